@@ -83,7 +83,7 @@ override VIDEOS := $(patsubst ~/%,$(HOME)/%,$(VIDEOS))
 endif
 # Exit code 1 of `prep chunk`: it has named the videos that failed, and the page shows the others.
 demo: setup
-	$(BIN)/prep manifest folder "$(VIDEOS)" --data demo/videos-data
+	$(BIN)/prep manifest folder "$(VIDEOS)" --data demo/videos-data --yes
 	$(BIN)/prep chunk --len 15s --data demo/videos-data; made=$$?; \
 	[ $$made -le 1 ] || exit $$made; \
 	$(BIN)/prep status --data demo/videos-data && \

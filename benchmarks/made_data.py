@@ -81,6 +81,7 @@ def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: R
         "end_s": np.full(num_videos, end_s),
         "fps": np.full(num_videos, 30.0),
         "key_gap_s": np.full(num_videos, 5.0),
+        "num_audio": np.zeros(num_videos, np.int32),
         "width": np.full(num_videos, 1280),
         "height": np.full(num_videos, 720),
         "codec": pa.repeat("h264", num_videos),

@@ -141,9 +141,14 @@ class CaptionSpans:
                 yield own
 
 
+def is_of_model(source: str) -> bool:
+    """Return True for captions of a model, which training uses only if they are asked for: `captioner@1f2e3d4c`."""
+    return "@" in source
+
+
 def source_order(name: str) -> tuple[bool, str]:
-    """The sort key of sources: by name, those of models (`captioner@1f2e3d4c`) last."""
-    return "@" in name, name
+    """The sort key of sources: by name, those of models last."""
+    return is_of_model(name), name
 
 
 def write_caption_spans(

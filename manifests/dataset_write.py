@@ -10,10 +10,12 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.caption_digest import captions_sha256
 from clipmill.manifests.caption_table import CaptionChange
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.further_sources import FurtherCaptions, require_own_sources
 from clipmill.manifests.merge import num_other_splits, replace_dataset, rows_of, video_table, without_taken_ids
 from clipmill.manifests.previous import PreviousManifest, read_previous, stable_ids
 from clipmill.manifests.publication import MANIFEST_FILE, NewManifest, publish_manifest
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.schema import REJECTED
 from clipmill.manifests.store import manifest_dir, read_manifest
 from clipmill.manifests.table_files import (
@@ -21,6 +23,8 @@ from clipmill.manifests.table_files import (
 )
 
 MANIFEST_FOLDER = "manifest"
+_MAX_REMOVED = 1 / 3  # of the videos of a dataset; more look like a mistake
+_MAX_NAMED = 3
 _T = TypeVar("_T")
 _CODED = ["video_id", "source"]
 
@@ -63,6 +67,7 @@ def write_manifest(
     rejected: pa.Table | None = None,
     *,
     num_captions_lost: int = 0,
+    may_remove: bool = True,
 ) -> WriteResult:
     """Replace the rows of `dataset` in the manifest; other datasets are unchanged.
 
@@ -75,9 +80,11 @@ def write_manifest(
         captions: video_id, begin_s, end_s, text, source, and optionally likelihood and label_ columns (IDs are assigned
             here).
         rejected: schema.REJECTED.
+        may_remove: whether more than a third of the dataset's videos may leave the manifest.
 
     Raises:
-        UserError: the previous manifest is damaged, or captions have the source or labels of others.
+        UserError: the previous manifest is damaged, captions have the source or labels of others, or too many videos
+            would leave the manifest.
     """
     folder = manifest_dir(data_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,6 +111,9 @@ def write_manifest(
     )
     all_further = FurtherCaptions.read(old)
     further = all_further.of_videos(pa.chunked_array([*other_ids.chunks, *new["video_id"].chunks], pa.string()))
+    removed = own_ids.filter(pc.invert(pc.is_in(own_ids, value_set=videos["video_id"].combine_chunks())))
+    if not may_remove and len(removed) > _MAX_REMOVED * len(own_ids):
+        raise _too_many(removed.to_pylist(), len(own_ids), dataset, num_further=len(all_further) - len(further))
     all_videos = replace_dataset(old.videos, further.added_to(new), dataset=dataset)
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], dataset))
     reasons = {entry["values"]: entry["counts"] for entry in pc.value_counts(rejected["reason"]).to_pylist()}
@@ -137,7 +147,7 @@ def write_manifest(
     )
     num_added = int((ids >= old.next_caption_id).sum())
     num_before = int(old.datasets.get(dataset, {}).get("num_captions", 0))
-    num_kept = pc.sum(pc.is_in(own_ids, value_set=videos["video_id"].combine_chunks())).as_py() or 0
+    num_kept = len(own_ids) - len(removed)
     return WriteResult(
         folder=folder,
         dataset=dataset,
@@ -146,13 +156,24 @@ def write_manifest(
         num_captions_lost=num_captions_lost,
         num_rejected=reasons,
         num_videos_added=videos.num_rows - num_kept,
-        num_videos_removed=len(own_ids) - num_kept,
+        num_videos_removed=len(removed),
         num_splits_changed=num_other_splits(old.videos, new),
         num_captions_added=num_added,
         num_captions_removed=max(0, num_before - (captions.num_rows - num_added)),
         num_further_kept=len(further),
         num_further_removed=len(all_further) - len(further),
         splits=_splits(videos, video_rows),
+    )
+
+
+def _too_many(removed: list[str], num_before: int, dataset: str, *, num_further: int) -> UserError:
+    more = f", and {len(removed) - _MAX_NAMED:,} more" if len(removed) > _MAX_NAMED else ""
+    captions = f", and {counted(num_further, 'caption')} of further sources with them" if num_further else ""
+    return UserError(
+        f"{len(removed):,} of {num_before:,} videos of dataset {dataset} would be removed from the manifest{captions}: "
+        f"{', '.join(removed[:_MAX_NAMED])}{more}",
+        hint="check that the folder and the tables are the right ones; the manifest was not changed. If the videos are "
+        "gone or renamed on purpose, add --yes; their chunks stay on disk until prep gc",
     )
 
 

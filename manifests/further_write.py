@@ -1,10 +1,11 @@
-"""Writing captions of further sources into a manifest."""
+"""Writing captions of further sources into a manifest, and removing them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -14,8 +15,9 @@ from clipmill.manifests.dataset_write import previous_manifest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.further_sources import FurtherCaptions, of_sources, source_counts, source_name
 from clipmill.manifests.merge import rows_of
-from clipmill.manifests.previous import stable_ids
+from clipmill.manifests.previous import PreviousManifest, stable_ids
 from clipmill.manifests.publication import NewManifest, publish_manifest
+from clipmill.manifests.quoting import quoted
 from clipmill.manifests.schema import REJECTED
 from clipmill.manifests.store import manifest_dir, read_manifest
 
@@ -56,11 +58,7 @@ def write_further_captions(
     Raises:
         UserError: there is no manifest, it is damaged, or a source has the name of other captions.
     """
-    folder = manifest_dir(data_dir)
-    old = previous_manifest(data_dir)
-    if old.damage is not None:
-        raise old.damage
-    read_manifest(data_dir)
+    old = _sound_manifest(data_dir)
     before = _counts(old.captions_path)
     for source, record in records.items():
         _require_free(source, str(record["kind"]), before=before, further=old.further)
@@ -68,15 +66,76 @@ def write_further_captions(
     kinds = {source_name(source): record["kind"] for source, record in records.items()}
     replaced = {name for name, record in old.further.items() if kinds.get(source_name(name)) == record["kind"]}
 
-    ids, next_id = stable_ids(old, captions, is_replaced=of_sources(replaced) if replaced else None)
+    ids = _publish(data_dir, old, captions, rejected, records=records, replaced=replaced)
+    is_new = ids >= old.next_caption_id
+    num_captions, num_added = (_by_source(captions.filter(pa.array(mask))) for mask in (ids >= 0, is_new))
+    return FurtherResult(
+        folder=manifest_dir(data_dir),
+        num_captions=num_captions,
+        num_added={name: num_added.get(name, 0) for name in num_captions},
+        num_removed={
+            name: before.get(name, 0) - (count - num_added.get(name, 0)) for name, count in num_captions.items()
+        },
+        num_stale={name: before[name] for name in sorted(replaced) if name not in records},
+    )
+
+
+def remove_further_sources(data_dir: Path, names: Collection[str]) -> dict[str, int]:
+    """Remove the captions of further sources; return source -> number of its captions.
+
+    All other captions of the manifest are unchanged. If the tables are added again, the captions get new IDs.
+
+    Args:
+        names: names of sources; one without the version of a model stands for each version.
+
+    Raises:
+        UserError: there is no manifest, it is damaged, or there is no such further source.
+    """
+    old = _sound_manifest(data_dir)
+    removed: set[str] = set()
+    for name in names:
+        found = {name} if name in old.further else {source for source in old.further if source_name(source) == name}
+        if not found:
+            is_own = name in _counts(old.captions_path)
+            what = "is the source of a dataset, whose captions are those of its tables" if is_own else "is not there"
+            raise UserError(
+                f"the source {quoted(name)} {what}",
+                hint=f"sources that can be removed: {', '.join(old.further) or 'none'}",
+            )
+        removed |= found
+    counts = {name: int(old.further[name]["num_captions"]) for name in sorted(removed)}
+    nothing = FurtherCaptions.read(old).captions.slice(0, 0).drop_columns(["caption_id"])
+    _publish(data_dir, old, nothing, REJECTED.empty_table(), records={}, replaced=removed)
+    return counts
+
+
+def _sound_manifest(data_dir: Path) -> PreviousManifest:
+    old = previous_manifest(data_dir)
+    if old.damage is not None:
+        raise old.damage
+    read_manifest(data_dir)
+    return old
+
+
+def _publish(
+    data_dir: Path,
+    old: PreviousManifest,
+    captions: pa.Table,
+    rejected: pa.Table,
+    *,
+    records: Mapping[str, Mapping[str, Any]],
+    replaced: Collection[str],
+) -> np.ndarray:
+    """Put captions in the place of those of the sources `replaced`; return their IDs, int64[N]."""
+    is_replaced = of_sources(replaced)
+    ids, next_id = stable_ids(old, captions, is_replaced=is_replaced if replaced else None)
     further = FurtherCaptions.read(old)
     changed = further.without(replaced).with_source(captions, ids=ids, records=records)
     if (rows_of(captions["video_id"], old.videos["video_id"]) < 0).any():
         raise ValueError("captions refer to a video that is not in the manifest")
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], FURTHER))
-    is_replaced = of_sources(replaced)
     publish_manifest(
-        folder,
+        manifest_dir(data_dir),
         old,
         NewManifest(
             videos=changed.added_to(further.removed_from(old.videos)),
@@ -86,17 +145,7 @@ def write_further_captions(
             further=changed.stored_records(),
         ),
     )
-    is_new = ids >= old.next_caption_id
-    num_captions, num_added = (_by_source(captions.filter(pa.array(mask))) for mask in (ids >= 0, is_new))
-    return FurtherResult(
-        folder=folder,
-        num_captions=num_captions,
-        num_added={name: num_added.get(name, 0) for name in num_captions},
-        num_removed={
-            name: before.get(name, 0) - (count - num_added.get(name, 0)) for name, count in num_captions.items()
-        },
-        num_stale={name: before[name] for name in sorted(replaced) if name not in records},
-    )
+    return ids
 
 
 def _require_free(source: str, kind: str, *, before: Mapping[str, int], further: Mapping[str, Any]) -> None:

@@ -53,6 +53,11 @@ class ShardFiles:
     def energon_index(self) -> str:
         return f"{self.tar}.idx"
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of both."""
+        return self.tar_bytes + self.index_bytes
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -74,6 +79,11 @@ class Commit:
     plan_fingerprint: str
     files: ShardFiles | None
     failures: tuple[Failure, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its files."""
+        return 0 if self.files is None else self.files.size_bytes
 
 
 @dataclass(frozen=True)

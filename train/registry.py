@@ -13,8 +13,10 @@ A task from outside of clipmill is a row too: a program of its own registers the
 
 import importlib
 import re
+from collections.abc import Callable
+from functools import partial
 
-from clipmill.train.spec import EvaluationSpec, TaskSpec
+from clipmill.train.spec import EvaluationSpec, Tasks, TaskSpec
 
 # The module of each task's spec, which is loaded when it is asked for: a run loads no other task.
 _TASKS: dict[str, str | TaskSpec] = {
@@ -54,6 +56,11 @@ def task_named(name: str) -> TaskSpec:
         task: TaskSpec = importlib.import_module(found).TASK
         found = _TASKS[name] = task
     return found
+
+
+def tasks_where(holds: Callable[[TaskSpec], bool] = lambda spec: True) -> Tasks:
+    """The tasks of which something holds; all by default."""
+    return {name: partial(task_named, name) for name in task_names() if holds(task_named(name))}
 
 
 def evaluations() -> dict[str, EvaluationSpec]:

@@ -228,3 +228,12 @@ class TaskSpec:
             opened: the attention backend, the device, and for weights that are used as they are the `shape` of models.
         """
         return self.make(settings, **{**({} if run is None else self.kept(run)), **opened})
+
+
+# Specs of some tasks by name, opened when they are needed.
+Tasks = Mapping[str, Callable[[], TaskSpec]]
+
+
+def take_tags(tasks: Tasks) -> bool:
+    """Whether a NAME:TAG of open_clip may be the model of one of these tasks."""
+    return any(open_spec().adopts_tags for open_spec in tasks.values())

@@ -4,21 +4,20 @@
 write a reader in `manifests/adapters/` and add an entry here.
 """
 
-import json as json_module
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter, Token
 
-from clipmill.manifests.data_location import address_of, check_data_dir
-from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.data_location import address_of
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.storage.urls import folder_of, place_of
 from clipmill.prep.commands import manifest_captions
 from clipmill.prep.commands.datasets import DATASETS, Adapter
+from clipmill.prep.commands.manifest_write import Target, write_dataset
 from clipmill.prep.core.request import OPTIONS, Data
 
 if TYPE_CHECKING:
@@ -30,6 +29,14 @@ else:
 Dataset = Annotated[
     str | None,
     Parameter(name="--dataset", help="Name of the dataset in the manifest. Default: the name of the command."),
+]
+Yes = Annotated[
+    bool,
+    Parameter(
+        name="--yes",
+        negative="",
+        help="Remove videos that are no longer found even if they are more than a third of the dataset.",
+    ),
 ]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")]
 Annotations = Annotated[
@@ -127,6 +134,7 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
         ] = False,
         data: Data = Path("data"),
         dataset: Dataset = None,
+        yes: Yes = False,
         json: Json = False,
     ) -> None:
         name = dataset or adapter.kind
@@ -140,7 +148,8 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
                 directory, captions=table, subtitles=subtitles, dataset=name, skip=address_of(data), known=known
             )
 
-        _write(read, [] if captions is None else [captions], data=data, videos=directory, dataset=name, as_json=json)
+        into = Target(data, name, directory, may_remove=yes, as_json=json)
+        write_dataset(read, [] if captions is None else [captions], into=into)
 
     return command
 
@@ -152,16 +161,14 @@ def _with_annotations(adapter: Adapter) -> Callable[..., None]:
         annotations: Annotations,
         data: Data = Path("data"),
         dataset: Dataset = None,
+        yes: Yes = False,
         json: Json = False,
     ) -> None:
         name = dataset or adapter.kind
-        _write(
+        write_dataset(
             lambda tables: adapter.read(directory, annotations=tables, dataset=name, skip=address_of(data)),
             annotations,
-            data=data,
-            videos=directory,
-            dataset=name,
-            as_json=json,
+            into=Target(data, name, directory, may_remove=yes, as_json=json),
         )
 
     return command
@@ -177,17 +184,15 @@ def _with_lists(adapter: Adapter) -> Callable[..., None]:
         ] = None,
         data: Data = Path("data"),
         dataset: Dataset = None,
+        yes: Yes = False,
         json: Json = False,
     ) -> None:
         name = dataset or adapter.kind
         directory = folder_of(lists[0]) if videos is None else videos
-        _write(
+        write_dataset(
             lambda tables: adapter.read(tables, videos=directory, dataset=name, skip=address_of(data)),
             lists,
-            data=data,
-            videos=directory,
-            dataset=name,
-            as_json=json,
+            into=Target(data, name, directory, may_remove=yes, as_json=json),
         )
 
     return command
@@ -254,85 +259,7 @@ def synthetic(
                 on_video=lambda num_done: show(num_done, videos),
             )
 
-    _write(make, data=data, videos=directory, dataset=name, as_json=json)
+    write_dataset(make, into=Target(data, name, directory, may_remove=True, as_json=json))
 
 
 app.command(manifest_captions.captions)
-
-
-def _write(
-    read: "Callable[[list[Path]], Reading]",
-    tables: "Sequence[Place]" = (),
-    *,
-    data: Path,
-    videos: "Place | None",
-    dataset: str,
-    as_json: bool,
-) -> None:
-    """Read a dataset and write it to the manifest.
-
-    Args:
-        read: receives local copies of the tables.
-        tables: annotation files.
-        videos: folder of the videos, or None if the tables name them.
-    """
-    from clipmill.manifests.adapters.reading import encodable
-    from clipmill.manifests.adapters.remote_tables import read_with_local_tables
-    from clipmill.manifests.dataset_write import write_manifest
-    from clipmill.manifests.errors import DISK_ERRORS
-    from clipmill.manifests.progress import Activity
-    from clipmill.manifests.quoting import quoted
-    from clipmill.manifests.store import read_rejected
-    from clipmill.prep.commands import manifest_text
-    from clipmill.prep.core.data_folder import writing
-    from clipmill.prep.core.failure_list import first_rejected
-
-    check_data_dir(data, videos=videos)
-    _check_existing(data)
-    if not encodable(dataset):
-        raise UserError(f"--dataset {quoted(dataset)} is not valid Unicode", hint="give another name")
-    with Activity(f"reading dataset {on_one_line(dataset)}"):
-        reading = read_with_local_tables(tables, read)
-    if not reading.videos.num_rows:
-        message, hint = manifest_text.no_video_text(reading, dataset)
-        raise UserError(message, hint=hint)
-    if manifest_text.unused_files(reading):
-        # If it were written, it would replace the existing captions, and their ids would be lost for good.
-        raise FailedWork(manifest_text.unused_text(reading))
-    try:
-        data.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno in DISK_ERRORS:
-            raise
-        why = error.strerror or str(error)
-        raise UserError(
-            f"cannot create the data folder {data}: {why}", hint="give another folder with --data"
-        ) from error
-    with writing(data), Activity("writing the manifest"):
-        written = write_manifest(
-            data,
-            dataset,
-            reading.videos,
-            reading.captions,
-            reading.rejected,
-            num_captions_lost=reading.num_captions_lost,
-        )
-        rejected = (
-            first_rejected(manifest_text.rejected_of(read_rejected(data), dataset)) if written.num_rejected else []
-        )
-    if as_json:
-        values = manifest_text.written_values(written, rejected=rejected, notes=reading.notes)
-        print(json_module.dumps(values, indent=1, sort_keys=True))
-    else:
-        print(manifest_text.written_text(written, rejected=rejected, notes=reading.notes))
-        print(f"next: {manifest_text.chunk_command(data)}")
-
-
-def _check_existing(data: Path) -> None:
-    """Raise an error for a manifest of another format before the work begins rather than at its end."""
-    from clipmill.manifests.store import read_manifest
-    from clipmill.manifests.table_files import DamagedManifest
-
-    if (data / "manifest" / "manifest.json").exists():
-        with suppress(DamagedManifest):  # writing the manifest repairs it, or fails with the reason
-            read_manifest(data)

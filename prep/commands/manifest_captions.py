@@ -2,7 +2,7 @@
 
 import json as json_module
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,9 +22,17 @@ if TYPE_CHECKING:
 
 
 def captions(
-    tables: Annotated[list[Path], Parameter(negative="")],
+    tables: Annotated[list[Path] | None, Parameter(negative="")] = None,
     /,
     *,
+    remove: Annotated[
+        list[str] | None,
+        Parameter(
+            negative="",
+            help="Source to remove, in place of adding tables: a name that prep status shows, or that of a model "
+            "without its version. May be repeated.",
+        ),
+    ] = None,
     source: Annotated[
         str | None, Parameter(help="Source name of all captions, in place of the column source of the tables.")
     ] = None,
@@ -46,12 +54,15 @@ def captions(
     data: Data = Path("data"),
     json: Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Add captions from tables to videos in the manifest, such as those of `train caption-chunks`.
+    """Add captions from tables to videos in the manifest, such as those of `train caption-chunks`, or remove them.
 
     They replace earlier captions of the same source, or of an earlier version of the same model, and no others. They
-    are kept when a dataset is read again.
+    are kept when a dataset is read again. Training uses captions of models only if --captions.sources names them.
 
-    Example: prep manifest captions captions.parquet --min-likelihood -1.5
+    Examples:
+
+        prep manifest captions captions.parquet --min-likelihood -1.5
+        prep manifest captions --remove captioner
 
     Parameters
     ----------
@@ -80,6 +91,12 @@ def captions(
     if source is not None and not is_source_name(source):
         raise UserError(f"--source {quoted(source)} is not a name", hint=f"give a name of {SOURCE_CHARS}")
     folder = require_data_folder(data)
+    if remove:
+        choices = {"tables": tables, "--source": source, "--min-likelihood": min_likelihood}
+        _remove(folder, remove, beside={**choices, "--drop-duplicates": drop_duplicates or None}, as_json=json)
+        return
+    if not tables:
+        raise UserError("there are no tables", hint="give tables of captions, or --remove and the name of a source")
     with writing(folder), Activity("reading captions"):
         videos = read_videos(folder)
         limits = Limits(ends_of_videos(folder, videos), chunk_finder(folder, videos))
@@ -108,6 +125,29 @@ def captions(
         print(json_module.dumps({**values, "first_rejected": named_values(rejected)}, indent=1, sort_keys=True))
     else:
         print("\n".join(_lines(written, values, rejected=rejected)))
+        print(f"next: {manifest_text.chunk_command(data)}")
+
+
+def _remove(folder: Path, names: Sequence[str], *, beside: Mapping[str, object], as_json: bool) -> None:
+    from clipmill.manifests.further_write import remove_further_sources
+    from clipmill.manifests.progress import Activity
+    from clipmill.manifests.store import manifest_dir
+    from clipmill.prep.commands.manifest_text import chunk_command
+    from clipmill.prep.core.data_folder import writing
+
+    for name, value in beside.items():
+        if value is not None:
+            raise UserError(f"--remove and {name} exclude each other", hint="run one command after the other")
+    with writing(folder), Activity("writing the manifest"):
+        removed = remove_further_sources(folder, names)
+    if as_json:
+        values = {"num_captions_removed": removed, "manifest": os.fspath(manifest_dir(folder))}
+        print(json_module.dumps(values, indent=1, sort_keys=True))
+        return
+    for name, count in removed.items():
+        print(f"{on_one_line(name)}: {counted(count, 'caption')} removed")
+    print(f"manifest: {manifest_dir(folder)}")
+    print(f"next: {chunk_command(folder)}")
 
 
 def _select(
@@ -168,6 +208,8 @@ def _values(written: "FurtherResult", *, reading: "Reading", num_dropped: dict[s
 
 def _lines(written: "FurtherResult", values: dict[str, Any], *, rejected: "Sequence[FailureEntry]") -> Iterator[str]:
     from clipmill.manifests.adapters.reasons import Reason
+    from clipmill.manifests.caption_spans import is_of_model
+    from clipmill.manifests.further_sources import source_name
     from clipmill.manifests.table_files import REJECTED_LIST
     from clipmill.prep.commands.manifest_text import advice_on
     from clipmill.prep.core.failure_list import named_lines
@@ -181,6 +223,9 @@ def _lines(written: "FurtherResult", values: dict[str, Any], *, rejected: "Seque
         yield f"stale: {counted(count, 'caption')} of {on_one_line(name)}, an earlier version, replaced"
     for name, variants in values["other_variants"].items():
         yield f"note: {on_one_line(name)} describes chunks of {', '.join(variants)}, which is not the current variant"
+    if models := [name for name in written.num_captions if is_of_model(name)]:
+        names = ", ".join(f"{source_name(name)}@*=1" for name in models)
+        yield f"note: training uses captions of models only if --captions.sources names them, such as human=1,{names}"
     yield from (f"note: {on_one_line(note)}" for note in values["notes"])
     if values["num_dropped"]:
         yield "dropped: " + ", ".join(f"{count:,} {reason}" for reason, count in values["num_dropped"].items())

@@ -21,8 +21,9 @@ class DiskUse:
         data_bytes: size of the whole data folder now.
         variant_bytes: size of each variant of the planned column, by name.
         has_variant: whether the planned variant is one of them.
-        added_bytes: lowest and highest size of what the run adds; None if unknown.
-        freed_bytes: what `prep gc` frees once the planned variant is complete: the column's other variants.
+        added_bytes: lowest and highest size of what the run writes, copies included; None if unknown.
+        freed_bytes: what `prep gc` frees once the planned variant is complete: the column's other variants, and the
+            shards of this one that are replaced or removed.
         free_bytes: free space of the disk; None in a bucket.
     """
 
@@ -66,19 +67,28 @@ class DiskUse:
         lines = [f"disk     {'; '.join(parts)} (whole data folder: {size_text(self.data_bytes)})"]
         if self.freed_bytes:
             num_others = len(self.variant_bytes) - self.has_variant
-            others = f"{counted(num_others, 'other variant')} {'is' if num_others == 1 else 'are'} kept beside it"
-            lines.append(f"         {others}; then `prep gc` frees {size_text(self.freed_bytes)}")
+            what = f"{counted(num_others, 'other variant')}" if num_others else "earlier shards"
+            kept = f"{what} {'is' if num_others == 1 else 'are'} kept beside it"
+            lines.append(f"         {kept}; then `prep gc` frees {size_text(self.freed_bytes)}")
         if not self.fits:
             lines.append("warning  this may not fit on the disk: free some space, or give a folder on another disk")
         return lines
 
 
-def disk_use(data_dir: Path, *, column: str, variant: str, added_bytes: tuple[float, float] | None) -> DiskUse:
+def disk_use(
+    data_dir: Path,
+    *,
+    column: str,
+    variant: str,
+    added_bytes: tuple[float, float] | None,
+    replaced_bytes: int = 0,
+) -> DiskUse:
     """Measure the data folder.
 
     Args:
         variant: name of the planned variant.
-        added_bytes: lowest and highest size of what the run adds; None if unknown.
+        added_bytes: lowest and highest size of what the run writes, copies included; None if unknown.
+        replaced_bytes: size of the shards that the run replaces or removes.
     """
     sizes = {name: folder_bytes(variant_dir(data_dir, column, name)) for name in list_variants(data_dir, column)}
     free_bytes = None
@@ -90,7 +100,7 @@ def disk_use(data_dir: Path, *, column: str, variant: str, added_bytes: tuple[fl
         variant_bytes=sizes,
         has_variant=variant in sizes,
         added_bytes=added_bytes,
-        freed_bytes=sum(size for name, size in sizes.items() if name != variant),
+        freed_bytes=sum(size for name, size in sizes.items() if name != variant) + replaced_bytes,
         free_bytes=free_bytes,
     )
 

@@ -58,6 +58,7 @@ class ShardPlan:
         rows: its rows in the column's own plan, in the order in which the shard stores them.
         num_chunks: number of samples planned.
         num_copied: number of these that are copied from the stored shard; None if that is unknown before it is made.
+        num_failed: of a current shard, the number of these that failed when it was made.
     """
 
     shard_id: int
@@ -68,6 +69,7 @@ class ShardPlan:
     rows: range
     num_chunks: int
     num_copied: int | None = None
+    num_failed: int = 0
 
     @property
     def has_work(self) -> bool:
@@ -133,6 +135,9 @@ def plan_shards(
         if state == ShardState.CHANGED and shard.shard_id in held.shard_ids:
             yield _kept(commits[shard.shard_id], held.because)
             continue
+        commit = commits.get(shard.shard_id)
+        num_held = commit.files.num_samples if commit is not None and commit.files is not None else 0
+        is_partial = state == ShardState.CURRENT and commit is not None and commit.failures
         yield ShardPlan(
             shard_id=shard.shard_id,
             split=shard.split,
@@ -141,6 +146,7 @@ def plan_shards(
             plan_fingerprint=shard.fingerprint,
             rows=shard.rows,
             num_chunks=shard.num_chunks,
+            num_failed=shard.num_chunks - num_held if is_partial else 0,
         )
     for shard_id, commit in commits.items():
         if shard_id in known:

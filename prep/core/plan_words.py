@@ -49,9 +49,11 @@ def plan_lines(shards: Sequence[ShardPlan], *, words: Words, reasons: Mapping[in
     lines = []
     kept = [shard for shard in shards if shard.state == ShardState.CURRENT]
     if kept:
-        lines.append(f"kept     {_many(sum(shard.num_chunks for shard in kept), len(kept), words, 'in')}")
-        held = {shard.reason for shard in kept if shard.reason.startswith("kept, ")}
-        lines += [f"         {reason.removeprefix('kept, ')}" for reason in sorted(held)]
+        num_failed = sum(shard.num_failed for shard in kept)
+        held = _many(sum(shard.num_chunks for shard in kept) - num_failed, len(kept), words, "in")
+        lines.append(f"kept     {held}{f'; {num_failed:,} failed, see prep status' if num_failed else ''}")
+        reasons_to_hold = {shard.reason for shard in kept if shard.reason.startswith("kept, ")}
+        lines += [f"         {reason.removeprefix('kept, ')}" for reason in sorted(reasons_to_hold)]
     groups: dict[str, _Group] = {}
     for shard in shards:
         if shard.has_work:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.hub import hub_if_reachable
 from clipmill.manifests.json_text import parse_json
 
 TINY = "tiny"  # the small VAE with seeded weights; needs no download
@@ -108,7 +109,8 @@ def _downloaded(name: str) -> Path:
         raise UserError("huggingface_hub is not installed", hint="install clipmill[columns]") from None
     wanted = [f"{folder}{file}" for folder in ("", "vae/") for file in (CONFIG_FILE, WEIGHTS_FILE)]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        with hub_if_reachable():
+            return Path(snapshot_download(name, allow_patterns=wanted))
     # The exceptions for network, cache and server errors all derive from these.
     except (OSError, HFValidationError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

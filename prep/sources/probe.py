@@ -56,6 +56,7 @@ class SourceFacts:
         codec: libav's name of the codec.
         key_gap_s: longest time in seconds between two key frames if a seek may land between them; 0 if a seek lands on
             a key frame.
+        num_audio: number of audio streams.
     """
 
     fingerprint: str
@@ -66,6 +67,7 @@ class SourceFacts:
     height: int
     codec: str
     key_gap_s: float
+    num_audio: int = 0
 
 
 def probe(place: Place, *, on_read: Callable[[], None] = lambda: None) -> SourceFacts:
@@ -99,6 +101,7 @@ def _probe(source: OpenSource, *, on_read: Callable[[], None]) -> SourceFacts:
         times = indexed_times(container, stream, size_bytes=size_bytes) if indexed else None
         rate = stream.average_rate or stream.guessed_rate or Fraction(0)
         codec, index = stream.codec_context.codec.canonical_name, stream.index
+        num_audio = len(container.streams.audio)
         is_blind = container.format.name in _BLIND_SEEKS
     if times is None:
         # Opened again because not every container can be rewound.
@@ -113,6 +116,7 @@ def _probe(source: OpenSource, *, on_read: Callable[[], None]) -> SourceFacts:
         height=height,
         codec=codec,
         key_gap_s=float(times.key_gap_s) if is_blind else 0.0,
+        num_audio=num_audio,
     )
 
 

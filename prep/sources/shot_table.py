@@ -1,9 +1,9 @@
 """The shots of all sources, stored in `<data>/shots.parquet` so that no source is searched twice for the same shots.
 
 A row belongs to the content of a source (its fingerprint), to its length, and to a detector with its settings. If any
-of them changes, the source is searched again. Rows of sources that left the manifest, and of detectors that no variant
-uses any more, are removed when the table is next written. Failures caused by the file are stored likewise; failures
-that the machine may have caused are tried again by every run.
+of them changes, the source is searched again. Rows of sources that left the manifest stay, because they may return;
+those of detectors that no variant uses any more are removed when the table is next written. Failures caused by the file
+are stored likewise; failures that the machine may have caused are tried again by every run.
 """
 
 import sys
@@ -128,28 +128,13 @@ class Detection:
     refused: tuple[Refused, ...]
 
 
-@dataclass(frozen=True)
-class UsedShots:
-    """The rows of the table that are in use: those of these detectors (keys) and these sources (fingerprints)."""
-
-    detectors: Collection[str]
-    sources: pa.Array
-
-    def mask(self, shots: pa.Table) -> pa.ChunkedArray:
-        """Return bool[N], one per row of `shots`."""
-        return pc.and_(
-            pc.is_in(shots["fingerprint"], value_set=self.sources),
-            pc.is_in(shots["detector"], value_set=pa.array(sorted(self.detectors), pa.string())),
-        )
-
-
 def detect_shots(
     data_dir: Path,
     tasks: list[ShotTask],
     *,
     shots: pa.Table,
     key: str,
-    used: UsedShots,
+    used_detectors: Collection[str],
     engine: Engine,
     check: Check,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -160,13 +145,14 @@ def detect_shots(
         tasks: sources to be searched, each once.
         shots: the stored shots.
         key: key of the detector of all tasks.
-        used: the rows in use; others are removed.
+        used_detectors: keys of the detectors in use; the rows of others are removed.
         check: called in every worker before its first task.
         on_progress: called with (sources searched, sources to search).
     """
     searched = pa.array([task.fingerprint for task in tasks], pa.string())
     is_searched = pc.and_(pc.is_in(shots["fingerprint"], value_set=searched), pc.equal(shots["detector"], key))
-    kept = shots.filter(pc.and_not(used.mask(shots), is_searched))
+    is_used = pc.is_in(shots["detector"], value_set=pa.array(sorted(used_detectors), pa.string()))
+    kept = shots.filter(pc.and_not(is_used, is_searched))
     stored: list[dict[str, object]] = []
     passing: list[dict[str, object]] = []  # failures that may be gone at the next run
     refused: list[Refused] = []

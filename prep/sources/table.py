@@ -47,6 +47,7 @@ PROBES = pa.schema(
         pa.field("height", pa.int32()),
         pa.field("codec", pa.string()),
         pa.field("key_gap_s", pa.float64()),
+        pa.field("num_audio", pa.int32()),
     ],
     metadata=_RULES,
 )

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.hub import hub_if_reachable
 from clipmill.prep.text.recipe import SAFETENSORS, TINY, ResolvedTextRecipe, TextRecipe, file_sha256, safetensors_shapes
 from clipmill.prep.text.tokens import tokens_of
 
@@ -215,7 +216,8 @@ def weights_file(recipe: TextRecipe) -> Path:
             hint=f"use {_other_gelu(recipe.model)}:{recipe.weights}",
         )
     try:
-        return Path(open_clip.pretrained.download_pretrained(config))
+        with hub_if_reachable():
+            return Path(open_clip.pretrained.download_pretrained(config))
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
             f"the weights of --clip {recipe.clip} cannot be downloaded: {_first_line(error)}",

@@ -120,6 +120,7 @@ class VideosStatus:
         first_unusable: the first few of them.
         lost: code -> number of videos that were usable before and cannot be read now; what was made from them is kept.
         first_lost: the first few of them.
+        num_with_audio: number of usable videos whose source has audio.
         num_captions_beyond: captions that begin after the end of their video, among the probed ones; None if unknown.
         num_captions_ending_beyond: the others that end more than a second after it, likewise.
         caption_sources: None if the table of captions is damaged.
@@ -134,6 +135,7 @@ class VideosStatus:
     lost: dict[str, int]
     first_lost: list[FailureEntry]
     caption_sources: list[CaptionSource] | None
+    num_with_audio: int = 0
     num_captions_beyond: int | None = None
     num_captions_ending_beyond: int | None = None
 
@@ -252,7 +254,7 @@ def _beyond(data_dir: Path, ends_s: np.ndarray, damaged: list[UserError]) -> Cap
 
 def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     videos = read_videos(data_dir, columns=["video_id", "path", "num_captions"])
-    probes = read_probes(data_dir, paths=videos["path"], columns=["path", "code", "message", "end_s"])
+    probes = read_probes(data_dir, paths=videos["path"], columns=["path", "code", "message", "end_s", "num_audio"])
     mine, is_known = probes_of(videos["path"], probes)
     ids = videos["video_id"] if is_known.all() else videos["video_id"].filter(pa.array(is_known))
     mine = mine.append_column("video_id", ids)
@@ -272,6 +274,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
         lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
         first_lost=_first_sources(lost),
         caption_sources=sources,
+        num_with_audio=pc.sum(pc.greater(mine["num_audio"], 0)).as_py() or 0,
         num_captions_beyond=None if beyond is None else beyond.num_begin,
         num_captions_ending_beyond=None if beyond is None else beyond.num_end,
     )

@@ -4,12 +4,14 @@ import shlex
 from collections import Counter
 from pathlib import Path
 
+from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.ending import length_text
 from clipmill.prep.core.failure_list import named_lines
+from clipmill.prep.core.failures import TRANSIENT
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import column_named
@@ -68,6 +70,8 @@ def _command_of_variant(column: str, variant: str, data_dir: Path) -> str:
 
 def _videos_lines(videos: VideosStatus) -> list[str]:
     parts = [f"{videos.num_usable:,} usable"]
+    if videos.num_with_audio:
+        parts[0] += f" ({videos.num_with_audio:,} with audio)"
     if videos.unusable:
         parts.append(f"{sum(videos.unusable.values()):,} unusable")
     if videos.num_not_probed:
@@ -98,6 +102,8 @@ def _source_lines(sources: list[CaptionSource] | None) -> list[str]:
     for source in sources[:_MAX_LISTED]:
         by = f", by {', '.join(source.weights)}" if source.weights else ""
         lines.append(f"{_INDENT}{on_one_line(f'{source.name}: {source.num_captions:,}{by}')}")
+        if is_of_model(source.name):
+            lines.append(f"{_INDENT}  used in training only if --captions.sources names it")
         if source.stale_because is not None:
             lines.append(f"{_INDENT}  stale: {on_one_line(source.stale_because)}, not of the current variant")
     if len(sources) > _MAX_LISTED:
@@ -163,6 +169,13 @@ def _failure_lines(status: Status) -> list[str]:
     return lines
 
 
+def _is_behind(column: ColumnStatus) -> bool:
+    """Return True if the command of a column has something to repair or to try again."""
+    failures = column.current.failures if column.current is not None else {}
+    is_incomplete = column.problems or column.stale_because or column.to_make or column.file_problems
+    return bool(is_incomplete or TRANSIENT.intersection(failures))
+
+
 def _next_step(status: Status) -> str | None:
     columns = status.columns.values()
     if status.damaged:
@@ -174,10 +187,9 @@ def _next_step(status: Status) -> str | None:
         return f"prep manifest folder VIDEOS --data {shlex.quote(str(status.data_dir))}"
     if first.current is None or not first.current.num_samples:
         return _command_of(first, status.data_dir)
-    behind = (
-        column
-        for column in columns
-        if column.problems or column.stale_because or column.to_make or column.file_problems
-    )
+    videos = status.videos
+    if videos is not None and (videos.num_not_probed or TRANSIENT.intersection(videos.unusable)):
+        return _command_of(first, status.data_dir)
+    behind = (column for column in columns if _is_behind(column))
     repair = next((_command_of(column, status.data_dir) for column in behind), None)
     return repair or shlex.join(work_of(column_named(first.column)).next_command(status.data_dir)) or None

@@ -2,8 +2,8 @@
 
 Core-hours come from a model with two terms: reading is proportional to the source's pixels, writing to the output's.
 Both were fitted to runs on natural videos; trial encodes (`clipmill.prep.video.trial`) correct them for this machine
-and these videos. Bytes are known from shards that are already committed, or from the bitrate; otherwise they come from
-measured averages, which the trials correct likewise.
+and these videos. Bytes follow from the bitrate, or come from measured averages, which the trials correct likewise;
+shards that are already committed give a better mean.
 """
 
 import math
@@ -18,7 +18,7 @@ from clipmill.manifests.units import between, duration_text, parse_bitrate, size
 from clipmill.prep.core.plan import ShardPlan, ShardState
 from clipmill.prep.engines.choice import num_cores
 from clipmill.prep.video.codecs import codec_named
-from clipmill.prep.video.plan import Workload
+from clipmill.prep.video.plan import Plan, Workload
 from clipmill.prep.video.plan_inputs import Planned
 from clipmill.prep.video.settings import ChunkSettings
 from clipmill.prep.video.trial import EncodeTrial, factor_range, run_trials
@@ -28,6 +28,8 @@ from clipmill.shards.index import open_index
 # Core-seconds per megapixel, measured on an x86-64 server core at about 3 GHz.
 _DECODE_S_PER_MEGAPIXEL = 0.0029
 _DETECT_S_PER_FRAME = 0.0006  # to scale a decoded frame to the detector's size and compare it
+_CHUNK_BYTES = 5_000  # of the mp4's header, the json, the blocks of the tar and the columns of the index
+_FRAME_BYTES = 17  # of the packet table in the index
 _NO_RANGE = (1.0, 1.0, 1.0)
 
 
@@ -78,12 +80,17 @@ def estimate(
     if trials:
         core_factors = factor_range([one.core_s for one in trials], [core_s_per_s[one.row] for one in trials])
         size_factors = factor_range([one.size_bytes for one in trials], [bytes_per_s[one.row] for one in trials])
-    if bytes_per_second is None and settings.bitrate is not None:
-        bytes_per_second = parse_bitrate(settings.bitrate, flag="--bitrate") / 8
     core_hours = float((work.seconds * core_s_per_s).sum()) / 3600
     size_bytes = float((work.seconds * bytes_per_s).sum())
-    if bytes_per_second is not None:
+    if bytes_per_second is None and settings.bitrate is not None:
+        bytes_per_second = parse_bitrate(settings.bitrate, flag="--bitrate") / 8
         size_bytes, size_factors = float(work.seconds.sum()) * bytes_per_second, _NO_RANGE
+    elif bytes_per_second is not None:
+        # Other videos of the variant: a better mean than that of few trials, which say what these may take.
+        low, high = _range(size_bytes, size_factors)
+        size_bytes = float(work.seconds.sum()) * bytes_per_second
+        if trials:
+            size_factors = (1.0, min(low / size_bytes, 0.8), max(high / size_bytes, 1.2))
     return Estimate(
         core_hours=core_hours * core_factors[0],
         size_bytes=size_bytes * size_factors[0],
@@ -110,9 +117,7 @@ def estimate_of(planned: Planned) -> Estimate:
 
     Short sections of some videos are encoded, so that the estimate is one of this machine and these videos.
     """
-    plan = planned.plan
-    ranges = [np.asarray(_rows_to_encode(planned, shard), np.int64) for shard in plan.shards if shard.has_work]
-    rows = np.concatenate([np.zeros(0, np.int64), *ranges]).astype(np.int64)
+    plan, rows = planned.plan, rows_to_encode(planned)
     work, load = plan.workload(rows), os.getloadavg()[0]  # before the trials add to it
     trials = run_trials(plan, rows, work) if len(rows) else []
     cost = estimate(work, trials, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
@@ -136,10 +141,24 @@ def with_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: flo
     return replace(cost, num_cores=num_cores, wall_hours_range=wall_hours_range, idle_hours=idle_hours)
 
 
-def _rows_to_encode(planned: Planned, shard: ShardPlan) -> Sequence[int]:
+def rows_to_encode(planned: Planned) -> np.ndarray:
+    """Return the rows of a plan with the spans that are encoded rather than copied, int64."""
+    rows = [np.asarray(_rows_of(planned, shard), np.int64) for shard in planned.plan.shards if shard.has_work]
+    return np.concatenate([np.zeros(0, np.int64), *rows])
+
+
+def _rows_of(planned: Planned, shard: ShardPlan) -> Sequence[int]:
     if shard.shard_id in planned.changes:
         return planned.changes[shard.shard_id].rows
     return () if shard.state == ShardState.CHANGED else shard.rows
+
+
+def container_bytes(plan: Plan, rows: np.ndarray) -> float:
+    """Return the size of what a shard holds beside the encoded video of the spans in the given rows of the plan."""
+    settings = plan.recipe.settings
+    seconds = plan.workload(rows).seconds
+    num_chunks = np.ceil(seconds / float(settings.len_s)).sum()
+    return float(num_chunks * _CHUNK_BYTES + seconds.sum() * float(settings.fps_exact) * _FRAME_BYTES)
 
 
 def _bytes_per_second(planned: Planned) -> float | None:

@@ -172,6 +172,15 @@ class Plan:
         for (_, code, message), video in zip(failures, videos.to_pylist(), strict=True):
             yield Failure(video["video_id"], None, str(code), f"{video['path']}: {message}")
 
+    @property
+    def num_with_audio(self) -> int:
+        """Number of videos with audio, which `--audio drop` leaves out."""
+        return pc.sum(pc.greater(self._probes["num_audio"], 0)).as_py() or 0
+
+    def num_videos_of(self, rows: np.ndarray) -> int:
+        """Return the number of videos with the spans in the given rows."""
+        return len(np.unique(self._video_rows[rows]))
+
     def workload(self, rows: np.ndarray) -> Workload:
         """Return the encoding work of the spans in the given rows."""
         videos = self._video_rows[rows]

@@ -23,7 +23,7 @@ from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, stored_shards
 from clipmill.prep.core.table_file import as_array
 from clipmill.prep.core.variant_folder import make_variant
 from clipmill.prep.engines.admission import worker_ticket
-from clipmill.prep.sources.shot_table import SHOTS, Detection, UsedShots, detect_shots, read_shots
+from clipmill.prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
 from clipmill.prep.sources.table import probe_sources, probes_of, read_probes
 from clipmill.prep.video.captions import caption_groups
 from clipmill.prep.video.changes import ShardChange, with_changes
@@ -51,7 +51,7 @@ class Planned:
     Attributes:
         probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
         shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS); empty with `--cut even`.
-        changes: how shards that are written again differ from the stored ones, by shard ID.
+        changes: how shards that are written differ from the stored ones, by shard ID.
         detection: result of `with_shots`, if it had anything to do.
     """
 
@@ -158,7 +158,7 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
             list(plan.detection_tasks()),
             shots=planned.shots,
             key=detector_key(recipe),
-            used=UsedShots(_keys_in_use(planned.data_dir), as_array(planned.probes["fingerprint"])),
+            used_detectors=_keys_in_use(planned.data_dir),
             engine=engine,
             check=ticket,
             on_progress=now.counter(detecting),
@@ -209,6 +209,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
             recipe=plan.recipe,
             spans=tuple(plan.spans(shard.rows)),
             old_commit=planned.commits.get(shard.shard_id),
+            others=planned.changes[shard.shard_id].others if shard.shard_id in planned.changes else (),
             captions_file=captions_file,
             caption_groups=() if groups is None else groups.of(plan.manifest_rows(shard.rows)),
             scratch_bytes=scratch_bytes,

@@ -1,6 +1,7 @@
 """The reports of `video`: plans, explanations of single chunks, and runs."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,19 @@ from clipmill.prep.core.report import (
 from clipmill.prep.core.run import Summary
 from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.cutting import ShotCutting
-from clipmill.prep.video.estimate import detection_core_s, estimate_lines, estimate_of
+from clipmill.prep.video.estimate import (
+    Estimate,
+    container_bytes,
+    detection_core_s,
+    estimate_lines,
+    estimate_of,
+    rows_to_encode,
+)
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.plan_inputs import Planned
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
 
 # Why shards that videos enter or leave are made or removed, by whether all of their videos do.
 _MOVED = {
@@ -38,6 +47,8 @@ _MOVED = {
     (ShardState.ORPHANED, True): "the split of its videos has changed",
     (ShardState.ORPHANED, False): "its videos are no longer in the manifest, or their split has changed",
 }
+# States of shards whose files are not overwritten: `prep gc` removes them.
+_REPLACED = (ShardState.CHANGED, ShardState.RETRY, ShardState.ORPHANED)
 
 
 def plan_report(planned: Planned) -> Report:
@@ -51,9 +62,9 @@ def plan_report(planned: Planned) -> Report:
     plan, cost = planned.plan, estimate_of(planned)
     against = _changed_settings(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
-    reasons = {shard_id: change.because for shard_id, change in planned.changes.items()}
     new, moved = _why_new(planned), plan.shards_of_moved_videos(planned.commits)
-    reasons |= {shard.shard_id: new for shard in plan.shards if shard.state == ShardState.NEW}
+    reasons = {shard.shard_id: new for shard in plan.shards if shard.state == ShardState.NEW}
+    reasons |= {shard_id: change.because for shard_id, change in planned.changes.items() if change.because}
     reasons |= {
         shard.shard_id: _MOVED[shard.state, moved[shard.shard_id]]
         for shard in plan.shards
@@ -69,10 +80,13 @@ def plan_report(planned: Planned) -> Report:
         planned.data_dir,
         column=VIDEO,
         variant=plan.recipe.variant,
-        added_bytes=cost.size_bytes_range or (cost.size_bytes, cost.size_bytes),
+        added_bytes=_written_bytes(planned, cost),
+        replaced_bytes=sum(
+            planned.commits[shard.shard_id].size_bytes for shard in plan.shards if shard.state in _REPLACED
+        ),
     )
     if has_work:
-        lines += [*estimate_lines(cost), *disk.lines()]
+        lines += [*audio_lines(planned), *estimate_lines(cost), *disk.lines()]
     command = None
     if (
         has_work
@@ -96,6 +110,50 @@ def plan_report(planned: Planned) -> Report:
         **cutting,
     }
     return Report("\n".join(lines), values)
+
+
+def _written_bytes(planned: Planned, cost: Estimate) -> tuple[float, float]:
+    """Return the lowest and highest size of what a run writes: tars of encoded and copied chunks, and indexes."""
+    low, high = cost.size_bytes_range or (cost.size_bytes, cost.size_bytes)
+    copied = sum(change.copied_bytes for change in planned.changes.values())
+    # Estimates that come from stored tars have the rest already.
+    return low + copied, high + copied + container_bytes(planned.plan, rows_to_encode(planned))
+
+
+def audio_lines(planned: Planned) -> list[str]:
+    """Return what is said of audio before the first chunks of a variant are made without it."""
+    plan = planned.plan
+    if planned.commits or plan.recipe.settings.audio != "drop" or not plan.num_with_audio:
+        return []
+    found = f"{plan.num_with_audio:,} of {counted(plan.num_videos, 'video')}"
+    return [
+        f"audio    of {found} is left out; --audio keep keeps it, without which the score `speech` is unknown",
+    ]
+
+
+def other_settings_lines(planned: Planned) -> list[str]:
+    """Return what a run with other settings than those of the current variant says before it begins; else nothing."""
+    try:
+        against, current = _changed_settings(planned), current_variant(planned.data_dir, VIDEO)
+    except UserError:
+        return []  # a damaged record, which the run writes again
+    if not against or current is None:
+        return []
+    plan, variant = planned.plan, planned.plan.recipe.variant
+    rows = rows_to_encode(planned)
+    lines = [f"setting  {difference}" for difference in against]
+    if len(rows) or any(shard.has_work for shard in plan.shards):
+        chunks = counted(sum(len(span.span.chunk_frames) for span in plan.spans(rows.tolist())), "chunk")
+        videos, length = counted(plan.num_videos_of(rows), "video"), duration_text(plan.workload(rows).seconds.sum())
+        lines.append(f"variant  {variant}: {chunks} of {videos} to encode, {length} of video")
+        estimated = COLUMN.command_line(plan.recipe.as_dict(), data_dir=planned.data_dir).replace("chunk", "plan", 1)
+        lines.append(f"         `{estimated}` estimates time and disk")
+    else:
+        lines.append(f"variant  {variant} is complete, and becomes the current one again")
+    with suppress(UserError):  # a recipe of another version of clipmill
+        kept = COLUMN.command_line(Variant.open(planned.data_dir, column=VIDEO).recipe, data_dir=planned.data_dir)
+        lines.append(f"         {current} is kept until `prep gc`; to keep to its settings: {kept}")
+    return lines
 
 
 def _why_new(planned: Planned) -> str:

@@ -4,7 +4,7 @@ If one chunk fails, the whole span fails. Intact chunks of an encoder pass that 
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from clipmill.prep.video.plan import SpanPlan
 from clipmill.prep.video.recipe import ResolvedRecipe
 from clipmill.prep.video.spans import start_ms
 from clipmill.prep.video.staging import StagedSources
+from clipmill.prep.video.stored_spans import SPAN_COLUMN, StoredTar
 from clipmill.shards.commits import Commit
-from clipmill.shards.salvage import readable_rows
+from clipmill.shards.salvage import SalvagedSample, readable_rows
 
 _TRIES = 2  # attempts at a span with a transient failure
 _NOT_AGAIN = frozenset({FailureCode.DISK_FULL, FailureCode.SOURCE_TOO_LARGE})  # transient, but not that soon
@@ -149,24 +150,49 @@ class SpanChunks:
 
 
 class OldChunks:
-    """The intact chunks of a shard's last commit, unpacked into scratch space."""
+    """The intact chunks that stored tars have of a shard's spans, unpacked into scratch space.
 
-    def __init__(self, variant_dir: Path, commit: Commit | None, *, plans: Iterable[SpanPlan], folder: Path) -> None:
-        """Unpack the chunks of those spans in `plans` whose fingerprint has not changed into `folder`."""
-        wanted = {(plan.video_id, plan.fingerprint) for plan in plans}
-        self._found: dict[tuple[str, str], dict[int, tuple[Path, dict[str, Any]]]] = {}
-        for sample in readable_rows(variant_dir, commit) if commit is not None else ():
+    They are those of the shard's last commit and of further tars: of shards that the videos leave, or of earlier
+    commits. The fingerprint of a span covers all that its bytes depend on, and neither the name nor the split of its
+    video.
+    """
+
+    def __init__(
+        self,
+        variant_dir: Path,
+        commit: Commit | None,
+        *,
+        others: Iterable[StoredTar],
+        plans: Iterable[SpanPlan],
+        folder: Path,
+    ) -> None:
+        """Unpack the chunks of those spans in `plans` whose fingerprint is that of stored ones into `folder`."""
+        self._folder = folder
+        self._found: dict[str, dict[int, tuple[Path, dict[str, Any]]]] = {}
+        wanted = {plan.fingerprint for plan in plans}
+        if commit is not None:
+            self._unpack(readable_rows(variant_dir, commit, wanted=(SPAN_COLUMN, wanted)), wanted)
+        for other in others:
+            if lacking := {fingerprint for fingerprint in wanted if not self._is_whole(fingerprint)}:
+                self._unpack(other.rows(variant_dir, lacking), lacking)
+
+    def _unpack(self, samples: Iterable[SalvagedSample], wanted: Collection[str]) -> None:
+        for sample in samples:
             description = json.loads(sample.members["json"])
-            video_id, begin_ms = split_key(sample.key)
-            span = (video_id, description["span_fingerprint"])
-            if span in wanted:
-                path = folder / f"{sample.key}.mp4"
+            fingerprint = description["span_fingerprint"]
+            chunks = self._found.setdefault(fingerprint, {})
+            if fingerprint in wanted and (begin_ms := split_key(description["key"])[1]) not in chunks:
+                path = self._folder / f"{description['key']}.mp4"
                 path.write_bytes(sample.members["mp4"])
-                self._found.setdefault(span, {})[begin_ms] = path, description
+                chunks[begin_ms] = path, description
+
+    def _is_whole(self, fingerprint: str) -> bool:
+        chunks = self._found.get(fingerprint, {})
+        return any(len(chunks) == description["span_chunks"] for _, description in chunks.values())
 
     def span(self, plan: SpanPlan, *, recipe: ResolvedRecipe) -> SpanChunks:
         """Return the intact chunks of one span, each read back and compared with the plan."""
-        found = self._found.get((plan.video_id, plan.fingerprint), {})
+        found = self._found.get(plan.fingerprint, {})
         chunks, num_chunks = {}, len(plan.span.chunk_frames)
         for number, first_frame in enumerate(plan.span.chunk_starts()):
             path, description = found.get(start_ms(first_frame, fps=recipe.settings.fps_exact), (None, {}))

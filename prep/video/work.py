@@ -16,7 +16,14 @@ from clipmill.prep.video.layout import layout_file
 from clipmill.prep.video.page.write import write_chunk_page
 from clipmill.prep.video.plan_inputs import Planned, chunk_job, make_plan, pending_chunks, with_shots
 from clipmill.prep.video.recipe import Recipe, recipe_from_dict, resolve
-from clipmill.prep.video.report import chunk_summary, explanation, plan_report, with_cutting
+from clipmill.prep.video.report import (
+    audio_lines,
+    chunk_summary,
+    explanation,
+    other_settings_lines,
+    plan_report,
+    with_cutting,
+)
 from clipmill.prep.video.scratch import remove_abandoned
 
 _WORKER_GB = 0.5  # measured (benchmarks/README.md): a source of 2160 lines takes 0.27 GB
@@ -36,6 +43,8 @@ def _plan(data_dir: Path, recipe: Recipe, request: Request) -> Planned:
 
 def _run(plan: Planned, recipe: Recipe, request: Request, part_run: PartRun | None) -> Summary:
     engine = request.open_engine(memory_gb=_WORKER_GB)
+    for line in (*other_settings_lines(plan), *audio_lines(plan)):
+        sys.stderr.write(f"{line}\n")
     plan = with_shots(plan, engine)
     job = replace(chunk_job(plan, scratch_bytes=request.scratch_bytes), lag_limit_s=request.lag_limit_s)
     summary = with_cutting(execute(job, engine, part_run=part_run), plan)

@@ -1,6 +1,6 @@
 """Making one shard of the `video` column in a worker, independent of machine and engine.
 
-Spans whose encoder pass is unchanged are copied from the old shard; all others are encoded. Every chunk, new or copied,
+Spans whose encoder pass is unchanged are copied from stored tars; all others are encoded. Every chunk, new or copied,
 is read back and compared with the plan before it is written to the tar. A failed span is recorded in the commit and
 does not affect the others.
 """
@@ -25,6 +25,7 @@ from clipmill.prep.video.scratch import scratch_folder
 from clipmill.prep.video.span_task import OldChunks, SpanChunks, make_span
 from clipmill.prep.video.spans import start_ms
 from clipmill.prep.video.staging import StagedSources
+from clipmill.prep.video.stored_spans import StoredTar
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure, write_commit
 from clipmill.shards.format import VIDEO_FIELDS
@@ -37,6 +38,7 @@ class ShardTask:
 
     Attributes:
         old_commit: previous commit of the shard, for its unchanged chunks.
+        others: further tars with chunks of these spans.
         captions_file: the manifest's table of captions, or None if no video has captions.
         caption_groups: row groups of that table with captions of the shard's videos.
         scratch_bytes: limit of the copies of remote sources on a node; None for most of the free space.
@@ -49,6 +51,7 @@ class ShardTask:
     recipe: ResolvedRecipe
     spans: tuple[SpanPlan, ...]
     old_commit: Commit | None
+    others: tuple[StoredTar, ...]
     captions_file: Path | None
     caption_groups: tuple[int, ...] = ()
     scratch_bytes: int | None = None
@@ -79,7 +82,7 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
         video_ids = [plan.video_id for plan in task.spans]
         captions = captions_of(task.captions_file, video_ids, row_groups=task.caption_groups)
     extensions = ["mp4", "json", *(["txt"] if captions is not None else [])]
-    old = OldChunks(task.variant_dir, task.old_commit, plans=task.spans, folder=scratch)
+    old = OldChunks(task.variant_dir, task.old_commit, others=task.others, plans=task.spans, folder=scratch)
     content = hashlib.sha256(task.plan_fingerprint.encode())
     failures: list[Failure] = []
     num_reused, encoded_s, files = 0, 0.0, None

@@ -110,8 +110,8 @@ def prep_here(*arguments: object, status: int | None = 0) -> Ran:
 
 
 def manifest(data: Path, videos: Path, *options: object) -> None:
-    """`prep manifest folder`."""
-    prep_here("manifest", "folder", videos, "--data", data, *options)
+    """`prep manifest folder`, whatever it removes."""
+    prep_here("manifest", "folder", videos, "--data", data, "--yes", *options)
 
 
 def chunk(

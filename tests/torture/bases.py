@@ -73,7 +73,7 @@ def _write_videos(folder: Path) -> None:
 def manifest_arguments(workspace: Workspace, *, which: str = "first") -> tuple[object, ...]:
     """Return the arguments of `prep manifest folder` for the first or the later videos."""
     folder = videos(workspace)
-    return ("manifest", "folder", folder / which, "--captions", folder / f"{which}.csv")
+    return ("manifest", "folder", folder / which, "--captions", folder / f"{which}.csv", "--yes")
 
 
 def captions_arguments(workspace: Workspace) -> tuple[object, ...]:

@@ -1,9 +1,11 @@
 """The command line from outside: what is printed, and the exit status."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,48 @@ def test_mistakes_are_two_lines_and_leave_nothing_behind(
     printed_error, printed_hint = two_lines(capsys)
     assert error in printed_error and hint in printed_hint
     assert not (tmp_path / "run").exists()
+
+
+MISTYPED = """
+import sys
+from clipmill.manifests.errors import UserError
+from clipmill.train import cli
+
+for words in (
+    "search nowhere text",
+    "eval retrieval nowhere",
+    "eval retrieval . --shards nowhere",
+    "embed nowhere --out embedded",
+    "embed . --shards nowhere --out embedded",
+    "export nowhere --format hf --out exported",
+    "dual-encoder --shards nowhere",
+    "dual-encoder --shards . --init.weights nowhere",
+    "bench mae --shards nowhere",
+    "caption-chunks . --shards nowhere --out captions.parquet",
+    "caption-video nowhere film.mp4",
+):
+    sys.argv[1:] = words.split()
+    try:
+        cli._call()
+    except UserError as error:
+        assert "nowhere" in str(error), error
+    else:
+        raise AssertionError(words)
+print(*sorted({"torch", "open_clip", "transformers"} & sys.modules.keys()))
+"""
+
+
+def test_a_mistyped_place_is_named_before_torch_is_imported(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", MISTYPED],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout == "\n" and not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_no_run_cannot_be_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

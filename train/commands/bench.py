@@ -13,6 +13,7 @@ from clipmill.train.commands.training import docstring
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import FIRST_RUN
+from clipmill.train.config.places import require_places
 from clipmill.train.config.training import Strategy
 from clipmill.train.registry import DEFAULT, task_named, task_names
 from clipmill.train.spec import TaskSpec
@@ -67,6 +68,7 @@ def _measure(
     page: Path | None,
     as_json: bool,
 ) -> None:
+    require_places(shards=settings.folders, init=settings.init.weights)
     with Activity("importing torch"):
         from clipmill.train.bench.communication import print_breakdown, write_breakdown
         from clipmill.train.bench.report import print_report

@@ -14,11 +14,12 @@ from clipmill.manifests.progress import Activity
 from clipmill.train.commands.training import docstring
 from clipmill.train.config.data import AS_TRAINED, Overrides, Weights
 from clipmill.train.config.files import read_values
+from clipmill.train.config.places import require_named_weights, require_places
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
-from clipmill.train.registry import evaluations, evaluations_of
+from clipmill.train.registry import evaluations, evaluations_of, tasks_where
 from clipmill.train.run.counted_batches import counting_batches
-from clipmill.train.run.folder import open_run, read_lines
-from clipmill.train.spec import EvaluationSpec
+from clipmill.train.run.folder import is_run, open_run, read_lines
+from clipmill.train.spec import EvaluationSpec, take_tags
 
 
 def score_run(
@@ -42,14 +43,14 @@ def score_run(
             needed.
         FailedWork: nothing could be decoded.
     """
+    tasks = tasks_where(lambda spec: evaluation.name in (one.name for one in spec.evaluations))
+    require_named_weights(weights, takes_tags=take_tags(tasks))
+    require_places(shards=(use.shards,))
     with Activity("importing torch"):
         from clipmill.train.evaluation.opening import open_weights_as, require_weights, task_of_run
         from clipmill.train.evaluation.runner import score_opened
-        from clipmill.train.inference.model import tasks_where
         from clipmill.train.report.results import write_page
-        from clipmill.train.weights.sources import is_run
 
-    tasks = tasks_where(lambda spec: evaluation.name in (one.name for one in spec.evaluations))
     run = open_run(Path(weights)) if is_run(Path(weights)) else None
     if run is not None:
         task_of_run(run, tasks, suited=_evaluations_of)
@@ -73,9 +74,6 @@ def score_run(
 
 def data_of(weights: str | Path) -> tuple[str | None, ...]:
     """The data to evaluate where none is named: None for a run's own, or each of the folders of a mixture."""
-    with Activity("importing torch"):
-        from clipmill.train.weights.sources import is_run
-
     if not is_run(Path(weights)):
         return (None,)
     try:

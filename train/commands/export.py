@@ -10,9 +10,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.train.commands.training import docstring
 from clipmill.train.config.data import AS_TRAINED, Overrides, Weights
-from clipmill.train.registry import task_named, task_names
-from clipmill.train.run.folder import RunFolder
-from clipmill.train.spec import ExportRequest
+from clipmill.train.config.places import require_named_weights
+from clipmill.train.registry import task_named, task_names, tasks_where
+from clipmill.train.run.folder import RunFolder, is_run
+from clipmill.train.spec import ExportRequest, take_tags
 
 
 def export(
@@ -59,16 +60,16 @@ def export_run(
         UserError: there is no checkpoint, its weights are not finite, `out` exists already, or the format cannot hold
             such a model.
     """
+    require_named_weights(weights, takes_tags=take_tags(tasks_where()))
     with Activity("importing torch"):
         from clipmill.train.evaluation.opening import open_weights_as
         from clipmill.train.evaluation.record import write_record
         from clipmill.train.evaluation.use import Use
-        from clipmill.train.inference.model import tasks_where
         from clipmill.train.report.card import CARD_FILE, model_card
         from clipmill.train.run.checkpoint import checkpoint_step
         from clipmill.train.weights.conversion import require_finite
         from clipmill.train.weights.exported import publish_folder
-        from clipmill.train.weights.sources import is_run, log_scale_of, read_log_scale, whole_weights
+        from clipmill.train.weights.sources import log_scale_of, read_log_scale, whole_weights
 
     run, path = RunFolder(Path(weights)), checkpoint
     if is_run(run.path):

@@ -11,8 +11,13 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
+from clipmill.train.config.files import read_values
+from clipmill.train.config.places import require_named_weights, require_places
 from clipmill.train.config.shards import DataSettings, folders_of
+from clipmill.train.registry import tasks_where
+from clipmill.train.run.folder import is_run, open_run
 from clipmill.train.search.request import EmbedRequest, SearchRequest
+from clipmill.train.spec import Tasks, take_tags
 
 
 def embed(
@@ -28,8 +33,10 @@ def embed(
         train embed runs/first --split val --out embedded
         train embed runs/masked --shards data --features tokens --out tokens
     """
+    require_named_weights(weights, takes_tags=take_tags(_embedding_tasks()))
     if request.shards is None:
         request = replace(request, shards=_own_folder(weights))
+    require_places(shards=(request.shards,))
     with Activity("importing torch"):
         from clipmill.train.device.precision import choose_device
         from clipmill.train.distributed.launch import COMMAND, open_world
@@ -66,17 +73,17 @@ def embed(
         )
 
 
+def _embedding_tasks() -> Tasks:
+    return tasks_where(lambda spec: spec.features is not None)
+
+
 def _own_folder(weights: str) -> str:
     """The data folder that a run was trained on; UserError if it is not a run, or was trained on several."""
-    with Activity("importing torch"):
-        from clipmill.train.config.files import read_values
-        from clipmill.train.evaluation.opening import require_weights
-        from clipmill.train.inference.model import tasks_where
-        from clipmill.train.run.folder import open_run
-        from clipmill.train.weights.sources import is_run
-
     if not is_run(Path(weights)):
-        require_weights(weights, tasks_where(lambda spec: spec.features is not None))
+        with Activity("importing torch"):
+            from clipmill.train.evaluation.opening import require_weights
+
+        require_weights(weights, _embedding_tasks())
         raise UserError(f"--shards is missing: {weights} is not a run, which has data of its own", hint="add it")
     settings = read_values(open_run(Path(weights)).settings)
     folders = folders_of(settings.get("shards", DataSettings.shards))
@@ -111,10 +118,8 @@ def search(
     queries
         Texts to search for.
     """
-    with Activity("loading the search"):
-        from clipmill.shards.pages.templates import require_page_path
-        from clipmill.train.search.folder import open_embedded
-        from clipmill.train.search.searching import describe, result_json, search_folder, write_search_page
+    from clipmill.shards.pages.templates import require_page_path
+    from clipmill.train.search.folder import open_embedded
 
     page = request.page
     if page is None and request.shards is not None:
@@ -124,6 +129,10 @@ def search(
     if page is not None:
         require_page_path(page, flag="--page")
     embedded = open_embedded(folder)
+    require_places(shards=(request.shards,))
+    with Activity("loading the search"):
+        from clipmill.train.search.searching import describe, result_json, search_folder, write_search_page
+
     results = search_folder(
         embedded, queries or (), like=request.like, top=request.top, weights=request.weights, device=request.device
     )

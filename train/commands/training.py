@@ -12,6 +12,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.whole_numbers import refuse_fractions
 from clipmill.train.config import fields as groups
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import (
     FIRST_RUN,
     FLAG,
@@ -22,6 +23,7 @@ from clipmill.train.config.fields import (
     refuse,
 )
 from clipmill.train.config.files import load_settings, preset_path, presets_of, read_values, yaml_source
+from clipmill.train.config.places import require_places
 from clipmill.train.config.training import TrainingSettings, flat
 from clipmill.train.registry import DEFAULT, task_named, task_names
 from clipmill.train.run.folder import Resume, RunFolder
@@ -187,6 +189,8 @@ def training_command(name: str) -> Callable[..., None]:
         config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
         resume: Annotated[Resume, groups.WHERE, FIRST_RUN, Parameter(negative="")] = False,
     ) -> None:
+        if not resume:
+            _require_places(settings)
         with Activity("importing torch"):
             from clipmill.train.commands.launch import launch
 
@@ -200,6 +204,10 @@ def training_command(name: str) -> Callable[..., None]:
         resume="Resume the run in --out from its latest checkpoint. auto: start a new run if there is none.",
     )
     return command
+
+
+def _require_places(settings: ClipSettings) -> None:
+    require_places(shards=settings.folders, init=settings.init.weights)
 
 
 def __getattr__(name: str) -> Callable[..., None]:

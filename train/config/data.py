@@ -25,7 +25,7 @@ class CaptionSettings(Checked):
 
     sources: str | None = None
     """Sampling weights of caption sources, such as `human=1,*rephraser*=2`; other sources are left out. Default: all
-    sources alike."""
+    sources alike but those of models (`captioner@1f2e3d4c`)."""
     min_relevancy: Annotated[float | None, SHARE] = None
     """Also show captions of other clips whose relevancy, by verb and nouns, exceeds this (0.1 for EK-100). Default:
     only the clip's own captions."""

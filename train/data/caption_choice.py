@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.caption_reader import open_stored_captions
+from clipmill.manifests.caption_spans import is_of_model, source_order
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.data import parse_weights
 from clipmill.train.data.node_cache import index_type, scratch
@@ -30,16 +31,34 @@ class Sources:
         names: in the order in which they count as first, second, ...
         weights: float64 [names], all positive.
         rank: int16, by the source's code in the manifest: index in `names`, -1 for sources that are excluded.
+        not_asked_for: sources of models, excluded because nothing names them.
     """
 
     names: tuple[str, ...]
     weights: NDArray[np.float64]
     rank: NDArray[np.int16]
+    not_asked_for: tuple[str, ...] = ()
 
     def describe(self, num_captions: NDArray[np.int64]) -> str:
         """Names with their weights and numbers of captions."""
         each = zip(self.names, self.weights.tolist(), num_captions.tolist(), strict=True)
         return "sources " + ", ".join(f"{name} = {weight:g} ({number:,} captions)" for name, weight, number in each)
+
+    def describe_excluded(self, num_captions: int) -> str:
+        """What is said of the captions that are excluded; empty if there are none."""
+        if not num_captions:
+            return ""
+        if not self.not_asked_for:
+            return f"{num_captions:,} captions of other sources left out"
+        return (
+            f"{num_captions:,} captions of models left out ({', '.join(self.not_asked_for)}); to use them: "
+            f"{_asking_for([*self.names, *self.not_asked_for])}"
+        )
+
+
+def _asking_for(names: Sequence[str]) -> str:
+    wanted = dict.fromkeys(f"{name.partition('@')[0]}@*=1" if is_of_model(name) else f"{name}=1" for name in names)
+    return f'--captions.sources "{",".join(wanted)}"'
 
 
 def choose_sources(names: list[str], *, wanted: str | None, elsewhere: Collection[str] = ()) -> Sources:
@@ -49,14 +68,21 @@ def choose_sources(names: list[str], *, wanted: str | None, elsewhere: Collectio
         elsewhere: sources of other splits, such as pseudo-captions of training videos in an evaluation. They can be
             wanted, too, as long as the split has captions of another one that is.
         wanted: `--captions.sources`: names or shell patterns with weights; the first one that matches a source gives
-            its weight. None gives every source the weight 1, in alphabetical order, with those of models
-            (`captioner@1f2e3d4c`) last, so that an evaluation does not take them for captions by people.
+            its weight. None gives every source the weight 1, in alphabetical order, but those of models
+            (`captioner@1f2e3d4c`), which are used only if they are named.
 
     Raises:
         UserError: a name or pattern matches no source, or no source of the split is left.
     """
-    left = sorted(names, key=lambda name: ("@" in name, name))
-    pairs = [(name, 1.0) for name in left] if wanted is None else list(parse_weights(wanted).items())
+    left = sorted(names, key=source_order)
+    by_people = [name for name in left if not is_of_model(name)]
+    if wanted is None and left and not by_people:
+        raise UserError(
+            f"all captions of this split are of models ({', '.join(left)}), which are used only if they are named",
+            hint=f"name them: {_asking_for(left)}",
+        )
+    not_asked_for = tuple(left[len(by_people) :]) if wanted is None else ()
+    pairs = [(name, 1.0) for name in by_people] if wanted is None else list(parse_weights(wanted).items())
     chosen: list[tuple[str, float]] = []
     for pattern, weight in pairs:
         # The full name of a source means that source, even if it could be read as a pattern.
@@ -77,7 +103,8 @@ def choose_sources(names: list[str], *, wanted: str | None, elsewhere: Collectio
     rank = np.full(len(names), -1, np.int16)
     for number, (name, _) in enumerate(chosen):
         rank[names.index(name)] = number
-    return Sources(tuple(name for name, _ in chosen), np.array([weight for _, weight in chosen]), rank)
+    weights = np.array([weight for _, weight in chosen])
+    return Sources(tuple(name for name, _ in chosen), weights, rank, not_asked_for)
 
 
 @dataclass(frozen=True)

@@ -140,8 +140,7 @@ class VideoCaptions(ClipSamples):
             parts[0] += f", one at a time for each of {len(self):,} clips"
         if len(opened.sources.names) > 1 or self._settings.sources is not None:
             parts.append(opened.sources.describe(self.captions.rank_counts))
-        if opened.num_other_sources:
-            parts.append(f"{opened.num_other_sources:,} of other sources left out")
+        parts += filter(None, [opened.sources.describe_excluded(opened.num_other_sources)])
         if opened.num_not_embedded:
             parts.append(f"{opened.num_not_embedded:,} without embedding")
         return "; ".join(parts + opened.remarks + self.chunks.selection.remarks() + self.deviations())

@@ -230,11 +230,10 @@ def _unreadable(error: OSError) -> Finding:
 
 
 def _some_tar(folder: Path) -> Path | None:
-    """The largest tar of the first variant with tars; OSError for unreadable folders, which glob would skip."""
-    variants = [variant for column in _folders(folder) for variant in _folders(column)]
-    tars = [[entry for entry in os.scandir(variant) if entry.name.endswith(".tar")] for variant in variants]
-    first = next(filter(None, tars), [])
-    return Path(max(first, key=lambda entry: entry.stat().st_size).path) if first else None
+    """The largest tar of any variant, as those of scores are tiny; OSError for unreadable folders, which glob skips."""
+    variants = (variant for column in _folders(folder) for variant in _folders(column))
+    tars = [entry for variant in variants for entry in os.scandir(variant) if entry.name.endswith(".tar")]
+    return Path(max(tars, key=lambda entry: entry.stat().st_size).path) if tars else None
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """Open trained weights for evaluation, embedding, export and captioning, whatever they are of."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,19 +11,18 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import deferred_checks
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.model import Init
+from clipmill.train.config.places import is_name_and_tag, no_weights
 from clipmill.train.engine.trained_run import ready
 from clipmill.train.evaluation.record import read_record
 from clipmill.train.evaluation.runner import OpenedRun, open_for
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape, size_of
-from clipmill.train.run.folder import RunFolder, open_run
-from clipmill.train.spec import Adopted, TaskSpec
+from clipmill.train.run.folder import RunFolder, is_run, open_run
+from clipmill.train.spec import Adopted, Tasks, TaskSpec, take_tags
 from clipmill.train.weights.architecture import sized_as
 from clipmill.train.weights.files import has_weights
 from clipmill.train.weights.loading import load_whole
-from clipmill.train.weights.sources import Say, Source, fetch_tag, is_name_and_tag, is_run, open_weights
-
-Tasks = Mapping[str, Callable[[], TaskSpec]]
+from clipmill.train.weights.sources import Say, Source, fetch_tag, open_weights
 
 
 def open_weights_as(
@@ -89,14 +88,9 @@ def require_weights(weights: str | Path, tasks: Tasks) -> None:
     path = Path(weights)
     if path.is_file() or is_run(path) or has_weights(path):
         return
-    takes_tags = any(open_spec().adopts_tags for open_spec in tasks.values())
+    takes_tags = take_tags(tasks)
     if not is_name_and_tag(str(weights)):
-        kinds = ["a run (a training command's --out)", "an exported folder", "a file of weights"]
-        kinds += ["a NAME:TAG of open_clip"] if takes_tags else []
-        raise UserError(
-            f"there is no run in {weights}, and there are no other weights",
-            hint=f"name {', '.join(kinds[:-1])}, or {kinds[-1]}",
-        )
+        raise no_weights(weights, takes_tags=takes_tags)
     if not takes_tags:
         raise UserError(
             f"{weights} is a CLIP of open_clip, not a model of train {', '.join(tasks)}",

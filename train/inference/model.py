@@ -8,8 +8,8 @@
 Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, N tokens, D width, E width of embeddings.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, cast
 
@@ -27,15 +27,14 @@ from clipmill.train.config.training import Device
 from clipmill.train.data.arguments import require_device, require_whole_numbers
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.evaluation.identity import identity_of, normalisation_of
-from clipmill.train.evaluation.opening import Tasks, open_weights_as
+from clipmill.train.evaluation.opening import open_weights_as
 from clipmill.train.evaluation.probe.features import tower_of
 from clipmill.train.evaluation.runner import OpenedRun
 from clipmill.train.evaluation.use import Use
 from clipmill.train.models.captioner import VideoTower
 from clipmill.train.models.dual_encoder import DualEncoder
 from clipmill.train.models.text import load_tokenizer
-from clipmill.train.registry import task_named, task_names
-from clipmill.train.spec import TaskSpec
+from clipmill.train.registry import tasks_where
 
 Clips = Batch | torch.Tensor | NDArray[np.uint8] | NDArray[np.float32]
 _RGB, _CLIP_DIMS = 3, 5
@@ -197,11 +196,6 @@ class LoadedModel:
 
 _CLIPS_HINT = "give uint8 RGB frames [B, T, H, W, 3], normalised clips [B, C, T, H, W], or a batch of the loader"
 _TEXTS_HINT = 'give a list of strings, such as ["a dog catches a frisbee"]'
-
-
-def tasks_where(holds: Callable[[TaskSpec], bool] = lambda spec: True) -> Tasks:
-    """The tasks of which something holds; all by default."""
-    return {name: partial(task_named, name) for name in task_names() if holds(task_named(name))}
 
 
 def load_model(

@@ -192,6 +192,11 @@ def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: 
     )
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder was made by a training command."""
+    return RunFolder(folder).settings.is_file()
+
+
 def open_run(path: Path) -> RunFolder:
     """Open a run to read it; UserError if there is none."""
     run = RunFolder(path)

@@ -9,15 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import remove_temporaries
 from clipmill.manifests.quoting import counted
 from clipmill.train.config.training import flat
-from clipmill.train.distributed.world import World
-from clipmill.train.run.tracking import Progress
+
+if TYPE_CHECKING:
+    from clipmill.train.distributed.world import World
+    from clipmill.train.run.tracking import Progress
 
 PLAN = "plan.json"
 
@@ -87,7 +89,7 @@ def _shown(*values: object) -> list[str]:
     return [f"{'...' if begin else ''}{text[begin:end]}{'...' if len(text) > end else ''}" for text in texts]
 
 
-def missing_parts(parts: Sequence[P], out: Path, *, world: World, progress: Progress) -> list[P]:
+def missing_parts(parts: Sequence[P], out: Path, *, world: "World", progress: "Progress") -> list[P]:
     """The parts that are not finished; the first rank looks for all."""
     missing = world.first(lambda: [number for number, part in enumerate(parts) if not part.path(out).is_file()])
     if len(missing) < len(parts):
@@ -95,7 +97,7 @@ def missing_parts(parts: Sequence[P], out: Path, *, world: World, progress: Prog
     return [parts[number] for number in missing]
 
 
-def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: World, progress: Progress) -> None:
+def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World", progress: "Progress") -> None:
     """Make this rank's share of the parts, every `world.size`-th of them.
 
     Args:

@@ -137,6 +137,8 @@ def file_of_tag(name: str, tag: str) -> tuple[Path, SourceFacts]:
     import open_clip
     from open_clip.pretrained import download_pretrained, get_pretrained_cfg, list_pretrained_tags_by_model
 
+    from clipmill.manifests.hub import hub_if_reachable
+
     entry, model = get_pretrained_cfg(name, tag), open_clip.get_model_config(name)
     if not entry or model is None:
         tags = list_pretrained_tags_by_model(name)
@@ -146,7 +148,8 @@ def file_of_tag(name: str, tag: str) -> tuple[Path, SourceFacts]:
         )
     facts = facts_of_open_clip(model, entry, source=f"{name}:{tag}")
     try:
-        return Path(download_pretrained(entry)), facts
+        with hub_if_reachable():
+            return Path(download_pretrained(entry)), facts
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"cannot download {name}:{tag}, and it is not in the cache: {str(error).splitlines()[0]}",

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -12,12 +11,13 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import FormatChoice, Init, Kind, Towers
+from clipmill.train.config.places import NAME_AND_TAG
 from clipmill.train.distributed.world import World
 from clipmill.train.models.adapters import merged
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.transformer import NORM_EPS
 from clipmill.train.run.checkpoint import content_of, fill, read_metadata, read_table, read_weights
-from clipmill.train.run.folder import RunFolder
+from clipmill.train.run.folder import RunFolder, is_run
 from clipmill.train.weights.avion import AVION, LAVILA
 from clipmill.train.weights.conversion import (
     CONV,
@@ -92,7 +92,6 @@ def facts_in(folder: Path) -> SourceFacts | None:
     )
 
 
-_NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")
 
 Say = Callable[[str], None]
 
@@ -129,15 +128,10 @@ def fetch_tag(init: Init, *, say: Say) -> None:
     Raises:
         UserError: open_clip knows no such weights, or cannot download them.
     """
-    match = _NAME_AND_TAG.fullmatch(init.weights or "")
+    match = NAME_AND_TAG.fullmatch(init.weights or "")
     if match and not Path(match[0]).exists():
         say(f"weights: {init.weights} from open_clip's cache, or else downloaded")
         file_of_tag(match[1], match[2])
-
-
-def is_name_and_tag(weights: str) -> bool:
-    """Whether weights are named as NAME:TAG of open_clip."""
-    return _NAME_AND_TAG.fullmatch(weights) is not None
 
 
 def open_weights(init: Init) -> Source | None:
@@ -149,7 +143,7 @@ def open_weights(init: Init) -> Source | None:
     """
     if init.weights is None:
         return None
-    path, match = Path(init.weights), _NAME_AND_TAG.fullmatch(init.weights)
+    path, match = Path(init.weights), NAME_AND_TAG.fullmatch(init.weights)
     if is_run(path):
         return open_run_weights(RunFolder(path))
     if path.is_dir():
@@ -176,11 +170,6 @@ def open_weights(init: Init) -> Source | None:
 
 _TOWERS = "towers."
 _LOG_SCALE, _TEMPERATURE = "objective.logit_scale", "objective.temperature"
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a folder was made by a training command."""
-    return RunFolder(folder).settings.is_file()
 
 
 def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Source:

@@ -105,6 +105,41 @@ def test_earlier_captions_of_a_model_that_changed_are_stale(data: Path, tmp_path
     assert captions(data, tmp_path / "p.parquet", "--json").summary["stale"] == {}
 
 
+def test_a_source_is_removed_by_name_and_everything_follows(data: Path, tmp_path: Path) -> None:
+    manifest_before, variant = contents(data / "manifest"), data / "video" / str(current_variant(data, "video"))
+    tars = {path.name for path in variant.glob("*.tar")}
+    plain = tmp_path / "plain.csv"
+    plain.write_text("video,text,begin_s,end_s\nfirst,by a table,0,1\n")
+    captions(data, plain, "--source", "asr")
+    added = captions(data, of_chunks(data, tmp_path / "p.parquet")).stdout
+    assert "only if --captions.sources names them, such as human=1,narrator@*=1\n" in added
+    text = ("text", "--data", data, "--clip", "tiny", "--engine", "processes")
+    prep_here(*text)
+    assert chunk(data, "--len", "1s", "--preset", "ultrafast", "--short-side", "32")["num_encoded"] == 0
+    before = contents(data / "manifest")
+    for wrong, why in (("human", "is the source of a dataset"), ("narrator@bbbbbbbb", "is not there")):
+        ran = captions(data, "--remove", wrong, status=2)
+        assert why in ran.error and "asr, narrator@aaaaaaaa" in ran.stderr
+    assert (
+        "--remove and --source exclude each other" in captions(data, "--remove", "asr", "--source", "x", status=2).error
+    )
+    assert "there are no tables" in captions(data, status=2).error
+    assert contents(data / "manifest") == before
+    ran = captions(data, "--remove", "narrator", "--remove", "asr")
+    assert ran.stdout.startswith("asr: 1 caption removed\nnarrator@aaaaaaaa: 6 captions removed\n")
+    assert [row["text"] for row in read_captions(data).to_pylist()] == ["first words", "last words", "other words"]
+    after = contents(data / "manifest")
+    changed = {name for name in after.keys() | manifest_before.keys() if after.get(name) != manifest_before.get(name)}
+    assert changed <= {"manifest.json"}, "but for the next ID, the manifest is what it was"
+    assert "narrator" not in prep_here("status", "--data", data).stdout
+    ended = chunk(data, "--len", "1s", "--preset", "ultrafast", "--short-side", "32")
+    assert ended["num_encoded"] == 0 and {path.name for path in variant.glob("*.tar")} >= tars
+    prep_here(*text)
+    bank = prep_here("status", "--data", data, "--json").summary
+    assert bank["videos"]["num_captions"] == 3
+    assert captions(data, plain, "--source", "asr", "--json").summary["sources"]["asr"]["num_captions_added"] == 1
+
+
 def test_captions_of_another_variant_of_chunks_are_stale(data: Path, tmp_path: Path) -> None:
     table = of_chunks(data, tmp_path / "p.parquet")
     text = pseudo(tmp_path / "q.parquet", [{"video": read_videos(data)["video_id"][0].as_py(), "text": "a"}], name="b")

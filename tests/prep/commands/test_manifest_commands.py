@@ -100,6 +100,31 @@ def test_a_data_folder_inside_the_videos_is_not_scanned(videos: Path) -> None:
     assert read_videos(videos / "data")["source_id"].to_pylist() == ["a", "b"]
 
 
+def test_a_folder_without_most_of_the_videos_needs_a_yes(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, table = tmp_path / "data", tmp_path / "captions.csv"
+    for name in ("c.mp4", "d.mp4"):
+        (videos / name).write_bytes(b"video")
+    table.write_text("video,text\na,one\nc,two\nd,three\n")
+    assert run("folder", videos, "--data", data) == 0
+    assert run("captions", table, "--source", "more", "--data", data) == 0
+    (videos / "d.mp4").unlink()
+    assert run("folder", videos, "--data", data) == 0, "a quarter is no mistake"
+    before = contents(data)
+    (videos / "c.mp4").rename(videos / "z.mp4")
+    (videos / "b.mp4").unlink()
+    capsys.readouterr()
+    for json_flag in ((), ("--json",)):
+        assert run("folder", videos, "--data", data, *json_flag) == 2
+        output = capsys.readouterr()
+        assert output.out == "" and "2 of 3 videos of dataset folder would be removed" in output.err
+        assert "and 1 caption of further sources with them: b, c\n" in output.err and "--yes" in output.err
+    assert contents(data) == before
+    assert run("folder", videos, "--data", data, "--yes") == 0
+    assert read_videos(data)["video_id"].to_pylist() == ["a", "z"]
+
+
 def test_nothing_usable_is_an_error_and_the_manifest_stays(
     videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,10 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_room(
     assert contents(data) == undisturbed
 
 
+def next_step(data: Path) -> str:
+    return prep_here("status", "--data", data).stdout.splitlines()[-1]
+
+
 def test_full_scratch_space_is_named_and_loses_nothing(
     disk: Path, videos: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
@@ -80,6 +84,7 @@ def test_full_scratch_space_is_named_and_loses_nothing(
     (disk / "ballast").write_bytes(bytes(DISK_BYTES - 4096))
     summary = chunk(data, *SETTINGS, status=1, TMPDIR=str(disk))
     assert summary["failures"] == {"disk_full": 2} and summary["num_chunks"] == 0, summary
+    assert next_step(data).startswith("next      prep chunk --len 1s ")
     assert [path.name for path in disk.iterdir()] == ["ballast"]
     summary = chunk(data, *SETTINGS)
     assert summary["num_encoded"] == 40

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,13 +42,22 @@ def test_a_missing_folder_is_named(prep: Prep, shard_set: ShardSet, name: str) -
     assert error(prep, shard_set, "--vae", name) == f"the VAE folder {name} (asked for by --vae) does not exist"
 
 
-def test_a_model_that_cannot_be_downloaded_is_named(
+def test_without_a_network_a_model_is_looked_for_in_the_cache_alone(
     prep: Prep, shard_set: ShardSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert 'the VAE "some-owner/some-vae" cannot be downloaded' in error(
-        prep, shard_set, "--vae", "some-owner/some-vae"
+    from huggingface_hub import constants
+
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    # A request would be made, and repeated, if the client were not told.
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
+    assert error(prep, shard_set, "--vae", "some-owner/some-vae") == (
+        'the VAE "some-owner/some-vae" cannot be downloaded from the Hugging Face Hub: hub.invalid cannot be resolved, '
+        "and the cache does not have the files"
     )
+    assert not constants.HF_HUB_OFFLINE and "HF_HUB_OFFLINE" not in os.environ
 
 
 def test_what_is_no_vae_is_refused_before_any_work(prep: Prep, shard_set: ShardSet, copy: Path) -> None:

@@ -221,6 +221,14 @@ def test_failures_are_named_by_every_command(prep: Prep, shard_set: ShardSet) ->
     assert summary["failures_file"] == column["failures_file"]
 
 
+def test_failures_that_may_be_gone_are_tried_again_before_training(prep: Prep, shard_set: ShardSet) -> None:
+    commit = read_commit(commit_path(shard_set.variant, 0))
+    for code, command in (("decode_errors", "train quickstart"), ("disk_full", "prep chunk --len 2s")):
+        failure = Failure("long", "long_000002000", code, "why")
+        write_commit(shard_set.variant, Commit(**{**vars(commit), "failures": (failure,)}))
+        assert prep("status", "--data", shard_set.data).stdout.splitlines()[-1].startswith(f"next      {command} ")
+
+
 def test_lost_sources_are_named(prep: Prep, shard_set: ShardSet) -> None:
     path = shard_set.data / "probes.parquet"
     rows = read_table_file(path, schema=PROBES).to_pylist()

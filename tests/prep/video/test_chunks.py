@@ -138,7 +138,13 @@ def test_audio_is_kept_on_request_and_dropped_otherwise(tmp_path: Path, write_vi
     manifest(tmp_path / "data", tmp_path / "videos")
     streams: dict[str, set[str]] = {}
     for audio in ("drop", "keep"):
-        chunk(tmp_path / "data", "--len", "2s", "--audio", audio, *QUICK)
+        settings = ("--data", tmp_path / "data", "--len", "2s", "--audio", audio, *QUICK)
+        dropped = "audio    of 1 of 2 videos is left out; --audio keep keeps it"
+        planned = prep_here("plan", *settings).stdout
+        ran = prep_here("chunk", *settings, "--engine", "processes", "--workers", 2)
+        again = prep_here("chunk", *settings, "--engine", "processes")
+        assert [dropped in said for said in (planned, ran.stderr, again.stderr)] == [*[audio == "drop"] * 2, False]
+        assert "2 usable (1 with audio)" in prep_here("status", "--data", tmp_path / "data").stdout
         for key, sample in samples(tmp_path / "data").items():
             assert len(frame_numbers(sample["mp4"])) == 60
             with av.open(BytesIO(sample["mp4"]), "r") as container:

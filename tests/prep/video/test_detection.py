@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from clipmill.prep.engines.processes import ProcessEngine
 from clipmill.prep.sources.access import source_fingerprint
-from clipmill.prep.sources.shot_table import SHOTS, ShotTask, UsedShots, detect_shots, read_shots
+from clipmill.prep.sources.shot_table import SHOTS, ShotTask, detect_shots, read_shots
 from clipmill.prep.sources.table import PROBES
 from clipmill.prep.video.plan_inputs import chunk_job, make_plan, with_shots
 from clipmill.prep.video.recipe import Recipe, resolve
@@ -40,13 +40,13 @@ def test_a_lasting_failure_is_stored_and_tried_again_on_request_only(tmp_path: P
     text.write_text("not a video")
     recipe = resolve(Recipe(len="2s", cut="shots"), ffmpeg_version="9.0")
     task = ShotTask(str(text), source_fingerprint(text), 60, recipe.settings.shot_detector)
-    key, known = detector_key(recipe), pa.array([task.fingerprint])
+    key = detector_key(recipe)
     found = detect_shots(
         tmp_path,
         [task],
         shots=SHOTS.empty_table(),
         key=key,
-        used=UsedShots({key}, known),
+        used_detectors={key},
         engine=Here(),
         check=lambda: None,
     )

@@ -86,13 +86,15 @@ def test_an_estimate_is_scaled_by_what_the_trials_cost() -> None:
     assert found.core_hours_range == pytest.approx((2 * plain.core_hours, 4 * plain.core_hours))
     assert found.size_bytes_range == pytest.approx((2 * plain.size_bytes, 4 * plain.size_bytes))
     assert (plain.core_hours_range, plain.size_bytes_range) == (None, None)
-    # Bytes that are known already are not changed by trials.
-    for known in (
-        estimate(work, trials, settings=SETTINGS, bytes_per_second=1000.0),
-        estimate(work, trials, settings=replace(SETTINGS, crf=None, bitrate="8k")),
-    ):
-        assert (known.size_bytes, known.size_bytes_range) == (20_000.0, None)
-        assert known.core_hours_range == pytest.approx((2 * plain.core_hours, 4 * plain.core_hours))
+    # Bytes that follow from a bitrate are not changed by trials.
+    known = estimate(work, trials, settings=replace(SETTINGS, crf=None, bitrate="8k"))
+    assert (known.size_bytes, known.size_bytes_range) == (20_000.0, None)
+    assert known.core_hours_range == pytest.approx((2 * plain.core_hours, 4 * plain.core_hours))
+    # Those of other videos of the variant give the mean, and the range has those of the trials.
+    mean = 3.5 * plain.size_bytes / work.seconds.sum()
+    known = estimate(work, trials, settings=SETTINGS, bytes_per_second=mean)
+    assert known.size_bytes == pytest.approx(3.5 * plain.size_bytes)
+    assert known.size_bytes_range == pytest.approx((2 * plain.size_bytes, 4.2 * plain.size_bytes))
 
 
 def test_one_video_still_gives_a_range() -> None:

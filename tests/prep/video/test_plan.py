@@ -54,6 +54,7 @@ def probes(*names: str, **changes: dict[str, Any]) -> pa.Table:
             "height": 480,
             "codec": "h264",
             "key_gap_s": 0.0,
+            "num_audio": 0,
             **changes.get(name, {}),
         }
         for name in names

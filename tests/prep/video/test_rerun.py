@@ -15,7 +15,7 @@ from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 from clipmill.shards.verify import verify_shard
 from tests.prep.numbered import frame_numbers
-from tests.prep.running import chunk, contents, identities, manifest, prep_here
+from tests.prep.running import chunk, contents, identities, manifest, messages, prep_here
 
 SETTINGS = ("--len", "500ms", "--preset", "ultrafast")
 CAPTIONS = "video,text,begin_s,end_s\na,words of a,11,12\nc,first words,0,3\nc,last words,3,9\n"
@@ -93,9 +93,12 @@ def test_only_an_added_video_is_made(made: Set, write_video: Callable[..., Path]
     before, old = made.of_shards(0, 1, 2, 3), made.payloads()
     write_video(made.videos / "_first.mp4", seconds=3)
     made.manifest()
+    status = prep_here("status", "--data", made.data).stdout
+    assert "1 not probed yet" in status and status.splitlines()[-1].startswith("next      prep chunk --len 500ms ")
     plan = json.loads(prep_here("plan", "--data", made.data, *SETTINGS, "--json").stdout)
     assert plan["shards"] == {"current": 4, "new": 1}
     assert made.chunk() == (6, 0)
+    assert prep_here("status", "--data", made.data).stdout.splitlines()[-1].startswith("next      train quickstart ")
     assert made.of_shards(0, 1, 2, 3) == before
     assert {key: payload for key, payload in made.payloads().items() if key in old} == old
     assert len(made.payloads()) == 64
@@ -113,13 +116,25 @@ def test_other_settings_make_another_variant_and_plan_names_them(made: Set) -> N
         told = prep_here("plan", "--data", made.data, *SETTINGS, flag, value, "--explain", "b_000003500").stdout
         assert f"setting  {difference}" in told.splitlines(), told
         assert told.count("new: not committed yet") == 2
-    assert made.chunk("--gop", "intra") == (58, 0)
+    flags = ("--data", made.data, "--engine", "processes", "--workers", 2, *SETTINGS)
+    ran = prep_here("chunk", *flags, "--gop", "intra")
+    assert "58 chunks encoded, 0 copied" in ran.stdout
+    said = [line for line in messages(ran.stderr) if line]
+    assert said[0] == "setting  gop: comb → intra" and said[-3].endswith(
+        ": 58 chunks of 3 videos to encode, 29 s of video"
+    )
+    assert "prep plan --len 500ms" in said[-2] and "--gop intra" in said[-2] and " estimates time and disk" in said[-2]
+    assert f"{old.name} is kept until `prep gc`; to keep to its settings: prep chunk --len 500ms" in said[-1]
     assert current_variant(made.data, "video") != old.name
     assert made.variant.recipe["gop"] == "intra"
     assert identities(old) == before
     # The old settings again: the old variant is the current one once more, and nothing is encoded.
-    assert made.chunk() == (0, 0)
+    ran = prep_here("chunk", *flags)
+    assert (
+        "nothing to encode" in ran.stdout and f"variant  {old.name} is complete, and becomes the current" in ran.stderr
+    )
     assert current_variant(made.data, "video") == old.name
+    assert "setting" not in prep_here("chunk", *flags).stderr
 
 
 def test_new_captions_are_written_without_encoding(made: Set) -> None:
@@ -170,8 +185,15 @@ def test_a_plan_says_in_words_what_happens_to_the_chunks(made: Set, write_video:
     values = json.loads(prep_here("plan", "--data", made.data, *SETTINGS, "--json").stdout)
     assert [work["num_copied"] for work in values["work"]] == [0, 10]
     assert values["estimate"]["video_hours"] * 3600 == pytest.approx(12)
-    assert values["disk"]["fits"] and values["disk"]["freed_by_gc_bytes"] == 0
+    replaced = [commit.size_bytes for shard_id, commit in made.variant.commits.items() if shard_id in (2, 3)]
+    disk = values["disk"]
+    assert disk["fits"] and disk["freed_by_gc_bytes"] == sum(replaced)
     assert prep_here("plan", "--data", made.data, *SETTINGS, "--crf", 30, "--json").summary["disk"]["freed_by_gc_bytes"]
+    before = identities(made.folder)
+    made.chunk()
+    files = [path for path in made.folder.glob("00*") if path.name not in before]
+    low, high = disk["added_bytes_range"]
+    assert len(files) == 6 and low < sum(path.stat().st_size for path in files) < high, "copies are written too"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +203,7 @@ def test_a_plan_says_in_words_what_happens_to_the_chunks(made: Set, write_video:
         (lambda s: s.tar(2).write_bytes(s.tar(2).read_bytes()[:5000]), 2, (20, 0)),
         (lambda s: s.tar(3).with_suffix(".index.arrow").unlink(), 3, (0, 14)),
         (lambda s: Path(f"{s.tar(3)}.idx").unlink(), 3, (0, 14)),
-        (lambda s: (s.folder / "commits/000003.json").unlink(), 3, (14, 0)),
+        (lambda s: (s.folder / "commits/000003.json").unlink(), 3, (0, 14)),
         (lambda s: (s.folder / "commits/000003.json").write_text("{}"), 3, (0, 14)),
         (lambda s: flip_payload(s, "b_000011000"), 3, (4, 10)),
         (lambda s: flip_payload(s, "c_000000000"), 3, (10, 4)),
@@ -226,6 +248,8 @@ def test_committed_chunks_outlive_their_source(made: Set) -> None:
     listed = [json.loads(line) for line in (made.folder / "failures.jsonl").read_text().splitlines()]
     assert [(one["video_id"], one["key"]) for one in listed] == [("b", "b_000000000"), ("b", "b_000010000")]
     assert sorted(key for key in made.payloads() if key[0] == "b") == ["b_000010000", "b_000010500", "b_000011500"]
+    plan = prep_here("plan", "--data", made.data, *SETTINGS).stdout
+    assert "kept     37 chunks in 4 shards; 21 failed, see prep status\n" in plan
     # While the source is away nothing is tried; when it is back, the same command makes what failed.
     assert chunk(made.data, *SETTINGS, status=1)["num_shards_made"] == 0
     kept.rename(source)
@@ -261,13 +285,56 @@ def test_a_removed_video_leaves_the_set_and_takes_nobody_along(made: Set) -> Non
     assert len((made.folder / "shards.txt").read_text().split()) == 2
 
 
+def test_videos_that_return_find_their_chunks_until_gc(made: Set, write_video: Callable[..., Path]) -> None:
+    old, wrong = made.payloads(), made.videos.parent / "wrong"
+    write_video(wrong / "z.mp4", seconds=2, first_number=9000)
+    manifest(made.data, wrong)
+    assert made.chunk() == (4, 0)
+    made.manifest()
+    plan = prep_here("plan", "--data", made.data, *SETTINGS).stdout
+    assert "to do    58 chunks copied into 4 shards: videos that returned, were renamed or moved" in plan, plan
+    # Single bytes of a tar and an index that no commit names: what they hit is encoded, and never copied.
+    (tar,), (index,) = made.folder.glob("000003-*.tar"), made.folder.glob("000000-*.index.arrow")
+    for path, content in ((tar, old["c_000002000"][1000:1100]), (index, b"a_000001500")):  # payload; key, unprotected
+        data = bytearray(path.read_bytes())
+        data[data.index(content)] ^= 1
+        path.write_bytes(data)
+    assert made.chunk() == (10, 48)
+    assert made.payloads() == old and prep_here("verify", "--data", made.data, "--deep").status == 0
+    (made.videos / "c.mp4").rename(made.videos.parent / "c.mp4")
+    made.manifest()
+    made.chunk()
+    prep_here("gc", "--data", made.data)
+    (made.videos.parent / "c.mp4").rename(made.videos / "c.mp4")
+    made.manifest()
+    assert made.chunk() == (10, 4) and made.payloads() == old
+
+
+def test_a_renamed_file_keeps_its_chunks(made: Set, write_video: Callable[..., Path]) -> None:
+    old = made.payloads()
+    (made.videos / "b.mp4").rename(made.videos / "later.mp4")
+    made.manifest()
+    plan = prep_here("plan", "--data", made.data, *SETTINGS).stdout
+    assert "24 chunks copied into 2 shards: videos that returned, were renamed or moved" in plan, plan
+    assert made.chunk() == (0, 34)
+    assert {key.replace("later_", "b_"): payload for key, payload in made.payloads().items()} == old
+    assert prep_here("verify", "--data", made.data, "--deep").status == 0
+    (made.videos / "later.mp4").rename(made.videos / "b.mp4")
+    made.manifest()
+    assert made.chunk() == (0, 34)
+    assert made.payloads() == old
+    # Another file under the name is another video.
+    write_video(made.videos / "b.mp4", seconds=12, first_number=5000)
+    assert made.chunk() == (24, 10)
+
+
 def test_a_video_that_changes_its_split_is_in_one_shard_only(made: Set) -> None:
     made.captions.write_text("video,text,split\na,words,train\nc,words,val\n")
     made.manifest()
     plan = prep_here("plan", "--data", made.data, *SETTINGS).stdout
     assert "video removed or moved to another split" in plan
     assert ": the split of their videos has changed" in plan
-    made.chunk()
+    assert made.chunk() == (0, 38), "nothing is encoded: a has other captions, c is in another split, b in its shard"
     shards = {shard.shard_id: shard for shard in made.variant.shards()}
     assert {shard_id: shard.split for shard_id, shard in shards.items()} == dict.fromkeys(range(4), "train") | {
         4: "val"

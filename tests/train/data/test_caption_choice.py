@@ -74,13 +74,26 @@ def test_sources_are_named_in_full_or_by_pattern() -> None:
     by_default = choose_sources(names, wanted=None)
     assert by_default.names == ("ego4d_train", "ego4d_train.narrator_63", "ego4d_train.rephraser.top3")
     assert by_default.weights.tolist() == [1, 1, 1] and by_default.rank.tolist() == [2, 0, 1]
-    assert choose_sources(["a@1f2e3d4c", "human", "asr"], wanted=None).names == ("asr", "human", "a@1f2e3d4c")
     chosen = choose_sources(names, wanted="*rephraser*=2,ego4d_train=1,*narrator*=0")
     assert chosen.names == ("ego4d_train.rephraser.top3", "ego4d_train")
     assert chosen.weights.tolist() == [2, 1] and chosen.rank.tolist() == [0, 1, -1]
     with pytest.raises(UserError, match="no caption of this manifest has the source 'human'") as caught:
         choose_sources(names, wanted="human=1")
     assert "ego4d_train.narrator_63" in (caught.value.hint or "")
+
+
+def test_captions_of_models_are_used_only_if_they_are_named() -> None:
+    names = ["a@1f2e3d4c", "human", "asr"]
+    by_default = choose_sources(names, wanted=None)
+    assert by_default.names == ("asr", "human") and by_default.rank.tolist() == [-1, 1, 0]
+    assert by_default.describe_excluded(5) == (
+        '5 captions of models left out (a@1f2e3d4c); to use them: --captions.sources "asr=1,human=1,a@*=1"'
+    )
+    asked = choose_sources(names, wanted="asr=1,human=1,a@*=1")
+    assert asked.names == ("asr", "human", "a@1f2e3d4c") and not asked.not_asked_for
+    with pytest.raises(UserError, match=r"all captions of this split are of models \(a@1f2e3d4c\)") as caught:
+        choose_sources(["a@1f2e3d4c"], wanted=None)
+    assert caught.value.hint == 'name them: --captions.sources "a@*=1"'
 
 
 def test_sources_of_other_splits_may_be_wanted_beside_those_of_the_split() -> None:

@@ -57,6 +57,8 @@ def test_a_data_folder_is_only_read(tmp_path: Path) -> None:
     variant.mkdir(parents=True)
     tar = variant / "000000-1234.tar"
     tar.write_bytes(os.urandom(1 << 20))
+    (tmp_path / "scores" / "cut27-1234").mkdir(parents=True)
+    (tmp_path / "scores" / "cut27-1234" / "000000-1234.tar").write_bytes(bytes(10_240))  # too small to be measured
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     disk = examine_disk(tmp_path, is_data=True)
     assert disk.speed and disk.speed.read_bytes_per_s and disk.speed.write_bytes_per_s is None

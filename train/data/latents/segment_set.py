@@ -198,7 +198,7 @@ class SegmentSet:
             counts = {
                 f"{len(segments) - self._num_before:,} segments without captions left out": len(segments)
                 - self._num_before,
-                f"{captions.num_other_sources:,} captions of other sources left out": captions.num_other_sources,
+                captions.sources.describe_excluded(captions.num_other_sources): captions.num_other_sources,
                 f"{captions.num_not_embedded:,} captions without embedding": captions.num_not_embedded,
                 f"{captions.num_not_selected:,} captions not selected": captions.num_not_selected,
                 f"{captions.num_not_shown:,} captions that overlap no segment": captions.num_not_shown,

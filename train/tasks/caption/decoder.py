@@ -16,16 +16,17 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.hub import hub_if_reachable
 from clipmill.train.models.gpt2 import Gpt2Size, gpt2_size
 from clipmill.train.models.transformer import NORM_EPS, TransformerSize
-from clipmill.train.run.folder import RunFolder
+from clipmill.train.run.folder import RunFolder, is_run
 from clipmill.train.tasks.caption.settings import CaptionerSettings, CaptionTowers, DecoderSettings, has_captioner
 from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer, has_tokenizer, read_tokenizer, train_tokenizer
 from clipmill.train.weights.files import read_config
 from clipmill.train.weights.fitting import Change
 from clipmill.train.weights.hf_caption import read_caption_folder
 from clipmill.train.weights.hf_caption_config import caption_config_of
-from clipmill.train.weights.sources import Say, is_run
+from clipmill.train.weights.sources import Say
 
 _FILES = [
     "config.json",
@@ -168,7 +169,8 @@ def decoder_folder(wanted: str, *, say: Say) -> Path:
 
     say(f"decoder: there is no folder {wanted} here; from Hugging Face's cache, or else downloaded")
     try:
-        return Path(snapshot_download(wanted, allow_patterns=_FILES))
+        with hub_if_reachable():
+            return Path(snapshot_download(wanted, allow_patterns=_FILES))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise UserError(
             f"there is no folder {wanted}, and no model of that name in Hugging Face's cache or to download: "

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.progress import Activity
 from clipmill.train.config.data import Overrides
+from clipmill.train.config.places import require_named_weights, require_places
 from clipmill.train.tasks.caption.chunks.request import ChunkCaptionsRequest, ChunkDecoding
 
 
@@ -32,6 +33,8 @@ def caption_chunks(
 
         train caption-chunks runs/captions --shards data --out pseudo.parquet
     """
+    require_named_weights(weights, takes_tags=False)
+    require_places(shards=(request.shards,))
     with Activity("importing torch"):
         from clipmill.train.device.precision import choose_device
         from clipmill.train.distributed.launch import COMMAND, open_world

@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.progress import Activity
 from clipmill.train.config.data import AS_TRAINED, Overrides
+from clipmill.train.config.places import require_named_weights
 from clipmill.train.tasks.caption.settings import DECODING, DecodingSettings, VideoFormat
 
 
@@ -46,6 +47,7 @@ def caption_video(
     decoding
         How captions are generated. Default: as in training.
     """
+    require_named_weights(weights, takes_tags=False)
     with Activity("importing torch"):
         from clipmill.train.tasks.caption.videos.run import caption_files
 

@@ -1,0 +1,57 @@
+"""Folders of data and files of weights that flags name, before torch is imported, which takes seconds.
+
+Only whether anything is there is looked at. What opens it says what else is wrong.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.mirrors import is_remote
+
+NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")
+_PATTERNS = ("{", "::", "$")
+
+
+def is_name_and_tag(weights: str) -> bool:
+    """Whether weights are named as NAME:TAG of open_clip."""
+    return NAME_AND_TAG.fullmatch(weights) is not None
+
+
+def require_places(*, shards: tuple[str | None, ...] = (), init: str | None = None) -> None:
+    """Raise a UserError for a local data folder, or initial weights, that do not exist.
+
+    Of several processes none looks: where folders differ from node to node, the ranks have to agree on the mistake.
+    """
+    if "RANK" in os.environ:
+        return
+    for address in shards:
+        if address is not None and _is_local_folder(address) and not Path(address).exists():
+            raise UserError(f"there is no data folder {address}", hint="name one that prep made: --shards DIR")
+    if init is not None and not is_name_and_tag(init) and not Path(init).exists():
+        raise UserError(f"cannot read the weights {init}: No such file or directory", hint="name a file or a folder")
+
+
+def require_named_weights(weights: str | Path, *, takes_tags: bool) -> None:
+    """Raise a UserError if weights are neither at an existing path nor named as NAME:TAG."""
+    if not Path(weights).exists() and not is_name_and_tag(str(weights)):
+        raise no_weights(weights, takes_tags=takes_tags)
+
+
+def no_weights(weights: str | Path, *, takes_tags: bool) -> UserError:
+    """The error for a place without weights.
+
+    Args:
+        takes_tags: whether a NAME:TAG of open_clip would do.
+    """
+    kinds = ["a run (a training command's --out)", "an exported folder", "a file of weights"]
+    kinds += ["a NAME:TAG of open_clip"] if takes_tags else []
+    return UserError(
+        f"there is no run in {weights}, and there are no other weights",
+        hint=f"name {', '.join(kinds[:-1])}, or {kinds[-1]}",
+    )
+
+
+def _is_local_folder(address: str) -> bool:
+    return not (is_remote(address) or address.endswith(".tar") or any(one in address for one in _PATTERNS))
