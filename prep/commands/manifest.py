@@ -59,9 +59,10 @@ ADAPTERS = (
         "captions",
         """Read all video files in a folder, with an optional caption table.
 
-        The table has the columns video and text, and optionally begin_s, end_s (in seconds), source, likelihood and
-        split (train, val or test). Common other names of these columns, separators and encodings are recognized. If
-        none of its rows is valid, the manifest is not changed.
+        The table has the columns video and text, and optionally begin_s, end_s or duration_s (in seconds), source,
+        likelihood, split (train, val or test), label, and label_NAME for further labels; with a label, text may be
+        missing. Common other names of these columns, separators and encodings are recognized. If none of its rows is
+        valid, the manifest is not changed.
 
         Videos on a web server, which cannot be listed, are those that the table names by URLs, or by paths below the
         URL given as the folder.
@@ -115,7 +116,9 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
         directory: Annotated[Place | None, ONE_PLACE] = None,
         *,
         captions: Annotated[
-            Place | None, ONE_PLACE, Parameter(help="Caption table, a path or URL of a .csv, .tsv or .jsonl file.")
+            Place | None,
+            ONE_PLACE,
+            Parameter(help="Caption table, a path or URL of a .csv, .tsv, .jsonl, .json or .parquet file."),
         ] = None,
         subtitles: Annotated[
             bool,
