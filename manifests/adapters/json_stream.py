@@ -36,10 +36,10 @@ def array_items(path: Path, *, hook: ObjectHook | None = None) -> Iterator[Any]:
 
 
 def object_items(path: Path, *, inside: str | None = None, hook: ObjectHook | None = None) -> Iterator[tuple[str, Any]]:
-    """Iterate over the (key, value) pairs of a JSON object; the object under the key `inside` is iterated over as well.
+    """Iterate over the (key, value) pairs of a JSON object; what is under the key `inside` is iterated over as well.
 
     A file `{"version": 1, "videos": {"a": ..., "b": ...}}`, read with inside="videos", yields the keys version, a and
-    b.
+    b; with a list in place of the object, it yields version, and videos for each item.
 
     Args:
         hook: see `array_items`.
@@ -56,6 +56,10 @@ def object_items(path: Path, *, inside: str | None = None, hook: ObjectHook | No
                 window.expect("{", what="an object")
                 while window.has_next("}"):
                     yield window.key(), window.value()
+            elif key == inside and window.peek() == "[":
+                window.expect("[", what="a list")
+                while window.has_next("]"):
+                    yield key, window.value()
             else:
                 yield key, window.value()
         window.expect_end()
