@@ -96,9 +96,9 @@ ADAPTERS = (
         "annotations",
         """Read Ego4D narrations: the official JSON files, or the pickled lists of AVION and LaViLa.
 
-        The files are all_narrations_redacted.json or narration.json. Their timestamps are expanded to intervals by EgoVLP's rule. With ego4d.json, videos of any
-        validation or test split are not in train. Pickles may contain only lists,
-        tuples, strings and numbers; any other pickle is rejected without being executed.
+        The files are all_narrations_redacted.json or narration.json. Their timestamps are expanded to intervals by
+        EgoVLP's rule. With ego4d.json, videos of any validation or test split are not in train. Pickles may contain
+        only lists, tuples, strings and numbers; any other pickle is rejected without being executed.
 
         Example: prep manifest ego4d VIDEOS --annotations narration.json ego4d.json
 

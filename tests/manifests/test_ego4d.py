@@ -236,7 +236,7 @@ def test_the_narrations_of_version_2_are_those_of_narration_json(make_videos: Vi
 def test_splits_are_those_of_ego4d_json_and_no_evaluated_video_is_trained_on(
     make_videos: VideoMaker, tmp_path: Path
 ) -> None:
-    splits = {
+    splits: dict[str, dict[str, str | None]] = {
         "plain": {"split_em": None, "split_fho": None},
         "train": {"split_em": "train", "split_av": None},
         "val": {"split_em": "train", "split_fho": "val"},
