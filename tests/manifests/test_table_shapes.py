@@ -35,7 +35,7 @@ SHAPES: dict[str, Any] = {
     "columns.json": COLUMNS,
     "pandas.json": {name: by_index(values) for name, values in COLUMNS.items()},
     "index.json": by_index(ROWS),
-    "below.json": {"annotations": ROWS},
+    "below.json": {"annotations": [{{"video": "file"}.get(name, name): row[name] for name in row} for row in ROWS]},
     "videos.json": {row["video"]: {name: value for name, value in row.items() if name != "video"} for row in ROWS},
     "lists.json": {row["video"]: [{name: value for name, value in row.items() if name != "video"}] for row in ROWS},
 }
@@ -69,7 +69,7 @@ def test_a_table_of_any_shape_is_read_by_both_commands(make_videos: VideoMaker, 
     path = table_of(tmp_path, name)
     reading = of_table(make_videos, path)
     assert captions(reading) == WANTED and not reading.rejected.num_rows
-    assert any("read start as begin_s, duration as duration_s, caption as text" in note for note in reading.notes)
+    assert any("start as begin_s, duration as duration_s, caption as text" in note for note in reading.notes)
     write_dataset(tmp_path / "data", reading_of(tmp_path, ["a", "b"], []))
     found = read(tmp_path / "data", path)
     assert captions(found.reading) == WANTED and not found.reading.rejected.num_rows
