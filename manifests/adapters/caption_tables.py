@@ -1,13 +1,13 @@
-"""Reading tables of captions in batches: Parquet, text with a header and separated cells, or JSON lines.
+"""Tables of captions of any kind: text with a header and separated cells, JSON, or Parquet.
 
-The columns are `video` and `text`, and optionally `begin_s`, `end_s`, `source` and `likelihood`; others are ignored.
-The schema metadata of a Parquet file may have the key `clipmill`, the model that wrote the captions: JSON
-{"kind": "pseudo-captions", "weights", "weights_sha256", "video_variant", "settings"}.
+All of them have the same columns (`column_names`) and cells (`caption_rows`). The schema metadata of a Parquet file may
+have the key `clipmill`, the model that wrote the captions: JSON {"kind": "pseudo-captions", "weights",
+"weights_sha256", "video_variant", "settings"}.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from clipmill.manifests.adapters.annotation_file import open_annotations, require_file
-from clipmill.manifests.adapters.dialects import TABLE_SUFFIXES, columns_of, read_caption_rows
-from clipmill.manifests.adapters.reading import encodable
-from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.caption_rows import CaptionRow, caption_row, is_in_brackets
+from clipmill.manifests.adapters.column_names import missing_columns, take_columns
+from clipmill.manifests.adapters.dialects import LINE_SUFFIXES, TEXT_SUFFIXES, separated_rows
+from clipmill.manifests.adapters.json_tables import JSON_SUFFIX, json_table_rows
+from clipmill.manifests.adapters.reasons import Unusable
 from clipmill.manifests.adapters.row_buffer import ROWS_PER_CHUNK
-from clipmill.manifests.adapters.tables import Row, log_probability, require_once, seconds
+from clipmill.manifests.adapters.tables import Row
+from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import on_one_line, quoted
 
 PSEUDO_CAPTIONS = "pseudo-captions"  # kind of a table that a model wrote
 _METADATA_KEY = "clipmill"
-_REQUIRED = ("video", "text")
+_PARQUET_SUFFIX = ".parquet"
 COLUMNS = pa.schema(
     [
         pa.field("video", pa.string()),
@@ -46,18 +49,17 @@ class Fault:
 
     row: int
     video: str | None
-    reason: Reason
-    detail: str
+    why: Unusable
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a table.
+    """Captions of a table.
 
     Attributes:
-        numbers: int64[N], 0-based, excluding a header.
-        rows: schema COLUMNS; values may be null, and have not been validated.
-        faults: other rows of the file, which have no values.
+        numbers: int64[N], the row of each, 0-based, excluding a header.
+        rows: schema COLUMNS; video, text, source and likelihood may be null, and values have not been validated.
+        faults: rows that have no captions.
     """
 
     numbers: np.ndarray
@@ -78,130 +80,153 @@ class OpenTable:
     batches: Iterator[Batch]
 
 
+def read_caption_rows(
+    path: Path, *, note: Callable[[str], None], required: Sequence[str] = ("video", "text")
+) -> Iterator[CaptionRow]:
+    """Iterate over the rows of a table of captions.
+
+    Args:
+        note: called with each thing about the table that differs from its documented form.
+        required: columns that a table with a header must have; a label stands in for a text.
+
+    Raises:
+        UserError: the file is not such a table, lacks a column, has two that could both be the same, or times that are
+            not understood.
+    """
+    is_noted = False
+    for row in map(caption_row, _named_rows(path, note=note, required=required)):
+        if not is_noted and (text := next(filter(is_in_brackets, row.texts), None)) is not None:
+            is_noted = True
+            note(f"{path.name}: read {on_one_line(text, max_chars=60)} as one caption: lists have quotation marks")
+        yield row
+
+
+def label_columns(path: Path, *, required: Sequence[str]) -> list[str]:
+    """Return the label columns of a table, in alphabetical order.
+
+    Args:
+        required: see `read_caption_rows`.
+
+    Raises:
+        UserError: as `read_caption_rows`.
+    """
+    names = dict[str, None]()
+    for row in _named_rows(path, note=_silent, required=required):
+        names |= dict.fromkeys(row.values)
+        if path.suffix.lower() not in (*LINE_SUFFIXES, JSON_SUFFIX) and row.fault is None:
+            break  # the columns of all rows
+    return sorted(name for name in names if name.startswith(LABEL_PREFIX))
+
+
 def open_caption_table(path: Path, *, note: Callable[[str], None], source: str | None = None) -> OpenTable:
     """Open a table of captions; its rows are read while `batches` is iterated over.
 
+    Labels and splits belong to a dataset: they are not read, which is noted.
+
     Args:
         note: see `read_caption_rows`.
-        source: the source of all captions, in place of the column.
+        source: the source of all captions, in place of the column. Captions without one have the name of the file.
 
     Raises:
         UserError: the file cannot be read, has another format, or lacks a column; `batches` raises it as well.
     """
     require_file(path)
+    model = _model(path) if path.suffix.lower() == _PARQUET_SUFFIX else None
+    # What `train caption-chunks` writes has a column more than is read, which nobody has to know.
+    return OpenTable(path, model, _batches(path, note=note if model is None else _silent, source=source))
+
+
+def _silent(_: str) -> None:
+    """Ignore a note."""
+
+
+def source_of_file(path: Path) -> str:
+    """Return the source of captions whose table has none: the name of the file, without its extension.
+
+    Raises:
+        UserError: it has no character that a source can have.
+    """
+    name = re.sub(r"[^\w.-]+", "-", path.stem).strip("-.")
+    if not name:
+        raise UserError(f"{path} has no column source, nor a name that can be one", hint="give --source NAME")
+    return name
+
+
+def _named_rows(path: Path, *, note: Callable[[str], None], required: Sequence[str]) -> Iterator[Row]:
+    """Iterate over the rows of a table, with the documented names of the columns."""
+    require_file(path)
     suffix = path.suffix.lower()
-    if suffix == ".parquet":
-        return _open_parquet(path, source=source)
-    if suffix not in TABLE_SUFFIXES:
+    if suffix in TEXT_SUFFIXES:
+        return separated_rows(path, required=required, note=note)
+    if suffix in LINE_SUFFIXES or suffix == JSON_SUFFIX:
+        return json_table_rows(path, note=note)
+    if suffix == _PARQUET_SUFFIX:
+        return _parquet_rows(path, required=required, note=note)
+    raise UserError(
+        f"{path} is not a .csv, .tsv, .txt, .jsonl, .json or .parquet file",
+        hint="give a table of captions in one of these formats",
+    )
+
+
+def _parquet_rows(path: Path, *, required: Sequence[str], note: Callable[[str], None]) -> Iterator[Row]:
+    header = _schema(path).names
+    columns = take_columns(header, path=path, note=note)
+    if missing := missing_columns(columns.values(), required):
         raise UserError(
-            f"{path} is not a .parquet, .csv, .tsv, .txt or .jsonl file",
-            hint="give a table of captions in one of these formats",
+            f"{path} has no column for {' and '.join(missing)} (its columns: {', '.join(header) or 'none'})",
+            hint="name them video and text; docs/datasets.md lists the other names that are recognized",
         )
-    return OpenTable(path, None, _typed(read_caption_rows(path, note=note), source=source))
-
-
-def _open_parquet(path: Path, *, source: str | None) -> OpenTable:
-    try:
-        with open_annotations(path, "rb") as file:
-            schema = pq.read_schema(file)
-    except pa.ArrowException as error:
-        raise _damaged(path, error) from error
-    required = _REQUIRED if source is not None else (*_REQUIRED, "source")
-    missing = [name for name in required if name not in schema.names]
-    if missing:
-        hint = "give --source NAME" if missing == ["source"] else f"required columns: {', '.join(required)}"
-        columns = ", ".join(schema.names) or "none"
-        raise UserError(f"{path} has no column {', '.join(missing)} (its columns: {columns})", hint=hint)
-    require_once([name for name in schema.names if name in COLUMNS.names], path=path)
-    _require_times(schema.names, path=path)
-    for field in COLUMNS:
-        if field.name in schema.names and not _fits(schema.field(field.name).type, field.type):
-            raise UserError(
-                f"column {field.name} of {path} has type {schema.field(field.name).type}, expected {field.type}",
-                hint="write the table again with this type",
-            )
-    names = [name for name in COLUMNS.names if name in schema.names and (source is None or name != "source")]
-    return OpenTable(path, _model(path, schema.metadata), _parquet_batches(path, names, source=source))
-
-
-def _require_times(names: Sequence[str], *, path: Path) -> None:
-    """Raise UserError if times seem to be in a column with another name: captions would apply to whole videos."""
-    for wanted in ("begin_s", "end_s"):
-        meant = [cell for cell, name in columns_of(names).items() if name.startswith(wanted.removesuffix("s"))]
-        if meant and wanted not in names:
-            raise UserError(
-                f"{path} has no column {wanted}, but {' and '.join(meant)}",
-                hint=f"write {wanted}, in seconds, or drop {' and '.join(meant)}: other columns are ignored",
-            )
-
-
-def _parquet_batches(path: Path, names: list[str], *, source: str | None) -> Iterator[Batch]:
-    begin = 0
+    number = 0
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
-            for batch in file.iter_batches(batch_size=ROWS_PER_CHUNK, columns=names):
-                columns = {name: batch[name] for name in names}
-                for field in COLUMNS:
-                    given = source if field.name == "source" else None
-                    columns.setdefault(field.name, pa.repeat(pa.scalar(given, field.type), len(batch)))
-                rows = pa.table([columns[name] for name in COLUMNS.names], names=COLUMNS.names).cast(COLUMNS)
-                rows.validate(full=True)  # strings that are not UTF-8
-                yield Batch(np.arange(begin, begin + len(batch)), rows)
-                begin += len(batch)
+            for batch in file.iter_batches(batch_size=ROWS_PER_CHUNK, columns=list(columns)):
+                batch.validate(full=True)  # strings that are not UTF-8
+                cells = [batch[name].to_pylist() for name in columns]
+                for values in zip(*cells, strict=True):
+                    yield Row(number, dict(zip(columns.values(), values, strict=True)))
+                    number += 1
     except (OSError, pa.ArrowException) as error:
         raise _damaged(path, error) from error
 
 
-def _typed(rows: Iterator[Row], *, source: str | None) -> Iterator[Batch]:
-    """Convert rows of text to batches."""
-    numbers, values, faults = list[int](), list[dict[str, Any]](), list[Fault]()
-    for row in rows:
-        try:
-            values.append(_values(row, source=source))
+def _schema(path: Path) -> pa.Schema:
+    try:
+        with open_annotations(path, "rb") as file:
+            return pq.read_schema(file)
+    except pa.ArrowException as error:
+        raise _damaged(path, error) from error
+
+
+def _batches(path: Path, *, note: Callable[[str], None], source: str | None) -> Iterator[Batch]:
+    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS.names}
+    numbers, faults, name_of_file, is_noted = list[int](), list[Fault](), None, False
+
+    def taken() -> Batch:
+        return Batch(np.array(numbers, np.int64), pa.table(columns, schema=COLUMNS), tuple(faults))
+
+    for row in read_caption_rows(path, note=note):
+        if not is_noted and (row.labels or row.split):
+            is_noted = True
+            note(f"{path.name}: splits and labels are not read here, but by `prep manifest folder --captions`")
+        if row.fault is not None:
+            faults.append(Fault(row.number, row.video, row.fault))
+        elif (of_row := source or row.source) is None and name_of_file is None:
+            of_row = name_of_file = source_of_file(path)
+            note(f"{path.name}: captions without a source have the source {name_of_file}; --source gives another")
+        for text in row.texts:
             numbers.append(row.number)
-        except _BadCell as error:
-            name = row.values.get("video")
-            faults.append(Fault(row.number, name if isinstance(name, str) else None, error.reason, str(error)))
-        if len(numbers) + len(faults) == ROWS_PER_CHUNK:
-            yield Batch(np.array(numbers, np.int64), pa.Table.from_pylist(values, schema=COLUMNS), tuple(faults))
-            numbers, values, faults = [], [], []
-    yield Batch(np.array(numbers, np.int64), pa.Table.from_pylist(values, schema=COLUMNS), tuple(faults))
+            cells = (row.video, row.begin_s, row.end_s, text, of_row or name_of_file, row.likelihood)
+            for column, cell in zip(columns.values(), cells, strict=True):
+                column.append(cell)
+        if len(numbers) + len(faults) >= ROWS_PER_CHUNK:
+            yield taken()
+            columns, numbers, faults = {name: [] for name in COLUMNS.names}, [], []
+    yield taken()
 
 
-class _BadCell(Exception):
-    def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-
-
-def _values(row: Row, *, source: str | None) -> dict[str, Any]:
-    """Return the values of a row.
-
-    Raises:
-        _BadCell: one of them has another type.
-    """
-    if row.fault is not None:
-        raise _BadCell(row.reason, row.fault)
-    values = {name: row.values.get(name) for name in COLUMNS.names}
-    values["source"] = values["source"] if source is None else source
-    for name in ("video", "text", "source"):
-        value = values[name]
-        if value is not None and not (isinstance(value, str) and encodable(value)):
-            raise _BadCell(Reason.MALFORMED_ROW, f"{name} is {quoted(value)}, expected a string")
-    try:
-        begin_s, end_s = seconds(values["begin_s"], default=0.0), seconds(values["end_s"], default=inf)
-    except ValueError as error:
-        raise _BadCell(Reason.BAD_TIME, str(error)) from error
-    try:
-        likelihood = log_probability(values["likelihood"])
-    except ValueError as error:
-        raise _BadCell(Reason.BAD_LIKELIHOOD, f"likelihood is {error}") from error
-    return {**values, "begin_s": begin_s, "end_s": end_s, "likelihood": likelihood}
-
-
-def _model(path: Path, metadata: dict[bytes, bytes] | None) -> dict[str, Any] | None:
+def _model(path: Path) -> dict[str, Any] | None:
     """Return the metadata of the model that wrote a Parquet file; None if the file has none."""
-    content = (metadata or {}).get(_METADATA_KEY.encode())
+    content = (_schema(path).metadata or {}).get(_METADATA_KEY.encode())
     if content is None:
         return None
     try:
@@ -216,15 +241,6 @@ def _model(path: Path, metadata: dict[bytes, bytes] | None) -> dict[str, Any] | 
             hint="give a table of captions",
         )
     return model
-
-
-def _fits(found: pa.DataType, wanted: pa.DataType) -> bool:
-    found = found.value_type if pa.types.is_dictionary(found) else found
-    if pa.types.is_null(found):
-        return True
-    if pa.types.is_string(wanted):
-        return bool(pa.types.is_string(found) or pa.types.is_large_string(found) or pa.types.is_string_view(found))
-    return bool(pa.types.is_floating(found) or pa.types.is_integer(found))
 
 
 def _damaged(path: Path, error: Exception) -> UserError:

@@ -1,84 +1,40 @@
-"""Tables of captions as people have them: their encoding, their separator, and the names of their columns.
+"""Tables of captions as text: their encoding, and the separator of their cells.
 
-The columns are found by the names that are common for them, in English, German, French and Spanish and in any case:
-`Video`, `file name` and `Datei` are all `video`. docs/datasets.md lists the names. Files are UTF-8 or UTF-16, else
-Windows-1252 (of which Latin-1 is a part); cells are separated by commas, semicolons, tabs or vertical bars. Every
-difference from the documented form is reported.
+Files are UTF-8 or UTF-16, else Windows-1252 (of which Latin-1 is a part); cells are separated by commas, semicolons,
+tabs or vertical bars. Every difference from the documented form is reported.
 """
 
 import codecs
 import csv
 import re
-import unicodedata
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from clipmill.manifests.adapters.annotation_file import not_utf8, open_annotations, require_file
-from clipmill.manifests.adapters.tables import Row, csv_rows, json_rows, require_once, text_lines
-from clipmill.manifests.adapters.time_columns import OTHER_TIMES, as_taken, in_seconds, require_frame_rate, superfluous
+from clipmill.manifests.adapters.annotation_file import not_utf8, open_annotations
+from clipmill.manifests.adapters.column_names import NUMBERS, columns_of, missing_columns, take_columns
+from clipmill.manifests.adapters.tables import Row, csv_rows, text_lines
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import on_one_line
 
-# Names of a column besides its own, compared without case, spaces, punctuation and accents.
-NAMES: Mapping[str, Sequence[str]] = {
-    "video": ("videoid", "videoname", "videopath", "videofile", "file", "filename", "filepath", "path", "clip"),
-    "text": ("caption", "captions", "sentence", "description", "narration", "transcript", "utterance"),
-    "begin_s": ("begin", "start", "starts", "begintime", "starttime", "startsec", "startseconds", "tstart", "from"),
-    "end_s": ("end", "ends", "stop", "stops", "endtime", "stoptime", "endsec", "endseconds", "tend", "to"),
-    "source": (),
-    "likelihood": (),
-    "split": ("subset", "partition"),
-}
-# German, French and Spanish names, which count only where a table has no English one for the column.
-TRANSLATED_NAMES: Mapping[str, Sequence[str]] = {
-    "video": ("datei", "dateiname", "dateipfad", "pfad", "fichier", "nomdufichier", "chemin", "archivo", "ruta"),
-    "text": ("beschreibung", "untertitel", "texte", "legende", "texto", "descripcion", "leyenda"),
-    "begin_s": ("von", "beginn", "anfang", "startzeit", "debut", "inicio", "desde"),
-    "end_s": ("bis", "ende", "endzeit", "fin", "hasta"),
-}
-_NUMBERS = ("begin_s", "end_s", "likelihood", *OTHER_TIMES)
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _ENCODING_NAMES = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252 (Latin-1)"}
 _HEAD_BYTES = 4096
 _MAX_PART_BYTES = 1 << 20  # of a line, which may be as long as the file
-_MAX_FORMS = 20  # sets of keys of JSON rows that are remembered, and of notes on them
 _BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 _NAMED_SEPARATOR = re.compile(r'"?sep=([,;\t|])"?[\r\n]*', re.IGNORECASE)
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
-_TEXT_SUFFIXES = frozenset({".csv", ".tsv", ".tab", ".txt"})
-_JSON_SUFFIXES = frozenset({".jsonl", ".ndjson"})
-TABLE_SUFFIXES = _TEXT_SUFFIXES | _JSON_SUFFIXES
+TEXT_SUFFIXES = frozenset({".csv", ".tsv", ".tab", ".txt"})
+LINE_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 
 
-def read_caption_rows(
-    path: Path, *, note: Callable[[str], None], required: Sequence[str] = ("video", "text")
-) -> Iterator[Row]:
-    """Iterate over the rows of a table of captions, with the documented names of the columns.
-
-    The table is text with a header and any of the usual separators, or JSON lines.
-
-    Args:
-        note: called with each thing about the table that differs from its documented form.
-        required: columns that a table with a header must have.
-
-    Raises:
-        UserError: the file is not such a table, lacks a column, or has two that could both be the same.
-    """
-    require_file(path)
-    suffix = path.suffix.lower()
-    if suffix not in TABLE_SUFFIXES:
-        raise UserError(
-            f"{path} is neither a .csv, .tsv, .txt nor .jsonl file", hint="give a caption table in one of these formats"
-        )
+def note_encoding(path: Path, *, note: Callable[[str], None]) -> str:
+    """Return `encoding_of(path)`, and note one that is not UTF-8."""
     encoding = encoding_of(path)
     if encoding in _ENCODING_NAMES:
         note(f"{path.name} is not UTF-8, read as {_ENCODING_NAMES[encoding]}")
-    if suffix in _JSON_SUFFIXES:
-        yield from _named_json_rows(path, encoding=encoding, note=note)
-    else:
-        yield from _separated_rows(path, encoding=encoding, required=required, note=note)
+    return encoding
 
 
 def encoding_of(path: Path) -> str:
@@ -132,15 +88,14 @@ def _require_columns(header_line: str, separator: str, *, is_named: bool, requir
         is_named: whether a line above the header names the separator.
     """
     names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
-    if not set(required) <= set(names.values()):
+    if lacking := missing_columns(names.values(), required):
         header = on_one_line(header_line.strip())
         found = f"its first line is: {header}" if header else "the file is empty"
         if is_named:
             below = f"the next one is: {header}" if header else "there is nothing below it"
             found = f"its first line says that {_SEPARATORS[separator]} separate the columns, but {below}"
-        missing = " and ".join(name for name in required if name not in names.values())
         raise UserError(
-            f"{path} has no column for {missing}; {found}",
+            f"{path} has no column for {' and '.join(lacking)}; {found}",
             hint="remove the first line if it is wrong; the next one must name the columns: video,text or "
             "video,begin_s,end_s,text"
             if is_named
@@ -154,56 +109,22 @@ def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
 
     def found(separator: str) -> tuple[int, int]:
         names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
-        return len(set(required).intersection(names.values())), len(names)
+        return -len(missing_columns(names.values(), required)), len(names)
 
     return max(_SEPARATORS, key=found)
 
 
-def columns_of(header: Sequence[str]) -> dict[str, str]:
-    """Return the name in the header -> the documented column or one of `OTHER_TIMES`, for the columns that are known.
+def separated_rows(path: Path, *, required: Sequence[str], note: Callable[[str], None]) -> Iterator[Row]:
+    """Iterate over the rows of a table with a header, with the documented names of the columns.
 
-    Times in other units than those that are taken are left out.
-    """
-    plain = {cell: re.sub(r"[\W_]+", "", unicodedata.normalize("NFD", cell.lower())) for cell in header}
-    names = {**NAMES, **OTHER_TIMES}
-    found: dict[str, str] = {}
-    for tier in ({name: ("".join(name.split("_")),) for name in names}, names, TRANSLATED_NAMES):
-        known = {alias: name for name, aliases in tier.items() if name not in found.values() for alias in aliases}
-        found |= {cell: known[name] for cell, name in plain.items() if cell not in found and name in known}
-    return {cell: name for cell, name in found.items() if name not in superfluous(set(found.values()))}
-
-
-def _columns(header: Sequence[str], *, path: Path, note: Callable[[str], None]) -> dict[str, str]:
-    """Return `columns_of(header)`, and note what differs from the documented names.
+    Args:
+        note: called with each thing about the table that differs from its documented form.
+        required: columns that it must have.
 
     Raises:
-        UserError: two columns have the same name, or could both be the same; or times are in frames of unknown length.
+        UserError: the file is not such a table, lacks a column, or has two that could both be the same.
     """
-    require_once([cell for cell in header if cell], path=path)
-    columns = columns_of(header)
-    for name in (*NAMES, *OTHER_TIMES):
-        cells = [cell for cell, column in columns.items() if column == name]
-        if len(cells) > 1:
-            raise UserError(
-                f"{path}: {' and '.join(cells)} could both be the column {name}", hint=f"rename one of them to {name}"
-            )
-    require_frame_rate(columns, path=path)
-    taken = [
-        f"{on_one_line(cell)} as {as_taken(name)}"
-        for cell, name in columns.items()
-        if cell.strip().lower() != as_taken(name)
-    ]
-    if taken:
-        note(f"{path.name}: read {', '.join(taken)}")
-    ignored = [on_one_line(cell) for cell in header if cell.strip() and cell not in columns]
-    if ignored:
-        note(f"{path.name}: ignored {', '.join(ignored[:10])}{', ...' if len(ignored) > 10 else ''}")
-    return columns
-
-
-def _separated_rows(
-    path: Path, *, encoding: str, required: Sequence[str], note: Callable[[str], None]
-) -> Iterator[Row]:
+    encoding = note_encoding(path, note=note)
     header_line, named = _head(path, encoding=encoding)
     separator = named or _best_separator(header_line, required=required)
     _require_columns(header_line, separator, is_named=named is not None, required=required, path=path)
@@ -213,41 +134,21 @@ def _separated_rows(
     if named:
         next(rows)
     header = next(rows)
-    columns = _columns(header, path=path, note=note)
+    columns = take_columns(header, path=path, note=note)
     for number, cells in enumerate(rows):
         if len(cells) != len(header):
             yield Row(number, {}, f"{len(cells)} cells, expected {len(header)} (one per column)")
             continue
         given = zip(header, cells, strict=True)
         row = Row(number, {columns[name]: cell for name, cell in given if name in columns})
-        yield in_seconds(row if separator == "," else _with_points(row))
+        yield row if separator == "," else _with_points(row)
 
 
 def _with_points(row: Row) -> Row:
     """Return a row whose numbers have points: other separators are used where numbers are written with commas."""
-    cells = {name: row.values.get(name, "").strip() for name in _NUMBERS}
+    cells = {name: row.values.get(name, "").strip() for name in NUMBERS}
     found = {name: cell.replace(",", ".") for name, cell in cells.items() if _DECIMAL_COMMA.fullmatch(cell)}
     return replace(row, values=row.values | found) if found else row
-
-
-def _named_json_rows(path: Path, *, encoding: str, note: Callable[[str], None]) -> Iterator[Row]:
-    known: dict[tuple[str, ...], dict[str, str]] = {}
-    noted: set[str] = set()
-
-    def note_once(text: str) -> None:
-        if text not in noted and len(noted) < _MAX_FORMS:
-            noted.add(text)
-            note(text)
-
-    for row in json_rows(path, encoding=encoding):
-        keys = tuple(row.values)
-        if keys not in known:
-            if len(known) == _MAX_FORMS:
-                known.clear()
-            known[keys] = _columns(keys, path=path, note=note_once)
-        columns = known[keys]
-        values = {columns[key]: value for key, value in row.values.items() if key in columns}
-        yield in_seconds(replace(row, values=values))
 
 
 def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
@@ -257,7 +158,7 @@ def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
         UserError: the file is not such a table any more.
     """
     encoding, left = encoding_of(path), set(rows)
-    if path.suffix.lower() in _JSON_SUFFIXES:
+    if path.suffix.lower() in LINE_SUFFIXES:
         lines = (number for number, line in enumerate(text_lines(path, encoding=encoding), start=1) if line.strip())
         return {row: number for row, number in enumerate(lines) if row in left}
     header_line, named = _head(path, encoding=encoding)

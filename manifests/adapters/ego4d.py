@@ -1,13 +1,19 @@
-"""Ego4D narrations (Grauman et al. 2022): the official narration.json, and the pickled lists of AVION and LaViLa.
+"""Ego4D narrations (Grauman et al. 2022): the official files, and the pickled lists of AVION and LaViLa.
 
-narration.json gives every narration a single timestamp. EgoVLP's rule (Lin et al. 2022, section 3) expands it to an
-interval: [t - beta_i / (2 alpha), t + beta_i / (2 alpha)], where beta_i is the mean gap between consecutive narrations
-of video i and alpha is the mean of beta_i over all videos of the file. Gaps are measured within one annotator's pass.
-All videos of the file are counted, whether they have been downloaded or not, so that captions do not shift when more of
-the dataset is downloaded. Negative begin times become 0.
+`narration.json` has the narrations of a video by pass (`narration_pass_1`: `narration_text`, `timestamp_sec`),
+`all_narrations_redacted.json` of version 2 in one list (`narrations`: `text`, `time`, and the pass of one annotator as
+`_annotation_uid`); passes are numbered in the order of the file. Both give every narration a single timestamp. EgoVLP's
+rule (Lin et al. 2022, section 3) expands it to an interval: [t - beta_i / (2 alpha), t + beta_i / (2 alpha)], where
+beta_i is the mean gap between consecutive narrations of video i and alpha is the mean of beta_i over all videos of the
+file. Gaps are measured within one annotator's pass. All videos of the file are counted, whether they have been
+downloaded or not, so that captions do not shift when more of the dataset is downloaded. Negative begin times become 0.
 
-As in EgoVLP, narrations tagged #unsure are rejected, and all other tags stay in the text (`#C C opens the door`). The
-file has no splits, so all its videos belong to train.
+As in EgoVLP, narrations tagged #unsure are rejected, and all other tags stay in the text (`#C C opens the door`).
+
+The files have no splits, so all their videos belong to train, unless `ego4d.json`, the metadata of the videos, is given
+too: it has a split for each group of benchmarks (`split_em`, `split_av`, `split_fho`, ...). A video that is in a test
+split is in test, one in a validation split or in several (`multi`) in val: so no training video is one of a benchmark's
+evaluation, as in EgoVLP's selection.
 
 A pickled list holds (video, begin in seconds, end in seconds, narration or list of narrations), with exact intervals.
 Lists of LaViLa's narrator append the scores of the narrations, which are ignored. Split and source come from the file
@@ -15,7 +21,7 @@ name: `ego4d_train.rephraser.no_punkt_top3` and `ego4d_train` are two sources, a
 belong to the same clip.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -27,16 +33,16 @@ from clipmill.manifests.adapters.json_stream import object_items
 from clipmill.manifests.adapters.plain_pickle import load_plain_pickle
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, encodable, printable
 from clipmill.manifests.adapters.reasons import Reason
-from clipmill.manifests.adapters.splits import TRAIN, split_in_file_name
+from clipmill.manifests.adapters.splits import TEST, TRAIN, VAL, split_in_file_name
 from clipmill.manifests.adapters.tables import LONGEST_S
 from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import counted, quoted
 from clipmill.manifests.storage.urls import Place
 
 PASSES = ("narration_pass_1", "narration_pass_2")
+_LIST = "narrations"
 REDACTED_STATUS = "redacted"
-# Longer than any video, and small enough for sums over a file to stay finite.
 
 
 def read_ego4d(
@@ -44,25 +50,57 @@ def read_ego4d(
 ) -> Reading:
     """Read Ego4D narrations from JSON and pickle files.
 
+    Args:
+        annotations: files of narrations, and `ego4d.json` for their splits.
+
     Raises:
         UserError: no videos are found, or an annotation file cannot be read.
     """
     builder, wanted = begin_reading(dataset, directory, skip=skip)
+    lists = {path: splits for path in annotations if path.suffix.lower() == ".json" and (splits := _splits(path))}
+    splits = {video: split for of_list in lists.values() for video, split in of_list.items()}
     for path in annotations:
         builder.begin_annotations(path)
         match path.suffix.lower():
+            case ".json" if path in lists:
+                pass
             case ".json":
-                _add_narrations(builder, wanted, path=path)
+                _add_narrations(builder, wanted, path=path, splits=splits)
             case ".pkl" | ".pickle":
-                _add_pickled_list(builder, wanted, path=path)
+                _add_pickled_list(builder, wanted, path=path, splits=splits)
             case _:
                 raise UserError(
-                    f"{path} is neither a .json nor a .pkl file", hint="give narration.json or a pickled list"
+                    f"{path} is neither a .json nor a .pkl file",
+                    hint="give all_narrations_redacted.json, narration.json or a pickled list; ego4d.json for splits",
                 )
+    if lists and set(annotations) == set(lists):
+        raise UserError(
+            f"{' and '.join(map(str, lists))} has splits, but no narrations",
+            hint="give all_narrations_redacted.json or narration.json too",
+        )
+    for path, of_list in lists.items():
+        for video in builder.source_ids():
+            if video in of_list:
+                builder.use_row(path)
+    if lists and (num_others := sum(video not in splits for video in builder.source_ids())):
+        builder.note(f"{counted(num_others, 'video')} without a split in {' and '.join(path.name for path in lists)}")
     return builder.build()
 
 
-def _add_narrations(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> None:
+def _splits(path: Path) -> dict[str, str]:
+    """Return the split of each video in `ego4d.json`; nothing for another file."""
+    found: dict[str, str] = {}
+    for key, entry in object_items(path, inside="videos"):
+        if key == "videos" and isinstance(entry, dict) and isinstance(entry.get("video_uid"), str):
+            given = {value for name, value in entry.items() if name.startswith("split_") and isinstance(value, str)}
+            is_val = not given.isdisjoint((VAL, "multi"))
+            found[entry["video_uid"]] = TEST if TEST in given else VAL if is_val else TRAIN
+        elif found or _is_video(entry):
+            break  # what follows is long and of no use
+    return found
+
+
+def _add_narrations(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
     # The file is read twice, because alpha is known only at its end and keeping the narrations in memory would cost
     # more.
     alpha_s = _mean_beta_s(path)
@@ -73,9 +111,10 @@ def _add_narrations(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path
             builder.reject(Reason.DUPLICATE_ID, file=str(path), source_id=source_id, detail=detail)
             continue
         seen.add(source_id)
-        narrations = {name: _narrations_of(entry, name) for name in PASSES}
+        narrations = _passes(entry)
         num_captions = sum(len(rows) for rows in narrations.values())
-        video = wanted.number(source_id, split=TRAIN, file=path, row=None, num_captions=num_captions)
+        split = splits.get(source_id, TRAIN)
+        video = wanted.number(source_id, split=split, file=path, row=None, num_captions=num_captions)
         if video is None:
             continue
         if not num_captions and entry.get("status") == REDACTED_STATUS:
@@ -89,7 +128,7 @@ def _add_narrations(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path
             if kept and half_s is not None:
                 builder.add_captions(
                     video,
-                    texts=pa.array([rows[row]["narration_text"].strip() for row in kept], pa.string()),
+                    texts=pa.array([_field(rows[row], "narration_text", "text").strip() for row in kept], pa.string()),
                     source=name,
                     file=path,
                     begin_s=np.maximum(times_s[kept] - half_s, 0.0),
@@ -102,9 +141,11 @@ def _mean_beta_s(path: Path) -> float:
     beta_of_video: dict[str, float | None] = {}
     for source_id, entry in _videos(path):
         if source_id not in beta_of_video:
-            beta_of_video[source_id] = _mean_gap_s({name: _narrations_of(entry, name) for name in PASSES})
+            beta_of_video[source_id] = _mean_gap_s(_passes(entry))
     if not beta_of_video:
-        raise UserError(f"{path} contains no narrations", hint="give Ego4D's narration.json")
+        raise UserError(
+            f"{path} contains no narrations", hint="give Ego4D's all_narrations_redacted.json or narration.json"
+        )
     betas = [beta_s for beta_s in beta_of_video.values() if beta_s is not None]
     return float(np.mean(betas)) if betas else 0.0
 
@@ -116,18 +157,31 @@ def _videos(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _is_video(entry: object) -> bool:
-    return isinstance(entry, dict) and any(name in entry for name in (*PASSES, "status"))
+    return isinstance(entry, dict) and any(name in entry for name in (*PASSES, _LIST, "status"))
 
 
-def _narrations_of(entry: dict[str, Any], name: str) -> list[Any]:
-    of_pass = entry.get(name)
-    rows = of_pass.get("narrations") if isinstance(of_pass, dict) else None
-    return rows if isinstance(rows, list) else []
+def _passes(entry: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the narrations of a video by pass."""
+    if isinstance(rows := entry.get(_LIST), list):
+        numbers: dict[object, str] = {}
+        passes: dict[str, list[Any]] = {}
+        for row in rows:
+            annotator = str(_field(row, "_annotation_uid"))
+            name = numbers.setdefault(annotator, f"narration_pass_{len(numbers) + 1}")
+            passes.setdefault(name, []).append(row)
+        return passes
+    of_passes = {name: of_pass for name in PASSES if isinstance(of_pass := entry.get(name), dict)}
+    return {name: rows for name, of_pass in of_passes.items() if isinstance(rows := of_pass.get("narrations"), list)}
+
+
+def _field(row: Any, *names: str) -> Any:
+    """Return the first of the fields that a narration has; None if it has none."""
+    return next((row[name] for name in names if name in row), None) if isinstance(row, dict) else None
 
 
 def _times(rows: list[Any]) -> np.ndarray:
     """Return the timestamp of every narration in seconds, float64[N]; NaN if missing or invalid."""
-    times = [row.get("timestamp_sec") if isinstance(row, dict) else None for row in rows]
+    times = [_field(row, "timestamp_sec", "time") for row in rows]
     numbers = [time if _is_time(time) and 0 <= time <= LONGEST_S else np.nan for time in times]
     return np.array(numbers, np.float64)
 
@@ -135,7 +189,7 @@ def _times(rows: list[Any]) -> np.ndarray:
 def _mean_gap_s(narrations: dict[str, list[Any]]) -> float | None:
     """Return beta_i, the mean gap between consecutive narrations over all passes of a video; None if it has no gaps."""
     times = [_times(rows) for rows in narrations.values()]
-    gaps = np.concatenate([np.diff(np.sort(times_s[np.isfinite(times_s)])) for times_s in times])
+    gaps = np.concatenate([np.empty(0), *(np.diff(np.sort(times_s[np.isfinite(times_s)])) for times_s in times)])
     return float(gaps.mean()) if gaps.any() else None
 
 
@@ -160,11 +214,11 @@ def _keep_usable(
 
 
 def _fault(narration: Any, time_s: float, *, half_s: float | None) -> tuple[Reason | None, str]:
-    text = narration.get("narration_text") if isinstance(narration, dict) else None
+    text = _field(narration, "narration_text", "text")
     if not isinstance(text, str) or not encodable(text):
         return Reason.MALFORMED_ROW, "no valid text"
     if not isfinite(time_s):
-        return Reason.BAD_TIME, f"timestamp_sec is {quoted(narration.get('timestamp_sec'))}"
+        return Reason.BAD_TIME, f"the time is {quoted(_field(narration, 'timestamp_sec', 'time'))}"
     if "#unsure" in text.lower():
         return Reason.UNSURE, text[:200]
     if not text.strip():
@@ -174,7 +228,7 @@ def _fault(narration: Any, time_s: float, *, half_s: float | None) -> tuple[Reas
     return None, ""
 
 
-def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> None:
+def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
     # A file name that is not valid Unicode cannot be stored as a source.
     source = printable(path.stem)
     rows = load_plain_pickle(path)
@@ -191,7 +245,8 @@ def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Pa
             continue
         source_id, begin_s, end_s, narration = entry[:4]
         texts = narration if isinstance(narration, list | tuple) else [narration]
-        video = wanted.number(source_id, split=split, file=path, row=row, num_captions=len(texts))
+        of_video = splits.get(source_id, split) if isinstance(source_id, str) else split
+        video = wanted.number(source_id, split=of_video, file=path, row=row, num_captions=len(texts))
         if video is None:
             continue
         if not (_is_time(begin_s) and _is_time(end_s)):

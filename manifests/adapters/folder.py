@@ -1,11 +1,12 @@
-"""A folder of videos, with an optional table of captions (text with a header, or JSON lines; see `dialects`).
+"""A folder of videos, with an optional table of captions (text, JSON or Parquet; see `caption_tables`).
 
 Every video file is a video; its ID is the relative path without the extension, or with it if files differ only in their
 extension (`file_ids`). The table's columns are `video` (relative path, file name, or either without the extension; a
 name without extension that matches several files refers to the one with this ID; a name that matches none may differ
-from one file's in separators and case) and `text`, and optionally `begin_s`,
-`end_s` (without times a caption applies to the whole video: 0 to +inf), `source`, `likelihood` and `split` (of the
-video). The split of a video defaults to the one that a parent folder is named after, otherwise to train.
+from one file's in separators and case) and `text`, and optionally `begin_s`, `end_s` or `duration_s` (without times a
+caption applies to the whole video: 0 to +inf), `source`, `likelihood`, `split` (of the video) and labels, of the video
+or of the times. The split of a video defaults to the one that a parent folder is named after, otherwise to train. A row
+with labels may have no text: its caption is then the name of its class, with the source `class`.
 
 Subtitles and the output of speech recognition beside the videos are read if asked for (`beside`).
 
@@ -15,17 +16,18 @@ also have rows without a text, for videos without captions.
 """
 
 from collections.abc import Mapping, Sequence
-from math import inf
 from pathlib import Path
 
+import pyarrow as pa
+
 from clipmill.manifests.adapters.beside import SUFFIXES, add_files_beside, note_unread
-from clipmill.manifests.adapters.dialects import read_caption_rows
+from clipmill.manifests.adapters.caption_rows import CaptionRow
+from clipmill.manifests.adapters.caption_tables import label_columns, read_caption_rows
 from clipmill.manifests.adapters.file_ids import file_ids
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
-from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.reasons import Reason, Unusable
 from clipmill.manifests.adapters.remote_videos import distinct, named_videos, normal_url
 from clipmill.manifests.adapters.splits import split_named, split_of_folders
-from clipmill.manifests.adapters.tables import Row, log_probability, seconds
 from clipmill.manifests.adapters.video_files import (
     Ambiguous,
     LooseLookup,
@@ -63,18 +65,18 @@ def read_folder(
     Raises:
         UserError: no videos are found, the files cannot be listed, or the caption table cannot be read.
     """
-    builder = ReadingBuilder(dataset)
     base = directory if isinstance(directory, str) and is_web(directory) else None
     is_named = captions is not None and (directory is None or base is not None)
+    required = ("video",) if is_named else ("video", "text")
+    labels = [] if captions is None else label_columns(captions, required=required)
+    builder = ReadingBuilder(dataset, labels=dict.fromkeys(labels, pa.string()))
     if is_named:
         if subtitles:
             raise UserError("--subtitles requires a folder whose files can be listed", hint="omit it")
         if base is not None:
             split_url(base)  # raises UserError if it cannot be served
         assert captions is not None
-        names = distinct(
-            row.values.get("video") for row in read_caption_rows(captions, required=("video",), note=_silent)
-        )
+        names = distinct(row.video for row in read_caption_rows(captions, required=required, note=_silent))
         scan = builder.use_scan(named_videos(names, base=base))
     elif directory is None:
         raise UserError("no videos are given", hint="give a folder, or --captions and a table with URLs of videos")
@@ -90,7 +92,7 @@ def read_folder(
         if source_id == file.source_id:
             owners[composed(source_id)] = file
     if captions is not None:
-        _add_captions(builder, captions, files=files, owners=owners, numbers=numbers, base=base, is_named=is_named)
+        _add_captions(builder, captions, required, files=files, owners=owners, numbers=numbers, base=base)
     if subtitles and directory is not None:
         place = directory.resolve() if isinstance(directory, Path) else directory
         add_files_beside(builder, place, scan.beside, numbers=numbers)
@@ -103,143 +105,143 @@ def _silent(_: str) -> None:
     """Ignore a note: the table is read again for its captions, with the same notes."""
 
 
+class _Videos:
+    """Finds the videos that the rows of a table name.
+
+    Args:
+        owners: ID -> the file that has it, for IDs that no extension tells apart.
+        base: URL of the folder on a web server, or None.
+        is_named: whether the table names the videos, by URLs.
+    """
+
+    def __init__(
+        self, files: Sequence[VideoFile], *, owners: Mapping[str, VideoFile], base: str | None, is_named: bool
+    ) -> None:
+        self._lookup, self._loose = VideoLookup(list(files)), LooseLookup([] if is_named else files)
+        self._owners, self._base, self._is_named = owners, base, is_named
+        self._names = NearestName(files)
+        self._nearest: dict[str, str] = {}  # name in the table -> what to say
+        self.taken: dict[str, str] = {}  # name in the table -> the file that it refers to, written otherwise
+
+    def find(self, name: str) -> VideoFile | None:
+        """Return the file that a row refers to by `name`; None if there is none.
+
+        Raises:
+            Unusable: several files match, or the name is a URL that cannot be served.
+        """
+        meant = _meant(name, base=self._base, is_named=self._is_named)
+        file = _find(meant, lookup=self._lookup, owners=self._owners)
+        if file is None and (file := _find(name, lookup=self._loose, owners=self._owners)) is not None:
+            self.taken[name] = file.relative
+        return file
+
+    def why_missing(self, name: str) -> str:
+        """Say that no file has this name, with the nearest one."""
+        if name not in self._nearest:
+            found = self._names.find(name)
+            self._nearest[name] = "" if found is None else f", the nearest is {found}"
+        return f"no matching video file{self._nearest[name]}"
+
+
 def _add_captions(
     builder: ReadingBuilder,
     table: Path,
+    required: Sequence[str],
     *,
     files: Sequence[VideoFile],
     owners: Mapping[str, VideoFile],
     numbers: dict[str, int | None],
     base: str | None,
-    is_named: bool,
 ) -> None:
     """Add the captions of a table.
 
     Args:
+        required: columns that it must have; without `text`, it names the videos, and a row needs none.
         base: URL of the folder on a web server, or None.
-        is_named: whether the table names the videos, so that a row needs no text.
     """
     builder.begin_annotations(table)
-    lookup, names = VideoLookup(list(files)), NearestName(files)
-    loose = LooseLookup([] if is_named else files)
-    taken: dict[str, str] = {}  # name in the table -> the file that it refers to, written otherwise
-    nearest: dict[str, str] = {}  # name in the table -> what to say
+    is_named = "text" not in required
+    videos = _Videos(files, owners=owners, base=base, is_named=is_named)
     splits_given: dict[int, str] = {}
-    required = ("video",) if is_named else ("video", "text")
+    labelled: set[tuple[object, ...]] = set()  # video, times and labels
     for row in read_caption_rows(table, required=required, note=builder.note):
-        name = row.values.get("video")
+        name = row.video or ""
         video: int | None = None
-        if row.fault is not None:
-            source_id = masked(name) if isinstance(name, str) else None
-            builder.reject(row.reason, file=str(table), row=row.number, source_id=source_id, detail=row.fault)
-            continue
-        if not isinstance(name, str) or not name.strip():
-            builder.reject(Reason.EMPTY_ID, file=str(table), row=row.number, detail="the row names no video")
-            continue
         try:
-            file = _find(_meant(name, base=base, is_named=is_named), lookup=lookup, owners=owners)
-            if file is None and (file := _find(name, lookup=loose, owners=owners)) is not None:
-                taken[name] = file.relative
+            file = videos.find(name) if name.strip() else None
             video = None if file is None else numbers.get(file.relative)
-            begin_s, end_s, likelihood = _numbers(row)
+            if row.fault is not None:
+                raise row.fault
+            if not name.strip():
+                raise Unusable(Reason.EMPTY_ID, "the row names no video")
             if video is None:
-                why = "the video was rejected"
-                if file is None:
-                    if name not in nearest:
-                        found = names.find(name)
-                        nearest[name] = "" if found is None else f", the nearest is {found}"
-                    why = f"no matching video file{nearest[name]}"
-                builder.lose_captions(name, file=table, why=why, row=row.number)
+                why = videos.why_missing(name) if file is None else "the video was rejected"
+                builder.lose_captions(name, file=table, num_captions=len(row.texts), why=why, row=row.number)
                 continue
-            source = _source(row)
-            _apply_split(builder, video, row.values.get("split"), given=splits_given)
-        except _Unusable as fault:
-            source_id = masked(name) if video is None else builder.source_id_of(video)
-            builder.reject(fault.reason, file=str(table), row=row.number, source_id=source_id, detail=fault.detail)
+            source = row.source or DEFAULT_SOURCE
+            if fault := source_fault(source):
+                raise Unusable(Reason.BAD_SOURCE, fault)
+            _apply_split(builder, video, row.split, given=splits_given)
+        except Unusable as unusable:
+            source_id = (masked(name) or None) if video is None else builder.source_id_of(video)
+            builder.reject(
+                unusable.reason, file=str(table), row=row.number, source_id=source_id, detail=unusable.detail
+            )
             continue
-        if is_named and row.values.get("text") in (None, ""):
+        if is_named and row.texts in ((None,), ("",)):
             builder.use_row(table)
-            continue
-        builder.add_caption(
-            video,
-            row.values.get("text"),
-            Origin(table, source, row.number),
-            begin_s=begin_s,
-            end_s=end_s,
-            likelihood=likelihood,
-        )
-    if taken:
-        written, meant = next(iter(taken.items()))
+        else:
+            _add_row(builder, video, row, Origin(table, source, row.number), labelled=labelled)
+    if videos.taken:
+        written, meant = next(iter(videos.taken.items()))
         builder.note(
-            f"{table.name}: {counted(len(taken), 'name')} of videos matched although separators or case differ,"
+            f"{table.name}: {counted(len(videos.taken), 'name')} of videos matched although separators or case differ,"
             f' such as "{written}" for "{meant}"'
         )
 
 
-class _Unusable(Exception):
-    """Why a row cannot be used."""
-
-    def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
+def _add_row(
+    builder: ReadingBuilder, video: int, row: CaptionRow, origin: Origin, *, labelled: set[tuple[object, ...]]
+) -> None:
+    """Add the captions of a row. Labels of the same times count once, however many captions have them."""
+    for text in row.texts:
+        times = {"begin_s": row.begin_s, "end_s": row.end_s}
+        key = (video, *times.values(), *sorted(row.labels.items()))
+        labels = {} if key in labelled else row.labels
+        if builder.add_caption(video, text, origin, **times, likelihood=row.likelihood, labels=labels) and labels:
+            labelled.add(key)
 
 
 def _meant(name: str, *, base: str | None, is_named: bool) -> str:
-    """Return the URL that a row means, or a name of a file as it is; _Unusable if the URL cannot be served."""
+    """Return the URL that a row means, or a name of a file as it is; Unusable if the URL cannot be served."""
     if not is_named and not is_remote(name):
         return name
     try:
         return normal_url(name.strip(), base=base)
     except UserError as error:
-        raise _Unusable(Reason.MALFORMED_ROW, str(error)) from None
+        raise Unusable(Reason.MALFORMED_ROW, str(error)) from None
     except ValueError as error:
-        raise _Unusable(Reason.MALFORMED_ROW, f"{quoted(name)}: {error}") from None
-
-
-def _numbers(row: Row) -> tuple[float, float, float | None]:
-    """Return start and end in seconds, and the likelihood, of a row; _Unusable if one of them is not valid."""
-    try:
-        begin_s = seconds(row.values.get("begin_s"), default=0.0)
-        end_s = seconds(row.values.get("end_s"), default=inf)
-    except ValueError as error:
-        raise _Unusable(Reason.BAD_TIME, str(error)) from None
-    try:
-        return begin_s, end_s, log_probability(row.values.get("likelihood"))
-    except ValueError as error:
-        raise _Unusable(Reason.BAD_LIKELIHOOD, f"likelihood is {error}") from None
-
-
-def _source(row: Row) -> str:
-    source = row.values.get("source") or DEFAULT_SOURCE
-    if not isinstance(source, str):
-        raise _Unusable(Reason.MALFORMED_ROW, f"source is {quoted(source)}, expected a string")
-    if fault := source_fault(source):
-        raise _Unusable(Reason.BAD_SOURCE, fault)
-    return source
+        raise Unusable(Reason.MALFORMED_ROW, f"{quoted(name)}: {error}") from None
 
 
 def _find(name: str, *, lookup: VideoLookup | LooseLookup, owners: Mapping[str, VideoFile]) -> VideoFile | None:
-    """Find the file that a row refers to by `name`; None if there is none.
-
-    Raises:
-        _Unusable: several files match. If they differ only in their extension, `name` refers to the one with this ID.
-    """
+    """Look up a file; of several that differ only in their extension, `name` refers to the one with this ID."""
     try:
         return lookup.find(name)
     except Ambiguous as error:
         owner = owners.get(composed(name.removeprefix("./")))
         if owner is None or any(file.source_id != owner.source_id for file in error.matches):
-            raise _Unusable(Reason.AMBIGUOUS_VIDEO, str(error)) from None
+            raise Unusable(Reason.AMBIGUOUS_VIDEO, str(error)) from None
         return owner
 
 
 def _apply_split(builder: ReadingBuilder, video: int, value: object, *, given: dict[int, str]) -> None:
-    """Set the split that a row gives for its video; _Unusable if it is not valid."""
+    """Set the split that a row gives for its video; Unusable if it is not valid."""
     if value is None or value == "":
         return
     split = split_named(value) if isinstance(value, str) else None
     if split is None:
-        raise _Unusable(Reason.BAD_SPLIT, f"split is {quoted(value)}, expected train, val or test")
+        raise Unusable(Reason.BAD_SPLIT, f"split is {quoted(value)}, expected train, val or test")
     if given.setdefault(video, split) != split:
-        raise _Unusable(Reason.BAD_SPLIT, f"split is {split!r}, but {given[video]!r} in an earlier row")
+        raise Unusable(Reason.BAD_SPLIT, f"split is {split!r}, but {given[video]!r} in an earlier row")
     builder.set_split(video, split)

@@ -178,9 +178,8 @@ class _Reader:
         self._num_used.setdefault(table.path, 0)
         for batch in table.batches:
             for fault in batch.faults:
-                self._builder.reject(
-                    fault.reason, file=str(table.path), row=fault.row, source_id=fault.video, detail=fault.detail
-                )
+                why, file = fault.why, str(table.path)
+                self._builder.reject(why.reason, file=file, row=fault.row, source_id=fault.video, detail=why.detail)
             used = self._usable(table, batch)
             if len(used.rows):
                 self._parts.append(_captions(used, self._videos.ids))
@@ -206,9 +205,7 @@ class _Reader:
 
     def _usable(self, table: OpenTable, batch: Batch) -> "_Used":
         rows = batch.rows.combine_chunks()
-        begin_s, end_s = (
-            rows[name].fill_null(default).to_numpy() for name, default in (("begin_s", 0.0), ("end_s", inf))
-        )
+        begin_s, end_s = rows["begin_s"].to_numpy(), rows["end_s"].to_numpy()
         likelihood = rows["likelihood"].fill_null(0.0).to_numpy()
         is_usable = np.ones(len(rows), bool)
 
@@ -228,7 +225,6 @@ class _Reader:
             Reason.BAD_LIKELIHOOD,
             lambda index: f"likelihood is {likelihood[index]}, expected the logarithm of a probability, 0 or less",
         )
-        reject(_is_blank(rows["source"]), Reason.MALFORMED_ROW, lambda index: "it has no source: give --source NAME")
         sources = rows["source"].combine_chunks()
         unusable = [name for name in pc.unique(sources).to_pylist() if name and source_fault(name)]
         reject(
@@ -308,8 +304,8 @@ def _captions(used: _Used, ids: pa.Array) -> pa.Table:
     """Return captions in the schema of a manifest, without IDs."""
     columns = {
         "video_id": pa.DictionaryArray.from_arrays(pa.array(used.videos, pa.int32()), ids),
-        "begin_s": used.rows["begin_s"].fill_null(0.0),
-        "end_s": used.rows["end_s"].fill_null(inf),
+        "begin_s": used.rows["begin_s"],
+        "end_s": used.rows["end_s"],
         "text": pc.utf8_trim_whitespace(used.rows["text"]),
         "source": used.rows["source"].combine_chunks().dictionary_encode(),
         "likelihood": used.rows["likelihood"].cast(pa.float32()),

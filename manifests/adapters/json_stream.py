@@ -5,7 +5,7 @@ as fast as reading the whole file, and needs memory for the largest entry only.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,34 +15,40 @@ from clipmill.manifests.errors import UserError
 _WINDOW_CHARS = 1 << 22
 # An error this close to the end of the window may only be due to truncation; an error further away is a syntax error.
 _NEAR_END_CHARS = 64
-_decode = json.JSONDecoder().raw_decode
+ObjectHook = Callable[[list[tuple[str, Any]]], Any]
 
 
-def array_items(path: Path) -> Iterator[Any]:
+def array_items(path: Path, *, hook: ObjectHook | None = None) -> Iterator[Any]:
     """Iterate over the items of a file that contains one JSON array.
+
+    Args:
+        hook: `object_pairs_hook` of the parser; a ValueError of it is an error of the file.
 
     Raises:
         UserError: the file cannot be read, or is not a JSON array; the message includes the line number.
     """
     with open_annotations(path, encoding="utf-8-sig") as file:
-        window = _Window(path, file)
+        window = _Window(path, file, hook=hook)
         window.expect("[", what="a list")
         while window.has_next("]"):
             yield window.value()
         window.expect_end()
 
 
-def object_items(path: Path, *, inside: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Iterate over the (key, value) pairs of a JSON object; the object under the key `inside` is iterated over as well.
+def object_items(path: Path, *, inside: str | None = None, hook: ObjectHook | None = None) -> Iterator[tuple[str, Any]]:
+    """Iterate over the (key, value) pairs of a JSON object; what is under the key `inside` is iterated over as well.
 
     A file `{"version": 1, "videos": {"a": ..., "b": ...}}`, read with inside="videos", yields the keys version, a and
-    b.
+    b; with a list in place of the object, it yields version, and videos for each item.
+
+    Args:
+        hook: see `array_items`.
 
     Raises:
         UserError: the file cannot be read, or is not a JSON object; the message includes the line number.
     """
     with open_annotations(path, encoding="utf-8-sig") as file:
-        window = _Window(path, file)
+        window = _Window(path, file, hook=hook)
         window.expect("{", what="an object")
         while window.has_next("}"):
             key = window.key()
@@ -50,6 +56,10 @@ def object_items(path: Path, *, inside: str | None = None) -> Iterator[tuple[str
                 window.expect("{", what="an object")
                 while window.has_next("}"):
                     yield window.key(), window.value()
+            elif key == inside and window.peek() == "[":
+                window.expect("[", what="a list")
+                while window.has_next("]"):
+                    yield key, window.value()
             else:
                 yield key, window.value()
         window.expect_end()
@@ -58,8 +68,9 @@ def object_items(path: Path, *, inside: str | None = None) -> Iterator[tuple[str
 class _Window:
     """The part of the file that is being parsed; `_text[_at:]` has not been consumed yet."""
 
-    def __init__(self, path: Path, file: IO[str]) -> None:
+    def __init__(self, path: Path, file: IO[str], *, hook: ObjectHook | None) -> None:
         self._path, self._file = path, file
+        self._decode = json.JSONDecoder(object_pairs_hook=hook).raw_decode
         self._text, self._at, self._line = "", 0, 1
         self._at_file_end = False
         self._opened = ""
@@ -109,7 +120,7 @@ class _Window:
         self.peek()
         while True:
             try:
-                value, end = _decode(self._text, self._at)
+                value, end = self._decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 met_end = error.pos >= len(self._text) - _NEAR_END_CHARS or error.msg.startswith("Unterminated")
                 if not (met_end and self._grow()):

@@ -144,6 +144,10 @@ class ReadingBuilder:
         self._video_ids[video_id] = len(self._video_ids)
         return self._video_ids[video_id]
 
+    def source_ids(self) -> Sequence[str]:
+        """Return the dataset's own IDs of the videos that were added."""
+        return self._videos["source_id"]
+
     def source_id_of(self, video: int) -> str:
         """Return the dataset's own ID of a video."""
         return self._videos["source_id"][video]

@@ -26,3 +26,11 @@ class Reason(StrEnum):
     UNSURE = "unsure"  # the annotator marked it as unsure
     REDACTED = "redacted"  # withheld by the dataset
     MALFORMED_ROW = "malformed_row"  # not in the format documented by the dataset
+
+
+class Unusable(Exception):
+    """Why a row cannot be used."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail

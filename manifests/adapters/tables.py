@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.adapters.annotation_file import not_utf8, open_annotations
-from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import on_one_line, quoted
 
@@ -27,12 +26,11 @@ _CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:[.,]\d+)?)")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table; `fault` describes why its values cannot be used, and `reason` is the code of that."""
+    """A row of a table; `fault` describes why its values cannot be used."""
 
     number: int  # 0-based, excluding the header
     values: dict[str, Any]
     fault: str | None = None
-    reason: Reason = Reason.MALFORMED_ROW
 
 
 def read_csv(path: Path, *, required: Sequence[str]) -> Iterator[Row]:
@@ -106,8 +104,8 @@ def json_rows(path: Path, *, encoding: str = _UTF8) -> Iterator[Row]:
     """
     for number, line in enumerate(line for line in text_lines(path, encoding=encoding) if line.strip()):
         try:
-            values = json.loads(line, object_pairs_hook=_object)
-        except _Repeated as error:
+            values = json.loads(line, object_pairs_hook=unrepeated)
+        except RepeatedKey as error:
             yield Row(number, {}, str(error))
             continue
         except RecursionError:
@@ -123,15 +121,16 @@ def json_rows(path: Path, *, encoding: str = _UTF8) -> Iterator[Row]:
             yield Row(number, {}, f"not a JSON object: {line.strip():.80}")
 
 
-class _Repeated(Exception):
+class RepeatedKey(ValueError):
     """A JSON object has a key twice."""
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, as `object_pairs_hook` of the parser; raise RepeatedKey if it has a key twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise _Repeated(f"an object has two values of {quoted(name)}")
+        raise RepeatedKey(f"an object has two values of {quoted(name)}")
     return values
 
 

@@ -1,4 +1,4 @@
-"""Columns of caption tables with times in milliseconds or frames, which become `begin_s` and `end_s`.
+"""Columns of caption tables with times: in seconds, milliseconds or frames, as an end or as a duration.
 
 A time in seconds is preferred to the same time in milliseconds, and this to one in frames. Frames count from 0 and need
 a column `fps`, since the videos are not opened when a table is read.
@@ -6,27 +6,35 @@ a column `fps`, since the videos are not opened when a table is read.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.adapters.reasons import Reason
-from clipmill.manifests.adapters.tables import Row
+from clipmill.manifests.adapters.reasons import Reason, Unusable
+from clipmill.manifests.adapters.tables import seconds
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import on_one_line, quoted
 
+# An end and a start with a duration are the same if they differ by no more: tables have rounded times.
+_ROUNDING_S = 0.1
 _EDGES: Mapping[str, Sequence[str]] = {
     "begin": ("start", "begintime", "starttime"),
     "end": ("stop", "endtime", "stoptime"),
+    "duration": ("dur",),
 }
 _UNITS: Mapping[str, Sequence[str]] = {
     "ms": ("ms", "msec", "millis", "milliseconds"),
-    "frame": ("frame", "frameidx", "frameindex", "framenumber"),
+    "frame": ("frame", "frames", "frameidx", "frameindex", "framenumber"),
 }
 _RATIO = re.compile(r"(\d{1,9}) ?/ ?(\d{1,9})")
 _WORDS = {"ms": "milliseconds", "frame": "frames"}
-# Column -> its names, as in `dialects`.
+# Words in the names of columns that say when a caption begins, ends, or both.
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
+_BEGIN_WORDS = frozenset({"begin", "begins", "beginning", "start", "starts", "starting", "tmin"})
+_END_WORDS = frozenset({"end", "ends", "ending", "stop", "stops", "finish", "tmax"})
+_BOTH_WORDS = frozenset({"timestamp", "timestamps", "timecode", "timecodes", "timespan", "interval", "span", "offset"})
+_BOTH_NAMES = frozenset({"time", "times", "in", "out", "frame", "frames"})
+# Column -> its names, as in `column_names`.
 OTHER_TIMES: Mapping[str, Sequence[str]] = {
     **{
         f"{edge}_{unit}": tuple(name + ending for name in (edge, *names) for ending in endings)
@@ -38,11 +46,14 @@ OTHER_TIMES: Mapping[str, Sequence[str]] = {
 
 
 def superfluous(names: Collection[str]) -> set[str]:
-    """Return the columns that are not needed: the same time is there in a preferred unit, or no time is in frames."""
+    """Return the columns that are not needed: the same time is there in a preferred unit, no time is in frames, or a
+    duration has no start, as that of a video.
+    """
     left: set[str] = set()
     for edge in _EDGES:
         given = [name for unit in ("s", *_UNITS) if (name := f"{edge}_{unit}") in names]
-        left.update(given[1:])
+        is_alone = edge == "duration" and not any(name.startswith("begin_") for name in names)
+        left.update(given if is_alone else given[1:])
     return left if any(f"{edge}_frame" in set(names) - left for edge in _EDGES) else {*left, "fps"}
 
 
@@ -60,29 +71,74 @@ def require_frame_rate(columns: Mapping[str, str], *, path: Path) -> None:
         )
 
 
+def require_known_times(ignored: Sequence[str], *, columns: Collection[str], path: Path) -> None:
+    """Raise UserError if a column that is not read seems to have the times that the others lack: the captions would be
+    of whole videos, or extend to their ends.
+
+    Args:
+        ignored: names in the header that are no column.
+    """
+    edges = {name.partition("_")[0] for name in columns}
+    has_begin, has_end = "begin" in edges, not edges.isdisjoint(("end", "duration"))
+    wanted = (frozenset() if has_begin else _BEGIN_WORDS) | (frozenset() if has_end else _END_WORDS)
+    wanted |= frozenset() if has_begin and has_end else _BOTH_WORDS
+    names = frozenset() if has_begin and has_end else _BOTH_NAMES
+    unknown = [
+        on_one_line(cell)
+        for cell in ignored
+        if cell.strip().lower() in names or not wanted.isdisjoint(word.lower() for word in _WORD.findall(cell))
+    ]
+    if unknown:
+        what = "extend to the ends of their videos" if has_begin else "be of whole videos"
+        raise UserError(
+            f"{path}: the times in {' and '.join(unknown)} are not understood, and the captions would {what}",
+            hint="name the columns begin_s and end_s or duration_s, in seconds or as a clock shows them (begin_ms for "
+            "milliseconds, begin_frame with fps for frames); remove columns that have no times of the captions",
+        )
+
+
 def as_taken(name: str) -> str:
     """Return what a column is read as, for notes."""
     edge, _, unit = name.partition("_")
     return f"{edge}_s, from {_WORDS[unit]}" if unit in _WORDS else name
 
 
-def in_seconds(row: Row) -> Row:
-    """Return a row with its times in seconds; a time that cannot be converted is kept as text that is not a number.
+def times_of(values: Mapping[str, Any]) -> tuple[float, float]:
+    """Return start and end of a row in seconds; a row without times is about a whole video, from 0 to +inf.
 
-    The row has a fault if times are in frames and its frame rate is not a positive number.
+    Raises:
+        Unusable: a time cannot be converted, end and duration differ, or a frame rate is not a positive number.
     """
-    found: dict[str, Any] = {}
-    for edge in _EDGES:
-        for unit in _UNITS:
-            value = row.values.get(f"{edge}_{unit}")
-            if value not in (None, ""):
-                per_s = 1000.0 if unit == "ms" else _rate(row.values.get("fps"))
-                if per_s is None or per_s <= 0:
-                    fault = f"fps is {quoted(row.values.get('fps'))}, expected a frame rate such as 25 or 30000/1001"
-                    return replace(row, fault=fault, reason=Reason.BAD_FPS)
-                number = _number(value)
-                found[f"{edge}_s"] = f"{value} ({_WORDS[unit]})" if number is None else number / per_s
-    return replace(row, values=row.values | found) if found else row
+    begin_s, end_s, duration_s = (_time_s(values, edge) for edge in _EDGES)
+    begin_s = 0.0 if begin_s is None else begin_s
+    if duration_s is None:
+        return begin_s, inf if end_s is None else end_s
+    if end_s is not None and not abs(begin_s + duration_s - end_s) <= _ROUNDING_S:
+        raise Unusable(
+            Reason.BAD_TIME,
+            f"it ends at {end_s:g} s, but at {begin_s + duration_s:g} s by its duration; remove the column of the "
+            "duration if it is that of the video",
+        )
+    return begin_s, begin_s + duration_s if end_s is None else end_s
+
+
+def _time_s(values: Mapping[str, Any], edge: str) -> float | None:
+    for unit in ("s", *_UNITS):
+        value = values.get(f"{edge}_{unit}")
+        if value is None or value == "":
+            continue
+        try:
+            if unit == "s":
+                return seconds(value, default=0.0)
+            per_s = 1000.0 if unit == "ms" else _rate(values.get("fps"))
+            if per_s is None or per_s <= 0:
+                fault = f"fps is {quoted(values.get('fps'))}, expected a frame rate such as 25 or 30000/1001"
+                raise Unusable(Reason.BAD_FPS, fault)
+            number = _number(value)
+            return seconds(f"{value} ({_WORDS[unit]})" if number is None else number / per_s, default=0.0)
+        except ValueError as error:
+            raise Unusable(Reason.BAD_TIME, str(error)) from None
+    return None
 
 
 def _rate(value: object) -> float | None:

@@ -66,9 +66,10 @@ ADAPTERS = (
         "captions",
         """Read all video files in a folder, with an optional caption table.
 
-        The table has the columns video and text, and optionally begin_s, end_s (in seconds), source, likelihood and
-        split (train, val or test). Common other names of these columns, separators and encodings are recognized. If
-        none of its rows is valid, the manifest is not changed.
+        The table has the columns video and text, and optionally begin_s, end_s or duration_s (in seconds), source,
+        likelihood, split (train, val or test), label, and label_NAME for further labels; with a label, text may be
+        missing. Common other names of these columns, separators and encodings are recognized. If none of its rows is
+        valid, the manifest is not changed.
 
         Videos on a web server, which cannot be listed, are those that the table names by URLs, or by paths below the
         URL given as the folder.
@@ -100,12 +101,13 @@ ADAPTERS = (
         "ego4d",
         "ego4d:read_ego4d",
         "annotations",
-        """Read Ego4D narrations: narration.json, or the pickled lists of AVION and LaViLa.
+        """Read Ego4D narrations: the official JSON files, or the pickled lists of AVION and LaViLa.
 
-        The timestamps in narration.json are expanded to intervals by EgoVLP's rule. Pickles may contain only lists,
-        tuples, strings and numbers; any other pickle is rejected without being executed.
+        The files are all_narrations_redacted.json or narration.json. Their timestamps are expanded to intervals by
+        EgoVLP's rule. With ego4d.json, videos of any validation or test split are not in train. Pickles may contain
+        only lists, tuples, strings and numbers; any other pickle is rejected without being executed.
 
-        Example: prep manifest ego4d VIDEOS --annotations narration.json
+        Example: prep manifest ego4d VIDEOS --annotations narration.json ego4d.json
 
         Parameters
         ----------
@@ -122,7 +124,9 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
         directory: Annotated[Place | None, ONE_PLACE] = None,
         *,
         captions: Annotated[
-            Place | None, ONE_PLACE, Parameter(help="Caption table, a path or URL of a .csv, .tsv or .jsonl file.")
+            Place | None,
+            ONE_PLACE,
+            Parameter(help="Caption table, a path or URL of a .csv, .tsv, .jsonl, .json or .parquet file."),
         ] = None,
         subtitles: Annotated[
             bool,

@@ -34,7 +34,11 @@ def captions(
         ),
     ] = None,
     source: Annotated[
-        str | None, Parameter(help="Source name of all captions, in place of the column source of the tables.")
+        str | None,
+        Parameter(
+            help="Source name of all captions, in place of the column source of the tables. Default without that "
+            "column: the name of the file."
+        ),
     ] = None,
     min_likelihood: Annotated[
         float | None,
@@ -67,8 +71,8 @@ def captions(
     Parameters
     ----------
     tables
-        Parquet, CSV or JSON-lines files with the columns video and text, and optionally begin_s, end_s (in seconds),
-        source and likelihood.
+        CSV, JSON or Parquet files with the columns video and text, and optionally begin_s, end_s or duration_s (in
+        seconds), source and likelihood.
     """
     from clipmill.manifests.adapters.further import Limits, read_caption_tables
     from clipmill.manifests.further_sources import SOURCE_CHARS, is_source_name

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.adapters.dialects import TABLE_SUFFIXES, line_numbers
+from clipmill.manifests.adapters.dialects import LINE_SUFFIXES, TEXT_SUFFIXES, line_numbers
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import on_one_line
 from clipmill.prep.core.failures import WORDS
@@ -74,7 +74,7 @@ def _lines_of(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], int]:
     """Return the lines of rows of text tables by file and row; none of tables that would take long to read again."""
     numbers: dict[str, set[int]] = {}
     for row in rows:
-        if row["row"] is not None and Path(row["file"]).suffix.lower() in TABLE_SUFFIXES:
+        if row["row"] is not None and Path(row["file"]).suffix.lower() in TEXT_SUFFIXES | LINE_SUFFIXES:
             numbers.setdefault(row["file"], set()).add(row["row"])
     found: dict[tuple[str, int], int] = {}
     for file, wanted in numbers.items():

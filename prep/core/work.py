@@ -86,6 +86,10 @@ def _no_report(plan: Any, asked: str) -> Report:
     raise NotImplementedError
 
 
+def _no_facts(data_dir: Path, key: str) -> dict[str, Any]:
+    return {}
+
+
 def _any_settings(settings: Any) -> None:
     return None
 
@@ -107,6 +111,7 @@ class ColumnWork:
         extra_folders: folders for intermediate results in each variant.
         extra_files: files derived from the shards in each variant.
         sample_report: (shard, row, data folder) -> report printed by `prep inspect KEY`; the index row by default.
+        sample_facts: (data folder, key) -> what `prep inspect KEY` shows of a sample besides its index row.
         write_page: (variant, request) -> report; writes the page of `prep inspect --html`. None if the column has none.
         next_command: data folder as the user gave it -> words of the command that comes after `prep NAME`; empty if
             nothing in particular.
@@ -123,6 +128,7 @@ class ColumnWork:
     extra_folders: tuple[ExtraFolder, ...] = ()
     extra_files: tuple[ExtraFile, ...] = ()
     sample_report: Callable[[CommittedShard, int, Path], Report] | None = None
+    sample_facts: Callable[[Path, str], dict[str, Any]] = _no_facts
     write_page: Callable[[Variant, PageRequest], Report] | None = None
     next_command: Callable[[Path], list[str]] = _nothing_in_particular
 

@@ -112,7 +112,8 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
     pictures = chunks.thumbnails(middles, {row: _cut_frames_s(chunks, row) for row in cut}, on_picture=on_picture)
 
     def mark(row: int, name: str = "", value: float | None = None) -> dict[str, Any]:
-        return {"picture": pictures[row, None], "key": chunks.key(row), "name": name, "value": value}
+        found = {"picture": pictures[row, None], "key": chunks.key(row), "copy_of": chunks.copy_of(row)}
+        return {**found, "name": name, "value": value}
 
     num_videos = len(set(chunks.table["video_id"].chunk(0).indices.to_pylist()))
     return {

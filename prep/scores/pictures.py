@@ -48,6 +48,11 @@ class Chunks:
         """Return the key of a chunk."""
         return chunk_key(self.table["video_id"][row].as_py(), self.table["start_ms"][row].as_py())
 
+    def copy_of(self, row: int) -> str | None:
+        """Return the key of the chunk of an earlier video that a chunk looks like; None if there is none."""
+        first = self.table["duplicate_of"][row].as_py()
+        return None if first < 0 else self.key(first)
+
     def duration_s(self, row: int) -> float | None:
         """Return the duration of a chunk; None if it is not in the video column, or damaged."""
         found = self._find(row)

@@ -2,7 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow.compute as pc
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.keys import chunk_key, split_key
 from clipmill.prep.core.chunk_shards import current_chunks
 from clipmill.prep.core.column import data_flags
 from clipmill.prep.core.parts import PartRun
@@ -14,8 +19,9 @@ from clipmill.prep.scores.plan import ScoresPlan, make_scores_plan, pending_scor
 from clipmill.prep.scores.recipe import SCORES, ScoresSettings, resolve
 from clipmill.prep.scores.report import ScoresSummary, scores_report, scores_summary
 from clipmill.shards.reader import Variant
-from clipmill.shards.scores import CHUNKS_FILE, publish_score_table
+from clipmill.shards.scores import CHUNKS_FILE, open_scores, publish_score_table
 
+_KEY = ("video_id", "start_ms")
 _WORKER_GB = 0.5  # measured (benchmarks/README.md): 0.16 GB
 
 
@@ -43,6 +49,18 @@ def publish_table(summary: Summary, folder: Path) -> ScoresSummary:
     return ScoresSummary(**vars(summary), is_table_written=is_needed)
 
 
+def _sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
+    """Return the key of the chunk that a chunk is a near duplicate of; None if it is none, nothing if it is unknown."""
+    video_id, start_ms = split_key(key)
+    try:
+        table = open_scores(data_dir, columns=("video_id", "start_ms", "duplicate_of")).table
+    except UserError:
+        return {}
+    is_chunk = pc.and_(pc.equal(table["video_id"], video_id), pc.equal(table["start_ms"], start_ms))
+    first = [row for row in table["duplicate_of"].filter(is_chunk).to_pylist() if row >= 0]
+    return {"duplicate_of": next((chunk_key(*(table[name][row].as_py() for name in _KEY)) for row in first), None)}
+
+
 WORK = ColumnWork(
     plan=_plan,
     run=_run,
@@ -50,6 +68,7 @@ WORK = ColumnWork(
     summary_report=lambda summary, settings, listed: scores_summary(summary, listed=listed),
     pending=pending_scores,
     extra_files=(ExtraFile(CHUNKS_FILE, table_problem),),
+    sample_facts=_sample_facts,
     write_page=write_scores_page,
     next_command=lambda data: ["prep", "inspect", "--column", SCORES, "--html", "scores.html", *data_flags(data)],
 )

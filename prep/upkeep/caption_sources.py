@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.further_sources import source_counts
 from clipmill.manifests.previous import FURTHER_KEY
 from clipmill.manifests.store import open_captions, read_manifest
+from clipmill.prep.core.failure_list import MAX_NAMED, FailureEntry, first_few
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant
 
@@ -62,17 +64,23 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
 
 @dataclass(frozen=True)
 class CaptionsBeyond:
-    """Number of captions that begin at or after the end of their video, and of those that only end after it."""
+    """Captions that begin at or after the end of their video, and those that only end after it.
+
+    Attributes:
+        first: the first few of both.
+    """
 
     num_begin: int
     num_end: int
+    first: list[FailureEntry]
 
 
-def captions_beyond(data_dir: Path, *, end_s: np.ndarray) -> CaptionsBeyond:
-    """Count the captions whose times are after the end of their video; an end up to a second after it is rounding.
+def captions_beyond(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.ndarray) -> CaptionsBeyond:
+    """Find the captions whose times are after the end of their video; an end up to a second after it is rounding.
 
     Args:
-        end_s: end of each video of the manifest in seconds, +inf if unknown, float64.
+        video_ids: of the videos of the manifest.
+        end_s: end of each of them in seconds, +inf if unknown, float64.
 
     Raises:
         UserError: the manifest is missing or damaged.
@@ -80,11 +88,19 @@ def captions_beyond(data_dir: Path, *, end_s: np.ndarray) -> CaptionsBeyond:
     captions = open_stored_captions(data_dir)
     captions.verify()
     num_begin = num_end = 0
+    first: list[FailureEntry] = []
     for one in captions.blocks():
         begins = one.begin_s >= end_s[one.video]
         ends = ~begins & np.isfinite(one.end_s) & (one.end_s > end_s[one.video] + _ROUNDING_S)
         num_begin, num_end = num_begin + int(one.counts[begins].sum()), num_end + int(one.counts[ends].sum())
-    return CaptionsBeyond(num_begin, num_end)
+        for code, found in (("begins_after_end", begins), ("ends_after_end", ends)):
+            for span in np.flatnonzero(found)[:MAX_NAMED].tolist():
+                video, caption = int(one.video[span]), int(one.counts[:span].sum())
+                end = f" to {one.end_s[span]:g} s" if np.isfinite(one.end_s[span]) else ""
+                times = f"{one.begin_s[span]:g} s{end}, of a video of {end_s[video]:g} s"
+                text = captions.texts[int(one.row[caption])].as_py()
+                first.append(FailureEntry(video_ids[video].as_py(), code, f"{times}: {text}"))
+    return CaptionsBeyond(num_begin, num_end, first_few(first))
 
 
 def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> list[str]:

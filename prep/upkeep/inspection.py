@@ -86,6 +86,7 @@ def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: P
     }
     own = [name for name in shard.index.column_names if not any(name.startswith(f"{known}_") for known in members)]
     fields = {name: shard.index[name][number].as_py() for name in own}
+    fields |= work_of(column).sample_facts(data_dir, str(fields["key"]))
     lines = [f"tar       {shard.tar_path} ({shard.split})"]
     lines += [
         f"  .{name:<12} bytes {member['offset']} to {member['offset'] + member['size']}"

@@ -123,6 +123,7 @@ class VideosStatus:
         num_with_audio: number of usable videos whose source has audio.
         num_captions_beyond: captions that begin after the end of their video, among the probed ones; None if unknown.
         num_captions_ending_beyond: the others that end more than a second after it, likewise.
+        first_captions_beyond: the first few of both.
         caption_sources: None if the table of captions is damaged.
     """
 
@@ -138,6 +139,7 @@ class VideosStatus:
     num_with_audio: int = 0
     num_captions_beyond: int | None = None
     num_captions_ending_beyond: int | None = None
+    first_captions_beyond: list[FailureEntry] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -242,9 +244,11 @@ def _sources(data_dir: Path, damaged: list[UserError]) -> list[CaptionSource] | 
         return None
 
 
-def _beyond(data_dir: Path, ends_s: np.ndarray, damaged: list[UserError]) -> CaptionsBeyond | None:
+def _beyond(
+    data_dir: Path, video_ids: pa.ChunkedArray, ends_s: np.ndarray, damaged: list[UserError]
+) -> CaptionsBeyond | None:
     try:
-        return captions_beyond(data_dir, end_s=ends_s)
+        return captions_beyond(data_dir, video_ids=video_ids, end_s=ends_s)
     except UserError as error:
         damaged.append(error)
     except (OSError, pa.ArrowException):
@@ -263,7 +267,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     is_usable = pc.is_valid(mine["end_s"])  # as is its fingerprint, a gigabyte of ten million videos
     unusable = mine.filter(pc.invert(is_usable))
     lost = mine.filter(pc.and_(is_usable, pc.is_valid(mine["code"])))
-    sources, beyond = _sources(data_dir, damaged), _beyond(data_dir, ends_s, damaged)
+    sources, beyond = _sources(data_dir, damaged), _beyond(data_dir, videos["video_id"], ends_s, damaged)
     return VideosStatus(
         num_videos=len(videos),
         num_captions=pc.sum(videos["num_captions"]).as_py() or 0,
@@ -277,6 +281,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
         num_with_audio=pc.sum(pc.greater(mine["num_audio"], 0)).as_py() or 0,
         num_captions_beyond=None if beyond is None else beyond.num_begin,
         num_captions_ending_beyond=None if beyond is None else beyond.num_end,
+        first_captions_beyond=[] if beyond is None else beyond.first,
     )
 
 

@@ -86,6 +86,8 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
             f"{count:,} {end} more than a second after the end of the video: used up to it; are all times in seconds?"
         )
         lines.append(f"{_INDENT}{said}")
+    num_beyond = (videos.num_captions_beyond or 0) + (videos.num_captions_ending_beyond or 0)
+    lines += named_lines(videos.first_captions_beyond, num_all=num_beyond, listed=None, indent=f"{_INDENT}  ")
     lines += _source_lines(videos.caption_sources)
     for code, count in videos.lost.items():
         lines.append(f"lost      {counted(count, 'source')} no longer readable ({code}); existing chunks are kept")

@@ -116,6 +116,12 @@ class EvenCutting:
     def num_chunks(self) -> np.ndarray:
         return num_chunks_of(self.num_frames, chunk_frames=self.chunk_frames, tail=self.tail)
 
+    def short_tails(self, *, max_frames: int) -> dict[int, int]:
+        """Return the videos that end in a chunk of fewer than `max_frames` frames of its own, with its length."""
+        rest = self.num_frames % self.chunk_frames if self.tail == "keep" else np.zeros_like(self.num_frames)
+        found = np.flatnonzero((rest > 0) & (rest < max_frames) & (self.num_frames > self.chunk_frames))
+        return dict(zip(found.tolist(), rest[found].tolist(), strict=True))
+
     def span(self, video: int, index: int) -> Span:
         chunks = chunks_of(int(self.num_frames[video]), chunk_frames=self.chunk_frames, tail=self.tail)
         return span_of(chunks, index=index, span_chunks=self.span_chunks)

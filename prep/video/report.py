@@ -1,5 +1,6 @@
 """The reports of `video`: plans, explanations of single chunks, and runs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -25,7 +26,7 @@ from clipmill.prep.core.report import (
 )
 from clipmill.prep.core.run import Summary
 from clipmill.prep.video.column import COLUMN
-from clipmill.prep.video.cutting import ShotCutting
+from clipmill.prep.video.cutting import EvenCutting, ShotCutting
 from clipmill.prep.video.estimate import (
     Estimate,
     container_bytes,
@@ -40,6 +41,7 @@ from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 
+_SHORT_TAIL_S = 1  # too short for most clips
 # Why shards that videos enter or leave are made or removed, by whether all of their videos do.
 _MOVED = {
     (ShardState.NEW, True): "the split of their videos has changed",
@@ -76,6 +78,8 @@ def plan_report(planned: Planned) -> Report:
     has_work = any(shard.has_work for shard in plan.shards)
     cutting = _cutting_values(plan)
     lines += _cutting_lines(cutting)
+    tails = _tails_values(plan)
+    lines += _tails_lines(tails)
     disk = disk_use(
         planned.data_dir,
         column=VIDEO,
@@ -108,6 +112,7 @@ def plan_report(planned: Planned) -> Report:
         "disk": disk.values(),
         "next": command,
         **cutting,
+        **tails,
     }
     return Report("\n".join(lines), values)
 
@@ -179,6 +184,29 @@ def _cutting_values(plan: Plan) -> dict[str, Any]:
         "num_left_out_videos": len(cutting.videos_left_out),
         "first_left_out_videos": plan.video_ids(cutting.videos_left_out[:MAX_NAMED]),
     }
+
+
+def _tails_values(plan: Plan) -> dict[str, Any]:
+    """Return which videos end in a very short chunk, as JSON values; nothing with `--cut shots`."""
+    if not isinstance(plan.cutting, EvenCutting):
+        return {}
+    fps = plan.recipe.settings.fps_exact
+    found = plan.cutting.short_tails(max_frames=math.ceil(_SHORT_TAIL_S * fps))
+    first = list(found)[:MAX_NAMED]
+    lengths = zip(plan.video_ids(first), (float(found[video] / fps) for video in first), strict=True)
+    return {"num_short_tails": len(found), "first_short_tails_s": dict(lengths)}
+
+
+def _tails_lines(values: Mapping[str, Any]) -> list[str]:
+    if not values.get("num_short_tails"):
+        return []
+    first = [f"{on_one_line(video)} {length_s:.2g} s" for video, length_s in values["first_short_tails_s"].items()]
+    more = ", ..." if values["num_short_tails"] > len(first) else ""
+    videos = counted(values["num_short_tails"], "video")
+    return [
+        f"tails    {videos} with a last chunk shorter than {_SHORT_TAIL_S} s: {', '.join(first)}{more}",
+        "         kept: every frame is in a chunk; --tail merge adds it to the chunk before, --tail drop omits it",
+    ]
 
 
 def _cutting_lines(values: Mapping[str, Any]) -> list[str]:

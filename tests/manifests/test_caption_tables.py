@@ -41,7 +41,6 @@ def test_rows_that_cannot_be_used_are_rejected_by_reason(data: Path, tmp_path: P
         {"video": "v", "text": "a", "end_s": float("nan")},
         {"video": "v", "text": "a", "likelihood": float("nan")},
         {"video": "v", "text": "a", "likelihood": 0.5},
-        {"video": "v", "text": "a", "source": None},
         {"video": "gone", "text": "b"},
         {"video": "v", "text": "good", "begin_s": None, "end_s": None},
     ]
@@ -57,22 +56,13 @@ def test_rows_that_cannot_be_used_are_rejected_by_reason(data: Path, tmp_path: P
             (3, "v", "empty_caption"),
             *((row, "v", "bad_time") for row in (4, 5, 6)),
             *((row, "v", "bad_likelihood") for row in (7, 8)),
-            (9, "v", "malformed_row"),
         ],
         key=str,
     )
     add(data, pseudo(tmp_path / "p.parquet", wrong))
-    assert read_rejected(data).filter(pc.equal(read_rejected(data)["dataset"], FURTHER)).num_rows == 10
+    assert read_rejected(data).filter(pc.equal(read_rejected(data)["dataset"], FURTHER)).num_rows == 9
     add(data, pseudo(tmp_path / "p.parquet", wrong[-1:]))
     assert read_rejected(data).num_rows == 0
-
-
-def test_times_under_another_name_are_not_lost(data: Path, tmp_path: Path) -> None:
-    pq.write_table(
-        pa.table({"video": ["v"], "text": ["a"], "source": ["s"], "start_ms": [500]}), path := tmp_path / "p.parquet"
-    )
-    with pytest.raises(UserError, match="has no column begin_s, but start_ms"):
-        read(data, path)
 
 
 def test_sources_that_cannot_be_named_in_a_condition_are_rejected(data: Path, tmp_path: Path) -> None:
@@ -142,9 +132,8 @@ def test_tables_that_cannot_be_read_are_named(data: Path, tmp_path: Path) -> Non
     cut.write_bytes(content[: len(content) // 2])
     content[20:60] = b"\xff" * 40
     flipped.write_bytes(content)
-    columns, types, metadata, other = (tmp_path / f"{name}.parquet" for name in ("columns", "types", "meta", "other"))
-    pq.write_table(pa.table({"video": ["v"], "caption": ["a"]}), columns)
-    pq.write_table(pa.table({"video": ["v"], "text": ["a"], "source": ["s"], "begin_s": ["0"]}), types)
+    columns, metadata, other = (tmp_path / f"{name}.parquet" for name in ("columns", "meta", "other"))
+    pq.write_table(pa.table({"video": ["v"], "words": ["a"]}), columns)
     for path, value in ((metadata, "{"), (other, '{"kind": "scores"}')):
         pq.write_table(pa.table({"video": ["v"], "text": ["a"], "source": ["s"]}, metadata={"clipmill": value}), path)
     latin = pa.StringArray.from_buffers(1, pa.array([0, 1], pa.int32()).buffers()[1], pa.py_buffer(b"\xe9"))
@@ -153,8 +142,7 @@ def test_tables_that_cannot_be_read_are_named(data: Path, tmp_path: Path) -> Non
         (encoding, "cannot be read as Parquet: .*UTF8"),
         (cut, "cannot be read as Parquet"),
         (flipped, "cannot be read as Parquet"),
-        (columns, r"has no column text, source \(its columns: video, caption\)"),
-        (types, "column begin_s of .* has type string, expected double"),
+        (columns, r"has no column for text \(its columns: video, words\)"),
         (metadata, "is not JSON"),
         (other, "not that of pseudo-captions"),
         (tmp_path, "it is a folder, not a file"),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.manifests.adapters.dialects import NAMES, TRANSLATED_NAMES, line_numbers
+from clipmill.manifests.adapters.column_names import NAMES, TRANSLATED_NAMES
+from clipmill.manifests.adapters.dialects import line_numbers
 from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.adapters.reading import Reading
 from clipmill.manifests.errors import UserError

@@ -206,3 +206,57 @@ def test_forged_and_broken_pickles_are_users_errors(make_videos: VideoMaker, tmp
     path.write_bytes(content)
     with pytest.raises(UserError):
         read_ego4d(make_videos("a.mp4"), annotations=[path])
+
+
+def listed(*narrations: tuple[float, str, str]) -> dict[str, Any]:
+    """A video as all_narrations_redacted.json of version 2 has it: times, texts and passes."""
+    rows = [
+        {"text": text, "time": time_s, "_annotation_uid": uid, "is_summary": False, "_clip_time_start": 0}
+        for time_s, text, uid in narrations
+    ]
+    return {"narrations": rows, "summaries": [{"text": "#summary C cooks", "start_time": 0, "end_time": 300}]}
+
+
+def test_the_narrations_of_version_2_are_those_of_narration_json(make_videos: VideoMaker, tmp_path: Path) -> None:
+    folder = make_videos("a.mp4", "b.mp4")
+    first, second = [(1.0, "#C C one", "u"), (3.0, "#C C two", "u")], [(9.0, "#C C three", "v"), (2.0, "#Unsure", "v")]
+    new = {"a": listed(first[0], second[0], first[1], second[1]), "b": listed((0.5, "x", "w"), (2.5, "y", "w"))}
+    reading = read_ego4d(folder, annotations=[save(tmp_path / "all_narrations_redacted.json", new)])
+    passes = {
+        name: {"narrations": [{"narration_text": text, "timestamp_sec": time_s} for time_s, text, _ in rows]}
+        for name, rows in (("narration_pass_1", first), ("narration_pass_2", second))
+    }
+    old = {"a": passes, "b": {"narration_pass_1": narrations(0.5, 2.5)}}
+    wanted = read_ego4d(folder, annotations=[save(tmp_path / "narration.json", old)])
+    assert intervals(reading) == intervals(wanted) and reasons(reading) == reasons(wanted) == {"unsure": 1}
+    assert reading.captions["source"].to_pylist() == wanted.captions["source"].to_pylist()
+    assert reading.captions["text"].to_pylist()[:3] == ["#C C one", "#C C two", "#C C three"]
+
+
+def test_splits_are_those_of_ego4d_json_and_no_evaluated_video_is_trained_on(
+    make_videos: VideoMaker, tmp_path: Path
+) -> None:
+    splits: dict[str, dict[str, str | None]] = {
+        "plain": {"split_em": None, "split_fho": None},
+        "train": {"split_em": "train", "split_av": None},
+        "val": {"split_em": "train", "split_fho": "val"},
+        "multi": {"split_fho": "multi", "split_em": "train"},
+        "test": {"split_em": "val", "split_av": "test"},
+    }
+    metadata = {
+        "version": "2.1",
+        "videos": [{"video_uid": uid, "duration_sec": 9.0, **of_video} for uid, of_video in splits.items()],
+        "clips": [{"clip_uid": "c", "video_uid": "plain"}],
+    }
+    (meta := tmp_path / "ego4d.json").write_text(json.dumps(metadata))
+    folder = make_videos(*(f"{uid}.mp4" for uid in (*splits, "unknown")))
+    text = save(tmp_path / "all.json", {uid: listed((1.0, "x", "u"), (3.0, "y", "u")) for uid in (*splits, "unknown")})
+    for annotations in ([text, meta], [meta, text]):
+        reading = read_ego4d(folder, annotations=annotations)
+        found = dict(zip(*(reading.videos[name].to_pylist() for name in ("source_id", "split")), strict=True))
+        wanted = {uid: uid if uid in ("val", "test") else "train" for uid in found} | {"multi": "val"}
+        assert found == wanted and reading.captions.num_rows == 12
+        assert reading.notes == ("1 video without a split in ego4d.json",)
+        assert reading.num_rows_used == {str(text): 12, str(meta): 5}
+    with pytest.raises(UserError, match=r"ego4d\.json has splits, but no narrations"):
+        read_ego4d(folder, annotations=[meta])

@@ -263,7 +263,7 @@ def test_bad_lines_of_json_are_listed_and_the_others_read(make_videos: VideoMake
         ("c.csv", b"video,text\na,\xc3\xa9\nb,\xff\n", "line 3: not UTF-8"),
         ("c.csv", b"video,text\na,one\0\n", "line 2"),
         (".", b"", "it is a folder, not a file"),
-        ("c.xlsx", b"", "neither a .csv, .tsv, .txt nor .jsonl file"),
+        ("c.xlsx", b"", "is not a .csv, .tsv, .txt, .jsonl, .json or .parquet file"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_a_users_error(

@@ -7,6 +7,7 @@ strings: "0:10" comes before "0:2". Other classes are sorted as numbers if all a
 Suffixes: R rows of the captions, L labels.
 """
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from clipmill.manifests.store import read_captions, read_videos
 ACTION = "action"
 _PREFIX = "label_"
 _VERB, _NOUN = "label_verb", "label_noun"
+_PAIR = re.compile(r"-?\d+:-?\d+")
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class ClassList:
 
     @property
     def parts(self) -> dict[str, NDArray[np.int64]]:
-        """The verb and the noun of each action; empty for other labels."""
-        if self.label != ACTION:
+        """The verb and the noun of each action; empty for other labels, and for actions with names of their own."""
+        if self.label != ACTION or not all(map(_PAIR.fullmatch, self.names)):
             return {}
         pairs = np.array([name.split(":") for name in self.names], np.int64).reshape(-1, 2)
         return {"verb": pairs[:, 0], "noun": pairs[:, 1]}
@@ -84,8 +86,16 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str]) -> Class
 def class_labels(schema: pa.Schema) -> tuple[str, ...]:
     """The labels of captions that can be classes: not lists; `action` too where there are verbs and nouns."""
     found = [one.name for one in schema if one.name.startswith(_PREFIX) and not pa.types.is_nested(one.type)]
-    action = [ACTION] if {_VERB, _NOUN} <= set(found) else []
+    action = [ACTION] if _has_pairs(schema) else []
     return (*(name.removeprefix(_PREFIX) for name in found), *action)
+
+
+def _has_pairs(schema: pa.Schema) -> bool:
+    """Return True if captions have the class numbers of verbs and nouns, as those of EPIC-KITCHENS-100 have, and no
+    label `action` of their own.
+    """
+    are_numbers = all(name in schema.names and pa.types.is_integer(schema.field(name).type) for name in (_VERB, _NOUN))
+    return are_numbers and f"{_PREFIX}{ACTION}" not in schema.names
 
 
 def proposed_label(labels: Sequence[str]) -> str:
@@ -109,7 +119,8 @@ def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.Chunke
     Raises:
         UserError: there is no such label, or a caption can have several values of it.
     """
-    wanted = (_VERB, _NOUN) if label == ACTION else (f"{_PREFIX}{label}",)
+    is_pair = label == ACTION and _has_pairs(captions.schema)
+    wanted = (_VERB, _NOUN) if is_pair else (f"{_PREFIX}{label}",)
     for name in wanted:
         if name not in captions.column_names:
             raise UserError(
@@ -122,7 +133,7 @@ def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.Chunke
                 hint=f"labels there: {listed(class_labels(captions.schema))}",
             )
     texts = [captions[name].cast(pa.string()) for name in wanted]
-    return pc.binary_join_element_wise(*texts, ":") if label == ACTION else texts[0]
+    return pc.binary_join_element_wise(*texts, ":") if is_pair else texts[0]
 
 
 def class_numbers_of(names: pa.ChunkedArray, classes: ClassList) -> NDArray[np.int64]:

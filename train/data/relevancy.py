@@ -27,7 +27,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.device.random import integers_below
 
 MAX_VALUES = 256
-LABELS = ("label_verb", "label_nouns")
+LABELS = {"label_verb": pa.types.is_integer, "label_nouns": pa.types.is_list}  # column -> whether a type is its own
 _BLOCK_ROWS = 256
 
 
@@ -221,9 +221,18 @@ class RelevantCaptions:
         return int(rows[number]), float(values[number])
 
 
+def has_actions(schema: pa.Schema) -> bool:
+    """Return True if captions can have a verb class and noun classes, as EPIC-KITCHENS-100 numbers them."""
+    return all(_is_class(schema, name) for name in LABELS)
+
+
+def _is_class(schema: pa.Schema, name: str) -> bool:
+    return name in schema.names and bool(LABELS[name](schema.field(name).type))
+
+
 def _actions(captions: pa.Table) -> Actions:
     for name in LABELS:
-        num_missing = captions[name].null_count if name in captions.column_names else captions.num_rows
+        num_missing = captions[name].null_count if _is_class(captions.schema, name) else captions.num_rows
         if num_missing:
             raise UserError(
                 f"{num_missing:,} of {captions.num_rows:,} captions have no {name}, and --captions.min-relevancy "

@@ -92,7 +92,6 @@ def facts_in(folder: Path) -> SourceFacts | None:
     )
 
 
-
 Say = Callable[[str], None]
 
 

@@ -180,6 +180,15 @@ def test_captions_of_chunks_and_videos_that_are_gone_are_listed(data: Path, tmp_
     assert "by-hand: 1 caption (1 new)\n" in captions(data, plain, "--source", "by-hand").stdout
 
 
+def test_captions_without_a_source_have_the_name_of_their_file(data: Path, tmp_path: Path) -> None:
+    for source, header in (("own captions.csv", "video,text"), ("next.csv", "video,text,source")):
+        (tmp_path / source).write_text(f"{header}\n" + "first,a" + "," * header.count(",source") + "\n")
+    said = captions(data, tmp_path / "own captions.csv", tmp_path / "next.csv").stdout
+    assert "own-captions: 1 caption (1 new)\n" in said and "next: 1 caption (1 new)\n" in said
+    assert "captions without a source have the source own-captions; --source gives another" in said
+    assert "next: 1 caption (0 new)" in captions(data, tmp_path / "next.csv").stdout
+
+
 def test_tables_of_which_nothing_is_left_leave_the_manifest_as_it_is(data: Path, tmp_path: Path) -> None:
     table, gone = (
         of_chunks(data, tmp_path / "p.parquet"),
@@ -192,9 +201,9 @@ def test_tables_of_which_nothing_is_left_leave_the_manifest_as_it_is(data: Path,
     assert "p.parquet" not in lost
     unlikely = captions(data, table, "--min-likelihood", "-0.1", status=1).stderr
     assert "no captions of narrator@aaaaaaaa are left: all are below --min-likelihood -0.1" in unlikely
-    plain = tmp_path / "plain.csv"
-    plain.write_text("video,text\nfirst,a\n")
-    assert "it has no source: give --source NAME" in captions(data, plain, status=1).stderr
+    unnamed = tmp_path / "--.csv"
+    unnamed.write_text("video,text\nfirst,a\n")
+    assert "nor a name that can be one" in captions(data, unnamed, status=2).stderr
     assert contents(data / "manifest") == before
 
 

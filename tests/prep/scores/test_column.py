@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +13,7 @@ from clipmill.prep.core.column import DeepCode
 from clipmill.prep.scores.column import COLUMN
 from clipmill.prep.scores.recipe import installed_libraries, resolve, version_mismatch
 from clipmill.prep.scores.sample import EXTENSION, check_scores
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.commit_table import SCHEMA
 from clipmill.shards.commits import commit_path, read_commits
 from clipmill.shards.dataset import current_variant
@@ -21,7 +23,7 @@ from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES_FIELDS
 from clipmill.shards.scores import CHUNKS_FILE, has_score_table, open_scores
 from clipmill.shards.table_commits import TableCommits
-from tests.prep.running import Ran, contents, identities
+from tests.prep.running import Ran, chunk, contents, identities, manifest, prep_here
 from tests.prep.scores.conftest import ScoresSettings, make, rows_of
 from tests.prep.sets import LEN, ShardSet, flip, rerun
 
@@ -201,3 +203,18 @@ def test_workers_with_other_libraries_are_refused() -> None:
     assert "the plan requires opencv 1" in str(version_mismatch("opencv 1"))
     one, other = (resolve(ScoresSettings(cut_threshold=value), video="v") for value in (27.0, 28.0))
     assert one.fingerprint != other.fingerprint and libraries in one.as_dict().values()
+
+
+def test_a_duplicate_says_of_which_chunk_it_is_one(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        video = FrameNumberVideo(num_frames=20, fps=Fraction(10), width=64, height=64)
+        video.write(tmp_path / "videos" / f"{name}.mp4")
+    manifest(data := tmp_path / "data", tmp_path / "videos")
+    chunk(data, "--len", "1s", "--preset", "ultrafast", "--short-side", "32")
+    make(data)
+    asked = ("inspect", "--data", data, "--column", "scores")
+    assert "duplicate_of        a_000001000\n" in prep_here(*asked, "b_000001000").stdout
+    assert prep_here(*asked, "a_000001000", "--json").summary["duplicate_of"] is None
+    page = tmp_path / "page.html"
+    prep_here(*asked, "--html", page, "--where", "duplicate")
+    assert "duplicate of <code>a_000001000</code>" in page.read_text()

@@ -4,6 +4,7 @@ import json
 import subprocess
 import tarfile
 from collections.abc import Callable
+from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import av
 import pytest
 import webdataset as wds
 
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.shards.reader import Variant
 from clipmill.shards.verify import verify_shard
@@ -160,3 +162,16 @@ def test_audio_is_kept_on_request_and_dropped_otherwise(tmp_path: Path, write_vi
         "keep sound": both,
         "keep silent": silent_kinds,
     }
+
+
+def test_videos_that_end_in_a_very_short_chunk_are_named_by_the_plan(tmp_path: Path) -> None:
+    for name, num_frames in (("lecture", 41), ("exact", 40), ("short", 3), ("half", 30)):
+        video = FrameNumberVideo(num_frames=num_frames, fps=Fraction(10), width=64, height=64)
+        video.write(tmp_path / "videos" / f"{name}.mp4")
+    manifest(data := tmp_path / "data", tmp_path / "videos")
+    flags = ("plan", "--data", data, "--len", "2s", "--preset", "ultrafast", "--short-side", 32)
+    said = prep_here(*flags).stdout
+    assert "tails    1 video with a last chunk shorter than 1 s: lecture 0.1 s\n" in said
+    assert prep_here(*flags, "--json").summary["first_short_tails_s"] == {"lecture": pytest.approx(0.1, abs=0.04)}
+    for tail in ("merge", "drop"):
+        assert "tails " not in prep_here(*flags, "--tail", tail).stdout

@@ -103,3 +103,15 @@ def test_numbers_of_verbs_nouns_and_actions_get_the_names_of_class_files(tmp_pat
     ):
         with pytest.raises(UserError, match=message):
             names_of_numbers(classes, files)
+
+
+def test_an_action_with_names_of_its_own_is_a_label_like_any_other(tmp_path: Path) -> None:
+    labels = [{"label_verb": verb, "label_noun": "1", "label_action": f"{verb}:it"} for verb in ("open", "close")]
+    captions = [Caption("a", n, n + 1, str(n), labels=label) for n, label in enumerate(labels)]
+    write_captions(tmp_path, VIDEOS, captions)
+    classes = read_classes(tmp_path, label="action", splits=("train",))
+    assert classes.names == ("close:it", "open:it") and classes.parts == {}
+    assert class_labels(read_captions(tmp_path).schema) == ("action", "noun", "verb")
+    without = read_captions(tmp_path).drop_columns(["label_action"])
+    with pytest.raises(UserError, match="have no column label_action"):  # names have no numbers to make pairs of
+        class_names_of(without, label="action")

@@ -23,7 +23,7 @@ from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import REJECTED_FILE, manifest_dir, read_captions, read_rejected, read_videos
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import videos_of_split
-from clipmill.train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, relevancy_of_classes
+from clipmill.train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, has_actions, relevancy_of_classes
 from clipmill.train.tasks.dual_encoder.array_pickle import load_array_pickle
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
@@ -153,7 +153,7 @@ def _sentences(path: Path, texts: pa.Array, *, split: str) -> pa.Array:
 
 
 def _of_classes(captions: pa.Table, sentence_of_N: NDArray[np.int64], *, num_sentences: int, split: str) -> Relevancy:
-    if _VERB not in captions.column_names or _NOUNS not in captions.column_names or not captions.num_rows:
+    if not has_actions(captions.schema) or not captions.num_rows:
         raise UserError(
             f"captions of split {split!r} have no verb and noun classes, from which relevancies are computed",
             hint="use prep manifest epic-kitchens, or give --relevancy FILE (in training --evaluate.relevancy)",
