@@ -26,6 +26,7 @@ app = App(
     print_error=False,
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # run_command says what an interruption means
+    default_parameter=Parameter(allow_repeating=True),  # the last one counts, so that `script.sh "$@"` overrides
     config=SOURCES,
 )
 # By import path: a command is loaded when it is called, or when the help lists them all.

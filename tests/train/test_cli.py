@@ -105,6 +105,12 @@ def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
         (["--shards", "{data}", "--steps", "0"], "--steps is 0", "from 1 to"),
         (["--shards", "{data}", "--steps", "many"], "steps", "--help"),
         (["--shards", "{data}", "--stepz", "3"], "--stepz", "--help"),
+        (["--batch-size", "64"], "unknown option: --batch-size. Did you mean --batch?", "--help"),
+        (["--learning_rate=1"], "unknown option: --learning_rate. Did you mean --lr?", "--help"),
+        (["--epochs", "3"], "Did you mean --steps?", "a number of optimizer steps: epochs x samples / --batch"),
+        (["--pretrained", "x"], "Did you mean --init.weights?", "--help"),
+        (["--config", "{empty}/names.yaml"], "names.yaml; did you mean batch?", "--help"),
+        (["--shards", "{data}", "--steps", "3", "--steps", "0"], "--steps is 0", "from 1 to"),
         (["--shards", "{data}", "--preset", "huge"], "there is no preset 'huge'", "tiny"),
         (["--shards", "{data}", "--config", "none.yaml"], "cannot read none.yaml", "YAML"),
         (["--shards", "{data}", "--resume"], "there is no run in", "--out"),
@@ -121,6 +127,7 @@ def test_mistakes_are_two_lines_and_leave_nothing_behind(
     hint: str,
 ) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/names.yaml").write_text("batch_size: 64\n")
     monkeypatch.chdir(tmp_path)
     given = [argument.format(data=data_dir, empty=tmp_path / "empty") for argument in arguments]
     assert train("dual-encoder", *SMALL[:6], *given, "--out", tmp_path / "run") == 2
