@@ -48,7 +48,7 @@ def test_the_first_lines_say_which_attention_and_why_and_what_a_warm_up_leaves(
     )
     lines = capsys.readouterr().out.splitlines()
     assert status == 0
-    assert lines[0] == "attention: sdpa (asked for by --attention sdpa); precision: fp32 (the device is a cpu)"
+    assert lines[0] == "attention: sdpa (asked for by --attention sdpa); precision: fp32 (the device is a CPU)"
     assert lines[1] == "--warmup-steps 2 is not less than --steps 1: the learning rate increases to the end"
     assert lines[2].startswith("data: 9 of 9 captions of split 'train'")
     assert lines[3].startswith("step 1/1  loss ")
@@ -87,8 +87,8 @@ def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
     checkpoint = finished_run / "checkpoints" / "step_000008"
     assert f"resumes at step 8 of 8 from {checkpoint}\n" in capsys.readouterr().out
     assert train("dual-encoder", "--out", finished_run, "--resume", "--lr", 0.5) == 2
-    error, _ = two_lines(capsys)
-    assert "--lr is 0.5" in error and "has 0.001" in error
+    error, hint = two_lines(capsys)
+    assert "--lr is 0.5" in error and "has 0.001" in error and "--init.weights OLD --out NEW" in hint
 
 
 @pytest.mark.parametrize(
