@@ -13,6 +13,32 @@ if TYPE_CHECKING:
     from cyclopts import App, CycloptsError, UnknownOptionError
 
 _VALUES_ONLY = "--"
+# What other programs call a setting -> its flag here, if the command has it.
+_CALLED_ELSEWHERE = {
+    "accum-freq": "microbatch",
+    "batch-size": "batch",
+    "data": "shards",
+    "data-path": "shards",
+    "epochs": "steps",
+    "gradient-accumulation-steps": "microbatch",
+    "img-size": "size-px",
+    "learning-rate": "lr",
+    "max-steps": "steps",
+    "num-epochs": "steps",
+    "num-train-epochs": "steps",
+    "num-workers": "workers",
+    "output": "out",
+    "output-dir": "out",
+    "per-device-train-batch-size": "batch",
+    "pretrained": "init.weights",
+    "train-data": "shards",
+    "warmup": "warmup-steps",
+    "wd": "weight-decay",
+}
+_UNITS = {
+    "microbatch": "--microbatch is the number of samples that a process computes at once; --batch stays the same",
+    "steps": "--steps is a number of optimizer steps: epochs x samples / --batch",
+}
 _KEY_PART = re.compile(r"\[([^\[\]]*)\]")  # a key of a file is [loss][kind]
 
 
@@ -34,27 +60,49 @@ def usage_message(error: "CycloptsError") -> str:
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         several = "s" if len(error.unused_tokens) > 1 else ""
         return f"unexpected argument{several}: {on_one_line(', '.join(error.unused_tokens))}"
-    if isinstance(error, UnknownOptionError) and error.token.source != "cli":
-        return _unknown_key(error)
+    if isinstance(error, UnknownOptionError):
+        if error.token.source != "cli":
+            return _unknown_key(error)
+        if flag := _called_here(error):
+            return f"unknown option: {on_one_line(_word(error))}. Did you mean --{flag}?"
     message = " ".join(str(error).split())
     return message[:1].lower() + message[1:]
 
 
 def _unknown_key(error: "UnknownOptionError") -> str:
     """Return the message for a key of a file that is not a setting, with the one that is most like it."""
-    key = ".".join(_KEY_PART.findall(error.token.keyword or "")) or str(error.token.keyword)
-    flags = (name for argument in error.argument_collection if argument.parse for name in argument.names)
-    near = get_close_matches(key.replace("_", "-"), [flag.lstrip("-") for flag in flags], n=1)
+    key = _word(error)
+    called = _called_here(error)
+    near = [called] if called else get_close_matches(key.replace("_", "-"), _flags(error), n=1)
     return f"unknown key {on_one_line(key)} in {error.token.source}" + (f"; did you mean {near[0]}?" if near else "")
 
 
+def _called_here(error: "UnknownOptionError") -> str | None:
+    """Return the flag, without dashes, for the setting that other programs call by the unknown name; None if none."""
+    flag = _CALLED_ELSEWHERE.get(_word(error).partition("=")[0].lstrip("-").replace("_", "-"))
+    return flag if flag in _flags(error) else None
+
+
+def _flags(error: "UnknownOptionError") -> list[str]:
+    names = (name for argument in error.argument_collection if argument.parse for name in argument.names)
+    return [name.lstrip("-") for name in names]
+
+
+def _word(error: "UnknownOptionError") -> str:
+    """Return the unknown option as it was typed, or the unknown key of a file."""
+    word = error.token.keyword or error.token.value
+    return ".".join(_KEY_PART.findall(word)) or word
+
+
 def _hints(error: "CycloptsError", command: str, words: Sequence[str]) -> Iterator[str]:
-    """Yield how to give a value that begins with a dash, which looks like a flag, if this may be the mistake."""
+    """Yield the unit of a flag that other programs count otherwise, and how to give a value that begins with a dash."""
     from cyclopts import MissingArgumentError, UnknownOptionError
 
     if isinstance(error, UnknownOptionError) and error.token.source == "cli":
-        word = error.token.keyword or error.token.value
-        if _VALUES_ONLY in words and word in words[words.index(_VALUES_ONLY) :]:
+        word = _word(error)
+        if flag := _called_here(error):
+            yield from filter(None, [_UNITS.get(flag)])
+        elif _VALUES_ONLY in words and word in words[words.index(_VALUES_ONLY) :]:
             yield f"words after {_VALUES_ONLY} are values: put the flags before it"
         elif _is_dashed(word):
             yield f"a value that begins with - is given after --, behind all flags: {command} ... -- {word}"

@@ -4,7 +4,7 @@ import signal
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 
 from clipmill.manifests.completion import register_completion
 from clipmill.manifests.errors import Stopped, program_version, run_command
@@ -36,6 +36,7 @@ def build_app() -> App:
         config=refuse_fractions,
         group_parameters=OPTIONS,
         suppress_keyboard_interrupt=False,  # run_command prints the message for an interruption
+        default_parameter=Parameter(allow_repeating=True),  # the last one counts, so that `script.sh "$@"` overrides
     )
     app.command(manifest.app)
     first, *others = columns()

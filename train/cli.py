@@ -26,6 +26,7 @@ app = App(
     print_error=False,
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # run_command says what an interruption means
+    default_parameter=Parameter(allow_repeating=True),  # the last one counts, so that `script.sh "$@"` overrides
     config=SOURCES,
 )
 # By import path: a command is loaded when it is called, or when the help lists them all.
@@ -85,11 +86,12 @@ def overview(
     Example:
 
         train overview runs/first runs/masked --out runs/index.html
+        train overview runs/* --out runs/index.html
 
     Parameters
     ----------
     runs
-        Run folders.
+        Run folders. Other files and folders, such as embeddings beside them, are left out.
     out
         HTML file to write.
     link
@@ -98,8 +100,10 @@ def overview(
     with Activity(f"writing {out}"):
         from clipmill.train.report.overview import write_overview
 
-        write_overview(runs, out, links=link or ())
+        left_out = write_overview(runs, out, links=link or ())
     print(f"written: {out}")
+    if left_out:
+        print(f"left out, not a run: {', '.join(map(str, left_out))}")
 
 
 def main() -> None:

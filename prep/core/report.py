@@ -118,9 +118,10 @@ def summary_report(
     elif summary.num_shards_made:
         empty = f", and {summary.num_shards_empty:,} without chunks" if summary.num_shards_empty else ""
         made = counted(summary.num_shards_made - summary.num_shards_empty, "shard")
+        size = f", {size_text(summary.num_bytes_written)}" if summary.num_bytes_written else ""
         lines.append(
             f"made     {made}{empty}: {counted(summary.num_encoded, 'chunk')} {verb}d,"
-            f" {summary.num_reused:,} copied, {size_text(summary.num_bytes_written)}"
+            f" {summary.num_reused:,} copied{size}"
         )
         lines += [f"speed    {speed}"] if speed else []
     elif summary.failures:

@@ -38,7 +38,7 @@ class ShardResult:
     Attributes:
         num_chunks: number of samples in the committed shard.
         num_reused: how many of them were copied from the previous shard without encoding.
-        num_bytes: size of the tar in bytes.
+        num_bytes: size of the tar in bytes; 0 is left out of the summary.
         failures: failures listed in the commit.
         stopped_by: why nothing was committed, or None.
         encoded_s: seconds of video encoded.

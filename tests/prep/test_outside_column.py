@@ -94,6 +94,7 @@ def test_it_is_planned_made_and_looked_after(run: Prep, make: Make, shard_set: S
     status = run("status", "--data", data, "--json").summary["columns"]["brightness"]
     assert status["current"] == made["variant"] and (status["to_make"], status["problems"]) == ({}, [])
     assert [variant["num_wanted"] for variant in status["variants"]] == [5]
+    assert "nothing to measure: all shards are up to date" in run("brightness", "--data", data).stdout
     assert f"brightness {made['variant']} (current)" in run("status", "--data", data).stdout
     verified = run("verify", "--deep", "--data", data).stdout
     assert f"brightness {made['variant']}: 5 chunks in 2 shards" in verified

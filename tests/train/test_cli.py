@@ -50,7 +50,7 @@ def test_the_first_lines_say_which_attention_and_why_and_what_a_warm_up_leaves(
     )
     lines = capsys.readouterr().out.splitlines()
     assert status == 0
-    assert lines[0] == "attention: sdpa (asked for by --attention sdpa); precision: fp32 (the device is a cpu)"
+    assert lines[0] == "attention: sdpa (asked for by --attention sdpa); precision: fp32 (the device is a CPU)"
     assert lines[1] == "--warmup-steps 2 is not less than --steps 1: the learning rate increases to the end"
     assert lines[2].startswith("data: 9 of 9 captions of split 'train'")
     assert lines[3].startswith("step 1/1  loss ")
@@ -89,8 +89,8 @@ def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
     checkpoint = finished_run / "checkpoints" / "step_000008"
     assert f"resumes at step 8 of 8 from {checkpoint}\n" in capsys.readouterr().out
     assert train("dual-encoder", "--out", finished_run, "--resume", "--lr", 0.5) == 2
-    error, _ = two_lines(capsys)
-    assert "--lr is 0.5" in error and "has 0.001" in error
+    error, hint = two_lines(capsys)
+    assert "--lr is 0.5" in error and "has 0.001" in error and "--init.weights OLD --out NEW" in hint
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,12 @@ def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
         (["--shards", "{data}", "--steps", "0"], "--steps is 0", "from 1 to"),
         (["--shards", "{data}", "--steps", "many"], "steps", "--help"),
         (["--shards", "{data}", "--stepz", "3"], "--stepz", "--help"),
+        (["--batch-size", "64"], "unknown option: --batch-size. Did you mean --batch?", "--help"),
+        (["--learning_rate=1"], "unknown option: --learning_rate. Did you mean --lr?", "--help"),
+        (["--epochs", "3"], "Did you mean --steps?", "a number of optimizer steps: epochs x samples / --batch"),
+        (["--pretrained", "x"], "Did you mean --init.weights?", "--help"),
+        (["--config", "{empty}/names.yaml"], "names.yaml; did you mean batch?", "--help"),
+        (["--shards", "{data}", "--steps", "3", "--steps", "0"], "--steps is 0", "from 1 to"),
         (["--shards", "{data}", "--preset", "huge"], "there is no preset 'huge'", "tiny"),
         (["--shards", "{data}", "--config", "none.yaml"], "cannot read none.yaml", "YAML"),
         (["--shards", "{data}", "--resume"], "there is no run in", "--out"),
@@ -123,6 +129,7 @@ def test_mistakes_are_two_lines_and_leave_nothing_behind(
     hint: str,
 ) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/names.yaml").write_text("batch_size: 64\n")
     monkeypatch.chdir(tmp_path)
     given = [argument.format(data=data_dir, empty=tmp_path / "empty") for argument in arguments]
     assert train("dual-encoder", *SMALL[:6], *given, "--out", tmp_path / "run") == 2

@@ -48,6 +48,19 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere") as caught:
         write_overview([tmp_path / "nowhere"], tmp_path / "index.html")
     assert caught.value.hint == "name a training command's --out"  # of any of them
+    with pytest.raises(UserError, match="there is no run in"):
+        write_overview([tmp_path], tmp_path / "index.html")
+
+
+def test_embeddings_and_pages_beside_runs_are_left_out(tmp_path: Path) -> None:
+    run, out = hostile_run(tmp_path), tmp_path / "index.html"
+    embedded, page = tmp_path / "first-embedded", tmp_path / "search.html"
+    embedded.mkdir()
+    page.touch()
+    assert write_overview([run.path, embedded, page], out) == [embedded, page]
+    assert out.read_text().count(PIXEL) == 1
+    with pytest.raises(UserError, match="nowhere"):
+        write_overview([run.path, tmp_path / "nowhere"], out)
 
 
 def test_only_a_page_is_replaced(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def _hint_with_files(error: UserError, words: Sequence[str]) -> str | None:
     try:
         sources = {str(file): Path(file) for file in reversed(_values_of("--config", words))}
         command = next((word for word in words[:2] if word in task_names()), words[0])
-        sources |= {f"preset {name}": preset_path(name, command) for name in _values_of("--preset", words)}
+        sources |= {f"preset {name}": preset_path(name, command) for name in _values_of("--preset", words)[-1:]}
         for flag in untyped:
             having = [name for name, path in sources.items() if flag in _flags_of(path)]
             said += [f"{flag} is from {having[0]}"] if having else []

@@ -258,7 +258,9 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-_GO_ON = "leave it out to continue the run, or start a new one with another --out"
+# What starts a run where another one ended, with other settings or data; OLD and NEW are run folders.
+NEW_RUN = "start another run from its weights: --init.weights OLD --out NEW"
+_GO_ON = f"leave it out to continue the run as it is, or {NEW_RUN}"
 
 
 def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: str = _GO_ON) -> None:

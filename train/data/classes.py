@@ -19,10 +19,12 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import on_one_line
 from clipmill.manifests.store import read_captions, read_videos
 
 ACTION = "action"
 _PREFIX = "label_"
+_NUM_SHOWN = 5  # classes in a message
 _VERB, _NOUN = "label_verb", "label_noun"
 _PAIR = re.compile(r"-?\d+:-?\d+")
 
@@ -152,6 +154,7 @@ class LabelledRows:
         num_captions: captions of the split, with or without labels.
         num_unlabelled: captions with none of the labels.
         num_other_classes: captions with labels, but with none of the classes.
+        other_classes: some names of these, and of the classes, if no caption has one of the classes; '' otherwise.
     """
 
     row: NDArray[np.int64]
@@ -159,12 +162,13 @@ class LabelledRows:
     num_captions: int
     num_unlabelled: int
     num_other_classes: int
+    other_classes: str = ""
 
     def remarks(self) -> list[str]:
         """Excluded captions, by reason."""
         counts = {
             f"{self.num_unlabelled:,} without label": self.num_unlabelled,
-            f"{self.num_other_classes:,} of other classes": self.num_other_classes,
+            f"{self.num_other_classes:,} of other classes{self.other_classes}": self.num_other_classes,
         }
         return [text for text, count in counts.items() if count]
 
@@ -183,10 +187,20 @@ def labelled_rows(captions: pa.Table, *, is_of_split: NDArray[np.bool_], classes
         label_RL[:, column] = class_numbers_of(names, its)
         has_any |= names.is_valid().to_numpy()
     is_kept = (label_RL >= 0).any(axis=1)
+    other_classes = ""
+    if has_any.any() and not is_kept.any():
+        here = class_names_of(captions, label=classes[-1].label).take(pa.array(of_split)).drop_null().unique()
+        other_classes = f" ({_some(here.to_pylist())}; those of the model: {_some(classes[-1].names)})"
     return LabelledRows(
         row=of_split[is_kept],
         label=label_RL[is_kept],
         num_captions=len(of_split),
         num_unlabelled=int((~has_any).sum()),
         num_other_classes=int((has_any & ~is_kept).sum()),
+        other_classes=other_classes,
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(map(on_one_line, names[:_NUM_SHOWN]))
+    return f"{shown}, ..." if len(names) > _NUM_SHOWN else shown

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.config.training import NEW_RUN
 from clipmill.train.device.random import Positions, splitmix64
 
 _NUM_ROUNDS = 8
@@ -257,15 +258,16 @@ class Resumable:
             if old_order == order and old_content != content:
                 raise UserError(
                     f"the captions of {self.describe()} differ in text or source from those the run was trained with",
-                    hint="resume with the original captions, or start a new run with another --out",
+                    hint=f"resume with the original captions, or {NEW_RUN}",
                 )
             if old_order != order or state["seed"] != self._seed:
                 raise UserError(
-                    f"the loader's state belongs to other samples, not to {self.describe()}"
+                    f"the loader's state belongs to other samples than {self.describe()}: captions or chunks have "
+                    "changed, or are selected in another way"
                     if old_order != order
                     else f"the loader's state has seed {state['seed']}, and this loader has seed {self._seed}",
                     hint="resume with the data (of a mixture, the same folders in the same order), split, --where, "
-                    "segment and seed that the run was started with",
+                    f"segment and seed that the run was started with, or {NEW_RUN}",
                 )
         try:
             self.cursor = merge_cursors([Cursor(state["position"], tuple(state["ahead"])) for state in states])

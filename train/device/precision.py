@@ -110,7 +110,7 @@ def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
         name = "bf16" if has_bf16 else "fp32"
         reason = "the GPU has it" if has_bf16 else f"a {device_type} without bf16"
         if device_type == "cpu":
-            reason = "the device is a cpu"
+            reason = "the device is a CPU"
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = name == "tf32"
     return Precision(name, reason, device_type, loss_scale=_FIRST_SCALE if name == "fp16" else 1.0)

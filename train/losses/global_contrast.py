@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.config.training import NEW_RUN
 from clipmill.train.data.batch import Batch
 from clipmill.train.device.transfer import sent
 from clipmill.train.distributed.sharded import ShardedRows
@@ -196,7 +197,7 @@ def _checked(ids_b: torch.Tensor, name: str, size: int) -> torch.Tensor:
         named = ", ".join(str(one) for one in outside[:5]) + (", ..." if len(outside) > 5 else "")
         raise UserError(
             f"{name} ids {named}: the loss keeps a number for each of {size} {name}s, 0 to {size - 1}",
-            hint="the data have changed since the run began: begin a new run, with another --out",
+            hint=f"the data have changed since the run began: {NEW_RUN}",
         )
     return ids_b
 

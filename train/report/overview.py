@@ -12,7 +12,7 @@ from clipmill.train.evaluation.tables import Cell, Table
 from clipmill.train.report.charts import chart_values
 from clipmill.train.report.curves import overlaid
 from clipmill.train.report.results import page_of, publish_page
-from clipmill.train.run.folder import open_run
+from clipmill.train.run.folder import RunFolder, open_run
 
 _NUM_STRIPS = 3
 # Settings of the place rather than of the model.
@@ -40,18 +40,24 @@ class Compared:
     cautions: dict[int, str]
 
 
-def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = ()) -> None:
+def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = ()) -> list[Path]:
     """Write an overview of runs that links to their pages.
 
     Args:
+        runs: run folders, and what else `runs/*` names, such as embeddings and pages: it is left out.
         links: further pages to link to.
 
+    Returns:
+        What was left out.
+
     Raises:
-        UserError: one of them is not a run or not a page, or `out` cannot be written or is a file of another kind.
+        UserError: there is no run among them, one of them does not exist, a link is not a page, or `out` cannot be
+            written or is a file of another kind.
     """
     require_page_path(out, flag="--out")
+    left_out = [path for path in runs if path.exists() and not RunFolder(path).settings.is_file()]
     cards = []
-    for path in runs:
+    for path in runs if len(left_out) == len(runs) else [path for path in runs if path not in left_out]:
         run = open_run(path)
         page = page_of(run)
         shown, shown_data = _shown(page)
@@ -73,6 +79,7 @@ def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = (
         curves=curves,
         charts=chart_values(curves),
     )
+    return left_out
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -126,7 +126,7 @@ _TIMESFORMER_KEYS = (
 )
 _GPT2_KEYS = (
     "vocab_size n_positions n_embd n_layer n_head n_inner activation_function layer_norm_epsilon scale_attn_weights "
-    "scale_attn_by_inverse_layer_idx tie_word_embeddings"
+    "scale_attn_by_inverse_layer_idx tie_word_embeddings bos_token_id eos_token_id"
 )
 
 
@@ -162,7 +162,9 @@ def _timesformer_of(given: Mapping[str, Any], *, source: str) -> TimeSformerShap
 def _gpt2_of(given: Mapping[str, Any], *, source: str) -> Gpt2Size:
     from transformers import GPT2Config
 
-    config = as_config(GPT2Config, given, keys=_GPT2_KEYS, source=source)
+    # Its default for the ends of a text is that of the largest vocabulary: it would warn about smaller ones.
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    config = as_config(GPT2Config, {**given, **ends}, keys=_GPT2_KEYS, source=source)
     _require(
         config,
         source=source,

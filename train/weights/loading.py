@@ -107,6 +107,12 @@ def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], 
         model.get_parameter(TEMPORAL_EMBEDDING).detach().zero_()  # an image model; its initial zeros have random signs
 
 
+_HEADS_OF_DECODER = (
+    "train mae has decoders with half as many heads as the encoder; the encoder alone can be used: "
+    "train classify --init.weights"
+)
+
+
 def _check_heads(model: nn.Module, source: Source) -> None:
     """The number of heads shows in no shape. A configuration may name that of a part that the weights do not have."""
     facts = source.facts
@@ -123,7 +129,7 @@ def _check_heads(model: nn.Module, source: Source) -> None:
         if here != heads:
             raise UserError(
                 f"{source.title}: the {title} has {heads} heads, that of the model has {here}",
-                hint="use the --model that the weights are of",
+                hint=_HEADS_OF_DECODER if tower == "decoder" else "use the --model that the weights are of",
             )
 
 

@@ -16,6 +16,7 @@ from clipmill.prep.core.make import make_column, plan_column
 from clipmill.prep.core.request import Data, Json, PartRequest, Request
 
 BRIGHTNESS = "brightness"
+VERB = "measure"  # what the command does to a chunk, in its messages
 SCHEMA = 1
 
 
@@ -82,6 +83,7 @@ COLUMN = ColumnSpec(
     package="tests.prep.brightness",
     work="tests.prep.brightness.work:WORK",
     checked_noun="checked frame",
+    verb=VERB,
     make_command=brightness,
     plan_command=plan_brightness,
     flags=_flags,

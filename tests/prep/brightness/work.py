@@ -30,7 +30,14 @@ from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.npy import load_npy, npy_bytes
 from clipmill.shards.reader import Variant, open_shard
 from clipmill.shards.writer import Sample, ShardWriter
-from tests.prep.brightness.column import BRIGHTNESS, COLUMN, BrightnessRecipe, BrightnessSettings, recipe_from_dict
+from tests.prep.brightness.column import (
+    BRIGHTNESS,
+    COLUMN,
+    VERB,
+    BrightnessRecipe,
+    BrightnessSettings,
+    recipe_from_dict,
+)
 
 PAUSE = "BRIGHTNESS_PAUSE_S"  # after the first chunk of a shard, so that a test finds the time to kill it
 EXTENSION = "brightness.npy"
@@ -147,7 +154,8 @@ def _make(task: BrightnessTask) -> ShardResult:
             files = writer.publish(hashlib.sha256(content_text.encode()).hexdigest())
     commit = Commit(BRIGHTNESS, task.shard_id, task.video_commit.split, task.plan_fingerprint, files, tuple(failures))
     write_commit(task.variant_dir, commit)
-    return ShardResult(task.shard_id, num_chunks=num_chunks, failures=commit.failures)
+    num_bytes = files.tar_bytes if files else 0
+    return ShardResult(task.shard_id, num_chunks=num_chunks, num_bytes=num_bytes, failures=commit.failures)
 
 
 def measure(content: bytes, *, every: int) -> np.ndarray:
@@ -180,7 +188,7 @@ def _plan_report(plan: BrightnessPlan) -> Report:
 
 
 def _summary_report(summary: Summary, settings: BrightnessSettings, listed: Path) -> Report:
-    return summary_report(summary, listed=listed)
+    return summary_report(summary, listed=listed, verb=VERB)
 
 
 def _pending(data_dir: Path, variant: Variant) -> Pending:

@@ -78,6 +78,7 @@ def test_a_wrong_setting_is_named_and_nothing_is_done(arguments: list[str], name
         ("inspect --data x -- -rf_0", "the data folder x does not exist", "create one"),
         ("plan --explain -rf", "--explain requires an argument", "is given with =: --explain=-rf; see prep plan"),
         ("plan --explain=-rf --data x", "the data folder x does not exist", "create one"),
+        ("inspect --data y --data x", "the data folder x does not exist", "create one"),
         ("chunk extra", "unexpected argument: extra", "see prep chunk --help"),
         ("manifest folder --jsn", "unknown option: --jsn. Did you mean --json?", "see prep manifest folder --help"),
     ],

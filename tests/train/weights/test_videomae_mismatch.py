@@ -57,6 +57,10 @@ def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_fold
     error, hint = refusal(our_autoencoder(decoder_depth=1), state, tmp_path)
     assert "decoder of width 16 and 2 blocks" in error and "decoder of width 16 and 1 blocks" in error
     assert hint == f"use --decoder-depth {DECODER_DEPTH}, which the weights are of"
+    hf_autoencoder(decoder_num_attention_heads=4).save_pretrained(tmp_path / "heads")
+    with pytest.raises(UserError, match="the decoder has 4 heads, that of the model has 2") as caught:
+        loaded_weights(our_autoencoder(), opened(tmp_path / "heads"), say=quiet)
+    assert "half as many heads as the encoder" in str(caught.value.hint)
     of_latents = our_autoencoder(size=replace(SIZE, num_channels=4, patch_px=2), image_px=8)
     error, hint = refusal(of_latents, state, tmp_path)
     assert "patches of 3 x 2 x 8 x 8; the model: " in error and "patches of 4 x 2 x 2 x 2" in error

@@ -38,7 +38,13 @@ class CaptionTokenizer:
     def __init__(self, tokenizer: "Tokenizer", *, where: str) -> None:
         end_id = tokenizer.token_to_id(END)
         if end_id is None:
-            raise UserError(f"the tokenizer of {where} has no {END}", hint="use one of GPT-2's kind")
+            special = [one.content for one in tokenizer.get_added_tokens_decoder().values() if one.special]
+            raise UserError(
+                f"the tokenizer of {where} has no {END}, the token at the end of a caption; its special tokens: "
+                f"{', '.join(special) or 'none'}",
+                hint=f"if one of them ends its texts, rename it to {END} in {TOKENIZER_FILE}, which keeps its number; "
+                "otherwise use the tokenizer of a GPT-2",
+            )
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer

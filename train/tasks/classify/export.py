@@ -45,6 +45,8 @@ def adopted_classifier(source: Source, path: Path, *, say: Say) -> Adopted | Non
         settings = effective_clip_settings(settings, source, say=say)
     say(f"weights: clips are {settings.num_frames} frames, one in {_STRIDE}, as VideoMAE's classifiers were trained")
     names = _class_names(config.get("id2label"), num_classes=len(head), path=path)
+    if all(name == f"LABEL_{number}" for number, name in enumerate(names)) and names:
+        say(f"weights: id2label of {path / 'config.json'} only numbers the classes: write their names there")
     size = sized_as(size_of(settings.model, settings.towers), source)
     return Adopted(
         settings=settings,
