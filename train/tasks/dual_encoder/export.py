@@ -104,7 +104,7 @@ def exported_clip(request: ExportRequest) -> Exported:
     Raises:
         UserError: the format cannot hold such towers.
     """
-    form, settings, log_scale = request.form, request.settings, request.log_scale
+    form, settings, log_scale = request.form, request.settings, request.logits.log_scale
     require_format(form, ("open_clip", "hf"), what="a dual encoder")
     _require_clip(request.weights)
     size, side_px = request.shape.size, settings.size_px
