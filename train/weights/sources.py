@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import FormatChoice, Init, Kind, Towers
+from clipmill.train.config.model import DualEncoderTowers, FormatChoice, Init, Kind
 from clipmill.train.models.adapters import merged
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.transformer import NORM_EPS
@@ -216,8 +216,9 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
     if (log_scale := read_logits(path).log_scale) is not None:
         tensors[LOGIT_SCALE] = torch.tensor(log_scale)
     towers = {name.removeprefix(_TOWERS): value for name, value in settings.items() if name.startswith(_TOWERS)}
-    common = {field.name for field in fields(Towers)}
-    size = size_of(settings["model"], Towers(**{name: value for name, value in towers.items() if name in common}))
+    common = {field.name for field in fields(DualEncoderTowers)}
+    known = DualEncoderTowers(**{name: value for name, value in towers.items() if name in common})
+    size = size_of(settings["model"], known)
     kind = kind_of_tensors(tensors) or "clip"
     return Source(
         title=f"{run.path} (step {facts.step} of a run)",
@@ -228,7 +229,7 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
             text_eps=NORM_EPS,
             mean=_triple(settings["init.pixel_mean"]) or MEANS[kind],
             std=_triple(settings["init.pixel_std"]) or STDS[kind],
-            video_heads=towers.get("heads") or size.video.trunk.num_heads,
+            video_heads=size.video.trunk.num_heads,
             text_heads=size.text.trunk.num_heads,
             picture_px=settings["size_px"] if settings.get("input", "pixels") == "pixels" else None,
         ),
