@@ -58,9 +58,9 @@ def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
         "end_s": pa.array(chunks.end_us / US_PER_S),
         **dict(_captions(data_dir, chunks, video_ids)),
     }
-    if folder.tars is not None:
-        folder.tars.files.copy_column(SCORES)
     if current_variant(data_dir, SCORES) is not None:
+        if folder.tars is not None:
+            folder.tars.files.copy_column(SCORES)
         columns |= _scores(data_dir, chunks, video_ids)
     return pa.table(columns)
 

@@ -1,12 +1,14 @@
 """`chunks_table`: every chunk with its captions, labels and scores."""
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from clipmill import UserError, chunks_table
 from tests.shards.made_scores import write_scores
+from tests.train.data.http_folder import HttpFolder
 from tests.train.tiny_data import Caption, write_captions
 
 
@@ -56,3 +58,12 @@ def test_what_has_no_chunks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         chunks_table(tmp_path / "nothing")
     assert caught.value.hint
+
+
+def test_the_table_of_a_remote_folder_is_that_of_the_folder(data_dir: Path, tmp_path: Path) -> None:
+    own = tmp_path / "data"
+    shutil.copytree(data_dir, own)
+    with closing(HttpFolder(own)) as server:
+        assert chunks_table(server.address, cache=tmp_path / "without").equals(chunks_table(own))
+        write_scores(own, {"d_000000000": {"motion": 0.5}})
+        assert chunks_table(server.address, cache=tmp_path / "with").equals(chunks_table(own))
