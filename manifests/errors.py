@@ -50,6 +50,12 @@ class UserError(ClipmillError):
         if hint:
             self.add_note(f"hint: {hint}")  # for tracebacks, in a user's own program
 
+    def reword(self, say: Callable[[str], str]) -> None:
+        """Change the words of message and hint, in place: cause and traceback stay."""
+        self.args, notes = (say(str(self)),), getattr(self, "__notes__", [])
+        notes[:] = map(say, notes)
+        self.hint = None if self.hint is None else say(self.hint)
+
 
 class UserErrors(UserError):
     """Several mistakes in one request. Messages and hints have one line for each; `errors` holds them individually."""
@@ -58,6 +64,12 @@ class UserErrors(UserError):
         self.errors = tuple(errors)
         hints = [error.hint for error in self.errors if error.hint]
         super().__init__("\n".join(map(str, self.errors)), hint="\n".join(hints) or None)
+
+    def reword(self, say: Callable[[str], str]) -> None:
+        """Change the words of each mistake too."""
+        super().reword(say)
+        for error in self.errors:
+            error.reword(say)
 
 
 class Inaccessible(ClipmillError):

@@ -1,5 +1,6 @@
 """The wheel and the source distribution: built from a clean copy, installed into empty environments, and run."""
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -9,7 +10,93 @@ from pathlib import Path
 
 import pytest
 
+import clipmill
+
 ROOT = Path(__file__).parents[1]
+# As installers write it.
+_PROGRAM = """#!{python}
+import sys
+from {module} import {function}
+if __name__ == "__main__":
+    sys.exit({function}())
+"""
+# A program of a user that runs every command with --help: its folder is the first in which Python looks for modules.
+_HELP = """
+import sys
+from clipmill.prep.cli import app as prep
+from clipmill.train.cli import app as train
+from clipmill.manifests.help_text import help_text
+def commands(app):
+    for name in app:
+        if not name.startswith("-"):
+            inner = list(commands(app[name]))
+            yield from [[name, *words] for words in inner] or [[name]]
+for app in (prep, train):
+    for words in commands(app):
+        assert "Usage" in help_text(app, [*words, "--help"]), words
+        print(app.name[0], *words)
+"""
+# Names that users give to files of their own, beside those of the packages.
+_THEIR_MODULES = ("train", "prep", "shards", "manifests", "clips", "data", "models", "utils")
+_TRAINS = """
+import sys
+from clipmill import load_model, open_clips
+from clipmill.train.cli import main
+flags = "--model tiny --size-px 32 --num-frames 2 --batch 2 --steps 1 --warmup-steps 0 --workers 1 --device cpu"
+sys.argv = ["train", "dual-encoder", "--out", "run", *flags.split()]
+try:
+    main()
+except SystemExit as left:
+    assert left.code == 0, left
+model = load_model("run")
+with open_clips("data", batch=2, num_frames=2, size_px=32) as clips:
+    print([tuple(model.encode_video(batch["video"]).shape) for batch in clips])
+"""
+_USES_EVERY_NAME = """
+from clipmill import (
+    Batches,
+    Chunk,
+    Chunks,
+    FailedWork,
+    LoadedModel,
+    UserError,
+    chunks_table,
+    load_model,
+    open_clips,
+    open_latents,
+    read_chunks,
+)
+
+
+def brightness(chunk: Chunk) -> float:
+    return float(chunk.frames.mean())
+
+
+def count(batches: Batches) -> int:
+    return sum(len(batch["key"]) for batch in batches)
+
+
+def main() -> None:
+    try:
+        with open_clips("data", batch=8, augment={"flip": 0.5}, sources={"human": 1.0}) as clips:
+            print(count(clips), len(clips), clips.state_dict())
+        with open_latents("data", captions=None) as segments:
+            print(count(segments))
+        chunks: Chunks = read_chunks("data")
+        print([brightness(chunk) for chunk in chunks], chunks_table("data").num_rows)
+        model: LoadedModel = load_model("runs/first", num_frames=4)
+        print(model.encode_text(["a dog"]).shape, model.logit_scale)
+    except UserError as error:
+        print(error, error.hint)
+    except FailedWork as failed:
+        print(failed)
+"""
+# The types of other libraries are not what is tested, and reading those of torch takes a minute.
+_STRICT = """[mypy]
+strict = True
+[mypy-torch.*,numpy.*,pyarrow.*,cyclopts.*,av.*,transformers.*,open_clip.*]
+follow_imports = skip
+"""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +124,28 @@ def installed(archive: Path, folder: Path) -> Path:
         wheel.extractall(packages)
     # What it depends on; of its own packages, those of the wheel come first.
     (packages / "dependencies.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    [entry_points] = packages.glob("clipmill-*/entry_points.txt")
+    for line in entry_points.read_text().splitlines():
+        if found := re.fullmatch(r"(\w+) = ([\w.]+):(\w+)", line):
+            program = folder / "bin" / found[1]
+            program.write_text(_PROGRAM.format(python=python, module=found[2], function=found[3]))
+            program.chmod(0o755)
     return python
+
+
+@pytest.fixture(scope="module")
+def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment in which the wheel is installed."""
+    [wheel] = built.glob("*.whl")
+    return installed(wheel, tmp_path_factory.mktemp("installed") / "environment").parent
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path) -> Path:
+    """A folder in which a user has modules with the names of our packages, and others."""
+    for name in _THEIR_MODULES:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the user was imported')\n")
+    return tmp_path
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -88,3 +196,27 @@ def test_the_wheel_has_the_programs_licences_and_files_beside_the_code(built: Pa
     assert "clipmill/shards/pages/page.css" in names
     assert any(name.startswith("clipmill/train/presets/") and name.endswith(".yaml") for name in names)
     assert {name.partition("/")[0] for name in names} == {"clipmill", entry_points.partition("/")[0]}
+
+
+def test_every_command_starts_where_the_user_has_modules_of_our_names(environment: Path, own_folder: Path) -> None:
+    (own_folder / "program.py").write_text(_HELP)
+    listed = run(environment / "python", "program.py", cwd=own_folder).splitlines()
+    assert {"prep manifest folder", "prep chunk", "prep status", "train dual-encoder", "train eval mir"} <= {*listed}
+
+
+def test_chunks_are_made_by_ray_and_trained_on_there(environment: Path, own_folder: Path) -> None:
+    run(environment / "prep", "manifest", "synthetic", "--videos", "2", "--minutes", "0.1", cwd=own_folder)
+    assert "2 chunks encoded" in run(environment / "prep", "chunk", "--workers", "1", cwd=own_folder)
+    (own_folder / "program.py").write_text(_TRAINS)
+    assert run(environment / "python", "program.py", cwd=own_folder).endswith("[(2, 128)]\n")
+
+
+def test_a_program_that_uses_every_public_name_passes_mypy_strict(environment: Path, own_folder: Path) -> None:
+    assert all(name in _USES_EVERY_NAME for name in clipmill.__all__)
+    (own_folder / "mypy.ini").write_text(_STRICT)
+    (own_folder / "program.py").write_text(_USES_EVERY_NAME)
+    check = [sys.executable, "-m", "mypy", "--python-executable", str(environment / "python"), "--cache-dir", "cache"]
+    assert "no issues found" in run(*check, "program.py", cwd=own_folder)
+    (own_folder / "program.py").write_text("from clipmill import open_clips\nopen_clips('data', bath=8)\n")
+    refused = subprocess.run([*check, "program.py"], cwd=own_folder, capture_output=True, text=True, check=False)
+    assert 'did you mean "batch"?' in refused.stdout

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from clipmill.train.models.dual_encoder import ModelShape
     from clipmill.train.run.folder import RunFolder
     from clipmill.train.weights.exported import Exported
+    from clipmill.train.weights.logits import Logits
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class ExportRequest:
         task: opened with them; it has their classes or their decoder.
         weights: of the task's model, by name.
         shape: dimensions of the model.
-        log_scale: log(1 / temperature) of the loss; None if it has none, or one for each sample.
+        logits: what turns cosines into logits.
         frame_embedding: what a picture gets for a temporal embedding; of dual encoders.
     """
 
@@ -100,7 +101,7 @@ class ExportRequest:
     task: Any
     weights: dict[str, torch.Tensor]
     shape: ModelShape
-    log_scale: float | None
+    logits: Logits
     form: str
     frame_embedding: Literal["mean", "zero"]
 

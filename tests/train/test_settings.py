@@ -12,9 +12,10 @@ from clipmill.manifests.errors import UserError, UserErrors
 from clipmill.train.cli import app
 from clipmill.train.config.fields import Range, deferred_checks, mistakes
 from clipmill.train.config.files import PRESETS_FOLDER, load_settings, preset_path, save_settings
+from clipmill.train.config.model import Towers
 from clipmill.train.config.training import FREE_ON_RESUME, require_same, shaping
 from clipmill.train.registry import task_named, task_names
-from clipmill.train.tasks.caption.settings import CaptionerSettings, CaptionTowers
+from clipmill.train.tasks.caption.settings import CaptionerSettings
 from clipmill.train.tasks.classify.settings import ClassifySettings
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.mae.settings import MaeOptimizer, MaeSettings
@@ -85,11 +86,11 @@ def test_a_simple_crop_finds_its_size_in_the_frame() -> None:
 def test_a_rule_does_not_trip_over_what_is_out_of_range() -> None:
     # The patch is no number to divide by, and the ratio none to round: each is named once, and nothing that follows.
     with deferred_checks():
-        caption = CaptionerSettings(towers=CaptionTowers(patch_px=0, drop_path=2), size_px=40)
+        caption = CaptionerSettings(towers=Towers(patch_px=0, drop_path=2), size_px=40)
         mae = MaeSettings(mask_ratio=math.nan, optimizer=MaeOptimizer(end_lr=1.0), lr=0.0)
     assert [str(one) for one in mistakes(caption)] == [
-        "--towers.drop-path is 2",
         "--towers.patch-px is 0",
+        "--towers.drop-path is 2",
         "--size-px is 40",
     ]
     assert [str(one) for one in mistakes(mae)] == ["--lr is 0.0", "--mask-ratio is nan"]

@@ -69,7 +69,7 @@ def export_run(
         from clipmill.train.run.checkpoint import checkpoint_step
         from clipmill.train.weights.conversion import require_finite
         from clipmill.train.weights.exported import publish_folder
-        from clipmill.train.weights.sources import log_scale_of, read_log_scale, whole_weights
+        from clipmill.train.weights.sources import whole_weights
 
     run, path = RunFolder(Path(weights)), checkpoint
     if is_run(run.path):
@@ -105,7 +105,7 @@ def export_run(
         task=opened.task,
         weights=tensors,
         shape=opened.shape,
-        log_scale=log_scale_of(opened.source) if path is None else read_log_scale(path),
+        logits=opened.logits(),
         form=form,
         frame_embedding=frame_embedding,
     )

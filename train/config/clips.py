@@ -104,6 +104,15 @@ class LatentSettings(ClipSettings):
         """Whether the model takes latents."""
         return self.input == "latents"
 
+    def rules(self) -> Iterator[UserError]:
+        """Yields patches of pixels for latents, which have their own."""
+        yield from super().rules()
+        if self.reads_latents and self.towers.patch_px is not None:
+            yield UserError(
+                f"--towers.patch-px is {self.towers.patch_px}, and latents have patches of their own",
+                hint="leave it out, or use --input pixels",
+            )
+
 
 def adapted_towers(settings: ClipSettings) -> tuple[Tower, ...]:
     """The towers that get adapters."""

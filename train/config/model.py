@@ -39,6 +39,14 @@ class Towers(Checked):
     """Architecture of the video tower (docs/models.md). Default: that of --init.weights, else that of the task."""
     tubelet: Annotated[int | None, Range(least=1)] = None
     """Frames per patch (tubelet). Default: 1 for clip and timesformer, 2 for videomae."""
+    width: Annotated[int | None, SIZE] = None
+    """Width of the video tower. Default: that of --model."""
+    depth: Annotated[int | None, SIZE] = None
+    """Number of blocks of the video tower. Default: that of --model."""
+    heads: Annotated[int | None, SIZE] = None
+    """Number of attention heads per block of the video tower. Default: heads as wide as those of --model."""
+    patch_px: Annotated[int | None, SIZE] = None
+    """Patch size in pixels. Default: that of --model."""
     temporal: Annotated[Literal["zero", "random"], GoesWith("kind", (None, "clip", "timesformer"), use="clip")] = "zero"
     """Initialisation of the temporal embedding: zero (AVION's code) or random (AVION's paper)."""
     embedding_width: Annotated[int | None, SIZE] = None
@@ -66,6 +74,18 @@ class Towers(Checked):
             yield from of_clip_alone(self, hint="leave it out, or use --towers.kind clip")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DualEncoderTowers(Towers):
+    """Architecture of a video tower and a text tower."""
+
+    text_width: Annotated[int | None, SIZE] = None
+    """Width of the text tower. Default: that of --model."""
+    text_depth: Annotated[int | None, SIZE] = None
+    """Number of blocks of the text tower. Default: that of --model."""
+    text_heads: Annotated[int | None, SIZE] = None
+    """Number of attention heads per block of the text tower. Default: heads as wide as those of --model."""
+
+
 def of_clip_alone(towers: Towers, *, hint: str) -> Iterator[UserError]:
     """Yields the settings of a videomae tower that only towers of the kind clip have."""
     for name, none in _OF_CLIP_ALONE.items():
@@ -84,9 +104,14 @@ def tubelet_of(towers: Towers) -> int:
     return towers.tubelet or _TUBELETS[kind_of(towers)]
 
 
-def check_picture(model: ModelName, *, size_px: int) -> None:
+def patch_px_of(model: ModelName, towers: Towers) -> int:
+    """Side of the patches of a model of pixels."""
+    return towers.patch_px or PATCH_PX[model]
+
+
+def check_picture(model: ModelName, towers: Towers, *, size_px: int) -> None:
     """Raises a UserError if a model cannot take frames of `size_px`."""
-    patch_px, only_px = PATCH_PX[model], PICTURE_PX.get(model)
+    patch_px, only_px = patch_px_of(model, towers), None if towers.patch_px else PICTURE_PX.get(model)
     if only_px is not None and size_px != only_px:
         plain = model.removesuffix(f"-{only_px}")
         raise UserError(
@@ -94,7 +119,8 @@ def check_picture(model: ModelName, *, size_px: int) -> None:
             hint=f"use --size-px {only_px}, or --model {plain}",
         )
     if size_px < patch_px or size_px % patch_px:
-        raise UserError(f"--size-px is {size_px}", hint=f"it must be a multiple of {patch_px}, the patch of {model}")
+        whose = "" if towers.patch_px else f" of {model}"
+        raise UserError(f"--size-px is {size_px}", hint=f"it must be a multiple of {patch_px}, the patch{whose}")
 
 
 def check_frames(towers: Towers, *, num_frames: int) -> None:

@@ -1,12 +1,57 @@
-"""Checks of what users of the Python interface give: whole numbers, devices, and the process that iterates."""
+"""Arguments of the Python interface: their names in errors; checks of numbers, devices, and the iterating process."""
 
+import inspect
 import os
+import re
+from collections.abc import Callable, Collection
+from functools import wraps
 from numbers import Integral
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import quoted
+from clipmill.train.config.fields import FLAG
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+# Command lines, whose flags stay flags; a flag, with what follows it: a verb, or a value.
+_FLAGS = re.compile(rf"\b(?:prep|train) [a-z][^;:,]*|({FLAG.pattern})(?:( (?=is\b|must\b))| (?=['\"/.\dA-Z]))?")
+_ARGUMENTS = {"--shards": "data"}  # of other names than their flags
+
+
+def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function of the Python interface, whose errors name its arguments (`num_frames=`) in place of flags.
+
+    What is refused below it is a setting of a command (`--num-frames`). Flags that it has no argument for stay.
+    """
+    names = inspect.signature(call).parameters.keys()
+
+    def say(text: str) -> str:
+        return _FLAGS.sub(lambda found: _argument(found, names), text)
+
+    @wraps(call)
+    def named(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return call(*args, **kwargs)
+        except UserError as error:
+            error.reword(say)
+            raise
+
+    return named
+
+
+def _argument(found: re.Match[str], names: Collection[str]) -> str:
+    flag = found[1]
+    if flag is None:
+        return found[0]
+    first, _, rest = flag[2:].replace("-", "_").partition(".")
+    written = [name for name in (first, rest, _ARGUMENTS.get(flag, "")) if name in names]
+    if not written:
+        return found[0]
+    name = f"{first}.{rest}" if written[-1] == first and rest else written[-1]
+    return name + (found[2] or "=")
 
 
 def require_whole_numbers(**arguments: object) -> None:

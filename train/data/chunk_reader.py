@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
-from clipmill.train.data.arguments import require_process, require_whole_numbers
+from clipmill.train.data.arguments import names_arguments, require_process, require_whole_numbers
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.outcomes import FailedSample, SampleFailed, list_failures
 from clipmill.train.data.remote import open_data_folder
@@ -111,6 +111,7 @@ class Chunks:
         )
 
 
+@names_arguments
 def read_chunks(
     data: str | Path,
     *,

@@ -3,7 +3,7 @@
 Samples, order, random draws, checks and failures are those of the commands.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,15 +17,18 @@ from clipmill.manifests.quoting import quoted
 from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import LATENTS
 from clipmill.train.config.clips import ClipSettings
+from clipmill.train.config.data import CaptionSettings
+from clipmill.train.config.model import Init
 from clipmill.train.config.shards import DataSettings, Shards
-from clipmill.train.data.arguments import require_device, require_whole_numbers
+from clipmill.train.data.arguments import names_arguments, require_device, require_whole_numbers
 from clipmill.train.data.batches import Batches, LateBatch
 from clipmill.train.data.classes import ClassList, read_classes
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.clip_samples import ClipSamples
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.decoding.pictures import CropRule
-from clipmill.train.data.frame_sampling import US_PER_S, SamplingRule
+from clipmill.train.data.finished_clips import ClipText, FinishedClips, augmentation, caption_settings, of_clips
+from clipmill.train.data.frame_sampling import SamplingRule
 from clipmill.train.data.inputs import Mixture, clip_shape, loader_settings, open_mixed, require_folders
 from clipmill.train.data.labelled_clips import LabelledClips
 from clipmill.train.data.latents.loader import LatentLoader
@@ -41,6 +44,7 @@ from clipmill.train.distributed.world import World, joined_world
 Data = str | Path | Sequence[str | Path]
 
 
+@names_arguments
 def open_clips(
     data: Data,
     *,
@@ -55,8 +59,16 @@ def open_clips(
     crop: CropRule = "random",
     min_crop_area: float = 0.5,
     rgb: bool = True,
+    pixel_mean: tuple[float, float, float] | None = None,
+    pixel_std: tuple[float, float, float] | None = None,
+    augment: Mapping[str, float] | None = None,
+    captions: ClipText = "text",
+    sources: Mapping[str, float] | None = None,
+    min_relevancy: float | None = None,
     label: str | None = None,
     shuffle: bool = True,
+    clips: int = 1,
+    crops: int = 1,
     workers: int = 4,
     seed: int = 0,
     rank: int | None = None,
@@ -77,12 +89,20 @@ def open_clips(
         where: condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
         batch: batch size of this process.
         num_frames, size_px, sampling, stride, crop, min_crop_area: see the flags of `train dual-encoder`.
-        rgb: RGB frames; False for YUV 4:2:0, half as many bytes, which `clipmill.train.augment.pictures.to_model_input`
-            converts on the device.
+        rgb: RGB frames; False for YUV 4:2:0, half as many bytes.
+        pixel_mean, pixel_std: of R, G and B, for values from 0 to 1. `video` is then the input of a model of the
+            commands, converted on the device: float32 [B, 3, T, S, S], normalised.
+        augment: augmentation of this input with `shuffle`, by the names of `--augment.*`, such as {"flip": 0.5}.
+        captions: "text"; "embedding" (of `prep text`: `text` in place of `caption`); or "all": a batch also has
+            `captions`, the list of all captions of each clip, those that `sources` names.
+        sources: sampling weights of caption sources, by name or pattern; others are left out. See --captions.sources.
+        min_relevancy: also show captions of other clips that are more relevant than this. See --captions.min-relevancy.
         label: name of a label column of the captions, without `label_`. A batch then has `label` in place of
             `caption`.
         shuffle: random order, moments, crops and captions, as in training; False: every clip once, in order, with
             centred moments and crops, as in evaluation.
+        clips, crops: number of temporal and spatial views of each clip, without `shuffle`. With more than one view,
+            `video` has a dimension of views after that of the batch; all crops of the first moments come first.
         workers: number of decoding threads.
         seed: random seed for order, moments, crops and captions.
         rank, world: index of this process and number of processes, each of which gets its own share. Default: those of
@@ -97,12 +117,27 @@ def open_clips(
             argument is of another type or out of range.
     """
     numbers = {"batch": batch, "num_frames": num_frames, "size_px": size_px, "stride": stride}
-    require_whole_numbers(**numbers, workers=workers, seed=seed, max_failures=max_failures)
+    require_whole_numbers(**numbers, clips=clips, crops=crops, workers=workers, seed=seed, max_failures=max_failures)
     require_device(device)
     _require_choice("sampling", sampling, SamplingRule)
     _require_choice("crop", crop, CropRule)
-    if size_px < 1 or (rgb and size_px % 2):
-        parity = "even number, as chroma has half the size of luma" if rgb else "number"
+    _require_choice("captions", captions, ClipText)
+    is_normalised = pixel_mean is not None and pixel_std is not None
+    if (pixel_mean is None) != (pixel_std is None) or (augment is not None and not is_normalised):
+        raise UserError(
+            f"pixel_mean is {pixel_mean}, pixel_std is {pixel_std} and augment is {augment}",
+            hint="give mean and standard deviation, both or none of them; augmentation needs them",
+        )
+    views = Views(num_clips=clips, num_crops=crops)
+    if min(clips, crops) < 1 or (shuffle and len(views) > 1):
+        raise UserError(f"clips is {clips} and crops is {crops}", hint="use 1 or more; more with shuffle=False only")
+    shown = caption_settings(sources, min_relevancy)
+    if label is not None and (captions != "text" or shown != CaptionSettings()):
+        raise UserError(
+            f"label is {label!r}, in place of captions", hint="leave out captions=, sources= and min_relevancy="
+        )
+    if size_px < 1 or ((rgb or is_normalised) and size_px % 2):
+        parity = "even number, as chroma has half the size of luma" if rgb or is_normalised else "number"
         raise UserError(f"size_px is {size_px}", hint=f"use a positive {parity}")
     ranks = _ranks(rank, world)
     own = ranks or joined_world()
@@ -117,6 +152,8 @@ def open_clips(
         stride=stride,
         crop=crop,
         min_crop_area=min_crop_area,
+        augment=augmentation(augment),
+        init=Init(pixel_mean=pixel_mean, pixel_std=pixel_std),
         workers=workers,
         seed=seed,
         max_failures=max_failures,
@@ -124,7 +161,7 @@ def open_clips(
         cache_size=cache_size,
     )
     is_pinned = device is not None and torch.device(device).type == "cuda"
-    shape = replace(clip_shape(settings, views=Views()), rgb=rgb)
+    shape = replace(clip_shape(settings, views=views), rgb=rgb and not is_normalised)
     loading = loader_settings(settings, own, device=torch.device(device or "cpu"))
     loading = replace(loading, can_keep=not is_pinned)
     classes: ClassList | None = None
@@ -134,6 +171,11 @@ def open_clips(
             raise UserError(f"{data} is a stream of tars, without labels", hint="name the data folder that prep made")
         if where is not None:
             raise UserError(f"{data} is a stream of tars, without scores", hint="name the data folder that prep made")
+        if captions != "text" or shown != CaptionSettings():
+            raise UserError(
+                f"{data} is a stream of tars: each clip has the one caption that its tar gives it",
+                hint="leave out captions=, sources= and min_relevancy=, or name a data folder that prep made",
+            )
         samples = VideoStream(
             settings.folder, shape=shape, tokenize=None, loading=loading, cache=cache, cache_size=cache_size
         )
@@ -145,22 +187,27 @@ def open_clips(
         def open_one(address: str) -> ClipSamples:
             folder = opened[address]
             query = ClipQuery(folder.path, split=split, shape=shape, loading=loading, tars=folder.tars, where=where)
-            return VideoCaptions(query, tokenize=None) if classes is None else LabelledClips(query, classes=classes)
+            if classes is not None:
+                return LabelledClips(query, classes=classes)
+            return VideoCaptions(query, tokenize=None, captions=shown, has_stored_text=captions == "embedding")
 
         samples = open_mixed(open_one, settings)
 
-    def finish(found: dict[str, Any]) -> dict[str, Any]:
-        if rgb:
-            found.pop("colour")
-        if not isinstance(samples, VideoStream):
-            found |= _of_clips(found["clip_id"], samples, device=device)
-        return found
-
+    finish = FinishedClips(
+        samples=samples,
+        settings=settings,
+        rgb=rgb,
+        views=views,
+        is_training=shuffle,
+        all_captions=captions == "all",
+        device=device,
+    )
     return Batches(
         samples, finish, classes, shuffle=shuffle, batch=batch, world=ranks, device=device, max_failures=max_failures
     )
 
 
+@names_arguments
 def open_latents(
     data: Data,
     *,
@@ -244,7 +291,7 @@ def open_latents(
         key, clip_id, caption_id = found["key"], found["clip_id"], found.get("caption_id")
 
         def make() -> dict[str, Any]:
-            made = {"key": key[:], **_of_clips(clip_id, samples, device=device)}
+            made = {"key": key[:], **of_clips(clip_id, samples, device=device)}
             return made | ({"caption": samples.texts_of(np.asarray(caption_id))} if has_texts else {})
 
         return LateBatch(found, names, make)
@@ -287,15 +334,6 @@ def _classes(data_dirs: Sequence[Path], label: str) -> ClassList:
     """The classes of all captions, so that every split numbers them alike."""
     splits = {split for one in data_dirs for split in read_videos(one)["split"].to_pylist()}
     return read_classes(*data_dirs, label=label, splits=splits)
-
-
-def _of_clips(clip_id: Any, samples: ClipSamples | LatentLoader | Mixture, *, device: Any) -> dict[str, Any]:
-    """The span of each clip in seconds, and in a mixture the index of its folder."""
-    made = np.asarray if device is None else torch.from_numpy
-    clips = np.asarray(clip_id)
-    begin_us, end_us = samples.span_us(clips)
-    found = {"begin_s": made(begin_us / US_PER_S), "end_s": made(end_us / US_PER_S)}
-    return found | ({"folder": made(samples.folder_of(clips))} if isinstance(samples, Mixture) else {})
 
 
 def _require_choice(name: str, value: object, choices: object) -> None:

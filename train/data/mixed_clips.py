@@ -192,6 +192,11 @@ class MixedSets:
         """The folder of each clip, as an index."""
         return np.searchsorted(self._first_clip, clips, side="right") - 1
 
+    def own_clip(self, clip: int) -> tuple[Any, NDArray[np.int64]]:
+        """The set of a clip, and its number there."""
+        number = int(self.folder_of(np.array(clip)))
+        return self._sets[number], np.array([clip - self._first_clip[number]])
+
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Start and end of clips in their videos, microseconds."""
         begin_us, end_us = np.empty_like(clips), np.empty_like(clips)

@@ -25,7 +25,7 @@ from clipmill.train.engine.rank_consistency import NamedSamples
 from clipmill.train.engine.task import Task
 from clipmill.train.models.adapters import add_adapters
 from clipmill.train.models.attention import AttentionBackend
-from clipmill.train.models.dual_encoder import ModelShape
+from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.models.transformer import blocks_of, compile_blocks
 from clipmill.train.optim.parameters import freeze
 from clipmill.train.run.result_names import data_facts
@@ -71,6 +71,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         shape: ModelShape | None = None,
     ) -> None:
         self._settings, self._attention, self._device, self._shape = settings, attention, device, shape
+        size_of(settings.model, settings.towers)  # a mistake in it is reported before training starts
         self._start: Loaded | None = None
         self.base: Base | None = None
         self._evaluations: dict[str, dict[str, Any]] = {}

@@ -30,6 +30,7 @@ from clipmill.train.run.folder import RunFolder, read_object
 from clipmill.train.run.result_names import data_facts, result_name
 from clipmill.train.spec import EvaluationSpec, TaskSpec
 from clipmill.train.weights.loading import load_whole
+from clipmill.train.weights.logits import Logits, logits_of, read_logits
 from clipmill.train.weights.sources import Say, Source, open_run_weights
 
 _ONE_VIEW = Views()
@@ -62,6 +63,7 @@ class OpenedRun:
         overrides: those that differ from the training.
         lacks: part of the task's model that the weights do not have, such as "a decoder"; '' for none.
         source: the weights, if they are not a run.
+        checkpoint: of a run.
     """
 
     spec: TaskSpec
@@ -75,6 +77,13 @@ class OpenedRun:
     overrides: Overrides = AS_TRAINED
     lacks: str = ""
     source: Source | None = None
+    checkpoint: Path | None = None
+
+    def logits(self) -> Logits:
+        """What turns cosines of its embeddings into logits."""
+        if self.checkpoint is not None:
+            return read_logits(self.checkpoint)
+        return Logits() if self.source is None else logits_of(self.source.converted.tensors)
 
     def require_whole(self) -> None:
         """Raise a UserError if the weights lack a part of the task's model."""
@@ -137,15 +146,16 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
         UserError: there is no checkpoint, or it does not fit this machine, the run's settings or the overrides.
     """
     trained_with: ClipSettings = load_settings(run.settings, spec.settings)
+    checkpoint = use.checkpoint or run.require_checkpoint()
     trained = open_trained_run(
-        run, replace(trained_with, device=use.device or trained_with.device), checkpoint=use.checkpoint
+        run, replace(trained_with, device=use.device or trained_with.device), checkpoint=checkpoint
     )
     settings, overrides = use.applied(trained.settings)
     shape = shape_of_run(run, settings)
     given = {"shape": shape} if use.is_without_data else {}
     task: Any = spec.open(settings, attention=trained.attention, device=trained.device, run=run, **given)
     if overrides.given():
-        source = open_run_weights(run, checkpoint=use.checkpoint)
+        source = open_run_weights(run, checkpoint=checkpoint)
         load = partial(load_whole, source=source, fit=task.fit_whole, say=say)
         trained = replace(trained, settings=settings, load=load)
     return OpenedRun(
@@ -158,6 +168,7 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
         task=task,
         overrides=overrides,
         shape=shape,
+        checkpoint=checkpoint,
     )
 
 

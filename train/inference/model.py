@@ -8,6 +8,7 @@
 Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, N tokens, D width, E width of embeddings.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,7 @@ from clipmill.manifests.quoting import quoted
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import Overrides
 from clipmill.train.config.training import Device
-from clipmill.train.data.arguments import require_device, require_whole_numbers
+from clipmill.train.data.arguments import names_arguments, require_device, require_whole_numbers
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.evaluation.identity import identity_of, normalisation_of
 from clipmill.train.evaluation.opening import open_weights_as
@@ -35,6 +36,7 @@ from clipmill.train.models.captioner import VideoTower
 from clipmill.train.models.dual_encoder import DualEncoder
 from clipmill.train.models.text import load_tokenizer
 from clipmill.train.registry import tasks_where
+from clipmill.train.weights.logits import Logits
 
 Clips = Batch | torch.Tensor | NDArray[np.uint8] | NDArray[np.float32]
 _RGB, _CLIP_DIMS = 3, 5
@@ -67,6 +69,25 @@ class LoadedModel:
     def has_text(self) -> bool:
         """Whether texts can be encoded."""
         return isinstance(self.model, DualEncoder) and self.model.text is not None
+
+    @property
+    def logit_scale(self) -> float | None:
+        """1 / temperature, which cosines are multiplied by; None if the weights do not say (also of other tasks)."""
+        log_scale = self._logits.log_scale
+        return None if log_scale is None else math.exp(log_scale)
+
+    @property
+    def logit_bias(self) -> float | None:
+        """What SigLIP adds to them then; None without one."""
+        return self._logits.bias
+
+    @cached_property
+    def _logits(self) -> Logits:
+        return self.opened.logits()
+
+    def __repr__(self) -> str:
+        count = f"{sum(one.numel() for one in self.model.parameters()):,} parameters on {self.device}"
+        return f"<LoadedModel of train {self.opened.spec.name}, {count}: {self.description}>"
 
     @property
     def description(self) -> str:
@@ -198,6 +219,7 @@ _CLIPS_HINT = "give uint8 RGB frames [B, T, H, W, 3], normalised clips [B, C, T,
 _TEXTS_HINT = 'give a list of strings, such as ["a dog catches a frisbee"]'
 
 
+@names_arguments
 def load_model(
     weights: str | Path,
     *,

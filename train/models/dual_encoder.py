@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from clipmill.train.config.model import PATCH_PX, Kind, ModelName, Towers, kind_of, tubelet_of
+from clipmill.train.config.model import PATCH_PX, DualEncoderTowers, Kind, ModelName, Towers, kind_of, tubelet_of
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.text import TextTower, TextTowerSize
 from clipmill.train.models.transformer import NORM_EPS, TransformerSize, checkpoint_blocks, drop_path_of
@@ -66,19 +66,29 @@ SIZES: dict[str, DualEncoderSize] = {
 
 
 def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
-    """Dimensions by model name, with the changes that the settings make."""
+    """Dimensions by model name, with the changes that the settings make.
+
+    Raises:
+        UserError: the heads of a tower cannot share its width.
+    """
     size = SIZES[model]
     activation = towers.activation or size.video.trunk.activation
     kind = kind_of(towers)
     trunk = replace(
-        size.video.trunk,
+        size.video.trunk.changed(width=towers.width, depth=towers.depth, heads=towers.heads, flag="--towers."),
         activation=activation,
         norm_eps=towers.video_norm_eps or _NORM_EPS.get(kind, NORM_EPS),
         has_key_bias=kind != "videomae",
     )
     text_trunk = replace(size.text.trunk, activation=activation)
+    if isinstance(towers, DualEncoderTowers):
+        text_trunk = text_trunk.changed(
+            width=towers.text_width, depth=towers.text_depth, heads=towers.text_heads, flag="--towers.text-"
+        )
     return DualEncoderSize(
-        video=replace(size.video, trunk=trunk, cube_frames=tubelet_of(towers)),
+        video=replace(
+            size.video, trunk=trunk, cube_frames=tubelet_of(towers), patch_px=towers.patch_px or size.video.patch_px
+        ),
         text=replace(size.text, trunk=text_trunk),
         embedding_width=towers.embedding_width or size.embedding_width,
     )

@@ -5,7 +5,7 @@ of a head.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Activation
 from clipmill.train.models.adapters import Adaptable, Linear, LowRank
 from clipmill.train.models.attention import Attend, Packing
@@ -37,6 +38,24 @@ class TransformerSize:
     activation: Activation = "gelu"
     norm_eps: float = NORM_EPS
     has_key_bias: bool = True
+
+    def changed(self, *, width: int | None, depth: int | None, heads: int | None, flag: str) -> "TransformerSize":
+        """This size with other dimensions where they are given; heads are then as wide as these.
+
+        Args:
+            flag: of the dimensions, without their names, for the error.
+
+        Raises:
+            UserError: the heads cannot share the width.
+        """
+        wide, deep = width or self.width, depth or self.depth
+        heads = heads or max(1, wide * self.num_heads // self.width)
+        if wide % heads:
+            raise UserError(
+                f"{flag}width is {wide}, which {heads} heads cannot share",
+                hint=f"use a multiple of {heads}, or other {flag}heads",
+            )
+        return replace(self, width=wide, depth=deep, num_heads=heads)
 
 
 class LayerNorm(nn.LayerNorm):

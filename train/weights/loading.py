@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.weights.conversion import CONV, TEMPORAL_EMBEDDING, require_finite
+from clipmill.train.weights.conversion import CONV, TEMPORAL_EMBEDDING, SourceFacts, require_finite
 from clipmill.train.weights.fitting import Change, Fitted, Shape
 from clipmill.train.weights.fitting import fit as fit_tensors
 from clipmill.train.weights.sources import Say, Source
@@ -57,7 +57,7 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     """
     here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     there = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
-    _check_heads(model, source)
+    _check_heads(model, source.facts, there=there, here=here, title=source.title)
     fitted = fit_tensors(source.converted, here, allow=allow)
     say(f"weights: {source.title}: {fitted.num_copied} of {len(here)} tensors of the model copied as they are")
     lines = _table_of(fitted.changes)
@@ -70,7 +70,7 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
         described = f": {differs[0]}; the model: {differs[1]}" if differs[0] != differs[1] else ""
         raise UserError(
             f"{source.title} does not fit the model{described}: {_summary_of(fitted.unexplained)}",
-            hint=_hint_about(fitted.unexplained, there=there, here=here),
+            hint=_hint_about(fitted.unexplained, source.facts, there=there, here=here),
         )
     origins = source.converted.origins
     require_finite({origins[name]: tensor for name, tensor in fitted.tensors.items()}, source=source.title)
@@ -113,23 +113,26 @@ _HEADS_OF_DECODER = (
 )
 
 
-def _check_heads(model: nn.Module, source: Source) -> None:
+def _check_heads(
+    model: nn.Module, facts: SourceFacts, *, there: Mapping[str, Shape], here: Mapping[str, Shape], title: str
+) -> None:
     """The number of heads shows in no shape. A configuration may name that of a part that the weights do not have."""
-    facts = source.facts
-    for tower, title, heads in (
-        ("video", "video tower", facts.video_heads),
-        ("text", "text tower", facts.text_heads),
-        ("decoder", "decoder", facts.decoder_heads),
+    for tower, what, heads, flag in (
+        ("video", "video tower", facts.video_heads, "--towers.heads"),
+        ("text", "text tower", facts.text_heads, "--towers.text-heads"),
+        ("decoder", "decoder", facts.decoder_heads, "--decoder.heads"),
     ):
         part = getattr(model, tower, None)
-        has_tensors = any(name.startswith(f"{tower}.") for name in source.converted.tensors)
-        if part is None or heads is None or not has_tensors:
+        if part is None or heads is None or not any(name.startswith(f"{tower}.") for name in there):
             continue
-        here = next(module.num_heads for module in part.modules() if hasattr(module, "num_heads"))
-        if here != heads:
+        of_model = next(module.num_heads for module in part.modules() if hasattr(module, "num_heads"))
+        if of_model != heads:
+            flags = _size_flags(there, here, facts) or f"{flag} {heads}"
             raise UserError(
-                f"{source.title}: the {title} has {heads} heads, that of the model has {here}",
-                hint=_HEADS_OF_DECODER if tower == "decoder" else "use the --model that the weights are of",
+                f"{title}: the {what} has {heads} heads, that of the model has {of_model}",
+                hint=_HEADS_OF_DECODER
+                if tower == "decoder"
+                else f"use the --model that the weights are of, or {flags}",
             )
 
 
@@ -205,7 +208,9 @@ def _architecture_of(shapes: Mapping[str, Shape]) -> str:
     return ", ".join(parts) or "no towers"
 
 
-def _hint_about(unexplained: Sequence[Change], *, there: Mapping[str, Shape], here: Mapping[str, Shape]) -> str:
+def _hint_about(
+    unexplained: Sequence[Change], facts: SourceFacts, *, there: Mapping[str, Shape], here: Mapping[str, Shape]
+) -> str:
     """The hint for weights that do not fit, by the shapes of the weights and of the model."""
     if CONV in there and CONV in here and there[CONV][1] != here[CONV][1]:
         return (
@@ -229,7 +234,33 @@ def _hint_about(unexplained: Sequence[Change], *, there: Mapping[str, Shape], he
     if "" not in parts and not all(depths):
         patterns = " ".join(f"'{part}*'" for part in sorted(parts))
         return f"these are parts for another purpose: to continue without them, use --init.allow {patterns}"
-    return "use the --model (and --input) that the weights are of, or name what may differ: --init.allow PATTERN"
+    flags = _size_flags(there, here, facts)
+    which = f"the --model that the weights are of, or {flags}" if flags else "the --model that the weights are of"
+    return f"use {which}; or name what may differ: --init.allow PATTERN"
+
+
+def _size_flags(there: Mapping[str, Shape], here: Mapping[str, Shape], facts: SourceFacts) -> str:
+    """The flags that give the towers of a model the size of the weights; '' if the shapes do not differ."""
+    (wanted, found), heads = map(_sizes_of, (there, here)), {"width": ("heads", facts.video_heads)}
+    heads["text-width"] = ("text-heads", facts.text_heads)
+    flags = []
+    for name, value in wanted.items():
+        if name in found and found[name] != value:
+            of_width, number = heads.get(name, ("", None))
+            flags += [f"--towers.{name} {value}", *([f"--towers.{of_width} {number}"] if number else [])]
+    return " ".join(flags)
+
+
+def _sizes_of(shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """Settings of the towers that shapes show."""
+    sizes = {f"{tower}depth": depth_of(shapes, of) for tower, of in (("", "video"), ("text-", "text"))}
+    if conv := shapes.get(CONV):
+        sizes |= {"width": conv[0], "patch-px": conv[-1]}
+    if gain := shapes.get("text.ln_final.weight"):
+        sizes["text-width"] = gain[0]
+    if projection := shapes.get("video.proj"):
+        sizes["embedding-width"] = projection[1]
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _cube_frames(shapes: Mapping[str, Shape]) -> int:

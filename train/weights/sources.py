@@ -1,7 +1,6 @@
 """Where weights come from: a file, a folder, a run of this project, or a name and tag of open_clip."""
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -10,13 +9,12 @@ from pathlib import Path
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import FormatChoice, Init, Kind, Towers
+from clipmill.train.config.model import DualEncoderTowers, FormatChoice, Init, Kind
 from clipmill.train.config.places import NAME_AND_TAG
-from clipmill.train.distributed.world import World
 from clipmill.train.models.adapters import merged
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.transformer import NORM_EPS
-from clipmill.train.run.checkpoint import content_of, fill, read_metadata, read_table, read_weights
+from clipmill.train.run.checkpoint import content_of, read_metadata, read_weights
 from clipmill.train.run.folder import RunFolder, is_run
 from clipmill.train.weights.avion import AVION, LAVILA
 from clipmill.train.weights.conversion import (
@@ -29,7 +27,6 @@ from clipmill.train.weights.conversion import (
     SourceFacts,
     by_origin,
     kind_of_tensors,
-    require_finite,
     require_float_weights,
     require_floats,
 )
@@ -38,6 +35,7 @@ from clipmill.train.weights.files import read_config, read_tensors, weights_file
 from clipmill.train.weights.hf_caption import HF_TIMESFORMER
 from clipmill.train.weights.hf_clip import HF_CLIP
 from clipmill.train.weights.hf_videomae import HF_VIDEOMAE
+from clipmill.train.weights.logits import read_logits
 from clipmill.train.weights.open_clip import OPEN_CLIP, OPENAI, facts_of_open_clip, file_of_tag
 from clipmill.train.weights.videomae import VIDEOMAE
 
@@ -168,7 +166,6 @@ def open_weights(init: Init) -> Source | None:
 # Runs of this project.
 
 _TOWERS = "towers."
-_LOG_SCALE, _TEMPERATURE = "objective.logit_scale", "objective.temperature"
 
 
 def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Source:
@@ -182,11 +179,12 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
     # The settings that the checkpoint was trained with; settings.yaml may have been edited since.
     settings = facts.settings
     tensors = whole_weights(path)
-    if (log_scale := read_log_scale(path)) is not None:
+    if (log_scale := read_logits(path).log_scale) is not None:
         tensors[LOGIT_SCALE] = torch.tensor(log_scale)
     towers = {name.removeprefix(_TOWERS): value for name, value in settings.items() if name.startswith(_TOWERS)}
-    common = {field.name for field in fields(Towers)}
-    size = size_of(settings["model"], Towers(**{name: value for name, value in towers.items() if name in common}))
+    common = {field.name for field in fields(DualEncoderTowers)}
+    known = DualEncoderTowers(**{name: value for name, value in towers.items() if name in common})
+    size = size_of(settings["model"], known)
     kind = kind_of_tensors(tensors) or "clip"
     return Source(
         title=f"{run.path} (step {facts.step} of a run)",
@@ -197,7 +195,7 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
             text_eps=NORM_EPS,
             mean=_triple(settings["init.pixel_mean"]) or MEANS[kind],
             std=_triple(settings["init.pixel_std"]) or STDS[kind],
-            video_heads=towers.get("heads") or size.video.trunk.num_heads,
+            video_heads=size.video.trunk.num_heads,
             text_heads=size.text.trunk.num_heads,
             picture_px=settings["size_px"] if settings.get("input", "pixels") == "pixels" else None,
         ),
@@ -289,25 +287,3 @@ def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def _triple(values: list[float] | None) -> tuple[float, float, float] | None:
     return None if values is None else (values[0], values[1], values[2])
-
-
-def log_scale_of(source: Source | None) -> float | None:
-    """log(1 / temperature) that weights were trained with; None if they do not say."""
-    scale = None if source is None else source.converted.tensors.get(LOGIT_SCALE)
-    return None if scale is None else float(scale)
-
-
-def read_log_scale(path: Path) -> float | None:
-    """log(1 / temperature) of the loss in a checkpoint; None if it has none, or one for each sample.
-
-    Raises:
-        UserError: the checkpoint cannot be read, or the number is not finite.
-    """
-    table = read_table(path)
-    for name in (_LOG_SCALE, _TEMPERATURE):
-        if name in table and not table[name]["size"]:
-            number = torch.zeros(())
-            fill(path, table, {name: number}, world=World())
-            require_finite({name: number}, source=path)
-            return float(number) if name == _LOG_SCALE else -math.log(float(number))
-    return None

@@ -9,6 +9,8 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.train.distributed.world import World
 from clipmill.train.inference.model import load_model
+from tests.train.inference.conftest import SMALL
+from tests.train.running import train
 
 
 def frames(num_clips: int = 2, *, num_frames: int = 4, height: int = 32, width: int = 32) -> np.ndarray:
@@ -27,6 +29,24 @@ def test_clips_and_texts_of_a_run_are_embedded_with_unit_length(runs: dict[str, 
     assert model.encode_text([]).shape == model.encode_video(frames(0)).shape == (0, 128)
     assert "step 3" in model.description and "moving average" in model.description
     assert model.encode_video(frames(), tokens=True).shape == (2, 1 + 4 * 4, 128)
+
+
+def test_a_model_says_what_it_is_and_how_cosines_become_logits(
+    runs: dict[str, Path], moving: Path, tmp_path: Path
+) -> None:
+    model = load_model(runs["dual-encoder"], device="cpu")
+    assert repr(model).startswith("<LoadedModel of train dual-encoder, ") and "parameters on cpu: " in repr(model)
+    assert str(runs["dual-encoder"]) in repr(model) and "T = 4 frames" in repr(model)
+    assert model.logit_scale == pytest.approx(1 / 0.07, rel=0.05) and model.logit_bias is None
+    exported = tmp_path / "exported"
+    assert train("export", runs["dual-encoder"], "--format", "hf", "--out", exported) == 0
+    assert load_model(exported).logit_scale == pytest.approx(model.logit_scale)
+    sigmoid = ("--loss.kind", "siglip", "--out", tmp_path / "siglip", *SMALL.split())
+    assert train("dual-encoder", "--shards", moving, *sigmoid) == 0
+    model = load_model(tmp_path / "siglip")
+    assert model.logit_scale == pytest.approx(10, rel=0.05) and model.logit_bias == pytest.approx(-10, rel=0.05)
+    mae = load_model(runs["mae"])
+    assert mae.logit_scale is None and mae.logit_bias is None
 
 
 def test_frames_of_another_shape_are_cropped_and_resized(runs: dict[str, Path]) -> None:
@@ -95,5 +115,5 @@ def test_what_a_model_cannot_take_is_refused(runs: dict[str, Path], tmp_path: Pa
             load_model(tmp_path / "nothing", **{name: value})  # type: ignore[arg-type]
     with pytest.raises(UserError, match="cannot be cut"):
         load_model(runs["mae"], num_frames=5)
-    with pytest.raises(UserError, match="size-px is 40"):
+    with pytest.raises(UserError, match="size_px is 40"):
         load_model(runs["mae"], size_px=40)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import ModelName, Towers, check_frames, kind_of, tubelet_of
+from clipmill.train.config.model import DualEncoderTowers, ModelName, Towers, check_frames, kind_of, tubelet_of
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 
@@ -48,7 +48,7 @@ def test_a_name_with_a_size_wants_that_size() -> None:
 
 def test_clips_must_be_whole_cubes() -> None:
     with pytest.raises(UserError, match="--num-frames 4 cannot be cut into cubes of 3 frames"):
-        DualEncoderSettings(towers=Towers(tubelet=3))
+        DualEncoderSettings(towers=DualEncoderTowers(tubelet=3))
 
 
 def test_what_is_left_out_depends_on_the_kind() -> None:
@@ -64,4 +64,4 @@ def test_what_is_left_out_depends_on_the_kind() -> None:
 
 def test_stored_embeddings_have_their_width() -> None:
     with pytest.raises(UserError, match=r"--towers.embedding-width is 256"):
-        DualEncoderSettings(input="latents", text_tower="frozen", towers=Towers(embedding_width=256))
+        DualEncoderSettings(input="latents", text_tower="frozen", towers=DualEncoderTowers(embedding_width=256))

@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {"batch": 2, "num_frames": 2, "size_px": 32, "workers": 
 TRAIN_CLIPS = 9
 
 
-def opened(data_dir: Path, **changes: Any) -> Batches:
+def opened(data_dir: Path | list[Path], **changes: Any) -> Batches:
     return open_clips(data_dir, **{**SMALL, **changes})
 
 

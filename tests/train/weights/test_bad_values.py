@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPModel
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import Towers
+from clipmill.train.config.model import DualEncoderTowers
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import effective_settings
 from clipmill.train.weights.conversion import LOGIT_SCALE
@@ -171,7 +171,7 @@ def test_a_decoder_that_is_not_finite_is_no_start(folders: dict[str, Path], tmp_
 
 def test_a_temperature_that_is_not_finite_is_the_weights_fault(tmp_path: Path) -> None:
     torch.save(to_open_clip({**our_model().state_dict(), LOGIT_SCALE: torch.tensor(float("nan"))}), tmp_path / "w.pt")
-    width = Towers(embedding_width=24)
+    width = DualEncoderTowers(embedding_width=24)
     with pytest.raises(UserError, match=r"w\.pt .*: logit_scale holds numbers that are not finite"):
         effective_settings(DualEncoderSettings(model="tiny", towers=width), opened(tmp_path / "w.pt"), say=quiet)
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import Towers
+from clipmill.train.config.model import DualEncoderTowers, Towers
 from clipmill.train.tasks.classify.settings import ClassifySettings
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import effective_settings
@@ -165,4 +165,4 @@ def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Pat
         assert f"the weights are of {there}, and the model has {here}" in str(caught.value)
         assert (caught.value.hint or "").startswith(hint)
     with pytest.raises(UserError, match=r"--towers\.kind is videomae, and train dual-encoder has a tower as CLIP's"):
-        effective_settings(DualEncoderSettings(towers=Towers(kind="videomae")), None, say=quiet)
+        effective_settings(DualEncoderSettings(towers=DualEncoderTowers(kind="videomae")), None, say=quiet)

@@ -20,7 +20,7 @@ from clipmill.manifests.hub import hub_if_reachable
 from clipmill.train.models.gpt2 import Gpt2Size, gpt2_size
 from clipmill.train.models.transformer import NORM_EPS, TransformerSize
 from clipmill.train.run.folder import RunFolder, is_run
-from clipmill.train.tasks.caption.settings import CaptionerSettings, CaptionTowers, DecoderSettings, has_captioner
+from clipmill.train.tasks.caption.settings import CaptionerSettings, DecoderSettings, has_captioner
 from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer, has_tokenizer, read_tokenizer, train_tokenizer
 from clipmill.train.weights.files import read_config
 from clipmill.train.weights.fitting import Change
@@ -186,23 +186,10 @@ def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size
         UserError: the width is not a multiple of the number of heads.
     """
     size = gpt2_size(settings.name, vocabulary_size=vocabulary_size, context_length=settings.max_tokens)
-    return replace(size, trunk=changed_size(size.trunk, settings, flag="--decoder"))
-
-
-def changed_size(trunk: TransformerSize, settings: CaptionTowers | DecoderSettings, *, flag: str) -> TransformerSize:
-    """A size with width, depth and heads of the settings; `flag` is their group, for the error."""
-    changed = replace(
-        trunk,
-        width=settings.width or trunk.width,
-        depth=settings.depth or trunk.depth,
-        num_heads=settings.heads or trunk.num_heads,
+    trunk = size.trunk.changed(
+        width=settings.width, depth=settings.depth, heads=settings.heads or size.trunk.num_heads, flag="--decoder."
     )
-    if changed.width % changed.num_heads:
-        raise UserError(
-            f"{flag}.width is {changed.width}, which {changed.num_heads} heads cannot share",
-            hint=f"use a multiple of {changed.num_heads}, or other {flag}.heads",
-        )
-    return changed
+    return replace(size, trunk=trunk)
 
 
 def decoder_facts(size: Gpt2Size) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.fields import deferred_checks
-from clipmill.train.config.model import Init, kind_of
+from clipmill.train.config.model import Init, Towers, kind_of
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.models.dual_encoder import ModelShape, size_of
@@ -16,7 +16,6 @@ from clipmill.train.tasks.caption.decoder import decoder_of_start
 from clipmill.train.tasks.caption.model import build_captioner, effective_settings, has_decoder
 from clipmill.train.tasks.caption.settings import (
     CaptionerSettings,
-    CaptionTowers,
     DecodingSettings,
     length_penalty_of,
     max_tokens_of,
@@ -58,7 +57,7 @@ def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None
         settings = CaptionerSettings(
             num_frames=video.num_frames,
             size_px=video.image_px,
-            towers=CaptionTowers(
+            towers=Towers(
                 kind="timesformer",
                 width=trunk.width,
                 depth=trunk.depth,

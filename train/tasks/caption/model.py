@@ -16,9 +16,9 @@ from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.gpt2 import CROSS_ATTENTION, Gpt2, Gpt2Size
 from clipmill.train.models.timesformer import TimeSformer, nearest_places, nearest_times
 from clipmill.train.models.transformer import checkpoint_blocks, drop_path_of
-from clipmill.train.models.video_vit import VideoViT, VideoViTSize
+from clipmill.train.models.video_vit import VideoViT
 from clipmill.train.models.videomae import VideoMAEEncoder
-from clipmill.train.tasks.caption.decoder import DecoderParts, changed_size, no_tokenizer
+from clipmill.train.tasks.caption.decoder import DecoderParts, no_tokenizer
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecoderSettings, has_captioner
 from clipmill.train.tasks.caption.tokenizer import has_tokenizer
 from clipmill.train.weights.effective import effective_clip_settings
@@ -28,19 +28,6 @@ from clipmill.train.weights.sources import Say, Source
 _TOKENS, _DECODER_POSITIONS = "decoder.token_embedding.weight", "decoder.positional_embedding"
 _POSITIONS, _TIMES = "video.positional_embedding", "video.temporal_embedding"
 _UNUSED_PARTS = {**UNUSED_PARTS, "fc_norm.": "a classifier's norm (fc_norm)"}
-
-
-def tower_size(settings: CaptionerSettings) -> VideoViTSize:
-    """Size of the video tower: that of `--model`, changed as the settings say.
-
-    Raises:
-        UserError: the width is not a multiple of the number of heads.
-    """
-    towers = settings.towers
-    size = size_of(settings.model, towers).video
-    return replace(
-        size, trunk=changed_size(size.trunk, towers, flag="--towers"), patch_px=towers.patch_px or size.patch_px
-    )
 
 
 def build_captioner(settings: CaptionerSettings, decoder: Gpt2Size, *, attend: Attend) -> Captioner:
@@ -58,7 +45,7 @@ def build_captioner(settings: CaptionerSettings, decoder: Gpt2Size, *, attend: A
 
 
 def _tower(settings: CaptionerSettings, *, attend: Attend) -> nn.Module:
-    towers, size = settings.towers, tower_size(settings)
+    towers, size = settings.towers, size_of(settings.model, settings.towers).video
     image_px, num_frames = settings.size_px, settings.num_frames
     temporal_std = size.trunk.width**-0.5 if towers.temporal == "random" else 0.0
     drop_path = drop_path_of(towers.drop_path, depth=size.trunk.depth, is_rising=towers.drop_path_rule == "rising")

@@ -13,8 +13,8 @@ from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import ClipSettings, NumFrames
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
-from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, Needs, Range, help_group
-from clipmill.train.config.model import PATCH_PX, SIZE, Towers
+from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, Needs, Range, caught, help_group
+from clipmill.train.config.model import SIZE, check_picture
 from clipmill.train.config.tuning import Freeze, Tower
 
 Method = Literal["greedy", "sample", "beam"]
@@ -145,20 +145,6 @@ _OF_WHAT_IS_NEW = {"name": ("weights",), "vocabulary": ("weights", "tokenizer")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptionTowers(Towers):
-    """The encoder: a TimeSformer, a joint space-time tower (clip), or VideoMAE's."""
-
-    width: Annotated[int | None, SIZE] = None
-    """Width of the encoder. Default: that of --model."""
-    depth: Annotated[int | None, SIZE] = None
-    """Number of encoder blocks. Default: that of --model."""
-    heads: Annotated[int | None, SIZE] = None
-    """Number of attention heads per encoder block. Default: that of --model."""
-    patch_px: Annotated[int | None, SIZE] = None
-    """Patch size in pixels. Default: that of --model."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class DecoderSettings(Checked):
     """A GPT-2 with cross-attention to the encoder, and its tokenizer."""
 
@@ -216,7 +202,6 @@ class CaptionerSettings(ClipSettings):
     free_on_resume = frozenset({"decoding"})
 
     num_frames: NumFrames = 8
-    towers: Annotated[CaptionTowers, groups.TOWERS] = field(default_factory=CaptionTowers)
     decoder: Annotated[DecoderSettings, DECODER] = field(default_factory=DecoderSettings)
     """Decoder and tokenizer."""
     captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
@@ -244,9 +229,7 @@ class CaptionerSettings(ClipSettings):
                 "--captions.min-relevancy draws captions of other clips, which do not describe the clip",
                 hint="leave it out",
             )
-        patch_px = self.towers.patch_px or PATCH_PX[self.model]
-        if self.size_px % patch_px:
-            yield UserError(f"--size-px is {self.size_px}", hint=f"it must be a multiple of {patch_px}, the patch")
+        yield from caught(check_picture, self.model, self.towers, size_px=self.size_px)
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """Yields flags about a new decoder or tokenizer beside one that exists."""

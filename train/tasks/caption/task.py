@@ -29,7 +29,7 @@ from clipmill.train.tasks.caption.decoder import (
     start_facts,
 )
 from clipmill.train.tasks.caption.generation import captions_of, metrics_of
-from clipmill.train.tasks.caption.model import build_captioner, copy_decoder, start_of_captioner, tower_size
+from clipmill.train.tasks.caption.model import build_captioner, copy_decoder, start_of_captioner
 from clipmill.train.tasks.caption.objective import CaptionLoss
 from clipmill.train.tasks.caption.samples import CaptionedClips
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
@@ -61,7 +61,6 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
         **opened: Any,
     ) -> None:
         super().__init__(settings, **opened)
-        tower_size(settings)  # a mistake in it is reported before training starts
         self._say = say
         self._decoder, self._is_of_run = decoder, decoder is not None
         self._held_out: dict[str, CaptionedClips] = {}

@@ -63,7 +63,7 @@ class ClassifySettings(LatentSettings):
                 "--towers.kind is timesformer, a tower that this task does not support", hint="use clip or videomae"
             )
         if not self.reads_latents:
-            yield from caught(check_picture, self.model, size_px=self.size_px)
+            yield from caught(check_picture, self.model, self.towers, size_px=self.size_px)
         else:
             yield from self._rules_of_latents()
         if (self.mixup or self.cutmix) and self.batch < 2:

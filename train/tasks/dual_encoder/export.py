@@ -8,7 +8,7 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.fields import deferred_checks
-from clipmill.train.config.model import Towers
+from clipmill.train.config.model import DualEncoderTowers
 from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.spec import Adopted, ExportRequest
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -86,7 +86,7 @@ def adopted_clip(source: Source, path: Path, *, say: Say) -> Adopted | None:
             model=model_like(source),
             num_frames=num_frames_of(source, default=DualEncoderSettings.num_frames),
             size_px=picture_px_of(source, default=DualEncoderSettings.size_px),
-            towers=Towers(kind="clip"),
+            towers=DualEncoderTowers(kind="clip"),
         )
         settings = with_towers_of(settings, source, say=say)
     if TEMPORAL_EMBEDDING not in tensors:
@@ -104,7 +104,7 @@ def exported_clip(request: ExportRequest) -> Exported:
     Raises:
         UserError: the format cannot hold such towers.
     """
-    form, settings, log_scale = request.form, request.settings, request.log_scale
+    form, settings, log_scale = request.form, request.settings, request.logits.log_scale
     require_format(form, ("open_clip", "hf"), what="a dual encoder")
     _require_clip(request.weights)
     size, side_px = request.shape.size, settings.size_px

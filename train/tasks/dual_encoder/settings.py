@@ -13,7 +13,7 @@ from clipmill.train.config.clips import LatentSettings
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, Range, caught, help_group
-from clipmill.train.config.model import check_picture
+from clipmill.train.config.model import DualEncoderTowers, check_picture
 from clipmill.train.config.tuning import Tower
 from clipmill.train.losses.settings import Loss
 
@@ -109,6 +109,7 @@ class DualEncoderSettings(LatentSettings):
     least_batch = 2
     only_kind = "clip"
 
+    towers: Annotated[DualEncoderTowers, groups.TOWERS] = field(default_factory=DualEncoderTowers)
     text_tower: Annotated[Literal["trained", "frozen"], groups.MODEL, FIRST_RUN] = "trained"
     """Text tower. frozen: the embeddings made by prep text take its place."""
     captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
@@ -134,7 +135,7 @@ class DualEncoderSettings(LatentSettings):
                 f"--batch is {self.batch}", hint="it must be at least 2: a contrastive loss needs negatives"
             )
         if not self.reads_latents:
-            yield from caught(check_picture, self.model, size_px=self.size_px)
+            yield from caught(check_picture, self.model, self.towers, size_px=self.size_px)
         if self.text_tower == "frozen" and self.towers.embedding_width is not None:
             yield UserError(
                 f"--towers.embedding-width is {self.towers.embedding_width}, and stored embeddings have their own",

@@ -15,7 +15,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EvaluatedData
-from clipmill.train.config.model import Towers
+from clipmill.train.config.model import DualEncoderTowers
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import spread_frames
@@ -294,7 +294,7 @@ def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say:
     return effective_clip_settings(settings, source, say=say)
 
 
-def _of_clip(towers: Towers) -> Towers:
+def _of_clip(towers: DualEncoderTowers) -> DualEncoderTowers:
     if towers.kind not in (None, "clip"):
         raise UserError(
             f"--towers.kind is {towers.kind}, and train dual-encoder has {KINDS['clip']}", hint="leave it out"

@@ -12,7 +12,7 @@ from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import Crop, LatentSettings, NumFrames, Sampling
 from clipmill.train.config.evaluation import ProbeEvaluation
 from clipmill.train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
-from clipmill.train.config.model import PATCH_PX, Kind, Towers, check_picture, of_clip_alone
+from clipmill.train.config.model import Kind, Towers, check_picture, of_clip_alone, patch_px_of
 from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.config.training import COUNT, LearningRate, WeightDecay
 from clipmill.train.config.tuning import Tower
@@ -128,10 +128,10 @@ class MaeSettings(LatentSettings):
                 hint="use --samples-per-chunk 2 or more, or leave --repeat out",
             )
         if not self.reads_latents:
-            misfits = list(caught(check_picture, self.model, size_px=self.size_px))
+            misfits = list(caught(check_picture, self.model, self.towers, size_px=self.size_px))
             yield from misfits
             if not misfits:
-                num_places = (self.size_px // PATCH_PX[self.model]) ** 2
+                num_places = (self.size_px // patch_px_of(self.model, self.towers)) ** 2
                 yield from caught(check_mask, self.mask_ratio, num_places=num_places)
 
 
