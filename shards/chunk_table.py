@@ -1,4 +1,4 @@
-"""The merged tables of `video`, `latents` and `text`: what training needs of every sample to open a variant.
+"""The merged tables of `video`, `latents`, `text` and columns with fields of other packages: what opening them needs.
 
 A table has a part for each folder of shards (clipmill.shards.format): `chunks.arrow` in that folder, made of the
 indexes of its up to 1,000 shards, in the order of shards and rows. A part depends on nothing but the commits of its
@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import make_folder, remove
 from clipmill.manifests.storage.mirrors import is_away
+from clipmill.shards.column_fields import COLUMN_FIELDS
 from clipmill.shards.damage import Damaged, DamagedIndex
 from clipmill.shards.format import FORMAT_VERSION, folders_in
+from clipmill.shards.index import extensions_of
 from clipmill.shards.merged_table import (
     CHUNKS_FILE,
     DamagedTable,
@@ -112,13 +114,18 @@ def chunk_table_problem(variant: Variant) -> str | None:
     return None
 
 
+def has_chunk_table(column: str) -> bool:
+    """Return True if a column has merged tables of this kind."""
+    return column in MEMBERS or column in COLUMN_FIELDS
+
+
 def update_chunk_table(variant: Variant, *, column: str) -> bool:
     """Write the parts of the merged table of a variant that are not up to date; return whether there were any.
 
     Raises:
         UserError: an index cannot be read. The variant then lacks a part, or has one that readers recognise as stale.
     """
-    if column not in MEMBERS or variant.damaged:
+    if not has_chunk_table(column) or variant.damaged:
         return False
     parts = _parts(variant)
     stale = [part for part in parts if not part.is_intact()]
@@ -259,16 +266,22 @@ def _parts(variant: Variant) -> list[_Part]:
 
 def _schema(column: str) -> pa.Schema:
     """The columns of a table while it is made, with plain texts."""
-    return pa.schema({"video_id": _TEXT, **_COPIED[column], **_OF_MEMBER, **_PLACE})
+    return pa.schema({"video_id": _TEXT, **_copied(column), **_OF_MEMBER, **_PLACE})
+
+
+def _copied(column: str) -> Mapping[str, pa.DataType]:
+    """The columns of an index that the table has too."""
+    return _COPIED[column] if column in _COPIED else {"start_ms": pa.int64(), **COLUMN_FIELDS[column].fields}
 
 
 def _rows_of(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[pa.Table, str]:
     """Return the rows of a shard, and the extension of their member."""
     index = shard.index
-    member = next((one for one in MEMBERS[column] if f"{one}_offset" in index.column_names), None)
-    wanted = {"video_id", *_COPIED[column]}
+    known = MEMBERS[column] if column in MEMBERS else extensions_of(index)
+    member = next((one for one in known if f"{one}_offset" in index.column_names), None)
+    wanted = {"video_id", *_copied(column)}
     if member is None or (missing := wanted.difference(index.column_names)):
-        what = f"member {MEMBERS[column][0]}" if member is None else ", ".join(sorted(missing))
+        what = f"member {known[0]}" if member is None else ", ".join(sorted(missing))
         raise DamagedIndex(shard.index_path, f"not an index of {column}: it has no {what}")
     rows = np.arange(index.num_rows, dtype=np.int32)
     renamed = index.rename_columns([name.removeprefix(f"{member}_") for name in index.column_names])

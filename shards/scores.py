@@ -92,10 +92,8 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
             commits, or damaged.
     """
     variant = Variant.open(data_dir, column=SCORES).whole()
-    hint = f"run prep scores --data {shlex.quote(str(data_dir))}"
-    made_of, video = variant.recipe.get("video"), current_variant(data_dir, "video")
-    if made_of is not None and made_of != video:
-        raise UserError(f"the scores are of the chunks of {made_of}, and {video} is the current variant", hint=hint)
+    require_current_chunks(variant, data_dir)
+    hint = _hint(SCORES, data_dir)
     path = variant.directory / CHUNKS_FILE
     try:
         table = _read_table(path, columns=columns, hint=hint)
@@ -104,6 +102,21 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
     if not is_table_of(table, variant.commits):
         raise UserError(f"{path} is stale: {_STALE}", hint=hint)
     return Scores(table, variant)
+
+
+def require_current_chunks(variant: Variant, data_dir: Path) -> None:
+    """Raise a UserError if a variant was made from another variant of `video` than the current one."""
+    column, made_of = variant.directory.parent.name, variant.recipe.get("video")
+    video = current_variant(data_dir, "video")
+    if made_of is not None and made_of != video:
+        raise UserError(
+            f"the {column} are of the chunks of {made_of}, and {video} is the current variant",
+            hint=_hint(column, data_dir),
+        )
+
+
+def _hint(column: str, data_dir: Path) -> str:
+    return f"run prep {column} --data {shlex.quote(str(data_dir))}"
 
 
 def has_score_table(variant: Variant) -> bool:

@@ -1,7 +1,7 @@
 """`prep manifest KIND`: the commands that read datasets into the manifest, one per kind of dataset.
 
-`ADAPTERS` lists the kinds: each entry has the reader, its parameters and the help text. To add a kind of dataset,
-write a reader in `manifests/adapters/` and add an entry here.
+`ADAPTERS` has the kinds: each entry has the reader, its parameters and the help text. To add a kind of dataset, write a
+reader in `manifests/adapters/` and add an entry here, or declare it in a package of your own (docs/plugins.md).
 """
 
 import json as json_module
@@ -14,6 +14,7 @@ from cyclopts import App, Parameter, Token
 
 from clipmill.manifests.data_location import address_of, check_data_dir
 from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.plugins import Parts
 from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.storage.urls import folder_of, place_of
@@ -52,10 +53,10 @@ ONE_PLACE = Parameter(converter=lambda _type, tokens: _places(tokens)[0])
 app = App(name="manifest", help="Read videos and captions of a dataset into the manifest.", group_parameters=OPTIONS)
 
 
-ADAPTERS = (
+_ADAPTERS = (
     Adapter(
         "folder",
-        "folder:read_folder",
+        "clipmill.manifests.adapters.folder:read_folder",
         "captions",
         """Read all video files in a folder, with an optional caption table.
 
@@ -77,7 +78,7 @@ ADAPTERS = (
     ),
     Adapter(
         "vatex",
-        "vatex:read_vatex",
+        "clipmill.manifests.adapters.vatex:read_vatex",
         "annotations",
         """Read VATEX: clips with ten English captions each.
 
@@ -91,7 +92,7 @@ ADAPTERS = (
     ),
     Adapter(
         "ego4d",
-        "ego4d:read_ego4d",
+        "clipmill.manifests.adapters.ego4d:read_ego4d",
         "annotations",
         """Read Ego4D narrations: narration.json, or the pickled lists of AVION and LaViLa.
 
@@ -107,6 +108,13 @@ ADAPTERS = (
         """,
     ),
     *DATASETS,
+)
+ADAPTERS = Parts(
+    "adapter",
+    group="adapters",
+    kind=Adapter,
+    own={adapter.name: adapter for adapter in _ADAPTERS},
+    taken=("captions", "synthetic"),
 )
 
 
@@ -129,7 +137,7 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
         dataset: Dataset = None,
         json: Json = False,
     ) -> None:
-        name = dataset or adapter.kind
+        name = dataset or adapter.name
 
         def read(tables: list[Path]) -> "Reading":
             from clipmill.manifests.store import known_files
@@ -154,7 +162,7 @@ def _with_annotations(adapter: Adapter) -> Callable[..., None]:
         dataset: Dataset = None,
         json: Json = False,
     ) -> None:
-        name = dataset or adapter.kind
+        name = dataset or adapter.name
         _write(
             lambda tables: adapter.read(directory, annotations=tables, dataset=name, skip=address_of(data)),
             annotations,
@@ -179,7 +187,7 @@ def _with_lists(adapter: Adapter) -> Callable[..., None]:
         dataset: Dataset = None,
         json: Json = False,
     ) -> None:
-        name = dataset or adapter.kind
+        name = dataset or adapter.name
         directory = folder_of(lists[0]) if videos is None else videos
         _write(
             lambda tables: adapter.read(tables, videos=directory, dataset=name, skip=address_of(data)),
@@ -194,10 +202,10 @@ def _with_lists(adapter: Adapter) -> Callable[..., None]:
 
 
 _COMMANDS = {"captions": _with_captions, "annotations": _with_annotations, "lists": _with_lists}
-for _adapter in ADAPTERS:
+for _adapter in ADAPTERS.working():
     _command = _COMMANDS[_adapter.takes](_adapter)
     _command.__doc__ = _adapter.text
-    app.command(_command, name=_adapter.kind)
+    app.command(_command, name=_adapter.name)
 
 
 @app.command

@@ -15,6 +15,7 @@ from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_videos
 from clipmill.train.config.clips import ClipSettings
+from clipmill.train.config.fields import NamedPart, named_parts
 from clipmill.train.config.training import ParallelSettings
 from clipmill.train.config.tuning import frozen_at_random
 from clipmill.train.data.inputs import Mixture, first_of, open_folder
@@ -28,6 +29,7 @@ from clipmill.train.engine.clip_task import describe_parameters
 from clipmill.train.engine.loop import check_batch, train
 from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
 from clipmill.train.engine.task import check_stages
+from clipmill.train.registry import TASKS
 from clipmill.train.report.results import initial_weights, write_page
 from clipmill.train.run.checkpoint import latest_checkpoint
 from clipmill.train.run.checkpoint_writer import recover
@@ -42,6 +44,7 @@ from clipmill.train.run.folder import (
     sweep,
     versions,
 )
+from clipmill.train.run.packages import PACKAGES_FACT, packages_of
 from clipmill.train.run.shared_folder import require_shared, wait_for_files
 from clipmill.train.run.tracking import Progress, check_tracking
 from clipmill.train.spec import TaskSpec
@@ -142,8 +145,10 @@ def _train(
     for name, one in about.get("evaluations", {}).items():
         parts = [f"split {one['split']!r} of {one['shards']}", one["data"], one["variant"], one.get("protocol", "")]
         progress.say(f"evaluation {name}: {'; '.join(filter(None, parts))}")
+    packages = packages_of([NamedPart("", TASKS, spec.name), *named_parts(settings)])
     facts = {
         "task": spec.name,
+        **({PACKAGES_FACT: packages} if packages else {}),
         "processes": _processes(settings.parallel, world),
         "attention": f"{attention.name} ({attention.reason})",
         "attention_kernels": kernels_fact(attention, settings, device=device, products=precision.products),

@@ -26,7 +26,7 @@ from clipmill.manifests.publish import publish_bytes
 from clipmill.manifests.storage.objects import ObjectInfo, Objects
 from clipmill.manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
 from clipmill.manifests.table_files import CAPTIONS_FILE, MAPPED_FILES, VIDEOS_FILE, describe, staged_path
-from clipmill.shards.chunk_table import MEMBERS, missing_parts, shards_to_merge, update_chunk_table
+from clipmill.shards.chunk_table import has_chunk_table, missing_parts, shards_to_merge, update_chunk_table
 from clipmill.shards.commit_table import commit_folders, confirm, open_commit_table
 from clipmill.shards.commits import Commit, commit_bytes, commits_in
 from clipmill.shards.contents import listed_contents
@@ -306,7 +306,7 @@ def _is_record(info: ObjectInfo, commit: Commit) -> bool:
 
 def _missing_parts(variant: Variant) -> list[str]:
     """The files of the merged table that are not up to date, relative to the variant's folder."""
-    if variant.directory.parent.name in MEMBERS:
+    if has_chunk_table(variant.directory.parent.name):
         return missing_parts(variant)
     return [] if score_table_problem(variant) is None else [CHUNKS_FILE]
 

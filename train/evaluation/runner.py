@@ -26,6 +26,7 @@ from clipmill.train.evaluation.tables import marked
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape
 from clipmill.train.run.folder import RunFolder, data_facts, read_object, result_name
+from clipmill.train.run.packages import require_parts
 from clipmill.train.spec import EvaluationSpec, TaskSpec
 from clipmill.train.weights.loading import load_whole
 from clipmill.train.weights.sources import Say, Source, open_run_weights
@@ -135,6 +136,7 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
         UserError: there is no checkpoint, or it does not fit this machine, the run's settings or the overrides.
     """
     trained_with: ClipSettings = load_settings(run.settings, spec.settings)
+    require_parts(trained_with.towers, run)
     trained = open_trained_run(
         run, replace(trained_with, device=use.device or trained_with.device), checkpoint=use.checkpoint
     )

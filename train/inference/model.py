@@ -34,7 +34,7 @@ from clipmill.train.evaluation.use import Use
 from clipmill.train.models.captioner import VideoTower
 from clipmill.train.models.dual_encoder import DualEncoder
 from clipmill.train.models.text import load_tokenizer
-from clipmill.train.registry import task_named, task_names
+from clipmill.train.registry import task_named, tasks
 from clipmill.train.spec import TaskSpec
 
 Clips = Batch | torch.Tensor | NDArray[np.uint8] | NDArray[np.float32]
@@ -201,7 +201,7 @@ _TEXTS_HINT = 'give a list of strings, such as ["a dog catches a frisbee"]'
 
 def tasks_where(holds: Callable[[TaskSpec], bool] = lambda spec: True) -> Tasks:
     """The tasks of which something holds; all by default."""
-    return {name: partial(task_named, name) for name in task_names() if holds(task_named(name))}
+    return {task.name: partial(task_named, task.name) for task in tasks() if holds(task)}
 
 
 def load_model(
