@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from clipmill.manifests.plugins import UnusablePart
+
 if TYPE_CHECKING:
     from cyclopts import App, Group
     from cyclopts.argument import Argument, ArgumentCollection
@@ -136,7 +138,14 @@ def _command_lines(found: CommandHelp, name: str) -> Iterator[str]:
 
 def _commands(group: "App") -> list[tuple[str, str]]:
     """Return the names of a group's commands, with the summary of each."""
-    return [(name, _paragraphs(group[name])[0]) for name in group if not name.startswith("-")]
+    return [(name, _summary(group, name)) for name in group if not name.startswith("-")]
+
+
+def _summary(group: "App", name: str) -> str:
+    try:
+        return _paragraphs(group[name])[0]
+    except UnusablePart:
+        return "Cannot be used; the command says why."
 
 
 def _paragraph_lines(paragraphs: Sequence[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The merged tables of `video`, `latents` and `text`: what training needs of every sample to open a variant.
+"""The merged tables of `video`, `latents`, `text` and columns with fields of other packages: what opening them needs.
 
 A table has a part for each folder of shards (clipmill.shards.format): `chunks.arrow` in that folder, made of the
 indexes of its up to 1,000 shards, in the order of shards and rows. A part depends on nothing but the commits of its
@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import make_folder, remove
 from clipmill.manifests.storage.mirrors import is_away
-from clipmill.shards.columns import COLUMNS, VIDEO, has_chunk_table
+from clipmill.shards.column_fields import COLUMN_FIELDS
+from clipmill.shards.columns import COLUMNS, VIDEO
 from clipmill.shards.damage import Damaged, DamagedIndex
 from clipmill.shards.format import FORMAT_VERSION, INDEX_FIELDS, folders_in
+from clipmill.shards.index import extensions_of
 from clipmill.shards.merged_table import (
     CHUNKS_FILE,
     DamagedTable,
@@ -98,6 +100,11 @@ def chunk_table_problem(variant: Variant) -> str | None:
     except (DamagedTable, OSError) as error:
         return str(error)
     return None
+
+
+def has_chunk_table(column: str) -> bool:
+    """Return True if a column has merged tables of this kind."""
+    return bool(COLUMNS[column].members) if column in COLUMNS else column in COLUMN_FIELDS
 
 
 def update_chunk_table(variant: Variant, *, column: str) -> bool:
@@ -247,18 +254,25 @@ def _parts(variant: Variant) -> list[_Part]:
 
 def _schema(column: str) -> pa.Schema:
     """The columns of a table while it is made, with plain texts."""
+    return pa.schema({"video_id": _TEXT, **_merged(column), **_OF_MEMBER, **_PLACE})
+
+
+def _merged(column: str) -> Mapping[str, pa.DataType]:
+    """The fields of an index that the table has too."""
+    if column not in COLUMNS:
+        return {"start_ms": pa.int64(), **COLUMN_FIELDS[column].fields}
     types = {field.name: field.type for field in INDEX_FIELDS[column]}
-    merged = {name: types[name] for name in COLUMNS[column].merged}
-    return pa.schema({"video_id": _TEXT, **merged, **_OF_MEMBER, **_PLACE})
+    return {name: types[name] for name in COLUMNS[column].merged}
 
 
 def _rows_of(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[pa.Table, str]:
     """Return the rows of a shard, and the extension of their member."""
-    index, members = shard.index, COLUMNS[column].members
-    member = next((one for one in members if f"{one}_offset" in index.column_names), None)
-    wanted = {"video_id", *COLUMNS[column].merged}
+    index = shard.index
+    known = COLUMNS[column].members if column in COLUMNS else extensions_of(index)
+    member = next((one for one in known if f"{one}_offset" in index.column_names), None)
+    wanted = {"video_id", *_merged(column)}
     if member is None or (missing := wanted.difference(index.column_names)):
-        what = f"member {members[0]}" if member is None else ", ".join(sorted(missing))
+        what = f"member {known[0]}" if member is None else ", ".join(sorted(missing))
         raise DamagedIndex(shard.index_path, f"not an index of {column}: it has no {what}")
     rows = np.arange(index.num_rows, dtype=np.int32)
     renamed = index.rename_columns([name.removeprefix(f"{member}_") for name in index.column_names])

@@ -1,6 +1,6 @@
 """The columns that clipmill defines, one row each: the command that makes one, and what its merged table has.
 
-An extension's column has no row: `prep NAME` makes it, and it has no merged table.
+The column of another package has no row: `prep NAME` makes it, and clipmill.shards.column_fields has its fields.
 """
 
 import shlex
@@ -55,11 +55,6 @@ COLUMNS = {
 def command_for(column: str) -> str:
     """Return the command of `prep` that makes `column`."""
     return COLUMNS[column].command if column in COLUMNS else column
-
-
-def has_chunk_table(column: str) -> bool:
-    """Return True if the samples of a column are in merged tables (clipmill.shards.chunk_table)."""
-    return column in COLUMNS and bool(COLUMNS[column].members)
 
 
 def how_to_make(column: str, data_dir: Path | str) -> str:

@@ -91,10 +91,8 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
             commits, or damaged.
     """
     variant = Variant.open(data_dir, column=SCORES).whole()
+    require_current_chunks(variant, data_dir)
     hint = f"run {how_to_make(SCORES, data_dir)}"
-    made_of, video = variant.recipe.get(VIDEO), current_variant(data_dir, VIDEO)
-    if made_of is not None and made_of != video:
-        raise UserError(f"the scores are of the chunks of {made_of}, and {video} is the current variant", hint=hint)
     path = variant.directory / CHUNKS_FILE
     try:
         table = _read_table(path, columns=columns, hint=hint)
@@ -103,6 +101,17 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
     if not is_table_of(table, variant.commits):
         raise UserError(f"{path} is stale: {_STALE}", hint=hint)
     return Scores(table, variant)
+
+
+def require_current_chunks(variant: Variant, data_dir: Path) -> None:
+    """Raise a UserError if a variant was made from another variant of `video` than the current one."""
+    column, made_of = variant.directory.parent.name, variant.recipe.get(VIDEO)
+    video = current_variant(data_dir, VIDEO)
+    if made_of is not None and made_of != video:
+        raise UserError(
+            f"the {column} are of the chunks of {made_of}, and {video} is the current variant",
+            hint=f"run {how_to_make(column, data_dir)}",
+        )
 
 
 def has_score_table(variant: Variant) -> bool:

@@ -10,18 +10,20 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_videos
 from clipmill.shards.chunk_table import read_chunk_rows
-from clipmill.shards.columns import SCORES, VIDEO, how_to_make, how_to_repair
+from clipmill.shards.columns import SCORES, how_to_make, how_to_repair
 from clipmill.shards.damage import Damaged
 from clipmill.shards.moments import Moments
 from clipmill.shards.reader import Variant
-from clipmill.shards.scores import open_scores
+from clipmill.shards.scores import open_scores, require_current_chunks
 from clipmill.shards.where import Where
 
 _OF_VIDEOS = ("dataset", "split", "num_captions")
 _OF_CHUNKS = ("duration_s", "width", "height")
+_TIMES = ("num_frames", "fps_num", "fps_den")
 _OF_CAPTIONS = ("text", "source", "likelihood")
 
 
@@ -37,13 +39,13 @@ def selected_chunks(
         start_ms: [chunks], its start.
 
     Raises:
-        UserError: it uses scores, and there are none, or some of these chunks have none.
+        UserError: it uses scores or another column, and there are none, or some of these chunks have none.
     """
     wanted = where.columns
     columns = _of_videos(wanted, data_dir, video_ids=video_ids, video_row=video_row)
     columns["start_ms"] = pa.array(start_ms)
     if of_chunks := wanted.intersection(_OF_CHUNKS):
-        chunks = _chunk_fields(data_dir)
+        chunks = _with_duration(_rows_of(Variant.open(data_dir).whole(), [*_TIMES, "width", "height"]))
         rows = find_chunks(chunks, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
         if num_missing := int((rows < 0).sum()):
             raise UserError(
@@ -52,17 +54,30 @@ def selected_chunks(
                 hint=f"see prep status --data {shlex.quote(str(data_dir))}",
             )
         columns |= {name: _taken(chunks[name], rows) for name in of_chunks}
-    if where.uses_scores:
-        of_scores = wanted.difference(columns)
-        scores = open_scores(data_dir, columns={"video_id", "start_ms", *of_scores}).table
-        rows = find_chunks(scores, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
-        if num_missing := int((rows < 0).sum()):
+    for column, names in where.stored_in.items():
+        table, failed = _stored(data_dir, column, names)
+        rows = find_chunks(table, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
+        missing = np.flatnonzero(rows < 0)
+        if failed:  # the values of those are unknown
+            keys = [chunk_key(video_ids[int(video_row[one])].as_py(), int(start_ms[one])) for one in missing]
+            missing = missing[[key not in failed for key in keys]]
+        if len(missing):
             raise UserError(
-                f"--where uses scores, and {counted(num_missing, 'chunk')} of {len(rows):,} have none",
-                hint=f"run {how_to_make(SCORES, data_dir)}, or leave scores out of --where",
+                f"--where uses {column}, and {counted(len(missing), 'chunk')} of {len(rows):,} have none",
+                hint=f"run {how_to_make(column, data_dir)}, or leave {column} out of --where",
             )
-        columns |= {name: _taken(scores[name], rows) for name in of_scores}
+        columns |= {name: _taken(table[name], rows) for name in names}
     return where.mask(pa.table(columns))
+
+
+def _stored(data_dir: Path, column: str, names: Collection[str]) -> tuple[pa.Table, frozenset[str]]:
+    """The rows of a column with these names, and the keys of the chunks that failed and have no row."""
+    if column == SCORES:
+        return open_scores(data_dir, columns={"video_id", "start_ms", *names}).table, frozenset()
+    variant = Variant.open(data_dir, column=column).whole()
+    require_current_chunks(variant, data_dir)
+    failures = (failure for commit in variant.commits.values() for failure in commit.failures)
+    return _rows_of(variant, sorted(names)), frozenset(failure.key for failure in failures if failure.key)
 
 
 def selected_captions(
@@ -118,21 +133,22 @@ def _of_videos(
     return columns
 
 
-def _chunk_fields(data_dir: Path) -> pa.Table:
-    """Duration and size of the chunks of the current variant of `video`."""
-    names = ["video_id", "start_ms", "num_frames", "fps_num", "fps_den", "width", "height"]
-    variant = Variant.open(data_dir).whole()
+def _rows_of(variant: Variant, names: Collection[str]) -> pa.Table:
+    """`video_id` (a dictionary), `start_ms` and these fields of the chunks of a variant."""
+    column = variant.directory.parent.name
     try:
-        rows = read_chunk_rows(variant, columns=names)
+        rows = read_chunk_rows(variant, columns=["video_id", "start_ms", *names])
     except (Damaged, OSError) as error:
-        raise UserError(str(error), hint=how_to_repair(VIDEO, what="the table or the shard")) from error
-    found = rows.table
-    num_frames, fps_num, fps_den = (found[name].to_numpy() for name in ("num_frames", "fps_num", "fps_den"))
+        hint = how_to_repair(column, what="the table or the shard")
+        raise UserError(str(error), hint=hint) from error
     entries, codes = rows.coded("video_id")
     coded = pa.DictionaryArray.from_arrays(pa.array(codes), entries)
-    duration_s = pa.array(num_frames.astype(np.int64) * fps_den / fps_num)
-    place = found.column_names.index("video_id")
-    return found.set_column(place, "video_id", coded).append_column("duration_s", duration_s)
+    return rows.table.set_column(0, "video_id", coded)
+
+
+def _with_duration(chunks: pa.Table) -> pa.Table:
+    num_frames, fps_num, fps_den = (chunks[name].to_numpy() for name in _TIMES)
+    return chunks.append_column("duration_s", pa.array(num_frames.astype(np.int64) * fps_den / fps_num))
 
 
 def find_chunks(
@@ -157,4 +173,4 @@ def find_chunks(
 
 def _taken(column: pa.ChunkedArray, rows: NDArray[np.int64]) -> pa.Array | pa.ChunkedArray:
     is_whole = len(rows) == len(column) and bool((np.diff(rows) == 1).all())
-    return column if is_whole else column.take(pa.array(rows))
+    return column if is_whole else column.take(pa.array(rows, mask=rows < 0))

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -9,6 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
+from clipmill.shards.column_fields import COLUMN_FIELDS, is_number
 from clipmill.shards.expressions import Condition, Kind, connect, parse_conditions, refused
 from clipmill.shards.score_fields import NUMBERS
 
@@ -19,17 +21,21 @@ Level = Literal["chunk", "video", "caption"]
 
 @dataclass(frozen=True)
 class Field:
-    """A name of the language; `column` is the column of a table that its values come from, by `sql`."""
+    """A name of the language; `column` is the column of a table that its values come from, by `sql`.
+
+    `stored_in` is the column of the data folder whose rows have it, for those that `prep chunk` does not make.
+    """
 
     kind: Kind
     level: Level
     column: str
     sql: str = ""
+    stored_in: str = ""
 
 
 FIELDS: dict[str, Field] = {
-    **{name: Field("number", "chunk", name) for name in NUMBERS},
-    "duplicate": Field("condition", "chunk", "duplicate_of", "duplicate_of >= 0"),
+    **{name: Field("number", "chunk", name, stored_in="scores") for name in NUMBERS},
+    "duplicate": Field("condition", "chunk", "duplicate_of", "duplicate_of >= 0", stored_in="scores"),
     "begin_s": Field("number", "chunk", "start_ms", "start_ms / 1000"),
     **{name: Field("number", "chunk", name) for name in ("duration_s", "width", "height")},
     "video": Field("text", "video", "video_id"),
@@ -41,7 +47,23 @@ FIELDS: dict[str, Field] = {
     "source": Field("text", "caption", "source"),
     "likelihood": Field("number", "caption", "likelihood"),
 }
-_KINDS: dict[str, Kind] = {name: field.kind for name, field in FIELDS.items()}
+
+
+@cache
+def known_fields() -> dict[str, Field]:
+    """All names of the language: `FIELDS`, and those of the columns of installed packages."""
+    of_columns = {
+        name: Field(_kind_of(kind), "chunk", name, stored_in=column.name)
+        for column in COLUMN_FIELDS.working()
+        for name, kind in column.fields.items()
+    }
+    return FIELDS | {name: field for name, field in of_columns.items() if name not in FIELDS}
+
+
+def _kind_of(kind: pa.DataType) -> Kind:
+    if is_number(kind):
+        return "number"
+    return "text" if pa.types.is_string(kind) else "condition"
 
 
 @dataclass(frozen=True)
@@ -63,12 +85,16 @@ class Where:
     @property
     def columns(self) -> frozenset[str]:
         """The columns that `mask` needs."""
-        return frozenset(FIELDS[name].column for name in self.names)
+        return frozenset(known_fields()[name].column for name in self.names)
 
     @property
-    def uses_scores(self) -> bool:
-        """Whether it needs the scores of the chunks."""
-        return not self.names.isdisjoint((*NUMBERS, "duplicate"))
+    def stored_in(self) -> dict[str, set[str]]:
+        """The columns of the data folder that it needs besides `video`, such as `scores`, and what it needs of each."""
+        found: dict[str, set[str]] = {}
+        for field in (known_fields()[name] for name in sorted(self.names)):
+            if field.stored_in:
+                found.setdefault(field.stored_in, set()).add(field.column)
+        return found
 
     def mask(self, table: pa.Table) -> NDArray[np.bool_]:
         """bool [rows], True where all conditions hold; one that is unknown does not.
@@ -81,7 +107,8 @@ class Where:
         """
         import duckdb
 
-        fields = ", ".join(f'{FIELDS[name].sql or FIELDS[name].column} as "{name}"' for name in sorted(self.names))
+        used = {name: known_fields()[name] for name in sorted(self.names)}
+        fields = ", ".join(f'{field.sql or field.column} as "{name}"' for name, field in used.items())
         conditions = " and ".join(condition.sql for condition in self.conditions)
         with connect() as database:
             database.register("rows", table.select(sorted(self.columns) or table.column_names[:1]))
@@ -102,7 +129,7 @@ class Where:
         of_captions: list[Condition] = []
         for condition in self.conditions:
             chunk, caption = (
-                sorted(name for name in condition.names if FIELDS[name].level == level)
+                sorted(name for name in condition.names if known_fields()[name].level == level)
                 for level in ("chunk", "caption")
             )
             if chunk and caption:
@@ -116,8 +143,9 @@ class Where:
 
     def require(self, levels: Collection[Level], *, because: str) -> None:
         """Raise a UserError if it uses names of other levels than `levels`."""
-        if other := sorted(name for name in self.names if FIELDS[name].level not in levels):
-            known = ", ".join(name for name, field in FIELDS.items() if field.level in levels)
+        fields = known_fields()
+        if other := sorted(name for name in self.names if fields[name].level not in levels):
+            known = ", ".join(name for name, field in fields.items() if field.level in levels)
             raise UserError(f"{_FLAG} uses {', '.join(other)}, but {because}", hint=f"use one of {known}")
 
     def _part(self, conditions: list[Condition]) -> "Where | None":
@@ -136,4 +164,5 @@ def parse_where(text: str) -> Where:
     if not isinstance(text, str):
         raise UserError(f"{_FLAG} is {text!r}, not a text", hint="write a condition, such as 'motion > 0.2'")
     text = text.strip()
-    return Where(text, tuple(parse_conditions(text, fields=_KINDS, flag=_FLAG)))
+    kinds = {name: field.kind for name, field in known_fields().items()}
+    return Where(text, tuple(parse_conditions(text, fields=kinds, flag=_FLAG)))

@@ -1,11 +1,15 @@
 """Command lines that are run one after another in one program, so that its imports are paid for once."""
 
 import contextlib
+import importlib
 import io
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from tests.conftest import ROOT
 
@@ -27,10 +31,16 @@ def serve(name: str, main: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def served(module: str) -> Iterator[Commands]:
-    """Start `python -m MODULE --commands`, which calls `serve`; run command lines in it."""
-    program = [sys.executable, "-m", module, "--commands"]
-    with subprocess.Popen(program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+def served(name: str, *, python: str = sys.executable, **environment: str) -> Iterator[Commands]:
+    """Start `prep` or `train` in an environment; run command lines in it."""
+    with subprocess.Popen(
+        [python, "-m", "tests.served", name],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         commands, answers = process.stdin, process.stdout
 
@@ -41,3 +51,10 @@ def served(module: str) -> Iterator[Commands]:
 
         yield run
         commands.close()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "prep":
+        engine: Any = importlib.import_module("clipmill.prep.engines.processes")
+        engine._CONTEXT = multiprocessing.get_context("fork")  # workers without imports of their own
+    serve(sys.argv[1], importlib.import_module(f"clipmill.{sys.argv[1]}.cli").main)

@@ -1,8 +1,9 @@
 """Kinds of datasets that `prep manifest` reads; `DATASETS` lists those of video-text retrieval and action classes."""
 
-import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from clipmill.manifests.imported import imported
 
 if TYPE_CHECKING:
     from clipmill.manifests.adapters.reading import Reading
@@ -13,31 +14,28 @@ class Adapter:
     """A kind of dataset.
 
     Attributes:
-        kind: name of the command, and default name of the dataset.
-        reader: `module:function` of its reader in `clipmill.manifests.adapters`.
+        name: of the command, and default name of the dataset.
+        reader: import path `package.module:function` of its reader, which returns a `Reading`.
         takes: input of the reader: "captions" for a folder of videos and one table of captions, "annotations" for a
             folder of videos and annotation files, "lists" for lists of clips.
         text: help text of the command and its parameters.
     """
 
-    kind: str
+    name: str
     reader: str
     takes: Literal["captions", "annotations", "lists"]
     text: str
 
     def read(self, *arguments: Any, **options: Any) -> "Reading":
         """Call the reader."""
-        module, _, function = self.reader.partition(":")
-        found: Reading = getattr(importlib.import_module(f"clipmill.manifests.adapters.{module}"), function)(
-            *arguments, **options
-        )
+        found: Reading = imported(self.reader)(*arguments, **options)
         return found
 
 
 DATASETS = (
     Adapter(
         "epic-kitchens",
-        "epic_kitchens:read_epic_kitchens",
+        "clipmill.manifests.adapters.epic_kitchens:read_epic_kitchens",
         "annotations",
         """Read EPIC-KITCHENS-100: narrated actions with verb and noun classes.
 
@@ -51,7 +49,7 @@ DATASETS = (
     ),
     Adapter(
         "kinetics",
-        "kinetics:read_kinetics",
+        "clipmill.manifests.adapters.kinetics:read_kinetics",
         "lists",
         """Read Kinetics, or any lists of clips with one class each.
 
@@ -66,7 +64,7 @@ DATASETS = (
     ),
     Adapter(
         "msrvtt",
-        "msrvtt:read_msrvtt",
+        "clipmill.manifests.adapters.msrvtt:read_msrvtt",
         "annotations",
         """Read MSR-VTT: clips with about twenty captions each.
 
@@ -83,7 +81,7 @@ DATASETS = (
     ),
     Adapter(
         "didemo",
-        "didemo:read_didemo",
+        "clipmill.manifests.adapters.didemo:read_didemo",
         "annotations",
         """Read DiDeMo: descriptions of moments in videos.
 
@@ -100,7 +98,7 @@ DATASETS = (
     ),
     Adapter(
         "activitynet",
-        "activitynet:read_activitynet",
+        "clipmill.manifests.adapters.activitynet:read_activitynet",
         "annotations",
         """Read ActivityNet Captions: videos described by several sentences with times.
 
@@ -116,7 +114,7 @@ DATASETS = (
     ),
     Adapter(
         "ssv2",
-        "something_something:read_something_something",
+        "clipmill.manifests.adapters.something_something:read_something_something",
         "annotations",
         """Read Something-Something v2: captions, and one of 174 classes per clip.
 

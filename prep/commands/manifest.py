@@ -1,7 +1,7 @@
 """`prep manifest KIND`: the commands that read datasets into the manifest, one per kind of dataset.
 
-`ADAPTERS` lists the kinds: each entry has the reader, its parameters and the help text. To add a kind of dataset,
-write a reader in `manifests/adapters/` and add an entry here.
+`ADAPTERS` has the kinds: each entry has the reader, its parameters and the help text. To add a kind of dataset, write a
+reader in `manifests/adapters/` and add an entry here, or declare it in a package of your own (docs/plugins.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from cyclopts import App, Parameter, Token
 
 from clipmill.manifests.data_location import address_of
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.plugins import Parts
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.storage.urls import folder_of, place_of
@@ -59,10 +60,10 @@ ONE_PLACE = Parameter(converter=lambda _type, tokens: _places(tokens)[0])
 app = App(name="manifest", help="Read videos and captions of a dataset into the manifest.", group_parameters=OPTIONS)
 
 
-ADAPTERS = (
+_ADAPTERS = (
     Adapter(
         "folder",
-        "folder:read_folder",
+        "clipmill.manifests.adapters.folder:read_folder",
         "captions",
         """Read all video files in a folder, with an optional caption table.
 
@@ -85,7 +86,7 @@ ADAPTERS = (
     ),
     Adapter(
         "vatex",
-        "vatex:read_vatex",
+        "clipmill.manifests.adapters.vatex:read_vatex",
         "annotations",
         """Read VATEX: clips with ten English captions each.
 
@@ -99,7 +100,7 @@ ADAPTERS = (
     ),
     Adapter(
         "ego4d",
-        "ego4d:read_ego4d",
+        "clipmill.manifests.adapters.ego4d:read_ego4d",
         "annotations",
         """Read Ego4D narrations: the official JSON files, or the pickled lists of AVION and LaViLa.
 
@@ -116,6 +117,13 @@ ADAPTERS = (
         """,
     ),
     *DATASETS,
+)
+ADAPTERS = Parts(
+    "adapter",
+    group="adapters",
+    kind=Adapter,
+    own={adapter.name: adapter for adapter in _ADAPTERS},
+    taken=("captions", "synthetic"),
 )
 
 
@@ -141,7 +149,7 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
         yes: Yes = False,
         json: Json = False,
     ) -> None:
-        name = dataset or adapter.kind
+        name = dataset or adapter.name
 
         def read(tables: list[Path]) -> "Reading":
             from clipmill.manifests.store import known_files
@@ -168,7 +176,7 @@ def _with_annotations(adapter: Adapter) -> Callable[..., None]:
         yes: Yes = False,
         json: Json = False,
     ) -> None:
-        name = dataset or adapter.kind
+        name = dataset or adapter.name
         write_dataset(
             lambda tables: adapter.read(directory, annotations=tables, dataset=name, skip=address_of(data)),
             annotations,
@@ -191,7 +199,7 @@ def _with_lists(adapter: Adapter) -> Callable[..., None]:
         yes: Yes = False,
         json: Json = False,
     ) -> None:
-        name = dataset or adapter.kind
+        name = dataset or adapter.name
         directory = folder_of(lists[0]) if videos is None else videos
         write_dataset(
             lambda tables: adapter.read(tables, videos=directory, dataset=name, skip=address_of(data)),
@@ -203,10 +211,10 @@ def _with_lists(adapter: Adapter) -> Callable[..., None]:
 
 
 _COMMANDS = {"captions": _with_captions, "annotations": _with_annotations, "lists": _with_lists}
-for _adapter in ADAPTERS:
+for _adapter in ADAPTERS.working():
     _command = _COMMANDS[_adapter.takes](_adapter)
     _command.__doc__ = _adapter.text
-    app.command(_command, name=_adapter.kind)
+    app.command(_command, name=_adapter.name)
 
 
 @app.command

@@ -58,6 +58,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/loading.md",
         "docs/models.md",
         "docs/losses.md",
+        "docs/plugins.md",
         "docs/optimizers.md",
         "docs/evaluation.md",
         "docs/classification.md",

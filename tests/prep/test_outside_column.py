@@ -1,4 +1,4 @@
-"""A column that clipmill does not know goes through every command (`tests/prep/brightness`)."""
+"""A column of another package goes through every command (`tests/plugin_example`)."""
 
 import os
 import secrets
@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clipmill_example.brightness.column import COLUMN
+from clipmill_example.brightness.work import measure
 
 from clipmill.manifests.imported import imported
 from clipmill.prep.core.column import DeepCode
-from clipmill.prep.registry import column_names, register
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 from tests.conftest import ROOT
-from tests.prep.brightness.column import COLUMN
-from tests.prep.brightness.work import PAUSE, measure
+from tests.plugins import example_installed
 from tests.prep.running import MARK, Process, Ran, contents, identities, processes, wait_until
 from tests.prep.sets import LEN, ShardSet, flip, rerun
 from tests.served import Commands, served
@@ -29,12 +29,18 @@ Prep = Callable[..., Ran]
 Make = Callable[..., dict[str, Any]]
 
 
-def start(*arguments: object, **environment: str) -> "subprocess.Popen[str]":
-    """`prep` with the column, as a program of its own; a Ray worker has to find the column too."""
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which the package is installed."""
+    return example_installed(tmp_path_factory.mktemp("installed"))
+
+
+def start(module: str, *arguments: object, **environment: str) -> "subprocess.Popen[str]":
+    """`prep` as a program of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.prep.brightness", *map(str, arguments)],
+        [sys.executable, "-m", module, *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", **environment},
+        env={**os.environ, "RAY_AUTH_MODE": "disabled", **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -43,9 +49,9 @@ def start(*arguments: object, **environment: str) -> "subprocess.Popen[str]":
 
 
 @pytest.fixture(scope="module")
-def program() -> Iterator[Commands]:
-    """Runs command lines in one program that has registered the column."""
-    with served("tests.prep.brightness") as commands:
+def program(installed: dict[str, str]) -> Iterator[Commands]:
+    """Runs command lines in one program."""
+    with served("prep", **installed) as commands:
         yield commands
 
 
@@ -185,18 +191,20 @@ def half_written(data: Path) -> list[str]:
     return [name for name in names if name.startswith(".tmp-") and name.endswith(".tar")]
 
 
-def test_a_killed_run_is_finished_by_ray_with_the_same_bytes(make: Make, tmp_path: Path, shard_set: ShardSet) -> None:
+def test_a_killed_run_is_finished_by_ray_with_the_same_bytes(
+    make: Make, installed: dict[str, str], tmp_path: Path, shard_set: ShardSet
+) -> None:
     mark, data = secrets.token_hex(8), tmp_path / "killed"
     shutil.copytree(shard_set.data, data)
     flags = ("brightness", "--data", data, "--workers", 1, "--json")
-    killed = start(*flags, "--engine", "processes", **{MARK: mark, PAUSE: "5"})
+    killed = start("tests.prep.slow_brightness", *flags, "--engine", "processes", **{MARK: mark}, **installed)
     wait_until(lambda: half_written(data) or killed.poll() is not None, seconds=120)
     killed.send_signal(signal.SIGKILL)
     assert killed.communicate(timeout=60) and killed.returncode == -signal.SIGKILL, "it ended by itself"
     wait_until(lambda: not any(is_worker(process) for process in processes(mark)))
     assert not list(data.glob("brightness/*/commits/*.json"))
     assert current_variant(data, "brightness") is not None  # the first variant can be read while it grows
-    again = start(*flags, **{MARK: mark})
+    again = start("clipmill.prep.cli", *flags, **{MARK: mark}, **installed)
     stdout, stderr = again.communicate(timeout=240)
     assert again.returncode == 0, stderr
     summary = Ran(0, stdout, stderr).summary
@@ -219,12 +227,3 @@ def test_a_damaged_dataset_json_forgets_no_column(make: Make, prep: Prep, shard_
     (shard_set.data / "dataset.json").write_text("{}")
     rerun(prep, shard_set, *LEN)
     assert current_variant(shard_set.data, "brightness") == variant
-
-
-def test_a_name_that_is_taken_is_refused() -> None:
-    assert column_names() == ("video", "latents", "text", "scores")
-    with pytest.raises(ValueError, match="is taken"):
-        register(COLUMN.__class__(**{**vars(COLUMN), "name": "text"}))
-    with pytest.raises(ValueError, match="cannot be a column name"):
-        register(COLUMN.__class__(**{**vars(COLUMN), "name": "15s"}))
-    assert column_names() == ("video", "latents", "text", "scores")

@@ -240,7 +240,7 @@ def test_conditions_are_told_apart_by_what_they_are_about() -> None:
     assert of_chunks is not None and of_captions is not None
     assert of_chunks.names == {"motion", "split"}
     assert of_captions.names == {"words", "source", "video", "text"}
-    assert of_chunks.uses_scores and not of_captions.uses_scores
+    assert set(of_chunks.stored_in) == {"scores"} and not of_captions.stored_in
     assert parse_where("cuts == 0").by_level()[1] is None
     with pytest.raises(UserError, match=r"fields of chunks \(motion\) and of captions \(words\)"):
         parse_where("motion > 0.2 or words > 2").by_level()

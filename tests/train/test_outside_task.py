@@ -1,4 +1,4 @@
-"""A fifth task, from outside of the package: it trains, evaluates, resumes, is reported and exported."""
+"""A task of another package (`tests/plugin_example`): it trains, evaluates, resumes, is reported and exported."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from clipmill.train.run.checkpoint import read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
+from tests.plugins import example_installed
 from tests.served import Commands, served
 from tests.train.running import SMALL
 
@@ -20,9 +21,9 @@ Trained = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def train() -> Iterator[Commands]:
-    """Runs a command line in a program that has registered the task: exit status, output, errors."""
-    with served("tests.train.frame_order") as run:
+def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    """Runs a command line in a program that finds the task installed: exit status, output, errors."""
+    with served("train", **example_installed(tmp_path_factory.mktemp("installed"))) as run:
         yield run
 
 

@@ -15,7 +15,7 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import FIRST_RUN
 from clipmill.train.config.places import require_places
 from clipmill.train.config.training import Strategy
-from clipmill.train.registry import DEFAULT, task_named, task_names
+from clipmill.train.registry import DEFAULT, task_named, tasks
 from clipmill.train.spec import TaskSpec
 
 
@@ -103,5 +103,5 @@ def _measure(
 
 bench = App(name="bench")
 bench.default(bench_command(DEFAULT))
-for _name in task_names():
-    bench.command(bench_command(_name), name=_name)
+for _task in tasks():
+    bench.command(bench_command(_task.name), name=_task.name)

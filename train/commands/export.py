@@ -11,7 +11,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.train.commands.training import docstring
 from clipmill.train.config.data import AS_TRAINED, Overrides, Weights
 from clipmill.train.config.places import require_named_weights
-from clipmill.train.registry import task_named, task_names, tasks_where
+from clipmill.train.registry import tasks, tasks_where
 from clipmill.train.run.folder import RunFolder, is_run
 from clipmill.train.spec import ExportRequest, take_tags
 
@@ -31,7 +31,7 @@ def export(
     )
 
 
-_FORMATS = [(name, form, opens) for name in task_names() for form, opens in task_named(name).formats.items()]
+_FORMATS = [(task.name, form, opens) for task in tasks() for form, opens in task.formats.items()]
 export.__doc__ = docstring(
     "Export the weights of a run, or convert other weights, as a folder for other libraries.\n\n"
     "Task, format, and what opens the folder OUT:\n\n" + "\n".join(f"    {a:12} {b:9} {c}" for a, b, c in _FORMATS),
@@ -82,7 +82,7 @@ def export_run(
     spec, task = opened.spec, opened.spec.name
     whose = f"{weights} is a run" if opened.run is not None else f"{weights} holds weights"
     if spec.export is None:
-        known = [name for name in task_names() if task_named(name).export is not None]
+        known = [known.name for known in tasks() if known.export is not None]
         raise UserError(
             f"{whose} of train {task}, which no format has a place for",
             hint=f"name a run or other weights of train {', '.join(known)}",

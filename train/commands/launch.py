@@ -15,6 +15,7 @@ from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_videos
 from clipmill.train.config.clips import ClipSettings
+from clipmill.train.config.fields import NamedPart, named_parts
 from clipmill.train.config.training import ParallelSettings
 from clipmill.train.config.tuning import frozen_at_random
 from clipmill.train.data.inputs import Mixture, first_of, open_folder
@@ -28,11 +29,13 @@ from clipmill.train.engine.clip_task import describe_parameters
 from clipmill.train.engine.loop import check_batch, train
 from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
 from clipmill.train.engine.task import check_stages
+from clipmill.train.registry import TASKS
 from clipmill.train.report.results import initial_weights, write_page
 from clipmill.train.run.checkpoint import latest_checkpoint
 from clipmill.train.run.checkpoint_writer import recover
 from clipmill.train.run.environment import machine, versions
 from clipmill.train.run.folder import Resume, RunFolder, create_run, find_run, read_lines, reopen_run, sweep
+from clipmill.train.run.packages import PACKAGES_FACT, packages_of
 from clipmill.train.run.shared_folder import require_shared, wait_for_files
 from clipmill.train.run.tracking import Progress, check_tracking
 from clipmill.train.spec import TaskSpec
@@ -134,8 +137,10 @@ def _train(
         parts = [f"split {one['split']!r} of {one['shards']}", one["data"], one["variant"], one.get("protocol", "")]
         parts.append(one.get("caution", ""))
         progress.say(f"evaluation {name}: {'; '.join(filter(None, parts))}")
+    packages = packages_of([NamedPart("", TASKS, spec.name), *named_parts(settings)])
     facts = {
         "task": spec.name,
+        **({PACKAGES_FACT: packages} if packages else {}),
         "processes": _processes(settings.parallel, world),
         "attention": f"{attention.name} ({attention.reason})",
         "attention_kernels": kernels_fact(attention, settings, device=device, products=precision.products),

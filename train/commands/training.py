@@ -21,12 +21,14 @@ from clipmill.train.config.fields import (
     flags_without_effect,
     mistakes,
     refuse,
+    unknown_parts,
 )
 from clipmill.train.config.files import load_settings, preset_path, presets_of, read_values, yaml_source
 from clipmill.train.config.places import require_places
 from clipmill.train.config.training import TrainingSettings, flat
 from clipmill.train.registry import DEFAULT, task_named, task_names
 from clipmill.train.run.folder import Resume, RunFolder
+from clipmill.train.run.packages import require_parts
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -56,7 +58,7 @@ def parse(app: "App", words: Sequence[str]) -> Callable[[], object]:
     for settings in bound.arguments.values():
         if isinstance(settings, Checked):
             found += flags_without_effect(settings, typed)
-            found += mistakes(settings)
+            found += [*mistakes(settings), *unknown_parts(settings)]
     refuse(found)
     return lambda: command(*bound.args, **bound.kwargs)
 
@@ -98,6 +100,7 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
         if (saved := RunFolder(out).settings).is_file():
             RunFolder(out).require_task(commands[-1])
             old = load_settings(saved, task_named(commands[-1]).settings)  # a damaged file is named with what to do
+            require_parts(old, RunFolder(out))
             _require_as_many(given("--shards"), old.folders, out=out)
             fill(saved)
 

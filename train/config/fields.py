@@ -22,6 +22,7 @@ from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError, UserErrors
 from clipmill.manifests.help_text import FIRST_RUN as FIRST_RUN  # --help shows these flags, --help-all shows all
+from clipmill.manifests.plugins import Parts
 
 # Groups of flags in the help, and what else a flag says to the command line. Lower positions come first.
 
@@ -117,9 +118,14 @@ class Needs(GoesWith):
 
 
 class Checked:
-    """Base of frozen dataclasses of settings: `prefix` of its flags, checks of its fields, rules about several."""
+    """Base of frozen dataclasses of settings: `prefix` of its flags, checks of its fields, rules about several.
+
+    `parts` are the fields that name a part, which another package may have. Their names are not checked when settings
+    are constructed: what a run was trained with is read, and its model used, without all of its packages.
+    """
 
     prefix: ClassVar[str] = ""
+    parts: ClassVar[Mapping[str, Parts[Any]]] = {}
 
     def __post_init__(self) -> None:
         if not _checks_are_deferred.get():
@@ -198,6 +204,33 @@ def _unmet(settings: Checked, name: str, needs: Needs) -> Iterator[UserError]:
             f"{settings.flag(name)} {getattr(settings, name)} does nothing with {other} {beside}",
             hint=f"use {other} {use}, or leave it out",
         )
+
+
+class NamedPart(NamedTuple):
+    """A part that settings name: by which flag, of which kind, and its name."""
+
+    flag: str
+    parts: Parts[Any]
+    name: str
+
+
+def named_parts(settings: Checked) -> Iterator[NamedPart]:
+    """Yields the parts that settings and their groups name."""
+    for said in _said_by(settings):
+        value = getattr(settings, said.name)
+        if isinstance(value, Checked):
+            yield from named_parts(value)
+        elif said.name in settings.parts and value is not None:
+            yield NamedPart(settings.flag(said.name), settings.parts[said.name], value)
+
+
+def unknown_parts(settings: Checked) -> Iterator[UserError]:
+    """Yields the mistakes of naming parts that there are not, or that cannot be used."""
+    for flag, parts, name in named_parts(settings):
+        if name not in parts:
+            yield parts.unknown(name, where=flag)
+        else:
+            yield from caught(parts.__getitem__, name)
 
 
 def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterator[UserError]:

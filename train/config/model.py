@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from cyclopts import Parameter
+
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, GoesWith, Range
+from clipmill.train.config.towers import TOWERS
 
 ModelName = Literal["tiny", "s16", "b32", "b16", "l16", "l14", "l14-336"]
 Activation = Literal["gelu", "quick_gelu"]
@@ -18,7 +21,10 @@ FormatChoice = Literal[
 PATCH_PX: dict[str, int] = {"tiny": 16, "s16": 16, "b32": 32, "b16": 16, "l16": 16, "l14": 14, "l14-336": 14}
 # A name that stands for one size of pictures.
 PICTURE_PX: dict[str, int] = {"l14-336": 336}
-_TUBELETS: dict[Kind, int] = {"clip": 1, "videomae": 2, "timesformer": 1}
+_KINDS = (
+    f"Architecture of the video tower (docs/models.md): {', '.join(TOWERS)}. "
+    "Default: that of --init.weights, else that of the task."
+)
 # What a tower of the kind videomae does not have, and the value that says so.
 _OF_CLIP_ALONE = {"embedding_width": None, "patch_dropout": 0.0}
 _WIDEST = 65_536
@@ -34,9 +40,9 @@ class Towers(Checked):
     """Architecture of the towers beyond their size, regularisation in training, and activation checkpointing."""
 
     prefix = "towers"
+    parts = {"kind": TOWERS}  # noqa: RUF012 - a ClassVar of the base
 
-    kind: Kind | None = None
-    """Architecture of the video tower (docs/models.md). Default: that of --init.weights, else that of the task."""
+    kind: Annotated[str | None, Parameter(help=_KINDS)] = None
     tubelet: Annotated[int | None, Range(least=1)] = None
     """Frames per patch (tubelet). Default: 1 for clip and timesformer, 2 for videomae."""
     width: Annotated[int | None, SIZE] = None
@@ -94,14 +100,15 @@ def of_clip_alone(towers: Towers, *, hint: str) -> Iterator[UserError]:
             yield UserError(f"{towers.flag(name)} is {value}, and a videomae tower has none", hint=hint)
 
 
-def kind_of(towers: Towers) -> Kind:
+def kind_of(towers: Towers) -> str:
     """The kind of a video tower, once it is known what weights it starts from."""
     return towers.kind or "clip"
 
 
 def tubelet_of(towers: Towers) -> int:
     """Frames of a cube of a video tower."""
-    return towers.tubelet or _TUBELETS[kind_of(towers)]
+    spec = TOWERS.usable(kind_of(towers))  # whose absence is reported where the tower is needed
+    return towers.tubelet or (1 if spec is None else spec.tubelet)
 
 
 def patch_px_of(model: ModelName, towers: Towers) -> int:

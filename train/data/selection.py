@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_table import caption_blocks
 from clipmill.manifests.store import open_captions
-from clipmill.shards.columns import SCORES, VIDEO
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
@@ -157,20 +157,22 @@ def selection_mark(where: str | None, data_dir: Path, *, tars: RemoteTars | None
     """What a selection depends on besides the chunks and the manifest; raises UserError as `parse_where` does.
 
     Args:
-        tars: of a remote data folder, whose scores are copied if they are used.
+        tars: of a remote data folder, whose scores or other columns are copied if they are used.
     """
     if where is None:
         return ("",)
     parsed = parse_where(where)
-    if parsed.uses_scores and tars is not None:
-        tars.files.copy_column(SCORES)
-    return parsed.text, current_variant(data_dir, VIDEO), _scores_mark(data_dir) if parsed.uses_scores else ()
+    columns = sorted(parsed.stored_in)
+    if tars is not None:
+        for column in columns:
+            tars.files.copy_column(column)
+    return parsed.text, current_variant(data_dir, VIDEO), *(_mark_of(data_dir, column) for column in columns)
 
 
-def _scores_mark(data_dir: Path) -> tuple[object, ...]:
-    """What scores depend on; reading them reports what is wrong with them."""
-    name = current_variant(data_dir, SCORES)
+def _mark_of(data_dir: Path, column: str) -> tuple[object, ...]:
+    """What the values of a column depend on; reading them reports what is wrong with them."""
+    name = current_variant(data_dir, column)
     if name is None:
         return ()
-    variant = Variant(variant_dir(data_dir, SCORES, name))
+    variant = Variant(variant_dir(data_dir, column, name))
     return merged_mark(variant.directory, variant.commits)

@@ -9,7 +9,7 @@ from torch import nn
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.model import kind_of
 from clipmill.train.models.captioner import VideoTower
-from clipmill.train.weights.conversion import MEANS, STDS
+from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, MEANS, STDS
 
 # Settings, besides tensors and kind of task, on which an output depends.
 _DECISIVE = ("num_frames", "sampling", "stride", "size_px", "input", "segment")
@@ -36,7 +36,7 @@ def identity_of(model: nn.Module, settings: ClipSettings, *, task: str) -> str:
 def normalisation_of(settings: ClipSettings) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Means and standard deviations by which pixels are normalised."""
     init, kind = settings.init, kind_of(settings.towers)
-    return init.pixel_mean or MEANS[kind], init.pixel_std or STDS[kind]
+    return init.pixel_mean or MEANS.get(kind, CLIP_MEAN), init.pixel_std or STDS.get(kind, CLIP_STD)
 
 
 def _unseen(model: nn.Module) -> dict[str, Any]:

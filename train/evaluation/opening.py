@@ -18,6 +18,7 @@ from clipmill.train.evaluation.runner import OpenedRun, open_for
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.run.folder import RunFolder, is_run, open_run
+from clipmill.train.run.packages import PACKAGES_FACT, require_parts
 from clipmill.train.spec import Adopted, Tasks, TaskSpec, take_tags
 from clipmill.train.weights.architecture import sized_as
 from clipmill.train.weights.files import has_weights
@@ -113,10 +114,13 @@ def task_of_run(run: RunFolder, tasks: Tasks, *, suited: Callable[[str], str] | 
 
 
 def _task_of(run: RunFolder, tasks: Tasks, *, whose: str, suited: Callable[[str], str] | None) -> TaskSpec:
-    task = str(run.read_facts().get("task", next(iter(tasks))))
+    facts = run.read_facts()
+    task = str(facts.get("task", next(iter(tasks))))
     if task not in tasks:
         wanted = ", ".join(tasks)
         hint = f"name a run or other weights of train {wanted}" if suited is None else suited(task)
+        if package := facts.get(PACKAGES_FACT, {}).get(f"task {task}"):
+            hint = f"train {task} is of the package {package}, which has to be installed; {hint}"
         raise UserError(f"{whose} of train {task}, not of train {wanted}", hint=hint)
     return tasks[task]()
 
@@ -127,6 +131,7 @@ def _recorded(
     """The settings that were exported with weights."""
     spec = _task_of(record, tasks, whose=f"{record.path.parent} holds weights", suited=suited)
     settings: ClipSettings = load_settings(record.settings, spec.settings)
+    require_parts(settings.towers, record)
     latents = record.read_facts().get("latents", {})
     size = sized_as(size_of(settings.model, settings.towers), source)
     shape = ModelShape(size=size, image_px=latents.get("side", settings.size_px))

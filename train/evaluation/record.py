@@ -23,6 +23,7 @@ from clipmill.train.engine.attention_choice import CHOICE_FACT
 from clipmill.train.evaluation.runner import OpenedRun
 from clipmill.train.run.checkpoint import file_facts
 from clipmill.train.run.folder import RunFolder, read_object
+from clipmill.train.run.packages import PACKAGES_FACT
 from clipmill.train.weights.exported import EXTRAS_FILE
 from clipmill.train.weights.files import weights_file
 
@@ -53,8 +54,9 @@ def write_record(folder: Path, opened: OpenedRun) -> None:
     defaults: TrainingSettings = type(settings)()
     init = Init(pixel_mean=settings.init.pixel_mean, pixel_std=settings.init.pixel_std)
     facts: dict[str, Any] = {"task": opened.spec.name, **opened.task.facts()}
-    # Which attention it was trained with: others round differently.
-    facts |= {name: value for name, value in opened.trained.facts.items() if name in ("attention", CHOICE_FACT)}
+    # Which attention it was trained with: others round differently. Which other packages its parts are of.
+    kept = ("attention", CHOICE_FACT, PACKAGES_FACT)
+    facts |= {name: value for name, value in opened.trained.facts.items() if name in kept}
     if settings.reads_latents:
         shape = opened.shape
         facts["latents"] = {"channels": shape.size.video.num_channels, "side": shape.image_px}

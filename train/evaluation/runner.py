@@ -27,6 +27,7 @@ from clipmill.train.evaluation.tables import marked
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape
 from clipmill.train.run.folder import RunFolder, read_object
+from clipmill.train.run.packages import require_parts
 from clipmill.train.run.result_names import data_facts, result_name
 from clipmill.train.spec import EvaluationSpec, TaskSpec
 from clipmill.train.weights.loading import load_whole
@@ -146,6 +147,7 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
         UserError: there is no checkpoint, or it does not fit this machine, the run's settings or the overrides.
     """
     trained_with: ClipSettings = load_settings(run.settings, spec.settings)
+    require_parts(trained_with.towers, run)
     checkpoint = use.checkpoint or run.require_checkpoint()
     trained = open_trained_run(
         run, replace(trained_with, device=use.device or trained_with.device), checkpoint=checkpoint

@@ -305,6 +305,7 @@ def build_contrast(
 
     Raises:
         KeyError: there is no loss of that kind.
+        UnusablePart: its package cannot be imported.
     """
     loss = LOSSES[settings.kind].load()
     objective: type[ContrastiveObjective] = loss if isinstance(loss, type) else AutogradObjective

@@ -1,14 +1,11 @@
-"""The contrastive losses that `--loss.kind` knows: one row each.
-
-A loss from outside of clipmill is a row too: a program of its own registers it and then becomes `train`
-(docs/losses.md, *Add a loss*).
-"""
+"""The contrastive losses that `--loss.kind` knows: those of clipmill, one row each, and those of installed packages."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from clipmill.manifests.imported import imported
+from clipmill.manifests.plugins import Parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +55,6 @@ _ROWS = (
     _row("fastclip-v2", _EACH, temperature=0.03, gamma=0.2, temperature_lr=1e-2, rho=7.0, **_COSINE),
     _row("fastclip-v3", _ONE, temperature=0.07, gamma=0.2, temperature_lr=2e-4, rho=6.5, **_COSINE),
 )
-LOSSES: dict[str, LossSpec] = {spec.name: spec for spec in _ROWS}
-
-
-def register(spec: LossSpec) -> None:
-    """Add a loss to `LOSSES`.
-
-    Raises:
-        ValueError: there is a loss of that name.
-    """
-    if spec.name in LOSSES:
-        raise ValueError(f"there is a loss {spec.name!r} already; choose another name")
-    LOSSES[spec.name] = spec
+LOSSES = Parts("loss", group="losses", kind=LossSpec, own={spec.name: spec for spec in _ROWS})
+# The settings that some loss takes and others may not.
+SETTINGS = tuple(dict.fromkeys(name for spec in _ROWS for name in spec.settings))

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, Range
-from clipmill.train.losses.registry import LOSSES, LossSpec
+from clipmill.train.losses.registry import LOSSES, SETTINGS, LossSpec
 
 Convention = Literal["paper", "fast_clip"]
 GammaSchedule = Literal["constant", "cosine"]
@@ -23,6 +23,7 @@ class Loss(Checked):
     """Contrastive loss and its hyperparameters."""
 
     prefix = "loss"
+    parts = {"kind": LOSSES}  # noqa: RUF012 - a ClassVar of the base
 
     kind: Annotated[str, FIRST_RUN, Parameter(help=_KINDS)] = "infonce"
     convention: Convention = "fast_clip"
@@ -55,15 +56,14 @@ class Loss(Checked):
     """Multiply the margin by the relevancy of the caption, as LaViLa does (max-margin)."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yields an unknown loss, and settings that the loss does not have."""
-        spec = LOSSES.get(self.kind)
+        """Yields settings that the loss does not have."""
+        spec = LOSSES.usable(self.kind)
         if spec is None:
-            yield UserError(f"--loss.kind is {self.kind}", hint=f"--loss.kind must be one of: {', '.join(LOSSES)}")
             return
-        for name in dict.fromkeys(name for other in LOSSES.values() for name in other.settings):
+        for name in SETTINGS:
             value = getattr(self, name)
             if name not in spec.settings and value not in (None, False):
-                users = sorted(other.name for other in LOSSES.values() if name in other.settings)
+                users = sorted(other.name for other in LOSSES.working() if name in other.settings)
                 yield UserError(
                     f"{self.flag(name)} is {value}, and {self.kind} does not use it",
                     hint=f"leave out {self.flag(name)}, or use --loss.kind with one of: {', '.join(users)}",

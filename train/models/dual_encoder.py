@@ -7,15 +7,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from clipmill.train.config.model import PATCH_PX, DualEncoderTowers, Kind, ModelName, Towers, kind_of, tubelet_of
+from clipmill.train.config.model import PATCH_PX, DualEncoderTowers, ModelName, Towers, kind_of, tubelet_of
+from clipmill.train.config.towers import TOWERS
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.text import TextTower, TextTowerSize
-from clipmill.train.models.transformer import NORM_EPS, TransformerSize, checkpoint_blocks, drop_path_of
-from clipmill.train.models.video_vit import VideoViT, VideoViTSize
+from clipmill.train.models.transformer import NORM_EPS, TransformerSize, checkpoint_blocks
+from clipmill.train.models.video_vit import VideoViTSize
 
 _PLAIN = Towers()
 # Epsilon of layer norms in the published configurations; CLIP's for other kinds.
-_NORM_EPS: dict[Kind, float] = {"videomae": 1e-12, "timesformer": 1e-6}
+_NORM_EPS: dict[str, float] = {"videomae": 1e-12, "timesformer": 1e-6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +114,13 @@ class DualEncoder(nn.Module):
         has_text_tower: bool = True,
     ) -> None:
         super().__init__()
-        trunk = size.video.trunk
-        video = VideoViT(
+        video = TOWERS[kind_of(towers)].load()(
             size.video,
             image_px=image_px,
             num_frames=num_frames,
             embedding_width=size.embedding_width,
             attend=attend,
-            temporal_std=trunk.width**-0.5 if towers.temporal == "random" else 0.0,
-            patch_dropout=towers.patch_dropout,
-            drop_path=drop_path_of(towers.drop_path, depth=trunk.depth, is_rising=towers.drop_path_rule == "rising"),
+            towers=towers,
         )
         # Registered in the order of `forward`, so that ranks exchange gradients during the backward pass; drawn from
         # the seed after the video tower.

@@ -15,9 +15,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from clipmill.train.config.model import Towers
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.space_time import LN_PRE_EPS, space_time
-from clipmill.train.models.transformer import LayerNorm, Stack, Transformer, TransformerSize
+from clipmill.train.models.transformer import LayerNorm, Stack, Transformer, TransformerSize, drop_path_of
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,23 @@ class VideoViT(nn.Module):
     def finish(self, x: Tensor) -> Tensor:
         """Apply the final layer norm to the last block's output."""
         return cast(Tensor, self.ln_post(x))
+
+
+def clip_tower(
+    size: VideoViTSize, *, image_px: int, num_frames: int, embedding_width: int | None, attend: Attend, towers: Towers
+) -> VideoViT:
+    """The tower of the kind `clip` as the settings have it."""
+    trunk = size.trunk
+    return VideoViT(
+        size,
+        image_px=image_px,
+        num_frames=num_frames,
+        embedding_width=embedding_width,
+        attend=attend,
+        temporal_std=trunk.width**-0.5 if towers.temporal == "random" else 0.0,
+        patch_dropout=towers.patch_dropout,
+        drop_path=drop_path_of(towers.drop_path, depth=trunk.depth, is_rising=towers.drop_path_rule == "rising"),
+    )
 
 
 def drawn_cubes(num_clips: int, num_cubes: int, *, dropout: float, device: torch.device) -> Tensor:

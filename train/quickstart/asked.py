@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.train.config.training import Device
-from clipmill.train.registry import task_named, task_names
+from clipmill.train.registry import tasks
 
-OFFERED = tuple(name for name in task_names() if task_named(name).first_run is not None)
+OFFERED = tuple(task.name for task in tasks() if task.first_run is not None)
 if TYPE_CHECKING:
     Task = str
 else:

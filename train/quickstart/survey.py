@@ -23,7 +23,7 @@ from clipmill.train.data.chunk_table import ChunkTable, chunk_table, rows_of
 from clipmill.train.data.classes import class_labels
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.tars import names_tars
-from clipmill.train.registry import DEFAULT, task_named, task_names
+from clipmill.train.registry import DEFAULT, tasks
 
 _HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations prefer them
 
@@ -174,11 +174,11 @@ def _require_folder(path: Path) -> None:
 def _on_latents(address: str, data_dir: Path, *, has_text: bool) -> str:
     """A first run on latents."""
     has_captions = bool(num_captions_of(data_dir))
-    for name in task_names():
-        run = task_named(name).first_run
+    for task in tasks():
+        run = task.first_run
         if run is not None and run.on_latents and run.needs_captions == has_captions:
             flags = run.on_latents if has_text or not run.without_text else f"{run.on_latents} {run.without_text}"
-            return f"train {name} --shards {shlex.quote(address)} {flags}"
+            return f"train {task.name} --shards {shlex.quote(address)} {flags}"
     raise AssertionError("a task reads latents")
 
 

@@ -65,7 +65,7 @@ def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, own_split: obje
         if result.get("evaluation") not in order:
             raise UserError(
                 f"{path} is the result of an evaluation that is unknown here: {result.get('evaluation')}",
-                hint="register the task that it belongs to, or remove the file",
+                hint="install the package of its task (run.json: packages), or remove the file",
             )
         try:
             results.append({**result, **_shown_result(result, known[order[result["evaluation"]]])})

@@ -27,8 +27,8 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _TIMESFORMER_MEAN, _TIMESFORMER_STD = (0.45, 0.45, 0.45), (0.225, 0.225, 0.225)
 # Default normalisation of each kind of tower.
-MEANS: dict[Kind, Mean] = {"clip": CLIP_MEAN, "videomae": IMAGENET_MEAN, "timesformer": _TIMESFORMER_MEAN}
-STDS: dict[Kind, Mean] = {"clip": CLIP_STD, "videomae": IMAGENET_STD, "timesformer": _TIMESFORMER_STD}
+MEANS: dict[str, Mean] = {"clip": CLIP_MEAN, "videomae": IMAGENET_MEAN, "timesformer": _TIMESFORMER_MEAN}
+STDS: dict[str, Mean] = {"clip": CLIP_STD, "videomae": IMAGENET_STD, "timesformer": _TIMESFORMER_STD}
 
 
 @dataclass(frozen=True, kw_only=True)

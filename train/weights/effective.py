@@ -10,14 +10,14 @@ from typing import TypeVar
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.model import Kind, kind_of
-from clipmill.train.weights.conversion import MEANS, STDS
+from clipmill.train.config.model import kind_of
+from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, MEANS, STDS
 from clipmill.train.weights.sources import Say, Source
 
 Value = TypeVar("Value")
 Clips = TypeVar("Clips", bound=ClipSettings)
 
-KINDS = {
+KINDS: dict[str, str] = {
     "clip": "a tower as CLIP's (clip)",
     "videomae": "a tower as VideoMAE's (videomae)",
     "timesformer": "a TimeSformer (timesformer)",
@@ -38,14 +38,16 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
         say(f"weights: {remark}")
     if facts.activation is None and towers.activation is None:
         say("weights: their activation is not recorded, so gelu is used (change it with --towers.activation)")
-    if source.kind is not None and towers.kind not in (None, source.kind):
+    # Of another package's tower, no file says that it holds the weights.
+    of_weights = source.kind if towers.kind is None or towers.kind in KINDS else None
+    if of_weights is not None and towers.kind not in (None, of_weights):
         raise UserError(
-            f"{source.title}: the weights are of {KINDS[source.kind]}, and the model has {KINDS[towers.kind]}",
+            f"{source.title}: the weights are of {KINDS[of_weights]}, and the model has {KINDS[towers.kind]}",
             hint=_weights_for(settings, towers.kind),
         )
     towers = replace(
         towers,
-        kind=source.kind or towers.kind,
+        kind=of_weights or towers.kind,
         tubelet=chosen("--towers.tubelet", towers.tubelet, source.tubelet, say=say),
         activation=chosen("--towers.activation", towers.activation, facts.activation, say=say),
         video_norm_eps=chosen("--towers.video-norm-eps", towers.video_norm_eps, facts.video_eps, say=say),
@@ -53,8 +55,8 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     kind, init = kind_of(towers), settings.init
     init = replace(
         init,
-        pixel_mean=chosen("--init.pixel-mean", init.pixel_mean, facts.mean or MEANS[kind], say=say),
-        pixel_std=chosen("--init.pixel-std", init.pixel_std, facts.std or STDS[kind], say=say),
+        pixel_mean=chosen("--init.pixel-mean", init.pixel_mean, facts.mean or MEANS.get(kind, CLIP_MEAN), say=say),
+        pixel_std=chosen("--init.pixel-std", init.pixel_std, facts.std or STDS.get(kind, CLIP_STD), say=say),
     )
     if kind == "videomae" and facts.picture_px not in (None, settings.size_px):
         # CLIP's tower has an embedding of each place, which is resized; here places are fixed and cannot be.
@@ -65,7 +67,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     return replace(settings, towers=towers, init=init)
 
 
-def _weights_for(settings: ClipSettings, kind: Kind) -> str:
+def _weights_for(settings: ClipSettings, kind: str) -> str:
     """Return the hint for weights of another kind than `kind`; some tasks support a single kind."""
     if settings.only_kind is not None:
         return f"train {settings.command} takes weights of the kind {kind} and no other"
@@ -85,7 +87,7 @@ def _without_idle_temporal(settings: Clips, source: Source | None, *, say: Say) 
 def _with_normalisation(settings: Clips) -> Clips:
     """The settings with the normalisation of the tower's kind unless the user gave another."""
     kind, init = kind_of(settings.towers), settings.init
-    if kind == "clip":
+    if kind == "clip" or kind not in KINDS:
         return settings
     init = replace(init, pixel_mean=init.pixel_mean or MEANS[kind], pixel_std=init.pixel_std or STDS[kind])
     return replace(settings, init=init)

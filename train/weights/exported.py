@@ -19,7 +19,6 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX, sync
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.model import Kind
 from clipmill.train.weights.conversion import MEANS, STDS, Tensors
 from clipmill.train.weights.files import read_tensors
 
@@ -89,7 +88,7 @@ def save_tensors(tensors: Tensors, path: Path, *, metadata: dict[str, str] | Non
     path.chmod(mode)  # safetensors renames a temporary file that only its owner can read
 
 
-def preprocessor_config(processor: str, settings: ClipSettings, *, kind: Kind) -> dict[str, Any]:
+def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) -> dict[str, Any]:
     """preprocessor_config.json: resize the short side, crop the centre, normalise.
 
     Args:

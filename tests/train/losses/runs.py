@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import ContrastiveObjective
-from clipmill.train.losses.registry import register
 from clipmill.train.losses.settings import Convention, Loss
-from tests.train.losses.decoupled import DECOUPLED
+from tests.plugins import installed_here
 from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, own_part, settings_of
 
 Results = dict[str, torch.Tensor]
@@ -74,19 +73,19 @@ def run_rank(folder: Path) -> None:
 
 
 def run_outside(world: World, *, microbatch: int | None) -> Results:
-    """Metrics, mean gradients and last weights of three steps of the registered loss "decoupled"."""
+    """Metrics, mean gradients and last weights of three steps of the loss "decoupled" of another package."""
     results: Results = {}
     objective = _run("decoupled", settings_of("decoupled"), world, microbatch, results)
     return results | {f"decoupled/last/{key}": value.detach() for key, value in objective.state_dict().items()}
 
 
 def run_outside_rank(folder: Path) -> None:
-    """The same on one rank of several, in microbatches."""
+    """The same on one rank of several, in microbatches; the package is declared in the folder."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    register(DECOUPLED)
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    results = run_outside(world, microbatch=2)
+    with installed_here(folder):
+        results = run_outside(world, microbatch=2)
     if world.rank == 0:
         torch.save(results, folder / "results.pt")
     dist.destroy_process_group()

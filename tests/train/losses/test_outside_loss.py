@@ -1,4 +1,4 @@
-"""A loss written as a function and registered from outside of clipmill; docs/losses.md shows its file."""
+"""A loss of another package, written as a function; docs/losses.md shows its file."""
 
 import math
 from collections.abc import Iterator
@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from clipmill_example import decoupled
 from torch.nn import functional
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import AutogradObjective, Pairs
-from clipmill.train.losses.registry import LOSSES, LossSpec, register
+from clipmill.train.losses.registry import LOSSES, LossSpec
 from clipmill.train.losses.settings import Loss
+from tests.plugins import declare, installed_here
 from tests.train.distributed.forked import end_well, fork_ranks
-from tests.train.losses import decoupled
-from tests.train.losses.decoupled import DECOUPLED
 from tests.train.losses.pairs import Table, Towers, batch_of, objective_of, settings_of
 from tests.train.losses.runs import Results, run_outside, run_outside_rank
 from tests.train.running import steps, train
@@ -26,10 +26,10 @@ METRICS = ("batch_accuracy", "temperature")
 
 
 @pytest.fixture
-def _registered() -> Iterator[None]:
-    register(DECOUPLED)
-    yield
-    del LOSSES[DECOUPLED.name]
+def _installed(tmp_path: Path) -> Iterator[None]:
+    declare(tmp_path, "clipmill-example", {"losses": {"decoupled": "clipmill_example.decoupled:DECOUPLED"}})
+    with installed_here(tmp_path):
+        yield
 
 
 def plain_autograd() -> Results:
@@ -56,7 +56,7 @@ def plain_autograd() -> Results:
     return results | {"decoupled/last/logit_scale": log_scale.detach()}
 
 
-@pytest.mark.usefixtures("_registered")
+@pytest.mark.usefixtures("_installed")
 def test_two_ranks_with_microbatches_are_one_process_and_plain_autograd(tmp_path: Path) -> None:
     """Metrics, gradients of towers and of the temperature, over three steps."""
     end_well(fork_ranks(run_outside_rank, tmp_path, size=2, folder=tmp_path))
@@ -68,7 +68,7 @@ def test_two_ranks_with_microbatches_are_one_process_and_plain_autograd(tmp_path
         torch.testing.assert_close(found, ranks, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.usefixtures("_registered")
+@pytest.mark.usefixtures("_installed")
 def test_a_run_trains_with_it(data_dir: Path, tmp_path: Path) -> None:
     words = "--model tiny --num-frames 2 --size-px 32 --batch 4 --microbatch 2 --steps 2 --workers 1 --device cpu"
     named = ["--loss.kind", "decoupled", "--shards", data_dir, "--out", tmp_path / "run"]
@@ -113,7 +113,7 @@ def test_autograd_finds_the_gradients_of_the_closed_forms(
     settings = Loss(kind=kind, use_relevancy=True) if kind == "max-margin" else settings_of(kind)
     found = []
     for row in (LOSSES[kind], LossSpec(name=kind, loss=loss, settings=LOSSES[kind].settings)):
-        monkeypatch.setitem(LOSSES, kind, row)
+        monkeypatch.setitem(LOSSES._own, kind, row)
         model, objective = Table(6), objective_of(settings, table=True)
         metrics = objective.backward(model, batch_of(0), Step(number=1))
         gradients = {name: one.grad for name, one in [*model.named_parameters(), *objective.named_parameters()]}
@@ -122,16 +122,7 @@ def test_autograd_finds_the_gradients_of_the_closed_forms(
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_a_name_that_nobody_registered_or_that_is_taken_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--loss\.kind is decoupled") as error:
-        Loss(kind="decoupled")
-    assert error.value.hint is not None and "infonce" in error.value.hint
-    with pytest.raises(ValueError, match="infonce"):
-        register(LossSpec(name="infonce", loss=infonce, settings={}))
-    assert LOSSES["infonce"].load() is not infonce
-
-
-@pytest.mark.usefixtures("_registered")
+@pytest.mark.usefixtures("_installed")
 def test_a_setting_that_its_row_does_not_name_is_refused() -> None:
     with pytest.raises(UserError, match="decoupled does not use it"):
         Loss(kind="decoupled", margin=0.1)

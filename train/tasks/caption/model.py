@@ -16,12 +16,12 @@ from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.gpt2 import CROSS_ATTENTION, Gpt2, Gpt2Size
 from clipmill.train.models.timesformer import TimeSformer, nearest_places, nearest_times
 from clipmill.train.models.transformer import checkpoint_blocks, drop_path_of
-from clipmill.train.models.video_vit import VideoViT
+from clipmill.train.models.video_vit import clip_tower
 from clipmill.train.models.videomae import VideoMAEEncoder
 from clipmill.train.tasks.caption.decoder import DecoderParts, no_tokenizer
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecoderSettings, has_captioner
 from clipmill.train.tasks.caption.tokenizer import has_tokenizer
-from clipmill.train.weights.effective import effective_clip_settings
+from clipmill.train.weights.effective import KINDS, effective_clip_settings
 from clipmill.train.weights.loading import Loaded, fit_to
 from clipmill.train.weights.sources import Say, Source
 
@@ -61,16 +61,9 @@ def _tower(settings: CaptionerSettings, *, attend: Attend) -> nn.Module:
             )
         case "videomae":
             return VideoMAEEncoder(size, image_px=image_px, num_frames=num_frames, attend=attend, drop_path=drop_path)
-        case "clip":
-            return VideoViT(
-                size,
-                image_px=image_px,
-                num_frames=num_frames,
-                embedding_width=None,
-                attend=attend,
-                temporal_std=temporal_std,
-                patch_dropout=towers.patch_dropout,
-                drop_path=drop_path,
+        case _:
+            return clip_tower(
+                size, image_px=image_px, num_frames=num_frames, embedding_width=None, attend=attend, towers=towers
             )
 
 
@@ -103,6 +96,10 @@ def effective_settings(settings: CaptionerSettings, source: Source | None, *, sa
     """
     if settings.towers.kind is None and (source is None or source.kind is None):
         settings = replace(settings, towers=replace(settings.towers, kind="timesformer"))
+    if (kind := settings.towers.kind) not in (None, *KINDS):
+        raise UserError(
+            f"--towers.kind is {kind}, a tower that this task does not support", hint=f"use {', '.join(KINDS)}"
+        )
     if source is not None:
         settings = with_decoder_of(settings, source, say=say)
     return effective_clip_settings(settings, source, say=say)

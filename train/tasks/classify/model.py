@@ -12,7 +12,7 @@ from clipmill.train.config.model import Towers, kind_of
 from clipmill.train.engine.clip_task import UNUSED_PARTS, without_parts
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.transformer import LayerNorm, checkpoint_blocks, drop_path_of
-from clipmill.train.models.video_vit import VideoViT, VideoViTSize
+from clipmill.train.models.video_vit import VideoViT, VideoViTSize, clip_tower
 from clipmill.train.models.videomae import VideoMAEEncoder
 from clipmill.train.weights.loading import Loaded, fit_to
 from clipmill.train.weights.sources import Say, Source
@@ -49,9 +49,9 @@ class VideoClassifier(nn.Module):
     ) -> None:
         super().__init__()
         trunk, kind = size.trunk, kind_of(towers)
-        drop_path = drop_path_of(towers.drop_path, depth=trunk.depth, is_rising=towers.drop_path_rule == "rising")
         self.fc_norm = None
         if kind == "videomae":
+            drop_path = drop_path_of(towers.drop_path, depth=trunk.depth, is_rising=towers.drop_path_rule == "rising")
             self.video = VideoMAEEncoder(
                 size,
                 image_px=image_px,
@@ -62,15 +62,8 @@ class VideoClassifier(nn.Module):
             )
             self.fc_norm = LayerNorm(trunk.width)
         else:
-            self.video = VideoViT(
-                size,
-                image_px=image_px,
-                num_frames=num_frames,
-                embedding_width=None,
-                attend=attend,
-                temporal_std=trunk.width**-0.5 if towers.temporal == "random" else 0.0,
-                patch_dropout=towers.patch_dropout,
-                drop_path=drop_path,
+            self.video = clip_tower(
+                size, image_px=image_px, num_frames=num_frames, embedding_width=None, attend=attend, towers=towers
             )
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(trunk.width, num_classes)

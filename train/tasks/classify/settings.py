@@ -58,9 +58,9 @@ class ClassifySettings(LatentSettings):
     def rules(self) -> Iterator[UserError]:
         """Yields towers that do not suit the input, and augmentation that does not apply to it."""
         yield from super().rules()
-        if self.towers.kind == "timesformer":
+        if (kind := self.towers.kind) not in (None, "clip", "videomae"):
             yield UserError(
-                "--towers.kind is timesformer, a tower that this task does not support", hint="use clip or videomae"
+                f"--towers.kind is {kind}, a tower that this task does not support", hint="use clip or videomae"
             )
         if not self.reads_latents:
             yield from caught(check_picture, self.model, self.towers, size_px=self.size_px)

@@ -8,7 +8,7 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.fields import deferred_checks
-from clipmill.train.config.model import DualEncoderTowers
+from clipmill.train.config.model import DualEncoderTowers, kind_of
 from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.spec import Adopted, ExportRequest
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -106,6 +106,11 @@ def exported_clip(request: ExportRequest) -> Exported:
     """
     form, settings, log_scale = request.form, request.settings, request.logits.log_scale
     require_format(form, ("open_clip", "hf"), what="a dual encoder")
+    if (kind := kind_of(settings.towers)) != "clip":
+        raise UserError(
+            f"the video tower is of the kind {kind}, and both formats are of CLIP's image tower",
+            hint="use the run itself: train eval, train embed and load_model read it",
+        )
     _require_clip(request.weights)
     size, side_px = request.shape.size, settings.size_px
     towers = image_towers(request.weights, rule=request.frame_embedding)

@@ -15,7 +15,8 @@ from clipmill.manifests.errors import UserError
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EvaluatedData
-from clipmill.train.config.model import DualEncoderTowers
+from clipmill.train.config.model import DualEncoderTowers, kind_of
+from clipmill.train.config.towers import TOWERS
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import spread_frames
@@ -46,7 +47,7 @@ from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
 from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, PROJECTION, require_finite
-from clipmill.train.weights.effective import KINDS, chosen, effective_clip_settings
+from clipmill.train.weights.effective import chosen, effective_clip_settings
 from clipmill.train.weights.sources import Say, Source
 
 OneFolder = VideoCaptions | VideoStream | CaptionedLatents
@@ -262,7 +263,7 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     Raises:
         UserError: the weights need something that the towers do not have.
     """
-    settings = with_towers_of(replace(settings, towers=_of_clip(settings.towers)), source, say=say)
+    settings = with_towers_of(replace(settings, towers=_of_dual_encoder(settings.towers)), source, say=say)
     if source is None:
         return settings
     towers, projection = settings.towers, source.converted.tensors.get(PROJECTION)
@@ -294,12 +295,15 @@ def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say:
     return effective_clip_settings(settings, source, say=say)
 
 
-def _of_clip(towers: DualEncoderTowers) -> DualEncoderTowers:
-    if towers.kind not in (None, "clip"):
+def _of_dual_encoder(towers: DualEncoderTowers) -> DualEncoderTowers:
+    kind = kind_of(towers)
+    if TOWERS[kind].build is None:
+        known = [tower.name for tower in TOWERS.working() if tower.build is not None]
         raise UserError(
-            f"--towers.kind is {towers.kind}, and train dual-encoder has {KINDS['clip']}", hint="leave it out"
+            f"--towers.kind is {kind}, a tower that train dual-encoder does not support",
+            hint=f"leave it out, or use one of: {', '.join(known)}",
         )
-    return replace(towers, kind="clip")
+    return replace(towers, kind=kind)
 
 
 def _temperature(settings: DualEncoderSettings, source: Source, *, say: Say) -> float | None:

@@ -1,6 +1,6 @@
-"""A column from outside of clipmill: the mean brightness of every n-th frame of each chunk.
+"""A column: the mean brightness of every n-th frame of each chunk.
 
-It is what CONTRIBUTING's recipe "add a column" comes to: settings and a spec here, and in `work.py` what it does.
+Settings, commands and the spec are here, which `prep` loads whenever it starts; what it does is in `work.py`.
 """
 
 from collections.abc import Mapping
@@ -80,13 +80,13 @@ def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> 
 
 COLUMN = ColumnSpec(
     name=BRIGHTNESS,
-    package="tests.prep.brightness",
-    work="tests.prep.brightness.work:WORK",
+    package="clipmill_example",
+    work="clipmill_example.brightness.work:WORK",
     checked_noun="checked frame",
     verb=VERB,
     make_command=brightness,
     plan_command=plan_brightness,
     flags=_flags,
     retry=_retry,
-    check_sample="tests.prep.brightness.work:check_sample",
+    check_sample="clipmill_example.brightness.work:check_sample",
 )

@@ -27,7 +27,7 @@ from clipmill.train.models.video_vit import VideoViT
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
 from clipmill.train.weights.loading import Loaded, copy_into, fit_to
 from clipmill.train.weights.sources import Say, Source
-from tests.train.frame_order.spec import FrameOrderFlags, FrameOrderSettings
+from clipmill_example.frame_order.spec import FrameOrderFlags, FrameOrderSettings
 
 
 class OrderClassifier(nn.Module):

@@ -1,8 +1,6 @@
 """Plan, worker and reports of the column `brightness`."""
 
 import hashlib
-import os
-import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,14 +21,14 @@ from clipmill.prep.core.report import Report, states_lines, states_values, summa
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Job, Summary, execute
 from clipmill.prep.core.shard_result import ShardResult, system_errors_as_results
-from clipmill.prep.core.work import ColumnWork
+from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure, read_commits, write_commit
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.npy import load_npy, npy_bytes
 from clipmill.shards.reader import Variant, open_shard
 from clipmill.shards.writer import Sample, ShardWriter
-from tests.prep.brightness.column import (
+from clipmill_example.brightness.column import (
     BRIGHTNESS,
     COLUMN,
     VERB,
@@ -39,7 +37,6 @@ from tests.prep.brightness.column import (
     recipe_from_dict,
 )
 
-PAUSE = "BRIGHTNESS_PAUSE_S"  # after the first chunk of a shard, so that a test finds the time to kill it
 EXTENSION = "brightness.npy"
 FIELDS = [
     pa.field("video_id", pa.string(), nullable=False),
@@ -47,7 +44,9 @@ FIELDS = [
     pa.field("num_frames", pa.int32(), nullable=False),
     pa.field("fps_num", pa.int32(), nullable=False),
     pa.field("fps_den", pa.int32(), nullable=False),
+    pa.field("brightness_mean", pa.float64(), nullable=False),  # of all measured frames
 ]
+_OF_VIDEO = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den")
 
 
 @dataclass(frozen=True)
@@ -137,17 +136,16 @@ def _make(task: BrightnessTask) -> ShardResult:
     writer = ShardWriter(task.variant_dir, shard_id=task.shard_id, extensions=[EXTENSION], fields=FIELDS)
     with Heartbeat(task.variant_dir, task.shard_id, num_chunks=video.num_samples) as beat, writer:
         for number in range(video.num_samples):
-            row = {name: video.index[name][number].as_py() for name in ("key", "mp4_crc32", *(f.name for f in FIELDS))}
+            row = {name: video.index[name][number].as_py() for name in ("key", "mp4_crc32", *_OF_VIDEO)}
             content = video.read(number, "mp4")
             if zlib.crc32(content) != row.pop("mp4_crc32"):
                 code = str(FailureCode.DECODE_ERRORS)
                 failures.append(Failure(row["video_id"], row["key"], code, "its bytes are not those that were written"))
                 continue
             measured = measure(content, every=task.every)
-            writer.add(Sample(row.pop("key"), {EXTENSION: npy_bytes(measured)}, {**row, "num_frames": len(measured)}))
+            row |= {"num_frames": len(measured), "brightness_mean": float(measured.mean())}
+            writer.add(Sample(row.pop("key"), {EXTENSION: npy_bytes(measured)}, row))
             beat.show(writer.num_samples)
-            if number == 0:
-                time.sleep(float(os.environ.get(PAUSE, "0")))
         num_chunks = writer.num_samples
         if num_chunks:
             content_text = " ".join([task.plan_fingerprint, *(failure.key or "" for failure in failures)])
@@ -198,4 +196,11 @@ def _pending(data_dir: Path, variant: Variant) -> Pending:
     return pending_of(make_plan(data_dir, recipe).shards)
 
 
-WORK = ColumnWork(plan=_plan, run=_run, plan_report=_plan_report, summary_report=_summary_report, pending=_pending)
+WORK = ColumnWork(
+    plan=_plan,
+    run=_run,
+    plan_report=_plan_report,
+    summary_report=_summary_report,
+    pending=_pending,
+    extra_files=(MERGED_TABLE,),  # of columns with fields
+)

@@ -1,4 +1,4 @@
-"""A task from outside of the package: whether the frames of a clip are in order, or reversed."""
+"""The task's settings, evaluation and spec, which the command line reads: they load neither torch nor the task."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,7 @@ TASK = TaskSpec(
     help="Train a video tower to tell whether the frames of a clip are in order, or reversed.",
     example="train frame-order --shards data",
     settings=FrameOrderSettings,
-    make=late("tests.train.frame_order.task:FrameOrderTask"),
+    make=late("clipmill_example.frame_order.task:FrameOrderTask"),
     effective=late("clipmill.train.weights.effective:effective_clip_settings"),
     evaluations=(
         EvaluationSpec(
@@ -63,7 +63,7 @@ TASK = TaskSpec(
             example="train eval frame-order runs/order",
             run_help="Folder that train frame-order --out made.",
             settings=FrameOrderFlags,
-            score=late("tests.train.frame_order.task:score_run"),
+            score=late("clipmill_example.frame_order.task:score_run"),
             table=_table,
             curves=(CurveGroup("(accuracy)", "Frame order, %"),),
         ),

@@ -1,0 +1,157 @@
+"""`Parts`: the parts of one kind by name, those of clipmill and those of other packages that are installed.
+
+A package adds a part by an entry point in its `pyproject.toml`, whose name is that of the part (docs/plugins.md):
+
+    [project.entry-points."clipmill.losses"]
+    decoupled = "clipmill_example.decoupled:DECOUPLED"
+
+All names are known without importing a package; a part is imported when it is looked up. One that cannot be used stops
+only what needs it: lists of parts leave it out, and say so once on standard error.
+"""
+
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.imported import imported
+
+_WORDS = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+Part = TypeVar("Part")
+
+
+class UnusablePart(UserError):
+    """A part that an installed package declares cannot be used."""
+
+
+class Parts(Mapping[str, Part], Generic[Part]):
+    """The parts of one kind by name, those of clipmill first.
+
+    Args:
+        noun: what a part is called.
+        group: of the entry points.
+        kind: class of the parts, whose `name` is that of the entry point.
+        own: parts of clipmill, or their import paths `package.module:NAME`.
+        taken: names that no part can have besides those in `own`, such as other commands.
+        form: of a name, by default words of lower-case letters and digits that are joined by `-`.
+    """
+
+    def __init__(
+        self,
+        noun: str,
+        *,
+        group: str,
+        kind: type[Part],
+        own: Mapping[str, Part | str],
+        taken: Collection[str] = (),
+        form: re.Pattern[str] = _WORDS,
+    ) -> None:
+        self.noun, self._group, self._kind = noun, group, kind
+        self._own, self._loaded = dict(own), dict[str, Part]()
+        self._taken, self._form = {*own, *taken}, form
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._own, *self._added()]))
+
+    def __len__(self) -> int:
+        return len({*self._own, *self._added()})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._own or name in self._added()
+
+    def __getitem__(self, name: str) -> Part:
+        """Import a part.
+
+        Raises:
+            KeyError: there is none of that name.
+            UnusablePart: the package that declares it cannot be imported, or declares something else.
+        """
+        if name in self._own:
+            own = self._own[name]
+            part: Part = imported(own) if isinstance(own, str) else own
+            return part
+        entry = self._added()[name]
+        if entry.value not in self._loaded:
+            self._loaded[entry.value] = self._load(entry)
+        return self._loaded[entry.value]
+
+    def working(self) -> list[Part]:
+        """All parts but those that cannot be used, which are named on standard error."""
+        found = []
+        for entry in _entries(self._group):
+            if entry.name in self._taken:
+                _say_once(self._refused(entry, "has a name that is taken", hint="rename it in that package"))
+        for name in self:
+            try:
+                found.append(self[name])
+            except UnusablePart as error:
+                _say_once(error)
+        return found
+
+    def usable(self, name: str) -> Part | None:
+        """The part of a name; None if there is none, or none that can be used."""
+        try:
+            return self.get(name)
+        except UnusablePart:
+            return None
+
+    def package_of(self, name: str) -> str | None:
+        """The name and version of the package that declares a part; None for one of clipmill."""
+        entry = self._added().get(name)
+        return None if entry is None else _package(entry)
+
+    def unknown(self, name: str, *, where: str) -> UserError:
+        """The error for a name that no part has; `where` it was given, such as a flag."""
+        return UserError(f"{where} is {name}", hint=f"{where} must be one of: {', '.join(self)}")
+
+    def _added(self) -> dict[str, EntryPoint]:
+        """Entry points of other packages, by name; of those that two packages declare, the first."""
+        added: dict[str, EntryPoint] = {}
+        for entry in _entries(self._group):
+            if entry.name not in self._taken:
+                added.setdefault(entry.name, entry)
+        return added
+
+    def _load(self, entry: EntryPoint) -> Part:
+        rivals = [_package(one) for one in _entries(self._group) if one.name == entry.name]
+        if len(rivals) > 1:
+            raise self._refused(entry, f"is declared by {' and by '.join(rivals)}", hint="uninstall one of them")
+        if self._form.fullmatch(entry.name) is None:
+            raise self._refused(entry, "has a name with other characters", hint="rename it in that package")
+        try:
+            part = entry.load()
+        except Exception as error:
+            raise self._refused(entry, f"cannot be imported: {type(error).__name__}: {error}") from error
+        if not isinstance(part, self._kind):
+            raise self._refused(entry, f"is a {type(part).__name__}, not a {self._kind.__name__}")
+        if (named := getattr(part, "name", None)) != entry.name:
+            raise self._refused(entry, f"calls itself {named!r}", hint="give both the same name in that package")
+        return part
+
+    def _refused(self, entry: EntryPoint, why: str, *, hint: str = "") -> UnusablePart:
+        package = _package(entry)
+        return UnusablePart(
+            f"the {self.noun} {entry.name} of the package {package} {why} "
+            f'(entry point {entry.name} = "{entry.value}" of {entry.group})',
+            hint=hint or f"update or uninstall {package.partition(' ')[0]}; what does not need it works without",
+        )
+
+
+def _package(entry: EntryPoint) -> str:
+    return "unknown" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+
+
+_all_entries = cache(entry_points)  # of all installed packages, whose files are read once per process
+
+
+@cache
+def _entries(group: str) -> tuple[EntryPoint, ...]:
+    return tuple(_all_entries().select(group=f"clipmill.{group}"))
+
+
+@cache
+def _say_once(error: UnusablePart) -> None:
+    sys.stderr.write(f"warning: {error}\nhint: {error.hint}\n")

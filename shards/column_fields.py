@@ -1,0 +1,45 @@
+"""Fields of the columns of other packages, by which `--where` selects chunks: for `prep`, training and `open_clips`.
+
+The column and its fields are declared by two entry points of the same name, since training does not load what makes a
+column (docs/plugins.md).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from clipmill.manifests.plugins import Parts
+
+COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnFields:
+    """The fields of a column of chunks.
+
+    Attributes:
+        name: of the column.
+        fields: columns of its index rows, with their Arrow types: numbers, strings or bools, null where unknown. The
+            name of each begins with that of the column and `_`. An index row also has `video_id` and `start_ms` of its
+            chunk.
+    """
+
+    name: str
+    fields: Mapping[str, pa.DataType]
+
+    def __post_init__(self) -> None:
+        for name, kind in self.fields.items():
+            if not name.startswith(f"{self.name}_") or COLUMN_NAME.fullmatch(name) is None:
+                raise ValueError(f"the field {name!r} of {self.name} is not named {self.name}_ and a word")
+            if not (is_number(kind) or pa.types.is_string(kind) or pa.types.is_boolean(kind)):
+                raise ValueError(f"the field {name} is {kind}, not a number, a string or a bool")
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Whether an Arrow type is one of numbers."""
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+COLUMN_FIELDS = Parts("fields of the column", group="fields", kind=ColumnFields, own={}, form=COLUMN_NAME)

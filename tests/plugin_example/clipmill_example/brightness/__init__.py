@@ -1,0 +1,1 @@
+"""A column: the mean brightness of the frames of each chunk."""

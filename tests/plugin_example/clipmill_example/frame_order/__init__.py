@@ -1,0 +1,1 @@
+"""A task: whether the frames of a clip are in order, or reversed."""

@@ -1,0 +1,47 @@
+"""An adapter: captions in a text file, with a line `NAME<tab>TEXT` for each; `prep manifest names`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from clipmill.manifests.adapters.reading import Origin, Reading
+from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.wanted import begin_reading
+from clipmill.manifests.storage.urls import Place
+from clipmill.prep.commands.datasets import Adapter
+
+
+def read_names(
+    directory: Place, *, annotations: Sequence[Path], dataset: str = "names", skip: Place | None = None
+) -> Reading:
+    """Read the videos that the lines name; those of a file whose name begins with `val` are held out.
+
+    Raises:
+        UserError: there are no videos.
+    """
+    builder, wanted = begin_reading(dataset, directory, skip=skip)
+    for path in annotations:
+        builder.begin_annotations(path)
+        split = "val" if path.name.startswith("val") else "train"
+        for row, line in enumerate(path.read_text().splitlines()):
+            name, tab, text = line.partition("\t")
+            if not tab:
+                builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail="expected NAME<tab>TEXT")
+            elif (video := wanted.number(name, split=split, file=path, row=row)) is not None:
+                builder.add_caption(video, text, Origin(path, "human", row))
+    return builder.build()
+
+
+NAMES = Adapter(
+    name="names",
+    reader="clipmill_example.names:read_names",
+    takes="annotations",
+    text="""Read text files with a line NAME<tab>TEXT for each caption.
+
+    Example: prep manifest names VIDEOS --annotations train.txt val.txt
+
+    Parameters
+    ----------
+    directory
+        Folder of the videos.
+    """,
+)

@@ -1,0 +1,43 @@
+"""Parts of other packages: what is said of those that cannot be used."""
+
+from pathlib import Path
+
+import pytest
+
+from clipmill.manifests.plugins import UnusablePart
+from clipmill.train.losses.registry import LOSSES
+from clipmill.train.registry import TASKS
+from tests.plugins import declare, installed_here
+
+DECOUPLED = "clipmill_example.decoupled:DECOUPLED"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("no_such_module:LOSS", "cannot be imported: ModuleNotFoundError"),
+        ("clipmill_example.decoupled:decoupled", "is a function, not a LossSpec"),
+        (DECOUPLED, "calls itself 'decoupled'"),
+    ],
+)
+def test_a_part_that_cannot_be_used_is_named_with_its_package_and_stops_nothing_else(
+    tmp_path: Path, path: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declare(tmp_path, "odd", {"losses": {"odd-one": path, "infonce": DECOUPLED}})
+    with installed_here(tmp_path):
+        with pytest.raises(UnusablePart, match=said) as error:
+            LOSSES["odd-one"]
+        assert "of the package odd 1.0" in str(error.value) and f'odd-one = "{path}"' in str(error.value)
+        assert "odd-one" not in {loss.name for loss in LOSSES.working()}
+        assert LOSSES["infonce"].load().__module__.startswith("clipmill.")
+        warned = capsys.readouterr().err
+        assert said in warned and "infonce of the package odd 1.0 has a name that is taken" in warned
+    assert "odd-one" not in LOSSES
+
+
+def test_of_two_packages_with_one_name_neither_is_chosen(tmp_path: Path) -> None:
+    spec = "clipmill_example.frame_order.spec:TASK"
+    for package in ("one", "two"):
+        declare(tmp_path, package, {"tasks": {"frame-order": spec}})
+    with installed_here(tmp_path), pytest.raises(UnusablePart, match=r"declared by (one|two) 1\.0 and by"):
+        TASKS["frame-order"]
