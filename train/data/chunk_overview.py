@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.store import read_captions, read_videos
+from clipmill.shards.columns import VIDEO, how_to_repair
 from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
@@ -47,7 +48,7 @@ def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
     try:
         chunks, _ = chunk_table(Variant.open(data_dir, tars=folder.tars).whole(), video_ids)
     except (Damaged, OSError) as error:
-        raise UserError(str(error), hint="see prep verify; prep chunk makes that shard again") from error
+        raise UserError(str(error), hint=how_to_repair(VIDEO)) from error
     ids = video_ids.take(pa.array(chunks.video_row))
     starts_ms = chunks.start_ms.tolist()
     columns = {
@@ -72,7 +73,8 @@ def _captions(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> Iterat
     order = np.lexsort((rows, chunk))
     bounds = np.searchsorted(chunk[order], np.arange(len(chunks) + 1))
     labels = [name for name in captions.column_names if name.startswith(_LABEL)]
-    for name, column in (("captions", "text"), ("caption_id", "caption_id"), *zip(labels, labels, strict=True)):
+    names = {"captions": "text", "caption_id": "caption_id", **dict(zip(labels, labels, strict=True))}
+    for name, column in names.items():
         values = captions[column].take(pa.array(rows[order])).combine_chunks()
         yield name, pa.LargeListArray.from_arrays(bounds, values)
 

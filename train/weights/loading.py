@@ -108,8 +108,8 @@ def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], 
 
 
 _HEADS_OF_DECODER = (
-    "train mae has decoders with half as many heads as the encoder; the encoder alone can be used: "
-    "train classify --init.weights"
+    "the size of the model decides how many heads its decoder has; the encoder alone can be the --init.weights of "
+    "another task"
 )
 
 

@@ -60,7 +60,7 @@ def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_fold
     hf_autoencoder(decoder_num_attention_heads=4).save_pretrained(tmp_path / "heads")
     with pytest.raises(UserError, match="the decoder has 4 heads, that of the model has 2") as caught:
         loaded_weights(our_autoencoder(), opened(tmp_path / "heads"), say=quiet)
-    assert "half as many heads as the encoder" in str(caught.value.hint)
+    assert "the encoder alone can be the --init.weights" in str(caught.value.hint)
     of_latents = our_autoencoder(size=replace(SIZE, num_channels=4, patch_px=2), image_px=8)
     error, hint = refusal(of_latents, state, tmp_path)
     assert "patches of 3 x 2 x 8 x 8; the model: " in error and "patches of 4 x 2 x 2 x 2" in error
@@ -164,5 +164,5 @@ def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Pat
             effective(settings, source, say=quiet)  # type: ignore[arg-type]
         assert f"the weights are of {there}, and the model has {here}" in str(caught.value)
         assert (caught.value.hint or "").startswith(hint)
-    with pytest.raises(UserError, match=r"--towers\.kind is videomae, and train dual-encoder has a tower as CLIP's"):
+    with pytest.raises(UserError, match=r"--towers\.kind is videomae, a tower that train dual-encoder does not"):
         effective_settings(DualEncoderSettings(towers=DualEncoderTowers(kind="videomae")), None, say=quiet)
