@@ -1,6 +1,6 @@
 """Settings of the contrastive loss, `--loss.*`. Which loss takes which, with what default: `registry.py`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, cast
 
@@ -23,6 +23,7 @@ class Loss(Checked):
     """Contrastive loss and its hyperparameters."""
 
     prefix = "loss"
+    choice = "kind"
 
     kind: Annotated[str, FIRST_RUN, Parameter(help=_KINDS)] = "infonce"
     convention: Convention = "fast_clip"
@@ -54,20 +55,18 @@ class Loss(Checked):
     use_relevancy: Annotated[bool, Parameter(negative="")] = False
     """Multiply the margin by the relevancy of the caption, as LaViLa does (max-margin)."""
 
+    @classmethod
+    def hyperparameters(cls) -> dict[str, Mapping[str, float | str | bool | None]]:
+        """Those of each loss, with its published defaults."""
+        return {spec.name: spec.settings for spec in LOSSES.values()}
+
     def rules(self) -> Iterator[UserError]:
         """Yields an unknown loss, and settings that the loss does not have."""
         spec = LOSSES.get(self.kind)
         if spec is None:
             yield UserError(f"--loss.kind is {self.kind}", hint=f"--loss.kind must be one of: {', '.join(LOSSES)}")
             return
-        for name in dict.fromkeys(name for other in LOSSES.values() for name in other.settings):
-            value = getattr(self, name)
-            if name not in spec.settings and value not in (None, False):
-                users = sorted(other.name for other in LOSSES.values() if name in other.settings)
-                yield UserError(
-                    f"{self.flag(name)} is {value}, and {self.kind} does not use it",
-                    hint=f"leave out {self.flag(name)}, or use --loss.kind with one of: {', '.join(users)}",
-                )
+        yield from self.not_taken()
         if "temperature" in spec.settings and (start := self.number("temperature")) < self.min_temperature:
             yield UserError(
                 f"--loss.temperature is {start}",
