@@ -40,7 +40,9 @@ class Provenance:
     remarks: list[str] = field(default_factory=list)
 
     def as_comment(self) -> str:
-        """The flags by their source, as comment lines of YAML."""
+        """The flags by their source, as comment lines of YAML; empty if no sources are known."""
+        if not self.sources:
+            return ""
         by_source: dict[str, list[str]] = {"flags": []}
         for flag, source in self.sources.items():
             by_source.setdefault(on_one_line(source) or "flags", []).append(flag)
