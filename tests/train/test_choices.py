@@ -11,8 +11,8 @@ from clipmill.train.config.training import flat, plain_values
 from clipmill.train.losses.registry import LOSSES
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from tests.train.fastclip_tables import losses_of, optimizers_of
 from tests.train.running import error_of, train
-from tests.train.test_preset_numbers import losses_of, optimizers_of
 
 Launch = Callable[..., tuple[DualEncoderSettings, list[str]]]
 
