@@ -13,7 +13,8 @@ from clipmill.manifests.errors import UserError, program_version, run_command
 from clipmill.manifests.help_text import wants_help
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.storage.waiting import tell_of_waiting
-from clipmill.train.commands.training import SOURCES, name_files, parse
+from clipmill.train.commands.training import name_sources, parse
+from clipmill.train.config.choices import Provenance
 from clipmill.train.registry import COMMANDS, task_names
 
 _FIRST_SPEAKS_S = 5.0
@@ -27,7 +28,6 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # run_command says what an interruption means
     default_parameter=Parameter(allow_repeating=True),  # the last one counts, so that `script.sh "$@"` overrides
-    config=SOURCES,
 )
 # By import path: a command is loaded when it is called, or when the help lists them all.
 for _name in task_names():
@@ -114,16 +114,16 @@ def main() -> None:
 
 
 def _call() -> None:
-    words = sys.argv[1:]
+    words, provenance = sys.argv[1:], Provenance()
     try:
         if wants_help(app, words):
             from clipmill.train.commands.help import help_text
 
             print(help_text(app, words))
         else:
-            parse(app, words)()
+            parse(app, words, provenance)()
     except UserError as error:
-        name_files(error, words)
+        name_sources(error, provenance.sources)
         _let_first_speak()
         raise
     except CycloptsError as error:

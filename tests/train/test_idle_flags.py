@@ -84,7 +84,9 @@ def test_a_flag_that_has_no_effect_is_refused_with_the_one_that_it_goes_with(
 
 def test_what_has_an_effect_or_nobody_gave_is_let_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     chosen: list[Any] = []
-    monkeypatch.setattr("clipmill.train.commands.launch.launch", lambda spec, settings, resume: chosen.append(settings))
+    monkeypatch.setattr(
+        "clipmill.train.commands.launch.launch", lambda spec, settings, resume, provenance: chosen.append(settings)
+    )
     save_settings(MaeSettings(stride=8, sampling="uniform", decoder_mask_ratio=0.75), tmp_path / "mae.yaml")
     for words in (
         # Of presets and files.

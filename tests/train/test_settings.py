@@ -237,7 +237,7 @@ def test_flags_go_before_files_before_the_preset(
     monkeypatch.setattr(
         clipmill.train.commands.launch,
         "launch",
-        lambda spec, settings, resume: print(settings.steps, settings.lr, settings.model),
+        lambda spec, settings, resume, provenance: print(settings.steps, settings.lr, settings.model),
     )
     assert train("dual-encoder", *arguments) == 0
     tiny = load_settings(preset_path("tiny"), DualEncoderSettings)

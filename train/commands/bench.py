@@ -1,6 +1,8 @@
 """`train bench` and `train bench TASK`: a command for each task, whose flags are those of training it."""
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +13,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.train.commands.training import docstring
 from clipmill.train.config import fields as groups
+from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import FIRST_RUN
 from clipmill.train.config.places import require_places
@@ -36,11 +39,15 @@ def bench_command(name: str) -> Callable[..., None]:
         ] = None,
         page: Annotated[Path | None, groups.WHERE] = None,
         as_json: Annotated[bool, groups.WHERE, FIRST_RUN, Parameter(name="--json", negative="")] = False,
+        provenance: Annotated[Provenance | None, Parameter(parse=False)] = None,
     ) -> None:
         if page is not None and not page.parent.is_dir():
             raise UserError(
                 f"--page is {page}, and there is no folder {page.parent}", hint="name a file in an existing one"
             )
+        if provenance is not None and os.environ.get("RANK", "0") == "0":
+            for remark in provenance.remarks:
+                print(remark, file=sys.stderr)
         _measure(spec, settings, seconds=seconds, strategies=strategies, page=page, as_json=as_json)
 
     which = f" of train {name}" if name != DEFAULT else f", by default of train {DEFAULT}"

@@ -14,6 +14,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_videos
+from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import NamedPart, named_parts
 from clipmill.train.config.training import ParallelSettings
@@ -46,7 +47,7 @@ from clipmill.train.weights.sources import Say, Source, fetch_tag, open_base, op
 _LOST_S = 120.0
 
 
-def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume) -> None:
+def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance: Provenance) -> None:
     """Train a task's model on all ranks of torchrun, and write the run's results page."""
     check_tracking(settings.track)
     device = choose_device(settings.device)
@@ -58,7 +59,7 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume) -> None:
         if old_run is not None:
             require_shared(old_run.path, world=world)
         try:
-            _train(spec, settings, old_run=old_run, held=held, world=world, device=device)
+            _train(spec, settings, old_run=old_run, held=held, world=world, device=device, provenance=provenance)
         except Stopped as stop:
             again = f"continue with --resume --out {shlex.quote(str(settings.out))}"
             raise Stopped(f"{stop}, {'the same command continues' if resume == 'auto' else again}") from None
@@ -76,9 +77,9 @@ def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder 
     return run
 
 
-def _create_and_hold(settings: ClipSettings, *, held: ExitStack, world: World) -> RunFolder:
+def _create_and_hold(settings: ClipSettings, *, held: ExitStack, world: World, comment: str) -> RunFolder:
     def create() -> RunFolder:
-        run = create_run(settings)
+        run = create_run(settings, comment=comment)
         held.enter_context(run.held())
         return run
 
@@ -94,6 +95,7 @@ def _train(
     held: ExitStack,
     world: World,
     device: torch.device,
+    provenance: Provenance,
 ) -> None:
     world = world.cut(settings.parallel.stages)
     precision = open_precision(settings.precision, device_type=device.type)
@@ -109,7 +111,7 @@ def _train(
     progress = Progress(is_quiet=not world.is_first)
     progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
     has_weights = old_run is not None and _has_checkpoint(old_run, world=world)
-    for remark in _remarks(settings, world=world, has_weights=has_weights):
+    for remark in (*provenance.remarks, *_remarks(settings, world=world, has_weights=has_weights)):
         progress.say(remark)
     source = _open_weights(settings, world=world, say=progress.say, run=old_run if has_weights else None)
     settings = spec.effective(settings, None if has_weights else source, say=progress.say)
@@ -127,7 +129,7 @@ def _train(
     start = None if source is None else task.start_from(source, samples, say=_quiet if has_weights else progress.say)
     parameters = describe_parameters(task, samples)
     # The folder is made last, so that a mistake in the flags leaves nothing behind.
-    run = old_run or _create_and_hold(settings, held=held, world=world)
+    run = old_run or _create_and_hold(settings, held=held, world=world, comment=provenance.as_comment())
     about = {**parameters, **task.facts()}
     if settings.freeze or settings.lora.rank:
         progress.say(f"parameters: {parameters['parameters']}")

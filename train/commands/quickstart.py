@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
+from clipmill.train.config.choices import Provenance
 from clipmill.train.quickstart.asked import Asked
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _run(plan: "Plan") -> None:
 
     if plan.proposal.num_processes > 1:
         _become_torchrun(plan.words)
-    launch(plan.proposal.spec, plan.settings, resume=False)
+    launch(plan.proposal.spec, plan.settings, resume=False, provenance=Provenance())
     out = plan.settings.out
     print(f"page: {out / 'index.html'}\ncheckpoints: {out / 'checkpoints'}")
     for command in plan.then[1:] if plan.proposal.held_out else plan.then:  # the run has named the evaluation

@@ -1,7 +1,6 @@
 """`train TASK`: the commands of the tasks. Training itself is loaded when one of them runs."""
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +11,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.whole_numbers import refuse_fractions
 from clipmill.train.config import fields as groups
+from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import (
     FIRST_RUN,
@@ -23,9 +23,9 @@ from clipmill.train.config.fields import (
     refuse,
     unknown_parts,
 )
-from clipmill.train.config.files import load_settings, preset_path, presets_of, read_values, yaml_source
+from clipmill.train.config.files import RENAMED, load_settings, preset_path, presets_of, yaml_source
 from clipmill.train.config.places import require_places
-from clipmill.train.config.training import TrainingSettings, flat
+from clipmill.train.config.training import TrainingSettings
 from clipmill.train.registry import DEFAULT, task_named, task_names
 from clipmill.train.run.folder import Resume, RunFolder
 from clipmill.train.run.packages import require_parts
@@ -37,37 +37,48 @@ if TYPE_CHECKING:
 # Words of the command line to a command and its settings, which are checked together.
 
 
-def parse(app: "App", words: Sequence[str]) -> Callable[[], object]:
+def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None) -> Callable[[], object]:
     """The command that is asked for, with its arguments.
+
+    Args:
+        provenance: takes where each value comes from, also if this raises.
 
     Raises:
         UserError: settings are invalid, or flags that were typed have no effect beside the others: all of them at once.
         CycloptsError: a flag is unknown or missing, or has a value of another type.
     """
     typed: dict[str, str] = {}
+    origin = provenance or Provenance()
 
-    def note_typed(_app: object, _commands: object, arguments: "ArgumentCollection") -> None:
+    def fill(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+        add_files(app, commands, arguments, remarks=origin.remarks)
         for argument in arguments:
-            if argument.tokens and argument.tokens[-1].source == "cli":
+            if not argument.tokens:
+                continue
+            source = argument.tokens[-1].source
+            origin.sources[argument.name] = "" if source == "cli" else source
+            if source == "cli":
                 typed[argument.name] = " ".join(str(token.value) for token in argument.tokens)
 
-    app.config = (*SOURCES, note_typed)
+    app.config = (fill, refuse_fractions)
     with deferred_checks():
-        command, bound, _ = app.parse_args(words)
+        command, bound, not_parsed = app.parse_args(words)
     found: list[UserError] = []
     for settings in bound.arguments.values():
         if isinstance(settings, Checked):
             found += flags_without_effect(settings, typed)
             found += [*mistakes(settings), *unknown_parts(settings)]
     refuse(found)
-    return lambda: command(*bound.args, **bound.kwargs)
+    # Commands that say where values come from, or save it, ask for it.
+    more = {"provenance": origin} if "provenance" in not_parsed else {}
+    return lambda: command(*bound.args, **bound.kwargs, **more)
 
 
-def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
-    """Fills in what no flag has set; cyclopts calls it for each command.
+def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection", *, remarks: list[str]) -> None:
+    """Fills in what no flag has set.
 
     The values come from the `--config` files and the `--preset`, with `--resume` from the run itself, and with
-    `--resume auto` from all of them.
+    `--resume auto` from all of them. `remarks` takes what is said about values that depend on other settings.
     """
 
     tokens = {argument.name: argument.tokens for argument in arguments}
@@ -77,8 +88,10 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     def given(name: str) -> list[str]:
         return [token.value for token in tokens.get(name, ())]
 
-    def fill(path: Path) -> None:
-        yaml_source(path)(app, commands, arguments)
+    kind = _settings_of(commands[-1])
+
+    def fill(path: Path, preset: str | None = None) -> None:
+        yaml_source(path, kind, preset=preset, remarks=remarks)(app, commands, arguments)
 
     resume = given("--resume")
     is_automatic = resume[-1:] == ["auto"]
@@ -93,7 +106,7 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     for file in reversed(given("--config")):
         fill(Path(file))
     for preset in given("--preset"):
-        fill(_preset_of(preset, commands[-1]))
+        fill(_preset_of(preset, commands[-1]), preset)
     if resume:
         out = Path(given("--out")[0]) if given("--out") else TrainingSettings.out
         # Where there is no run, a new one begins, or opening it says so.
@@ -120,12 +133,13 @@ def _require_as_many(folders: Sequence[str], of_run: Sequence[str], *, out: Path
 
 def _preset_of(name: str, command: str) -> Path:
     """The file of a preset, which has to be one of the command's."""
-    kind = task_named(command if command in task_names() else DEFAULT).settings
+    kind = _settings_of(command)
     known = {one: preset_path(one, kind.command) for one in presets_of(kind)}
     try:
         path = preset_path(name, command)
     except UserError as error:
-        raise UserError(str(error), hint=f"presets of train {command}: {', '.join(known)}") from error
+        hint = error.hint if RENAMED.get(name) in known else f"presets of train {command}: {', '.join(known)}"
+        raise UserError(str(error), hint=hint) from error
     if path not in known.values():
         raise UserError(
             f"preset {name!r} is not one of train {command}", hint=f"presets of train {command}: {', '.join(known)}"
@@ -133,44 +147,21 @@ def _preset_of(name: str, command: str) -> Path:
     return path
 
 
-SOURCES = (add_files, refuse_fractions)
+def _settings_of(command: str) -> type[TrainingSettings]:
+    """The settings of `train TASK`, `train bench TASK` or `train bench`."""
+    return task_named(command if command in task_names() else DEFAULT).settings
 
 
-def name_files(error: UserError, words: Sequence[str]) -> None:
+def name_sources(error: UserError, sources: Mapping[str, str]) -> None:
     """Add to the hints which preset or file sets the flags that an error names and that were not typed.
 
     Args:
-        words: of the command line.
+        sources: of each value by its flag (`Provenance`).
     """
     for one in error.errors if isinstance(error, UserErrors) else (error,):
-        one.hint = _hint_with_files(one, words)
-
-
-def _hint_with_files(error: UserError, words: Sequence[str]) -> str | None:
-    typed = {word.partition("=")[0] for word in words}
-    untyped = [flag for flag in dict.fromkeys(FLAG.findall(str(error))) if flag not in typed]
-    said = [] if error.hint is None else [error.hint]
-    try:
-        sources = {str(file): Path(file) for file in reversed(_values_of("--config", words))}
-        command = next((word for word in words[:2] if word in task_names()), words[0])
-        sources |= {f"preset {name}": preset_path(name, command) for name in _values_of("--preset", words)[-1:]}
-        for flag in untyped:
-            having = [name for name, path in sources.items() if flag in _flags_of(path)]
-            said += [f"{flag} is from {having[0]}"] if having else []
-    except UserError:
-        pass  # a file that cannot be read, which is the mistake itself
-    return "; ".join(said) or None
-
-
-def _values_of(flag: str, words: Sequence[str]) -> list[str]:
-    following = [after for word, after in pairwise(words) if word == flag]
-    return following + [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
-
-
-def _flags_of(path: Path) -> set[str]:
-    return {
-        f"--{name.replace('_', '-')}" for name in flat({str(key): value for key, value in read_values(path).items()})
-    }
+        flags = [flag for flag in dict.fromkeys(FLAG.findall(str(one))) if sources.get(flag)]
+        said = [] if one.hint is None else [one.hint]
+        one.hint = "; ".join(said + [f"{flag} is from {sources[flag]}" for flag in flags]) or None
 
 
 def docstring(help_text: str, *, example: str, **parameters: str) -> str:
@@ -191,13 +182,14 @@ def training_command(name: str) -> Callable[..., None]:
         preset: Annotated[str | None, groups.WHERE, FIRST_RUN] = None,
         config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
         resume: Annotated[Resume, groups.WHERE, FIRST_RUN, Parameter(negative="")] = False,
+        provenance: Annotated[Provenance | None, Parameter(parse=False)] = None,
     ) -> None:
         if not resume:
             _require_places(settings)
         with Activity("importing torch"):
             from clipmill.train.commands.launch import launch
 
-        launch(spec, settings, resume=resume)
+        launch(spec, settings, resume=resume, provenance=provenance or Provenance())
 
     command.__doc__ = docstring(
         spec.help,

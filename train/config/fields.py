@@ -126,6 +126,8 @@ class Checked:
 
     prefix: ClassVar[str] = ""
     parts: ClassVar[Mapping[str, Parts[Any]]] = {}
+    choice: ClassVar[str] = ""
+    """Field that decides which of the others apply, such as the name of an optimizer. None: all apply."""
 
     def __post_init__(self) -> None:
         if not _checks_are_deferred.get():
@@ -138,6 +140,23 @@ class Checked:
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """Yields the flags that were typed and have no effect, besides those that `GoesWith` finds."""
         return iter(())
+
+    @classmethod
+    def hyperparameters(cls) -> Mapping[str, Mapping[str, Any]]:
+        """By the value of `choice`: the fields that not every value takes, and their defaults."""
+        return {}
+
+    def not_taken(self) -> Iterator[UserError]:
+        """Yields the hyperparameters that were given and that the choice does not take."""
+        taken, chosen = self.hyperparameters(), getattr(self, self.choice)
+        for name in dict.fromkeys(one for own in taken.values() for one in own):
+            value = getattr(self, name)
+            if name not in taken[chosen] and value not in (None, False):
+                users = ", ".join(sorted(other for other, own in taken.items() if name in own))
+                yield UserError(
+                    f"{self.flag(name)} is {value}, and {chosen} does not use it",
+                    hint=f"leave out {self.flag(name)}, or use {self.flag(self.choice)} with one of: {users}",
+                )
 
     @classmethod
     def flag(cls, name: str) -> str:

@@ -3,7 +3,8 @@
 Where a value comes from, the strongest first: a flag, a `--config` file (later files before earlier ones), the
 `--preset`, the default. With `--resume` the run's own settings stand in for files and preset; with `--resume auto` they
 come after both and before the default, where there is a run. A run saves what took effect as RUN/settings.yaml, which
-loads back to an equal object.
+loads back to an equal object; a comment on top says where the values came from. Values that depend on another setting:
+`choices.py`.
 """
 
 from collections.abc import Mapping
@@ -14,11 +15,14 @@ from typing import Any, TypeVar, get_type_hints
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_bytes
+from clipmill.train.config.choices import alternatives, chosen_parts
 from clipmill.train.config.fields import deferred_checks, mistakes, refuse
 from clipmill.train.config.training import TrainingSettings, plain_values
 
 PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
 Settings = TypeVar("Settings", bound=TrainingSettings)
+# The presets of one loss became those of all: the loss is a flag, whose default is theirs.
+RENAMED = {f"fastclip-v3-{size}": f"fastclip-{size}" for size in ("medium", "large", "xlarge")}
 # Of a file of settings; what exceeds these was not written as one.
 _MAX_VALUES, _MAX_DEPTH, _MAX_LETTERS = 10_000, 20, 10_000
 _MOST_PARSED = 64
@@ -33,9 +37,9 @@ def settings_yaml(settings: TrainingSettings) -> str:
     return yaml.safe_dump(plain_values(asdict(settings)), sort_keys=False, allow_unicode=True)
 
 
-def save_settings(settings: TrainingSettings, path: Path) -> None:
-    """Publishes the settings as a YAML file."""
-    publish_bytes(path, settings_yaml(settings).encode())
+def save_settings(settings: TrainingSettings, path: Path, *, comment: str = "") -> None:
+    """Publishes the settings as a YAML file, below `comment`."""
+    publish_bytes(path, f"{comment}{settings_yaml(settings)}".encode())
 
 
 def load_settings(path: Path, kind: type[Settings]) -> Settings:
@@ -71,7 +75,7 @@ def _parsed(path: Path, kind: type[Settings]) -> Settings:
         return settings
 
     try:
-        app.config = [yaml_source(path)]
+        app.config = [yaml_source(path, kind)]
         with deferred_checks():
             settings: Settings = app([])
         refuse(mistakes(settings))
@@ -90,8 +94,15 @@ def _parsed(path: Path, kind: type[Settings]) -> Settings:
         raise UserError(wrong, hint="; ".join(hints)) from error
 
 
-def yaml_source(path: Path) -> Any:
+def yaml_source(
+    path: Path, kind: type[TrainingSettings], *, preset: str | None = None, remarks: list[str] | None = None
+) -> Any:
     """A source of settings for cyclopts.
+
+    Args:
+        kind: of the settings.
+        preset: its name, if the file is a preset.
+        remarks: takes what is said about values that depend on other settings.
 
     Raises:
         UserError: there is no such file, or it is not a YAML mapping.
@@ -100,10 +111,16 @@ def yaml_source(path: Path) -> Any:
 
     # Keys may be spelled as the field or as the flag.
     spelled = {str(key).replace("-", "_"): value for key, value in read_values(path).items()}
-    source = Dict(spelled, source=str(path), use_commands_as_keys=False)
+    name = str(path) if preset is None else f"preset {preset}"
 
     def fill(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
-        source(app, commands, _by_name()(arguments))
+        given = {argument.name: str(argument.tokens[-1].value) for argument in arguments if argument.tokens}
+        parts, said = chosen_parts(spelled, kind(), name=name, given=given, is_preset=preset is not None)
+        named = _by_name()(arguments)
+        for part in parts:
+            Dict(part.values, source=part.source, use_commands_as_keys=False)(app, commands, named)
+        if remarks is not None:
+            remarks.extend(said)
 
     return fill
 
@@ -206,12 +223,14 @@ def preset_path(name: str, command: str = "") -> Path:
     """File of the preset `name`: `tiny` is tiny-mae.yaml in `train mae`, and tiny.yaml where a command has none.
 
     Raises:
-        UserError: there is no such preset; the hint lists those there are.
+        UserError: there is no such preset; the hint lists those there are, or names the one that took its place.
     """
     known = sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
     for stem in (f"{name}-{command}", name):
         if stem in known:
             return PRESETS_FOLDER / f"{stem}.yaml"
+    if name in RENAMED:
+        raise UserError(f"there is no preset {name!r} any more", hint=f"use --preset {RENAMED[name]}")
     raise UserError(f"there is no preset {name!r}", hint=f"presets: {', '.join(known)}")
 
 
@@ -223,20 +242,22 @@ def presets_of(kind: type[TrainingSettings]) -> dict[str, str]:
     found = {}
     for path, values in _presets().items():
         name = path.stem.removesuffix(f"-{kind.command}")
-        if preset_path(name, kind.command) == path and _fits(values, kind):
+        if preset_path(name, kind.command) == path and all(_fits(part, kind) for part in alternatives(values, name)):
             found[name] = path.read_text().partition("\n")[0].removeprefix("# ").rstrip(".")
     return found
 
 
 @cache
-def _presets() -> Mapping[Path, dict[object, Any]]:
+def _presets() -> Mapping[Path, dict[str, Any]]:
     """The values of all presets by file."""
-    return {path: read_values(path) for path in sorted(PRESETS_FOLDER.glob("*.yaml"))}
+    return {
+        path: {str(key): value for key, value in read_values(path).items()}
+        for path in sorted(PRESETS_FOLDER.glob("*.yaml"))
+    }
 
 
-def _fits(values: dict[object, Any], kind: type) -> bool:
+def _fits(values: Mapping[str, Any], kind: type) -> bool:
     types = get_type_hints(kind)
     return all(
-        name in types and (not isinstance(value, dict) or _fits(value, types[str(name)]))
-        for name, value in values.items()
+        name in types and (not isinstance(value, dict) or _fits(value, types[name])) for name, value in values.items()
     )

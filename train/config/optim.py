@@ -23,6 +23,7 @@ class OptimizerSettings(Checked):
     """Optimizer, learning rate of each parameter at each step, and the average of the weights."""
 
     prefix = "optimizer"
+    choice = "name"
 
     name: OptimizerName = "adamw"
     """Optimizer. lamb: You et al. 2020; lion: Chen et al. 2023; sgd: with momentum."""
@@ -49,15 +50,14 @@ class OptimizerSettings(Checked):
     ema: Annotated[float, SHARE] = 0.0
     """Decay of an exponential moving average of the weights, which is then the model that is evaluated; 0: none."""
 
+    @classmethod
+    def hyperparameters(cls) -> dict[str, dict[str, float]]:
+        """Those of each optimizer, with its defaults."""
+        return DEFAULTS
+
     def rules(self) -> Iterator[UserError]:
         """Yields hyperparameters that the optimizer does not have."""
-        for name in ("beta1", "beta2", "eps", "momentum"):
-            if getattr(self, name) is not None and name not in DEFAULTS[self.name]:
-                users = ", ".join(other for other, numbers in DEFAULTS.items() if name in numbers)
-                yield UserError(
-                    f"--optimizer.{name} is {getattr(self, name)}, and {self.name} has no {name}",
-                    hint=f"leave it out, or use --optimizer.name with one of: {users}",
-                )
+        yield from self.not_taken()
 
     def lr_scale(self, batch: int) -> float:
         """Factor of the learning rates for a batch size: linear scaling (Goyal et al. 2017, section 2.1)."""

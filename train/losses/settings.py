@@ -1,6 +1,6 @@
 """Settings of the contrastive loss, `--loss.*`. Which loss takes which, with what default: `registry.py`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, cast
 
@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, Range
-from clipmill.train.losses.registry import LOSSES, SETTINGS, LossSpec
+from clipmill.train.losses.registry import LOSSES, LossSpec
 
 Convention = Literal["paper", "fast_clip"]
 GammaSchedule = Literal["constant", "cosine"]
@@ -24,6 +24,7 @@ class Loss(Checked):
 
     prefix = "loss"
     parts = {"kind": LOSSES}  # noqa: RUF012 - a ClassVar of the base
+    choice = "kind"
 
     kind: Annotated[str, FIRST_RUN, Parameter(help=_KINDS)] = "infonce"
     convention: Convention = "fast_clip"
@@ -55,19 +56,17 @@ class Loss(Checked):
     use_relevancy: Annotated[bool, Parameter(negative="")] = False
     """Multiply the margin by the relevancy of the caption, as LaViLa does (max-margin)."""
 
+    @classmethod
+    def hyperparameters(cls) -> dict[str, Mapping[str, float | str | bool | None]]:
+        """Those of each loss, with its published defaults."""
+        return {spec.name: spec.settings for spec in LOSSES.working()}
+
     def rules(self) -> Iterator[UserError]:
         """Yields settings that the loss does not have."""
         spec = LOSSES.usable(self.kind)
         if spec is None:
             return
-        for name in SETTINGS:
-            value = getattr(self, name)
-            if name not in spec.settings and value not in (None, False):
-                users = sorted(other.name for other in LOSSES.working() if name in other.settings)
-                yield UserError(
-                    f"{self.flag(name)} is {value}, and {self.kind} does not use it",
-                    hint=f"leave out {self.flag(name)}, or use --loss.kind with one of: {', '.join(users)}",
-                )
+        yield from self.not_taken()
         if "temperature" in spec.settings and (start := self.number("temperature")) < self.min_temperature:
             yield UserError(
                 f"--loss.temperature is {start}",

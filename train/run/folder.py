@@ -126,8 +126,10 @@ def held_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]
         os.close(folder)
 
 
-def create_run(settings: TrainingSettings) -> RunFolder:
+def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
     """Create the folder of a new run, or take over one whose creation was interrupted.
+
+    `comment` is written on top of settings.yaml.
 
     Raises a UserError if the folder is not empty, cannot be created, or is locked by another process.
     """
@@ -145,7 +147,7 @@ def create_run(settings: TrainingSettings) -> RunFolder:
             folders = tuple(map(absolute, settings.folders))
             shards = folders if len(folders) > 1 else folders[0]
             own = replace(settings, shards=shards, evaluate=settings.evaluate.from_anywhere())
-            save_settings(own, run.settings)
+            save_settings(own, run.settings, comment=comment)
     except OSError as error:
         raise UserError(f"cannot make the run folder {run.path}: {error.strerror}", hint="use another --out") from error
     return run

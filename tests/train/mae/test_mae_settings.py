@@ -17,7 +17,9 @@ from tests.train.running import train
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[MaeSettings]:
     """What the command would train with."""
     given: list[MaeSettings] = []
-    monkeypatch.setattr("clipmill.train.commands.launch.launch", lambda spec, settings, resume: given.append(settings))
+    monkeypatch.setattr(
+        "clipmill.train.commands.launch.launch", lambda spec, settings, resume, provenance: given.append(settings)
+    )
     return given
 
 

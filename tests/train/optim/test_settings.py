@@ -12,9 +12,9 @@ from clipmill.train.config.training import TrainingSettings
 @pytest.mark.parametrize(
     ("chosen", "message", "hint"),
     [
-        ({"momentum": 0.9}, "--optimizer.momentum is 0.9, and adamw has no momentum", "sgd"),
-        ({"name": "sgd", "beta1": 0.9}, "sgd has no beta1", "adamw, lamb, lion"),
-        ({"name": "lion", "eps": 1e-8}, "lion has no eps", "adamw, lamb"),
+        ({"momentum": 0.9}, "--optimizer.momentum is 0.9, and adamw does not use it", "sgd"),
+        ({"name": "sgd", "beta1": 0.9}, "sgd does not use it", "adamw, lamb, lion"),
+        ({"name": "lion", "eps": 1e-8}, "lion does not use it", "adamw, lamb"),
         ({"beta2": 1.0}, "--optimizer.beta2 is 1.0", "less than 1"),
         ({"eps": 0.0}, "--optimizer.eps is 0.0", "more than 0"),
         ({"ema": 1.0}, "--optimizer.ema is 1.0", "less than 1"),

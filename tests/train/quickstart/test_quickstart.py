@@ -55,7 +55,9 @@ def quickstart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Quickstart:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The settings that are trained with, in place of training."""
     found: list[Any] = []
-    monkeypatch.setattr("clipmill.train.commands.launch.launch", lambda spec, settings, resume: found.append(settings))
+    monkeypatch.setattr(
+        "clipmill.train.commands.launch.launch", lambda spec, settings, resume, provenance: found.append(settings)
+    )
     return found
 
 

@@ -1,0 +1,173 @@
+"""Values of a file that depend on another setting, `by`, and which of a preset's values a choice leaves out."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipmill.train.config.training import flat, plain_values
+from clipmill.train.losses.registry import LOSSES
+from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from tests.train.fastclip_tables import losses_of, optimizers_of
+from tests.train.running import error_of, train
+
+Launch = Callable[..., tuple[DualEncoderSettings, list[str]]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """The settings of a command line and what is said about them, without its run."""
+
+    def launch(*words: object) -> tuple[Any, list[str]]:
+        found: list[Any] = []
+        monkeypatch.setattr(
+            "clipmill.train.commands.launch.launch",
+            lambda spec, settings, resume, provenance: found.extend((settings, provenance.remarks)),
+        )
+        assert train(*words) == 0
+        return found[0], found[1]
+
+    return launch
+
+
+def values_of(settings: DualEncoderSettings) -> dict[str, Any]:
+    return flat(plain_values(asdict(settings)))
+
+
+@pytest.mark.parametrize("size", ["medium", "large", "xlarge"])
+def test_every_loss_and_optimizer_of_fastclip_has_the_values_of_its_row_and_no_others(
+    launched: Launch, size: str
+) -> None:
+    losses, optimizers = losses_of(size), optimizers_of(size)
+    runs = [(loss, "adamw") for loss in losses] + [("fastclip-v3", name) for name in optimizers]
+    for loss, optimizer in runs:
+        words = ("--preset", f"fastclip-{size}", "--loss.kind", loss, "--optimizer.name", optimizer)
+        settings, remarks = launched("dual-encoder", *words)
+        values = values_of(settings)
+        own = {f"loss.{name}": value for name, value in losses[loss].items()} | optimizers[optimizer]
+        assert {name: values[name] for name in own} == own
+        others = {f"loss.{name}" for one in losses.values() for name in one}
+        others |= {name for one in optimizers.values() for name in one}
+        assert {name: values[name] for name in others - set(own)} == dict.fromkeys(others - set(own))
+        assert len(remarks) == 2
+        for remark, choice in zip(remarks, (f"--loss.kind {loss}", f"--optimizer.name {optimizer}"), strict=True):
+            assert remark.startswith(f"preset fastclip-{size}, {choice} (FastCLIP, ")
+
+
+def test_a_choice_without_a_row_is_named_and_has_the_defaults(launched: Launch) -> None:
+    words = ("--preset", "fastclip-xlarge", "--loss.kind", "sogclr", "--optimizer.name", "lion")
+    settings, remarks = launched("dual-encoder", *words)
+    assert remarks == [
+        "preset fastclip-xlarge has no values for --loss.kind sogclr, only for mbcl, fastclip-v3; defaults: "
+        "--loss.temperature 0.03 --loss.gamma 0.6 --loss.gamma-schedule constant",
+        "preset fastclip-xlarge has no values for --optimizer.name lion, only for adamw; defaults: "
+        "--lr 0.0003 --weight-decay 0.1 --optimizer.beta1 0.9 --optimizer.beta2 0.99",
+    ]
+    default = values_of(DualEncoderSettings())
+    names = ("lr", "weight_decay", "optimizer.beta2", "loss.rho", "loss.temperature_lr", "loss.gamma")
+    assert [values_of(settings)[name] for name in names] == [default[name] for name in names]
+    assert (settings.loss.number("gamma"), settings.optimizer.number("beta2")) == (0.6, 0.99)
+
+
+def test_a_flag_and_a_file_are_stronger_than_the_row_and_a_file_chooses_too(launched: Launch, tmp_path: Path) -> None:
+    chosen = tmp_path / "chosen.yaml"
+    chosen.write_text("loss: {kind: isogclr, rho: 3.0}\n")
+    words = ("--preset", "fastclip-medium", "--config", chosen, "--loss.gamma", 0.9)
+    settings, (remark, _) = launched("dual-encoder", *words)
+    assert (settings.loss.kind, settings.loss.rho, settings.loss.gamma) == ("isogclr", 3.0, 0.9)
+    assert settings.loss.temperature_lr == 1e-2
+    assert remark.endswith(": --loss.temperature 0.03 --loss.temperature-lr 0.01 --loss.gamma-schedule constant")
+
+
+def test_a_file_of_ones_own_has_tables_too(launched: Launch, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("size-px: 64\nby: {model: {b16: {batch: 7}, tiny: {batch: 9, size-px: 32, source: notes}}}\n")
+    for model, batch, size_px in (("tiny", 9, 32), ("b16", 7, 64)):
+        settings, _ = launched("dual-encoder", "--config", own, "--model", model)
+        assert (settings.batch, settings.size_px) == (batch, size_px)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("by: {loss.kindd: {}}", "by names loss.kindd, which is not a setting"),
+        ("by: {loss.kind: {infonce: {losss: {rho: 1}}}}", "unknown key losss.rho in"),
+        ("by: [1]", "by is not a table of settings by the value of a setting"),
+        ("by: {model: {tiny: 3}}", "by is not a table of settings by the value of a setting"),
+    ],
+)
+def test_a_malformed_table_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+    (tmp_path / "own.yaml").write_text(text)
+    assert train("dual-encoder", "--config", tmp_path / "own.yaml", "--model", "tiny") == 2
+    assert said in error_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "left_out", "lacks"),
+    [
+        (
+            "dual-encoder --preset b16-ek100-mir --loss.kind infonce",
+            "--loss.kind max-margin are not used with infonce: --loss.margin 0.2",
+            {"loss.margin": None},
+        ),
+        (
+            "dual-encoder --preset b16-ego4d --loss.kind fastclip-v3",
+            "--loss.kind infonce are not used with fastclip-v3: --loss.freeze-temperature True",
+            {"loss.freeze_temperature": False},
+        ),
+        (
+            "dual-encoder --preset b16-ego4d --optimizer.name lion --optimizer.beta2 0.95",
+            "--optimizer.name adamw are not used with lion: --optimizer.eps 1e-08",
+            {"optimizer.eps": None, "optimizer.beta2": 0.95},
+        ),
+        (
+            "classify --preset b16-ek100-cls --optimizer.name adamw",
+            "--optimizer.name sgd are not used with adamw: --optimizer.momentum 0.9",
+            {"optimizer.momentum": None, "lr": 0.012},
+        ),
+    ],
+)
+def test_what_a_preset_has_for_its_own_choice_is_not_used_with_another(
+    launched: Launch, words: str, left_out: str, lacks: dict[str, Any]
+) -> None:
+    settings, (remark,) = launched(*words.split())
+    assert remark == f"preset {words.split()[2]}: values for {left_out}"
+    assert {name: values_of(settings)[name] for name in lacks} == lacks
+
+
+@pytest.mark.parametrize("preset", ["tiny", "b16-ego4d", "b16-ek100-mir", "fastclip-medium", "fastclip-xlarge"])
+def test_every_loss_and_optimizer_goes_with_every_kind_of_preset(launched: Launch, preset: str) -> None:
+    for kind in LOSSES:
+        launched("dual-encoder", "--preset", preset, "--loss.kind", kind, "--optimizer.name", "lion")
+
+
+@pytest.mark.parametrize(
+    ("command", "named"), [("dual-encoder", "use --preset fastclip-medium"), ("mae", "presets of")]
+)
+def test_a_preset_of_the_old_name_is_refused_with_the_new_one(
+    capsys: pytest.CaptureFixture[str], command: str, named: str
+) -> None:
+    assert train(command, "--preset", "fastclip-v3-medium") == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == "error: there is no preset 'fastclip-v3-medium' any more" and named in hint
+
+
+def test_a_run_says_and_saves_where_its_values_come_from(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    small = ("--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 2, "--steps", 1, "--device", "cpu")
+    words = ("--preset", "fastclip-medium", "--loss.kind", "sogclr", "--shards", data_dir, "--out", out, *small)
+    assert train("dual-encoder", *words) == 0
+    row = "preset fastclip-medium, --loss.kind sogclr (FastCLIP, table 8 and appendix B): "
+    assert f"{row}--loss.temperature 0.03 --loss.gamma 0.6" in capsys.readouterr().out
+    head = RunFolder(out).settings.read_text().partition("\nshards:")[0]
+    joined = " ".join(line.removeprefix("#").strip() for line in head.splitlines())
+    assert f"{row}--loss.temperature --loss.gamma --loss.gamma-schedule" in joined
+    assert "flags: --shards --out" in joined
+    assert len(read_lines(RunFolder(out).metrics)) == 1
+    # The comment is none of the settings: the same run goes on.
+    assert train("dual-encoder", "--resume", "--out", out, "--shards", data_dir) == 0
