@@ -87,6 +87,8 @@ def test_what_has_an_effect_or_nobody_gave_is_let_pass(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         "clipmill.train.commands.launch.launch", lambda spec, settings, resume, provenance: chosen.append(settings)
     )
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
     save_settings(MaeSettings(stride=8, sampling="uniform", decoder_mask_ratio=0.75), tmp_path / "mae.yaml")
     for words in (
         # Of presets and files.

@@ -233,6 +233,7 @@ def test_flags_go_before_files_before_the_preset(
 ) -> None:
     (tmp_path / "one.yaml").write_text("steps: 11")
     (tmp_path / "two.yaml").write_text("steps: 22\nlr: 0.5")
+    (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         clipmill.train.commands.launch,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, GoesWith, Range
+from clipmill.train.config.fields import FIRST_RUN, SHARE, TOWER_SIZES, Checked, GoesWith, Range
 from clipmill.train.config.towers import TOWERS
 
 ModelName = Literal["tiny", "s16", "b32", "b16", "l16", "l14", "l14-336"]
@@ -45,13 +45,13 @@ class Towers(Checked):
     kind: Annotated[str | None, Parameter(help=_KINDS)] = None
     tubelet: Annotated[int | None, Range(least=1)] = None
     """Frames per patch (tubelet). Default: 1 for clip and timesformer, 2 for videomae."""
-    width: Annotated[int | None, SIZE] = None
+    width: Annotated[int | None, SIZE, TOWER_SIZES] = None
     """Width of the video tower. Default: that of --model."""
-    depth: Annotated[int | None, SIZE] = None
+    depth: Annotated[int | None, SIZE, TOWER_SIZES] = None
     """Number of blocks of the video tower. Default: that of --model."""
-    heads: Annotated[int | None, SIZE] = None
+    heads: Annotated[int | None, SIZE, TOWER_SIZES] = None
     """Number of attention heads per block of the video tower. Default: heads as wide as those of --model."""
-    patch_px: Annotated[int | None, SIZE] = None
+    patch_px: Annotated[int | None, SIZE, TOWER_SIZES] = None
     """Patch size in pixels. Default: that of --model."""
     temporal: Annotated[Literal["zero", "random"], GoesWith("kind", (None, "clip", "timesformer"), use="clip")] = "zero"
     """Initialisation of the temporal embedding: zero (AVION's code) or random (AVION's paper)."""
@@ -84,11 +84,11 @@ class Towers(Checked):
 class DualEncoderTowers(Towers):
     """Architecture of a video tower and a text tower."""
 
-    text_width: Annotated[int | None, SIZE] = None
+    text_width: Annotated[int | None, SIZE, TOWER_SIZES] = None
     """Width of the text tower. Default: that of --model."""
-    text_depth: Annotated[int | None, SIZE] = None
+    text_depth: Annotated[int | None, SIZE, TOWER_SIZES] = None
     """Number of blocks of the text tower. Default: that of --model."""
-    text_heads: Annotated[int | None, SIZE] = None
+    text_heads: Annotated[int | None, SIZE, TOWER_SIZES] = None
     """Number of attention heads per block of the text tower. Default: heads as wide as those of --model."""
 
 

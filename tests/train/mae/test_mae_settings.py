@@ -14,8 +14,10 @@ from tests.train.running import train
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> list[MaeSettings]:
+def chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[MaeSettings]:
     """What the command would train with."""
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
     given: list[MaeSettings] = []
     monkeypatch.setattr(
         "clipmill.train.commands.launch.launch", lambda spec, settings, resume, provenance: given.append(settings)
