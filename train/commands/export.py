@@ -116,8 +116,7 @@ def export_run(
 
     def write(folder: Path) -> None:
         exported.write(folder)
-        if exported.has_weights:
-            write_record(folder, opened)
+        write_record(folder, opened)
         (folder / CARD_FILE).write_text(card)
 
     with Activity(f"writing {out}"):

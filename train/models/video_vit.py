@@ -173,7 +173,7 @@ class VideoViT(nn.Module):
 
     def embed(self, video_BCTHW: Tensor) -> Tensor:
         """Embed normalised clips as input of the first block: tokens with positional embeddings, [B, L, D]."""
-        num_clips = video_BCTHW.shape[0]  # `len` would be a constant of torch.export
+        num_clips = len(video_BCTHW)
         cubes_BN = self.conv1.cut(video_BCTHW).flatten(1, 2)
         positions_SPD = self.positional_embedding[1:] + self.temporal_embedding[:, None]
         positions_BND = positions_SPD.flatten(0, 1).expand(num_clips, -1, -1)

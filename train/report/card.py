@@ -109,9 +109,6 @@ def _use(opens: str, *, folder: str) -> str:
             f"model, _, preprocess = open_clip.create_model_and_transforms({local})",
             f"tokenizer = open_clip.get_tokenizer({local})",
         ]
-    elif opens.startswith("torch.export"):
-        lines = ["import torch", "", f"model = {opens.replace('OUT', folder)}  # takes clips [B, 3, T, H, W]"]
-        return "\n".join(["```python", *lines, "```", "", "`preprocessing.json` says how clips are made."])
     else:
         lines = [f"# {opens}"]
     own = ["from clipmill import load_model", "", f"model = load_model({quoted})"]

@@ -34,13 +34,11 @@ class Exported:
         write: fills a folder.
         remarks: notices for the user.
         sees: what the exported model takes where it computes something else than the run, such as "single images".
-        has_weights: whether the folder holds weights, which `load_model` and `--init.weights` take.
     """
 
     write: Callable[[Path], None]
     remarks: tuple[str, ...] = ()
     sees: str = ""
-    has_weights: bool = True
 
 
 def require_format(form: str, known: Sequence[str], *, what: str) -> None:

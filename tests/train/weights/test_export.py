@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -210,35 +208,3 @@ def test_weights_that_are_not_finite_are_not_exported(run: Path, tmp_path: Path)
         with pytest.raises(UserError, match=rf"step_.*{name} holds numbers that are not finite"):
             export_run(own, form="open_clip", out=tmp_path / "out", say=quiet)
         assert not (tmp_path / "out").exists()
-
-
-OPENED_BY_TORCH_ALONE = """
-import json, sys, torch
-assert not any(name.startswith("clipmill") for name in sys.modules)
-graph = torch.export.load(sys.argv[1] + "/video.pt2").module()
-for clips, wanted in torch.load(sys.argv[2]):
-    assert (graph(clips) - wanted).abs().max() < 1e-5, clips.shape
-"""
-
-
-def test_torch_alone_opens_the_graph_of_a_video_tower_for_any_batch(run: Path, tmp_path: Path) -> None:
-    exported = tmp_path / "graph"
-    export_run(run, form="torch", out=exported, say=quiet)
-    model = model_of(run, num_frames=2)
-    model.load_state_dict(weights_of(run))
-    draw = torch.Generator().manual_seed(0)
-    batches = [torch.randn(num, 3, 2, SIDE, SIDE, generator=draw) for num in (1, 2, 5)]
-    with torch.no_grad():
-        torch.save([(clips, model.embed_video(clips)) for clips in batches], tmp_path / "expected.pt")
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", OPENED_BY_TORCH_ALONE, exported, tmp_path / "expected.pt"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    described = json.loads((exported / "preprocessing.json").read_text())
-    assert (described["num_frames"], described["size_px"], described["mean"]) == (2, SIDE, [0.42, 0.46, 0.41])
-    assert described["logit_scale"] > 1 and described["bias"] is None
-    assert "torch.export.load" in (exported / "README.md").read_text()
-    assert "load_model" not in (exported / "README.md").read_text()

@@ -1,18 +1,15 @@
 """Dual encoders for open_clip and for transformers' CLIPModel, whose tower is of images, and CLIPs as dual encoders."""
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.fields import deferred_checks
 from clipmill.train.config.model import DualEncoderTowers, kind_of
-from clipmill.train.models.attention import open_attention
-from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
+from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.spec import Adopted, ExportRequest
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import with_towers_of
@@ -27,7 +24,6 @@ from clipmill.train.weights.exported import (
     save_json,
     save_tensors,
 )
-from clipmill.train.weights.graph import exported_graph
 from clipmill.train.weights.hf_clip import hf_config, save_tokenizer, to_hf
 from clipmill.train.weights.open_clip import open_clip_config, to_open_clip
 from clipmill.train.weights.sources import Say, Source
@@ -109,9 +105,7 @@ def exported_clip(request: ExportRequest) -> Exported:
         UserError: the format cannot hold such towers.
     """
     form, settings, log_scale = request.form, request.settings, request.logits.log_scale
-    require_format(form, ("open_clip", "hf", "torch"), what="a dual encoder")
-    if form == "torch":
-        return _graph(request)
+    require_format(form, ("open_clip", "hf"), what="a dual encoder")
     if (kind := kind_of(settings.towers)) != "clip":
         raise UserError(
             f"the video tower is of the kind {kind}, and both formats are of CLIP's image tower",
@@ -143,36 +137,6 @@ def exported_clip(request: ExportRequest) -> Exported:
     has_all = request.frame_embedding == "mean" or not request.weights[TEMPORAL_EMBEDDING].count_nonzero()
     sees = "" if settings.num_frames == 1 and has_all else "single images"
     return Exported(write=write, remarks=tuple(remarks), sees=sees)
-
-
-class _EmbedsVideo(nn.Module):
-    def __init__(self, towers: DualEncoder) -> None:
-        super().__init__()
-        self.video = towers.video
-        self._embed = towers.embed_video
-
-    def forward(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        return self._embed(video_BCTHW)
-
-
-def _graph(request: ExportRequest) -> Exported:
-    settings, logits = request.settings, request.logits
-    towers = DualEncoder(
-        request.shape.size,
-        image_px=request.shape.image_px,
-        num_frames=settings.num_frames,
-        attend=open_attention("sdpa", device_type="cpu").attend,  # which torch.export can trace
-        towers=replace(settings.towers, activation_checkpointing=False),
-        has_text_tower=any(name.startswith("text.") for name in request.weights),
-    )
-    towers.load_state_dict(request.weights)
-    return exported_graph(
-        _EmbedsVideo(towers.float()),
-        settings,
-        kind="clip",
-        output="float32 [B, E], of unit length: cosines with other embeddings are products",
-        facts={"logit_scale": None if logits.log_scale is None else math.exp(logits.log_scale), "bias": logits.bias},
-    )
 
 
 def _require_clip(weights: Tensors) -> None:
