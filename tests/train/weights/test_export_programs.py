@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from clipmill import load_model
 from tests.train.running import train
@@ -67,3 +68,15 @@ def test_the_video_tower_is_served_without_clipmill(run: Path, tmp_path: Path, f
     assert told["output"]["logit_scale"] == pytest.approx(model.logit_scale) and model.logit_scale is not None
     card = (out / "README.md").read_text()
     assert "[0.42, 0.46, 0.41]" in card and "load_model" not in card
+
+
+def test_a_classifier_is_served_as_its_logits(moving: Path, tmp_path: Path) -> None:
+    run, out, batches = tmp_path / "run", tmp_path / "exported", clips_of(1, 5)
+    assert train("classify", "--shards", moving, "--label", "action", "--out", run, *SMALL) == 0
+    assert train("export", run, "--format", "torch", "--out", out) == 0
+    model = load_model(run, device="cpu").model
+    for clips, found in zip(batches, outputs(out, "torch", batches, tmp_path=tmp_path), strict=True):
+        with torch.no_grad():
+            np.testing.assert_allclose(found, model(torch.from_numpy(clips)).numpy(), atol=1e-5)
+    told = json.loads((out / "preprocessing.json").read_text())["output"]
+    assert len(told["classes"]) == found.shape[1]
