@@ -116,7 +116,8 @@ def export_run(
 
     def write(folder: Path) -> None:
         exported.write(folder)
-        write_record(folder, opened)
+        if not exported.usage:
+            write_record(folder, opened)
         (folder / CARD_FILE).write_text(card)
 
     with Activity(f"writing {out}"):

@@ -50,7 +50,7 @@ def model_card(opened: OpenedRun, exported: Exported, *, form: str, opens: str, 
     results = _results(opened, step=step)
     name = Path(opened.title).name or opened.title
     sections = {
-        "Use": _use(opens, folder=folder),
+        "Use": exported.usage or _use(opens, folder=folder),
         "Training": _training(opened, facts, step=step),
         "Evaluation": "\n\n".join([*_of_other_input(opened, exported), *(_table(one.table) for one in results)])
         if results

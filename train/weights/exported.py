@@ -34,11 +34,13 @@ class Exported:
         write: fills a folder.
         remarks: notices for the user.
         sees: what the exported model takes where it computes something else than the run, such as "single images".
+        usage: how a program is run, as Markdown. Empty for weights, which `WEIGHTS` can name; a program has no record.
     """
 
     write: Callable[[Path], None]
     remarks: tuple[str, ...] = ()
     sees: str = ""
+    usage: str = ""
 
 
 def require_format(form: str, known: Sequence[str], *, what: str) -> None:

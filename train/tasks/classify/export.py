@@ -1,14 +1,18 @@
 """Classifiers with a videomae tower as VideoMAE's own checkpoints, and for VideoMAEForVideoClassification, and back."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.fields import deferred_checks
 from clipmill.train.data.classes import ClassList
+from clipmill.train.evaluation.served import PROGRAM_FORMATS, exported_program
+from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.spec import Adopted, ExportRequest
+from clipmill.train.tasks.classify.model import VideoClassifier
 from clipmill.train.tasks.classify.settings import ClassifySettings
 from clipmill.train.weights.architecture import model_like, num_frames_of, picture_px_of, sized_as
 from clipmill.train.weights.conversion import kind_of_tensors
@@ -80,12 +84,25 @@ def exported_classifier(request: ExportRequest) -> Exported:
     Raises:
         UserError: the format cannot hold it, or it has another tower.
     """
+    if request.form in PROGRAM_FORMATS:
+        model = VideoClassifier(
+            request.shape.size.video,
+            towers=replace(request.settings.towers, activation_checkpointing=False),
+            image_px=request.shape.image_px,
+            num_frames=request.settings.num_frames,
+            num_classes=len(request.task.classes),
+            dropout=0.0,
+            attend=attend_with_sdpa,
+        )
+        model.load_state_dict(request.weights)
+        output = {"kind": "logits of the classes", "classes": list(request.task.classes.names)}
+        return exported_program(request, model, output)
     if kind_of_tensors(request.weights) != "videomae":
         raise UserError(
-            f"{request.title} is a classifier with CLIP's tower, which no format has a place for",
-            hint="export the run that trained the tower, or a classifier with --towers.kind videomae",
+            f"{request.title} is a classifier with CLIP's tower, which --format {request.form} has no place for",
+            hint="use --format torch or onnx, or export a classifier with --towers.kind videomae",
         )
-    require_format(request.form, ("hf", "videomae"), what="a classifier of videos")
+    require_format(request.form, ("hf", "videomae", *PROGRAM_FORMATS), what="a classifier of videos")
     # VideoMAE's own checkpoints do not name the classes.
     classes = request.task.classes.names if request.form == "hf" else ()
     return exported_videomae(

@@ -1,15 +1,18 @@
 """Dual encoders for open_clip and for transformers' CLIPModel, whose tower is of images, and CLIPs as dual encoders."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.fields import deferred_checks
 from clipmill.train.config.model import DualEncoderTowers, kind_of
-from clipmill.train.models.dual_encoder import ModelShape, size_of
+from clipmill.train.evaluation.served import PROGRAM_FORMATS, exported_program, similarity
+from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
 from clipmill.train.spec import Adopted, ExportRequest
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import with_towers_of
@@ -105,11 +108,13 @@ def exported_clip(request: ExportRequest) -> Exported:
         UserError: the format cannot hold such towers.
     """
     form, settings, log_scale = request.form, request.settings, request.logits.log_scale
-    require_format(form, ("open_clip", "hf"), what="a dual encoder")
+    if form in PROGRAM_FORMATS:
+        return _exported_video_tower(request)
+    require_format(form, ("open_clip", "hf", *PROGRAM_FORMATS), what="a dual encoder")
     if (kind := kind_of(settings.towers)) != "clip":
         raise UserError(
-            f"the video tower is of the kind {kind}, and both formats are of CLIP's image tower",
-            hint="use the run itself: train eval, train embed and load_model read it",
+            f"the video tower is of the kind {kind}, and --format {form} is of CLIP's image tower",
+            hint="use --format torch or onnx, which take every video tower",
         )
     _require_clip(request.weights)
     size, side_px = request.shape.size, settings.size_px
@@ -137,6 +142,37 @@ def exported_clip(request: ExportRequest) -> Exported:
     has_all = request.frame_embedding == "mean" or not request.weights[TEMPORAL_EMBEDDING].count_nonzero()
     sees = "" if settings.num_frames == 1 and has_all else "single images"
     return Exported(write=write, remarks=tuple(remarks), sees=sees)
+
+
+class _VideoTower(nn.Module):
+    """The video tower of a dual encoder: clips [B, C, T, H, W] to unit-length embeddings [B, E]."""
+
+    def __init__(self, model: DualEncoder) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, clips: torch.Tensor) -> torch.Tensor:
+        return self.model.embed_video(clips)
+
+
+def _exported_video_tower(request: ExportRequest) -> Exported:
+    """The video tower as a program."""
+    settings, size = request.settings, request.shape.size
+    model = DualEncoder(
+        size,
+        image_px=request.shape.image_px,
+        num_frames=settings.num_frames,
+        attend=attend_with_sdpa,
+        towers=replace(settings.towers, activation_checkpointing=False),
+        has_text_tower=False,
+    )
+    model.load_state_dict({name: one for name, one in request.weights.items() if name.startswith("video.")})
+    output = {
+        "kind": "embeddings of unit length",
+        "width": size.embedding_width,
+        **similarity(request.logits.log_scale, request.logits.bias),
+    }
+    return exported_program(request, _VideoTower(model), output)
 
 
 def _require_clip(weights: Tensors) -> None:

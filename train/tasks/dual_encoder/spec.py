@@ -240,7 +240,12 @@ TASK = TaskSpec(
     make=late("clipmill.train.tasks.dual_encoder.task:DualEncoderTask"),
     effective=late("clipmill.train.tasks.dual_encoder.task:effective_settings"),
     evaluations=(RETRIEVAL, MIR, ZERO_SHOT, PROBE),
-    formats={"open_clip": "create_model('local-dir:OUT')", "hf": "CLIPModel.from_pretrained('OUT')"},
+    formats={
+        "open_clip": "create_model('local-dir:OUT')",
+        "hf": "CLIPModel.from_pretrained('OUT')",
+        "torch": "torch.export.load('OUT/model.pt2'), the video tower",
+        "onnx": "onnxruntime.InferenceSession('OUT/model.onnx'), the video tower",
+    },
     export=late("clipmill.train.tasks.dual_encoder.export:exported_clip"),
     adopt=late("clipmill.train.tasks.dual_encoder.export:adopted_clip"),
     adopted="a CLIP with both towers",

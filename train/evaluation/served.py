@@ -1,0 +1,112 @@
+"""A model of clips as a program that runs without clipmill, by torch.export or ONNX, with its preprocessing beside it.
+
+OUT/model.pt2 or OUT/model.onnx   normalised clips, float32 [B, C, T, H, W], to float32 [B, N], for any B
+OUT/preprocessing.json            which frames a clip has, how they become the input, and what the output is
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from clipmill.manifests.errors import UserError
+from clipmill.train.evaluation.identity import normalisation_of
+from clipmill.train.spec import ExportRequest
+from clipmill.train.weights.exported import Exported, save_json
+
+PROGRAM_FORMATS = ("torch", "onnx")
+PREPROCESSING_FILE = "preprocessing.json"
+_EXAMPLE_CLIPS = 2
+_USE = {
+    "torch": 'import torch\n\nmodel = torch.export.load("model.pt2").module()\noutput = model(clips)',
+    "onnx": 'import onnxruntime\n\nmodel = onnxruntime.InferenceSession("model.onnx")\n'
+    '(output,) = model.run(None, {"clips": clips})',
+}
+
+
+def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[str, Any]) -> Exported:
+    """A model in evaluation mode on the CPU as a program.
+
+    Args:
+        model: float32 clips [B, C, T, H, W] to float32 [B, N], with SDPA attention.
+        output: what its output is, for preprocessing.json.
+
+    Raises:
+        UserError: packages for ONNX are missing, or the model cannot be traced.
+    """
+    missing = [name for name in ("onnx", "onnxscript") if request.form == "onnx" and find_spec(name) is None]
+    if missing:
+        raise UserError(f"--format onnx needs {' and '.join(missing)}", hint="pip install 'clipmill[onnx]'")
+    settings, channels, side = request.settings, request.shape.size.video.num_channels, request.shape.image_px
+    example = torch.zeros(_EXAMPLE_CLIPS, channels, settings.num_frames, side, side)
+    model = model.eval().requires_grad_(False)
+    try:
+        # strict: `len(clips)` is the batch size then too, in place of a constant.
+        program = torch.export.export(
+            model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},), strict=True
+        )
+        onnx = _as_onnx(program, example) if request.form == "onnx" else None
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(
+            f"{request.title} cannot be exported as --format {request.form}: {reason}",
+            hint="a tower must be traceable by torch.export: no branches on values of tensors, no kernels of its own",
+        ) from error
+    values = {"input": _input_of(settings, list(example.shape[1:])), "output": dict(output)}
+
+    def write(folder: Path) -> None:
+        if onnx is None:
+            torch.export.save(program, folder / "model.pt2")
+        else:
+            onnx.save(folder / "model.onnx")
+        save_json(folder / PREPROCESSING_FILE, values)
+
+    return Exported(write=write, usage=_usage(request.form, values))
+
+
+def _as_onnx(program: torch.export.ExportedProgram, example: torch.Tensor) -> Any:
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of operators of packages that are not there
+    try:
+        return torch.onnx.export(
+            program, (example,), dynamo=True, input_names=["clips"], output_names=["output"], verbose=False
+        )
+    finally:
+        logger.setLevel(level)
+
+
+def _input_of(settings: Any, shape: list[int]) -> dict[str, Any]:
+    layout = {"name": "clips", "layout": "BCTHW", "dtype": "float32", "shape": ["batch", *shape]}
+    frames = {"num_frames": settings.num_frames, "sampling": settings.sampling}
+    if settings.sampling == "stride":
+        frames["stride"] = settings.stride
+    if settings.reads_latents:
+        return {**layout, "kind": "latents of the VAE, as the data loader of the run gives them", **frames}
+    mean, std = normalisation_of(settings)
+    return {
+        **layout,
+        "kind": "RGB frames, scaled to 0..1, minus mean, divided by std",
+        **frames,
+        "crop": "centre square",
+        "size_px": settings.size_px,
+        "mean": list(mean),
+        "std": list(std),
+    }
+
+
+def similarity(log_scale: float | None, bias: float | None) -> dict[str, float | None]:
+    """What turns cosines of unit-length embeddings into logits: cosine * logit_scale + logit_bias."""
+    return {"logit_scale": None if log_scale is None else math.exp(log_scale), "logit_bias": bias}
+
+
+def _usage(form: str, values: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = [f"| {part} {name} | {value} |" for part, group in values.items() for name, value in group.items()]
+    return "\n".join(
+        ["```python", _USE[form], "```", "", f"As in `{PREPROCESSING_FILE}`:", "", "| | |", "|---|---|", *rows]
+    )
