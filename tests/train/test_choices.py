@@ -18,8 +18,10 @@ Launch = Callable[..., tuple[DualEncoderSettings, list[str]]]
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
     """The settings of a command line and what is said about them, without its run."""
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
 
     def launch(*words: object) -> tuple[Any, list[str]]:
         found: list[Any] = []

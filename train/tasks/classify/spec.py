@@ -74,7 +74,7 @@ TASK = TaskSpec(
         "hf": "VideoMAEForVideoClassification.from_pretrained('OUT')",
         "videomae": "VideoMAE's code, as a checkpoint",
         "torch": "torch.export.load('OUT/model.pt2'), the logits",
-        "onnx": "onnxruntime.InferenceSession('OUT/model.onnx'), the logits",
+        "onnx": "InferenceSession('OUT/model.onnx'), the logits",
     },
     export=late("clipmill.train.tasks.classify.export:exported_classifier"),
     adopt=late("clipmill.train.tasks.classify.export:adopted_classifier"),

@@ -244,7 +244,7 @@ TASK = TaskSpec(
         "open_clip": "create_model('local-dir:OUT')",
         "hf": "CLIPModel.from_pretrained('OUT')",
         "torch": "torch.export.load('OUT/model.pt2'), the video tower",
-        "onnx": "onnxruntime.InferenceSession('OUT/model.onnx'), the video tower",
+        "onnx": "InferenceSession('OUT/model.onnx'), the video tower",
     },
     export=late("clipmill.train.tasks.dual_encoder.export:exported_clip"),
     adopt=late("clipmill.train.tasks.dual_encoder.export:adopted_clip"),
