@@ -23,6 +23,7 @@ from benchmarks.gpu.feeding_data import require_repeated
 from benchmarks.gpu.measurements import Result, Setup, Target, one_line
 from clipmill.manifests.errors import UserError
 from clipmill.train.commands.launch import launch
+from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import Augment
 from clipmill.train.data.batch import Batch, to_device
@@ -191,7 +192,7 @@ def _train_what_fits(training: Trained, setup: Setup, *, out: Path) -> int:
     batch = _batch(training, setup)
     while True:
         try:
-            training.train(replace(training.settings, batch=batch, out=out), resume=False)
+            training.train(replace(training.settings, batch=batch, out=out), resume=False, provenance=Provenance())
         except UserError:
             # Out of memory is reported as a UserError that suggests a smaller batch.
             if setup.device.type != "cuda" or batch <= 8:
