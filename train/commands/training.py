@@ -56,7 +56,8 @@ def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None
             if not argument.tokens:
                 continue
             source = argument.tokens[-1].source
-            origin.sources[argument.name] = "" if source == "cli" else source
+            if argument.name != "--resume":  # the run that is begun so is the same
+                origin.sources[argument.name] = "" if source == "cli" else source
             if source == "cli":
                 typed[argument.name] = " ".join(str(token.value) for token in argument.tokens)
 
