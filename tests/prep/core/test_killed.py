@@ -166,7 +166,7 @@ def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_work
         time.sleep(0.02)
     ran = job.finish(process)
     assert ran.status == 1, ran.stderr
-    assert killed.count("a") == 3 * len(a) and killed.count("b") == 1
+    assert killed.count("a") == 3 * len(a) and killed.count("b") == 1, (killed, a, b, ran)
     assert ran.summary["failures"] == {"worker_lost": len(a)}
     assert ran.summary["num_encoded"] == sum(map(NUM_CHUNKS.__getitem__, b))
     assert {path.stem for path in job.commits()} == done | b
