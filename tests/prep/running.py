@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -181,6 +181,14 @@ def processes(mark: str) -> Iterator[Process]:
             continue
         if fields[0] != "Z" and arguments[0]:
             yield Process(int(folder.name), int(fields[1]), arguments)
+
+
+def wait_until_none(find: Callable[[], Sequence[object]], *, seconds: float) -> None:
+    """Waits until nothing is found any more; fails with what still is."""
+    deadline_s = time.monotonic() + seconds
+    while found := find():
+        assert time.monotonic() < deadline_s, f"still there: {found}"
+        time.sleep(0.02)
 
 
 def wait_until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:

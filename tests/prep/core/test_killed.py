@@ -20,7 +20,19 @@ from clipmill.prep.engines.ray_agents import running_processes
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.shards.dataset import current_variant
-from tests.prep.running import ENGINES, MARK, Process, Ran, chunk, contents, manifest, processes, start, wait_until
+from tests.prep.running import (
+    ENGINES,
+    MARK,
+    Process,
+    Ran,
+    chunk,
+    contents,
+    manifest,
+    processes,
+    start,
+    wait_until,
+    wait_until_none,
+)
 
 QUICK = ("--len", "500ms", "--preset", "ultrafast", "--short-side", 32)
 # An encoder pass takes half a second or more.
@@ -144,8 +156,8 @@ def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_work
         assert bool(agents) == (engine == "ray")
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
-        wait_until(lambda: not job.workers(), seconds=20)
-        wait_until(partial(_are_gone, agents), seconds=30)  # Ray would end them after a minute
+        wait_until_none(job.workers, seconds=40)
+        wait_until_none(partial(_still_there, agents), seconds=30)  # Ray would end them after a minute
         assert current_variant(job.data, "video") == job.quick, "an unfinished variant became the current one"
     assert job.commits()
     for path in job.commits():
@@ -192,8 +204,8 @@ def moments(job: Job, engine: str) -> Iterator[tuple[int, Callable[[], object]]]
     yield 1, lambda: job.commits() and job.ffmpegs()
 
 
-def _are_gone(folders: list[Path]) -> bool:
-    return not any(folder.exists() for folder in folders)
+def _still_there(folders: list[Path]) -> list[Path]:
+    return [folder for folder in folders if folder.exists()]
 
 
 def _await(moment: Callable[[], object], job: Job, process: "subprocess.Popen[str]", *, num_passes: int) -> None:
@@ -219,6 +231,6 @@ def test_an_interrupted_run_says_that_nothing_is_lost_and_leaves_no_process(
     process.send_signal(signal.SIGINT)
     ran = job.finish(process)
     assert ran.status == 130 and "finished work is kept; this run has finished " in ran.stderr
-    wait_until(lambda: not job.workers(), seconds=20)
+    wait_until_none(job.workers, seconds=40)
     chunk(job.data, *SLOW)
     assert contents(job.data) == undisturbed
