@@ -33,14 +33,13 @@ def commands_of_makefile(text: str) -> list[list[str]]:
 def own_commands() -> list[list[str]]:
     found = [words for document in DOCUMENTS for words in commands_of_markdown((ROOT / document).read_text())]
     found += commands_of_makefile((ROOT / "Makefile").read_text())
-    found = [launched(words) if words[0] == "torchrun" else words for words in found]
+    found = [launched(words) if "--no-python" in words else words for words in found]
     unique = {tuple(words): words for words in found if words[0] in PROGRAMS}
     return list(unique.values())
 
 
 def launched(words: list[str]) -> list[str]:
     """What a torchrun command runs in each process: an installed program, whatever files the current folder holds."""
-    assert "--no-python" in words, shlex.join(words)
     return words[words.index("train") :]
 
 

@@ -32,6 +32,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Tutorials": (
         "docs/tutorials/your_videos.md",
+        "docs/tutorials/classes.md",
+        "docs/tutorials/own_loop.md",
         "docs/tutorials/vatex.md",
         "docs/tutorials/ek100.md",
         "docs/tutorials/rerun.md",

@@ -55,6 +55,16 @@ def own_videos(folder: Path, videos: list[Video]) -> None:
         csv.writer(file).writerows([("video", "begin_s", "end_s", "text", "split"), *rows])
 
 
+def actions(folder: Path, videos: list[Video]) -> None:
+    """Write `videos/` as `own_videos` does, and `actions.csv`, whose class is the shape that is seen."""
+    own_videos(folder, videos)
+    with (folder / "captions.csv").open(newline="") as file:
+        _, *rows = csv.reader(file)
+    labelled = [(video, begin, end, text.split()[2], split) for video, begin, end, text, split in rows]
+    with (folder / "actions.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("path", "start", "end", "label", "split"), *labelled])
+
+
 def vatex(folder: Path, videos: list[Video]) -> None:
     """Write `videos/` and the two annotation files of VATEX, with two of the ten captions."""
     entries: dict[str, list[object]] = {"training": [], "validation": []}
@@ -100,7 +110,12 @@ def ek100(folder: Path, videos: list[Video]) -> None:
             csv.writer(file).writerows([header.split(), *its])
 
 
-DATA: dict[str, Callable[[Path, list[Video]], None]] = {"own_videos": own_videos, "vatex": vatex, "ek100": ek100}
+DATA: dict[str, Callable[[Path, list[Video]], None]] = {
+    "own_videos": own_videos,
+    "actions": actions,
+    "vatex": vatex,
+    "ek100": ek100,
+}
 
 
 def _link(path: Path, new: Path) -> None:

@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -81,20 +82,24 @@ class Runner:
 
     def _torchrun(self, arguments: list[str]) -> str:
         """Run as many ranks as torchrun would start on this machine; test_signals.py starts torchrun itself."""
-        assert "--no-python" in arguments
         size = int(arguments[arguments.index("--nproc-per-node") + 1])
         said = self.folder / "torchrun.txt"
-        words = arguments[arguments.index("train") + 1 :]
-        end_well(fork_ranks(_rank, self.folder, said, *words, size=size, folder=self.folder))
+        said.unlink(missing_ok=True)
+        program = arguments.index("train") if "--no-python" in arguments else -2
+        end_well(fork_ranks(_rank, self.folder, said, *arguments[program:], size=size, folder=self.folder))
         return said.read_text()
 
 
-def _rank(folder: Path, said: Path, *words: str) -> None:
-    """A rank in the reader's folder; what all of them print is appended to one file."""
+def _rank(folder: Path, said: Path, program: str, *words: str) -> None:
+    """A rank of `train` or a script, in the reader's folder; what all of them print is appended to one file."""
     os.chdir(folder)
     with said.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
-    run_command(*words)
+    if program == "train":
+        run_command(*words)
+    else:
+        sys.argv = [program, *words]
+        runpy.run_path(program, run_name="__main__")
 
 
 def _train(arguments: list[str]) -> str:
