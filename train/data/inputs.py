@@ -128,7 +128,7 @@ def image_query(settings: ClipSettings, *, loading: LoaderSettings, views: Views
     """
     if settings.where is not None:
         raise UserError(
-            f"{settings.folder} are tars: they have no manifest and no scores to select by",
+            f"{settings.folder} names tars, which have no manifest and no scores to select by",
             hint="leave out --where, or name a data folder that prep made",
         )
     shape = clip_shape(settings, views=views or Views())

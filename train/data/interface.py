@@ -89,8 +89,8 @@ def open_clips(
     """Open the clips of a split: spans of videos, each with a caption or, with `label`, a class.
 
     Args:
-        data: data folder that prep made, as a path or an address (s3://bucket/data); or tars of videos or images:
-            DIR/{000..999}.tar. A list of data folders and tars of images is a mixture.
+        data: data folder of prep, a path or an address (s3://bucket/data); or tars of videos or of images:
+            DIR/{000..999}.tar. A list of folders and tars of images is a mixture.
         mix: weights of the folders of a mixture; by default in proportion to their sizes. A batch then has `folder`,
             the index in the list. Every folder has epochs of its own; one of `Batches` has as many samples as all.
         split: of the manifest. Tars have no splits: all of their clips are used.
@@ -174,14 +174,7 @@ def open_clips(
     loading = replace(loading, can_keep=not is_pinned)
     classes: ClassList | None = None
     samples: ClipSamples | TarImages | VideoStream | Mixture
-    for address in filter(names_tars, settings.folders):
-        if where is not None:
-            raise UserError(f"{address} names tars, without scores", hint="name the data folder that prep made")
-        if captions != "text" or shown != CaptionSettings():
-            raise UserError(
-                f"{address} names tars: each clip has the one caption that its tar gives it",
-                hint="leave out captions=, sources= and min_relevancy=, or name a data folder that prep made",
-            )
+    _require_plain(settings, where=where, has_one_caption=captions == "text" and shown == CaptionSettings())
     if len(settings.folders) == 1 and names_tars(settings.folder) and not reads_images(settings):
         if label is not None:
             raise UserError(f"{data} is a stream of tars, without labels", hint="name the data folder that prep made")
@@ -310,6 +303,16 @@ def open_latents(
     return Batches(
         samples, finish, classes, shuffle=shuffle, batch=batch, world=ranks, device=device, max_failures=max_failures
     )
+
+
+def _require_plain(settings: DataSettings, *, where: str | None, has_one_caption: bool) -> None:
+    """Raise a UserError if tars are asked for what only data folders have."""
+    for address in filter(names_tars, settings.folders):
+        if where is not None:
+            raise UserError(f"{address} names tars, without scores", hint="name the data folder that prep made")
+        if not has_one_caption:
+            hint = "leave out captions=, sources= and min_relevancy=, or name a data folder that prep made"
+            raise UserError(f"{address} names tars: each clip has the one caption that its tar gives it", hint=hint)
 
 
 def _ranks(rank: int | None, world: int | None) -> World | None:

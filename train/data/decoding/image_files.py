@@ -35,8 +35,7 @@ def decode_image(content: bytes) -> "av.VideoFrame":
     """The upright image in a JPEG, PNG or WebP file, as 8-bit YUV 4:2:0.
 
     Raises:
-        av.FFmpegError: the decoder rejects it, as it does a file that was cut.
-        ValueError: it is another kind of file, animated, or too large.
+        ValueError: it is another kind of file, animated, too large, cut or damaged.
     """
     import av
 
@@ -49,13 +48,13 @@ def decode_image(content: bytes) -> "av.VideoFrame":
     context.options = {"err_detect": "explode", "max_pixels": str(MAX_PIXELS)}
     try:
         frames = context.decode(av.Packet(content))
-    except av.FFmpegError:
+    except av.FFmpegError as error:
         width, height = _claimed_size(content, codec)
         if width * height > MAX_PIXELS:
-            raise ValueError(f"an image of {width} x {height} is larger than {MAX_PIXELS:,} pixels") from None
-        raise
+            raise ValueError(f"an image of {width} x {height} is larger than {MAX_PIXELS:,} pixels") from error
+        raise ValueError(f"the file is damaged or was cut short ({codec}: {error.strerror})") from error
     if len(frames) != 1 or frames[0].is_corrupt:
-        raise ValueError("the decoder outputs no intact image")
+        raise ValueError(f"the file is damaged or was cut short ({codec}: no intact image)")
     return as_yuv420(_upright(frames[0], _orientation_of(content, codec)))
 
 

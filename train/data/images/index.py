@@ -7,7 +7,6 @@ be indexed; what is evicted later is read by range.
 
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +42,26 @@ _NUM_AT_ONCE = 4
 _INDEX_TIMEOUT_S = 86400.0
 
 
+class LeftOut:
+    """Samples that are left out, counted by reason, with the key of the first."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, str]] = {}
+
+    def add(self, reason: str, key: str, *, count: int = 1) -> None:
+        """Add samples; `reason` is the end of a sentence that begins with their number."""
+        before, first = self._found.get(reason, (0, key))
+        self._found[reason] = before + count, first
+
+    def as_list(self) -> list[tuple[str, int, str]]:
+        """Reason, number and first key of each."""
+        return [(reason, *found) for reason, found in self._found.items()]
+
+    def describe(self) -> list[str]:
+        """For the log."""
+        return [f"{count:,} {reason} (the first: {first})" for reason, (count, first) in self._found.items()]
+
+
 @dataclass(frozen=True)
 class TarIndex:
     """The images of a tar, in its order; R of them.
@@ -51,7 +70,8 @@ class TarIndex:
         keys: of each sample.
         captions, classes: of each; '' without one.
         offset, size: int64 [R], bytes of the tar.
-        num_left_out: samples without a readable image, by reason, as the end of a sentence that begins with a number.
+        left_out: samples without a readable image: why, as the end of a sentence that begins with a number, how many,
+            and the key of the first.
         first_video: key of the first sample with a video; '' if there is none.
         damage: why the tar cannot be read to its end; '' if it can.
         order_sha256, content_sha256: of keys and sizes, and of captions and classes.
@@ -62,7 +82,7 @@ class TarIndex:
     classes: pa.StringArray
     offset: NDArray[np.int64]
     size: NDArray[np.int64]
-    num_left_out: dict[str, int]
+    left_out: list[tuple[str, int, str]]
     first_video: str
     damage: str
     order_sha256: str
@@ -167,31 +187,31 @@ def index_tar(tar: str, path: Path) -> TarIndex:
     captions: list[str] = []
     classes: list[str] = []
     places: list[tuple[int, int]] = []
-    left_out: Counter[str] = Counter()
+    left_out = LeftOut()
     first_video, damage = "", ""
     for sample in samples_of(tar, path, limits=_LIMITS):
         if isinstance(sample, Unreadable):
             if sample.key == tar:
                 damage = sample.detail
             else:
-                left_out["unreadable"] += 1
+                left_out.add("unreadable", f"{sample.key}, {sample.detail}")
             continue
         extension = next((one for one in EXTENSIONS if one in sample.places), None)
         if not sample.places.keys().isdisjoint(VIDEO_EXTENSIONS):
             first_video = first_video or sample.key
         elif extension is None:
-            left_out["without an image"] += 1
+            left_out.add("without an image", sample.key)
         elif (place := sample.places[extension])[0] is None:
             raise UserError(
                 f"{tar} is compressed, and images are read in random order", hint="decompress it: gzip -d, xz -d"
             )
         elif place[1] > MAX_IMAGE_BYTES:
-            left_out[f"with an image of more than {MAX_IMAGE_BYTES >> 20} MiB"] += 1
+            left_out.add(f"with an image of more than {MAX_IMAGE_BYTES >> 20} MiB", sample.key)
         else:
             try:
                 caption = (caption_of(sample) or "").encode("utf-8", "replace").decode()
             except ValueError:
-                left_out["with an unreadable json"] += 1
+                left_out.add("with an unreadable json", sample.key)
                 continue
             keys.append(sample.key)
             captions.append(caption)
@@ -204,7 +224,7 @@ def index_tar(tar: str, path: Path) -> TarIndex:
         classes=pa.array(classes, pa.string()),
         offset=offset,
         size=size,
-        num_left_out=dict(left_out),
+        left_out=left_out.as_list(),
         first_video=first_video,
         damage=damage,
         order_sha256=_sha256([*keys, str(size.tolist())]),

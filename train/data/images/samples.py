@@ -5,7 +5,6 @@ indexed (clipmill.train.data.images.index), and `Loader` reads them in random or
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +26,7 @@ from clipmill.train.data.classes import ClassList, class_numbers_of, listed
 from clipmill.train.data.decoding.clip import ClipBuilder, ClipShape
 from clipmill.train.data.decoding.image_files import decode_image
 from clipmill.train.data.decoding.pictures import rgb_pictures
-from clipmill.train.data.images.index import ImageTars, holds_images
+from clipmill.train.data.images.index import ImageTars, LeftOut, holds_images
 from clipmill.train.data.loader import Loader, LoaderSettings, ReadAhead, SampleRequest
 from clipmill.train.data.node_cache import choose_folder
 from clipmill.train.data.order import set_fingerprint
@@ -123,7 +122,10 @@ class TarImages(Loader):
         self._captions = pa.chunked_array([one.captions for one in indexes])
         self._keys = pa.chunked_array([one.keys for one in indexes])
         rows = np.arange(self._first_row[-1])
-        self._left_out = sum((Counter(one.num_left_out) for one in indexes), Counter[str]())
+        self._left_out = LeftOut()
+        for tar, one in zip(self._tars.tars, indexes, strict=True):
+            for reason, count, key in one.left_out:
+                self._left_out.add(reason, f"{_name(tar)}/{key}", count=count)
         if has_captions:
             rows = self._kept(rows, pc.binary_length(self._captions).to_numpy() > 0, "without caption")
         self.labels: NDArray[np.int64] = np.empty(0, np.int64)
@@ -137,9 +139,10 @@ class TarImages(Loader):
         super().__init__(self, query.loading, ahead=self.ahead)
 
     def _kept(self, rows: NDArray[np.int64], is_kept: NDArray[np.bool_], reason: str) -> NDArray[np.int64]:
-        kept = rows[is_kept[rows]]
-        self._left_out[reason] += len(rows) - len(kept)
-        return kept
+        without = rows[~is_kept[rows]]
+        if len(without):
+            self._left_out.add(reason, self._key(int(without[0])), count=len(without))
+        return rows[is_kept[rows]]
 
     def __len__(self) -> int:
         return len(self._rows) * self._repeats
@@ -191,7 +194,7 @@ class TarImages(Loader):
             parts.append(f"each repeated in {self._shape.sampling.num_frames} frames")
         if self._classes is not None and len(self._rows):
             parts.append(self._classes.describe(self.labels))
-        parts += [f"{count:,} {reason}" for reason, count in self._left_out.items() if count]
+        parts += self._left_out.describe()
         damaged = [(tar, one.damage) for tar, one in zip(tars, self._tars.indexes, strict=True) if one.damage]
         if damaged:
             parts.append(f"{counted(len(damaged), 'tar')} not read to the end, the first: {': '.join(damaged[0])}")
@@ -209,8 +212,7 @@ class TarImages(Loader):
 
     def key(self, sample: int) -> str:
         """The tar of an image and its key there."""
-        row = self._row(sample)
-        return f"{_name(self._tars.tars[self._tar(row)])}/{self._keys[row].as_py()}"
+        return self._key(self._row(sample))
 
     def content(self, sample: int) -> bytes:
         """The file of an image.
@@ -311,6 +313,9 @@ class TarImages(Loader):
     def _row(self, sample: int) -> int:
         return int(self._rows[sample // self._repeats])
 
+    def _key(self, row: int) -> str:
+        return f"{_name(self._tars.tars[self._tar(row)])}/{self._keys[row].as_py()}"
+
     def _tar(self, row: int) -> int:
         return int(np.searchsorted(self._first_row, row, side="right")) - 1
 
@@ -329,7 +334,7 @@ def _require_images_only(tars: ImageTars) -> None:
     for tar, index in zip(tars.tars, tars.indexes, strict=True):
         if index.first_video:
             raise UserError(
-                f"{tar} has a video, {index.first_video}, and {tars.tars[0]} begins with an image",
+                f"{tar} has a video, {index.first_video}, and the first sample of {tars.tars[0]} is an image",
                 hint="keep images and videos in tars of their own; a data folder that prep made can be mixed with "
                 "images, each by a --shards of its own",
             )
