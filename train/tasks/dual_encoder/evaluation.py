@@ -21,6 +21,7 @@ from clipmill.train.evaluation.by_class import Predictions, majority_baseline
 from clipmill.train.evaluation.player import PicturedSamples, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
 from clipmill.train.run.counted_batches import counted_batches
+from clipmill.train.tasks.dual_encoder.egomcq import open_questions
 from clipmill.train.tasks.dual_encoder.embeddings import (
     Embeddings,
     EmbedTexts,
@@ -34,7 +35,7 @@ from clipmill.train.tasks.dual_encoder.metrics import MIR_PROTOCOL, score_mir
 from clipmill.train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
 from clipmill.train.tasks.dual_encoder.protocols import NAMED, Match, RetrievalScorer, protocol_captions
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
-from clipmill.train.tasks.dual_encoder.spec import MirFlags, RetrievalFlags, ZeroShotFlags
+from clipmill.train.tasks.dual_encoder.spec import EgoMcqFlags, MirFlags, RetrievalFlags, ZeroShotFlags
 from clipmill.train.tasks.dual_encoder.zero_shot import (
     PLAIN_TEMPLATE,
     PROTOCOL,
@@ -192,6 +193,8 @@ def make_scorer(
         return MirScorer(table)
     if protocol != "zero-shot":
         captions = protocol_captions(data_dir, protocol, split=split, sources=sources)
+        if protocol == "egomcq":
+            return open_questions(settings.questions, captions, data_dir=data_dir)
         return RetrievalScorer(protocol, captions, settings.dual_softmax)
     classes = open_class_prompts(
         data_dir, split=split, classes=settings.classes, templates=settings.templates, label=settings.label
@@ -242,8 +245,8 @@ class LoopEvaluation:
         self._every = every_for(samples.num_samples, at_most=wanted.max_samples)
         if self._every > 1 and wanted.protocol in NAMED:
             raise UserError(
-                f"--evaluate.max-samples is {wanted.max_samples}, and {wanted.protocol} ranks all "
-                f"{samples.num_samples:,} videos of {name}",
+                f"--evaluate.max-samples is {wanted.max_samples}, and {wanted.protocol} needs all "
+                f"{samples.num_samples:,} clips of {name}",
                 hint=f"use {samples.num_samples} or more, or --evaluate.protocol retrieval",
             )
         self._scorer = open_scorer(wanted, settings)
@@ -284,7 +287,7 @@ def text_embedder(model: nn.Module, *, device: torch.device) -> EmbedTexts:
     return lambda texts: embed_texts(towers.embed_text, texts, device=device)
 
 
-def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | ZeroShotFlags) -> Score:
+def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags | ZeroShotFlags) -> Score:
     """Score a run's latest checkpoint by a protocol.
 
     Raises:
