@@ -53,6 +53,7 @@ def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict
         "compute_items_per_s": rates.compute,
         "step_items_per_s": opened.settings.batch / taken.step_s,
         **asdict(verdict),
+        "step_s": taken.step_s,
         "wait_share": taken.wait_share,
         "advice": advice(verdict.cause, opened.settings, cores=len(os.sched_getaffinity(0))),
         "read_bytes_per_item": rates.read_bytes_per_item,
