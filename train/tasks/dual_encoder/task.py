@@ -20,13 +20,16 @@ from clipmill.train.config.towers import TOWERS
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import spread_frames
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.inputs import (
     Mixture,
     clip_query,
     clip_shape,
     first_of,
+    image_query,
     loader_settings,
     open_segments,
+    reads_images,
     size_on_latents,
 )
 from clipmill.train.data.latents.loader import CaptionedLatents
@@ -50,7 +53,7 @@ from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, 
 from clipmill.train.weights.effective import chosen, effective_clip_settings
 from clipmill.train.weights.sources import Say, Source
 
-OneFolder = VideoCaptions | VideoStream | CaptionedLatents
+OneFolder = VideoCaptions | TarImages | VideoStream | CaptionedLatents
 Samples = OneFolder | Mixture
 # Losses whose temperature has the meaning of CLIP's. The others have initial values of their own.
 _CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
@@ -134,9 +137,12 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         if names_tars(settings.folder):
             if tokenize is None or settings.captions != CaptionSettings():
                 raise UserError(
-                    f"{settings.folder} is a stream of tars: each clip has the one caption that its tar gives it",
+                    f"{settings.folder} names tars: each clip has the one caption that its tar gives it",
                     hint="leave out --text-tower and --captions, or name a data folder that prep made",
                 )
+            if reads_images(settings):
+                query = image_query(settings, loading=loading, views=shape.views)
+                return TarImages(query, has_captions=True, tokenize=tokenize)
             if settings.where is not None:
                 raise UserError(
                     f"{settings.folder} is a stream of tars: it has no manifest and no scores to select by",
