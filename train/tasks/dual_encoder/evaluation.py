@@ -12,6 +12,7 @@ from torch import nn
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.shards.pages.media import evenly_spaced
 from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.relevancy import Relevancy
 from clipmill.train.data.remote import open_data_folder
@@ -21,6 +22,7 @@ from clipmill.train.evaluation.by_class import Predictions, majority_baseline
 from clipmill.train.evaluation.player import PicturedSamples, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
 from clipmill.train.run.counted_batches import counted_batches
+from clipmill.train.tasks.dual_encoder.clip_benchmark import class_prompts, image_captions
 from clipmill.train.tasks.dual_encoder.egomcq import open_questions
 from clipmill.train.tasks.dual_encoder.embeddings import (
     Embeddings,
@@ -33,7 +35,13 @@ from clipmill.train.tasks.dual_encoder.embeddings import (
 from clipmill.train.tasks.dual_encoder.examples import Ranking, retrieval_examples
 from clipmill.train.tasks.dual_encoder.metrics import MIR_PROTOCOL, score_mir
 from clipmill.train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
-from clipmill.train.tasks.dual_encoder.protocols import NAMED, Match, RetrievalScorer, protocol_captions
+from clipmill.train.tasks.dual_encoder.protocols import (
+    NAMED,
+    OF_IMAGES,
+    Match,
+    RetrievalScorer,
+    protocol_captions,
+)
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.spec import EgoMcqFlags, MirFlags, RetrievalFlags, ZeroShotFlags
 from clipmill.train.tasks.dual_encoder.zero_shot import (
@@ -184,10 +192,7 @@ def make_scorer(
             hint="give a data folder: --shards DIR",
         )
     if not has_text_tower and protocol != "msrvtt-1ka":
-        raise UserError(
-            f"{protocol} embeds texts, and this run has no text tower: its embeddings are stored",
-            hint="use a run of --text-tower trained",
-        )
+        raise _without_text_tower(protocol)
     if protocol == "mir":
         table = open_mir_table(data_dir, split=split, relevancy=settings.relevancy, sentences=settings.sentences)
         return MirScorer(table)
@@ -200,6 +205,13 @@ def make_scorer(
         data_dir, split=split, classes=settings.classes, templates=settings.templates, label=settings.label
     )
     return ZeroShotScorer(classes)
+
+
+def _without_text_tower(protocol: str) -> UserError:
+    return UserError(
+        f"{protocol} embeds texts, and this run has no text tower: its embeddings are stored",
+        hint="use a run of --text-tower trained",
+    )
 
 
 class EmbedsTexts(Protocol):
@@ -249,7 +261,7 @@ class LoopEvaluation:
                 f"{samples.num_samples:,} clips of {name}",
                 hint=f"use {samples.num_samples} or more, or --evaluate.protocol retrieval",
             )
-        self._scorer = open_scorer(wanted, settings)
+        self._scorer = open_scorer(wanted, settings, samples)
         self.protocol = f"{wanted.protocol}: {self._scorer.definition}"
         if isinstance(self._scorer, RetrievalScorer) and (incomplete := self._scorer.missing(samples.num_samples)):
             self.protocol += f"; incomplete: {incomplete}"
@@ -263,12 +275,25 @@ class LoopEvaluation:
         return split_metrics(self._name, self._scorer.metrics(result), num_failed=embeddings.num_failed)
 
 
-def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings) -> Scorer:
-    """The scorer of a protocol for a run's data.
+def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, samples: TrainingSet) -> Scorer:
+    """The scorer of a protocol for a run's data, of which `samples` are images that are evaluated.
 
     Raises:
-        UserError: see `make_scorer`; also for protocols of clips on latents.
+        UserError: see `make_scorer`; also for protocols of clips on latents, or of images on clips.
     """
+    if isinstance(samples, TarImages):
+        if settings.text_tower == "frozen":
+            raise _without_text_tower(wanted.protocol)
+        if wanted.protocol == "zero-shot":
+            named = class_prompts(samples, settings.folder, classes=wanted.classes, templates=wanted.templates)
+            return ZeroShotScorer(named)
+        if wanted.protocol == OF_IMAGES:
+            return RetrievalScorer(OF_IMAGES, image_captions(samples), wanted.dual_softmax)
+    elif wanted.protocol == OF_IMAGES:
+        raise UserError(
+            f"{OF_IMAGES} scores tars of images with captions, and {settings.folder} has videos",
+            hint="use --protocol retrieval (in training --evaluate.protocol), or --shards with tars of images",
+        )
     if wanted.protocol in ("mir", *NAMED) and settings.reads_latents:
         raise UserError(
             f"{wanted.protocol} scores the clips of captions, and latents are in segments", hint="use --input pixels"
@@ -298,8 +323,8 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
     wanted, num_clips = flags.evaluation(), flags.clips
     if num_clips > 1 and settings.reads_latents:
         raise UserError(f"--clips is {num_clips}", hint="leave it out: latents have a single view")
-    scorer = open_scorer(wanted, settings)
     samples = task.samples_of(wanted, World(), num_clips=num_clips)
+    scorer = open_scorer(wanted, settings, samples)
     model = trained.fill(task.build_model(samples))
     ranking: Ranking | None = None
     with trained.precision.autocast():

@@ -27,6 +27,7 @@ from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, EmbedTexts,
 from clipmill.train.tasks.dual_encoder.metrics import score_retrieval
 from clipmill.train.tasks.dual_encoder.settings import ProtocolName, RetrievalName
 
+OF_IMAGES: RetrievalName = "clip-benchmark"
 _TIES = "ties count against the model"
 _OWN = f"only a video and its own text are right for each other, even where two videos have equal texts; {_TIES}"
 _HINT = "use --protocol retrieval (in training --evaluate.protocol), or the data of this benchmark"
@@ -75,11 +76,17 @@ PROTOCOLS: dict[RetrievalName, RetrievalProtocol] = {
         num_videos=1500,
         num_captions=10,
     ),
+    OF_IMAGES: RetrievalProtocol(
+        "Image-text retrieval",
+        "as CLIP_benchmark: each line of an image's txt is a caption; text to image (text → video): each caption among "
+        "all images; image to text: each image among all captions, by the best of its own; "
+        f"{_OWN.replace('video', 'image')}",
+    ),
 }
 
 
 # Of benchmarks: they have captions of their own.
-NAMED = (*(name for name in PROTOCOLS if name != "retrieval"), EGOMCQ)
+NAMED = (*(name for name in PROTOCOLS if name not in ("retrieval", OF_IMAGES)), EGOMCQ)
 
 
 def _dual_softmax_rule(temperature: float) -> str:

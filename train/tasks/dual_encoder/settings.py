@@ -19,8 +19,8 @@ from clipmill.train.losses.settings import Loss
 
 LOSS = help_group("Loss", 6)
 # Named protocols of text-video retrieval; `retrieval` is the plain one (clipmill.train.tasks.dual_encoder.protocols).
-RetrievalName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex"]
-ProtocolName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "mir", "egomcq", "zero-shot"]
+RetrievalName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "clip-benchmark"]
+ProtocolName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "clip-benchmark", "mir", "egomcq", "zero-shot"]
 RETRIEVAL_NAMES: tuple[RetrievalName, ...] = get_args(RetrievalName)
 TEMPERATURE = Range(1e-4, 1e4)
 
@@ -48,9 +48,9 @@ class DualEncoderEvaluation(EvaluationSettings):
     """How a dual encoder is evaluated."""
 
     protocol: Annotated[ProtocolName, EVERY] = "retrieval"
-    """Evaluation protocol. retrieval: R@k and median rank; msrvtt-1ka, paragraph, vatex: the same by the rules of these
-    benchmarks; mir: EK-100's mAP and nDCG; egomcq: EgoVLP's multiple choice; zero-shot: classification by prompts. Data
-    of --evaluate.shards can have their own: DATA@SPLIT:PROTOCOL."""
+    """Evaluation protocol. retrieval: R@k and median rank; msrvtt-1ka, paragraph, vatex, clip-benchmark: the same by
+    the rules of these benchmarks; mir: EK-100's mAP and nDCG; egomcq: EgoVLP's multiple choice; zero-shot:
+    classification by prompts. Data of --evaluate.shards can have their own: DATA@SPLIT:PROTOCOL."""
     dual_softmax: Annotated[float | None, TEMPERATURE, EVERY] = None
     """Retrieval: also log R@k with dual softmax at this temperature of the cosines, under names of their own."""
     relevancy: Annotated[Path | None, EVERY] = None
