@@ -34,6 +34,7 @@ from clipmill.train.registry import TASKS
 from clipmill.train.report.results import initial_weights, write_page
 from clipmill.train.run.checkpoint import latest_checkpoint
 from clipmill.train.run.checkpoint_writer import recover
+from clipmill.train.run.consumption import kept
 from clipmill.train.run.environment import machine, versions
 from clipmill.train.run.folder import Resume, RunFolder, create_run, find_run, read_lines, reopen_run, sweep
 from clipmill.train.run.packages import PACKAGES_FACT, packages_of
@@ -154,6 +155,7 @@ def _train(
         **_weights_facts(None if has_weights else start, old_facts),
         **how_chosen,
         **about,
+        **kept(old_facts),
         "machine": machine(device),
         "versions": versions(),
         "doctor": doctor_facts(asked_device=settings.device, device_type=device.type) if world.is_first else {},

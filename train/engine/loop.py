@@ -39,6 +39,7 @@ from clipmill.train.engine.throughput import Throughput
 from clipmill.train.optim.optimizer import clip_gradients, set_learning_rates, take_step
 from clipmill.train.run.checkpoint import latest_checkpoint
 from clipmill.train.run.checkpoint_writer import CheckpointWriter
+from clipmill.train.run.consumption import Consumption
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.run.tracking import Progress, Trackers, open_trackers
 
@@ -129,6 +130,7 @@ def train(
     log = MetricsLog(trackers, throughput, run=run, world=world, num_samples=settings.batch, num_steps=settings.steps)
     soundness = StepGuard(device)
     folders = samples.folders if isinstance(samples, Mixture) else None
+    used = Consumption(run, world=world, device=device)
 
     def save(metrics: dict[str, float]) -> None:
         nonlocal saved_step
@@ -138,6 +140,7 @@ def train(
         require_finite_state(tensors, step=state.step, world=world, run=run)
         facts = state.facts(task, samples, settings, world=world, metrics=metrics)
         writer.save(tensors, facts)
+        used.record()
         saved_step = state.step
 
     state.trained.train()

@@ -18,6 +18,7 @@ from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.model import DualEncoderTowers, kind_of
 from clipmill.train.config.towers import TOWERS
 from clipmill.train.data.batch import Batch
+from clipmill.train.data.classes import ClassList
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import spread_frames
 from clipmill.train.data.images.samples import TarImages
@@ -46,6 +47,7 @@ from clipmill.train.losses.objective import Objective
 from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
 from clipmill.train.models.text import Tokenize, load_tokenizer
 from clipmill.train.models.transformer import NORM_EPS
+from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
 from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
 from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
@@ -91,6 +93,9 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             UserError: as of `samples`, or they contradict the protocol.
         """
         settings = self._settings
+        if wanted.protocol == "zero-shot" and not settings.reads_latents and reads_images(settings):
+            numbers = class_numbers(settings.folder, wanted.classes)
+            return self.images(world, views=Views(num_clips=num_clips), classes=numbers)
         if settings.reads_latents or names_tars(settings.folder) or wanted.protocol not in NAMED:
             # In multi-instance retrieval, two narrations of one span are two queries.
             each_caption = wanted.protocol == "mir"
@@ -141,8 +146,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
                     hint="leave out --text-tower and --captions, or name a data folder that prep made",
                 )
             if reads_images(settings):
-                query = image_query(settings, loading=loading, views=shape.views)
-                return TarImages(query, has_captions=True, tokenize=tokenize)
+                return self.images(world, views=shape.views)
             if settings.where is not None:
                 raise UserError(
                     f"{settings.folder} is a stream of tars: it has no manifest and no scores to select by",
@@ -165,6 +169,12 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             has_stored_text=tokenize is None,
             each_caption=each_caption,
         )
+
+    def images(self, world: World, *, views: Views, classes: ClassList | None = None) -> TarImages:
+        """This rank's part of the images in tars: those with captions, or with one of the classes."""
+        settings = self._settings
+        query = image_query(settings, loading=loader_settings(settings, world, device=self._device), views=views)
+        return TarImages(query, has_captions=classes is None, tokenize=load_tokenizer(), classes=classes)
 
     def _latents(self, split: str, world: World, *, tokenize: Tokenize | None) -> CaptionedLatents:
         captions: Captions = "stored" if tokenize is None else "words"
