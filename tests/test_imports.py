@@ -81,9 +81,7 @@ def modules_from_outside(repository: Path, package: str) -> set[str]:
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     requirements = (
-        project["dependencies"]
-        + extras[package]
-        + [line for extra in BESIDE[package] for line in extras[extra]]
+        project["dependencies"] + extras[package] + [line for extra in BESIDE[package] for line in extras[extra]]
     )
     distributions = [Requirement(requirement).name for requirement in requirements]
     return {MODULES_OF_DISTRIBUTION.get(name, name) for name in distributions}
