@@ -34,7 +34,7 @@ MODULES_OF_DISTRIBUTION = {
     "webrtcvad-wheels": "webrtcvad",
 }
 # Submodules of torch that have one interface each; whole packages are held by import-linter too.
-INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/tracking.py"}}
+INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/charts.py"}}
 TORCH_IN_PREP = {"prep/latents/vae.py", "prep/text/tower.py", "prep/engines/choice.py"}
 # Programs are started in one place of each side, which has the time limit and ends the whole process group.
 MAY_START_PROGRAMS = {
