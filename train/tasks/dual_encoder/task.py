@@ -147,10 +147,10 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
                 )
             if reads_images(settings):
                 return self.images(world, views=shape.views)
-            if settings.where is not None:
+            if settings.selection is not None:
                 raise UserError(
                     f"{settings.folder} is a stream of tars: it has no manifest and no scores to select by",
-                    hint="leave out --where, or name a data folder that prep made",
+                    hint="leave out --where and --share, or name a data folder that prep made",
                 )
             return VideoStream(
                 settings.folder,
