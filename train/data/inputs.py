@@ -127,10 +127,10 @@ def image_query(settings: ClipSettings, *, loading: LoaderSettings, views: Views
     Raises:
         UserError: they select samples by what tars do not have.
     """
-    if settings.where is not None:
+    if settings.selection is not None:
         raise UserError(
             f"{settings.folder} names tars, which have no manifest and no scores to select by",
-            hint="leave out --where, or name a data folder that prep made",
+            hint="leave out --where and --share, or name a data folder that prep made",
         )
     shape = clip_shape(settings, views=views or Views())
     return ImageQuery(settings.folder, shape, loading, cache=settings.cache, cache_size=settings.cache_size)
