@@ -186,7 +186,8 @@ def train(
             is_saved = state.step % counted.checkpoint_every == 0 or state.step == settings.steps
             is_evaluated = _is_evaluated(state.step, counted)
             if is_saved or is_evaluated:
-                found, of_batches = {}, {}
+                found: dict[str, float] = {}
+                of_batches: dict[str, list[float]] = {}
                 if is_evaluated:
                     log.check()
                     found, of_batches = _evaluate(task, state, settings, world=world)
