@@ -57,6 +57,10 @@ class _Column:
     @classmethod
     def open(cls, data_dir: Path, name: str) -> "_Column":
         variant = Variant.open(data_dir, column=name, tars=tars_of(data_dir)).whole()
+        if not variant.num_samples:
+            raise UserError(
+                f"{variant.directory} is empty", hint=f"run {how_to_make(name, data_dir)}, and see prep status"
+            )
         return cls(name, variant, read_chunk_rows(variant))
 
     def numbers(self, name: str) -> NDArray[Any]:
