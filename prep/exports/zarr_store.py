@@ -57,6 +57,10 @@ class _Column:
     @classmethod
     def open(cls, data_dir: Path, name: str) -> "_Column":
         variant = Variant.open(data_dir, column=name, tars=tars_of(data_dir)).whole()
+        if not variant.num_samples:
+            raise UserError(
+                f"{variant.directory} is empty", hint=f"run {how_to_make(name, data_dir)}, and see prep status"
+            )
         return cls(name, variant, read_chunk_rows(variant))
 
     def numbers(self, name: str) -> NDArray[Any]:
@@ -103,7 +107,7 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
         raise UserError("the package zarr is not installed", hint="pip install 'clipmill[zarr]'") from None
     latents, text = (_Column.open(data_dir, name) for name in (LATENTS, TEXT))
     made_of = [f"{one.variant.directory.name} {one.variant.commits.digest.decode()}" for one in (latents, text)]
-    mark = {
+    mark: dict[str, Any] = {
         "schema": _SCHEMA,
         LATENTS: latents.variant.directory.name,
         TEXT: text.variant.directory.name,
@@ -218,7 +222,8 @@ def _write(store: Any, segments: _Segments, latents: _Column, flags: ZarrFlags, 
     from zarr.registry import get_numcodec
 
     num_segments = len(segments.video)
-    blosc = get_numcodec({"id": "blosc", "cname": "zstd", "clevel": flags.level, "shuffle": 1})
+    codec: Any = {"id": "blosc", "cname": "zstd", "clevel": flags.level, "shuffle": 1}
+    blosc = get_numcodec(codec)
     for name, values in ((EMBEDDINGS, segments.embeddings), (VIDEOS, segments.video)):
         chunks = (min(len(values), _ROWS_AT_ONCE), *values.shape[1:])
         store.create_array(name, data=values, chunks=chunks, compressors=blosc)

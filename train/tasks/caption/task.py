@@ -179,14 +179,15 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
         kind = kind_of(self._settings.towers)
         return self.pixels(batch, rows, mean=MEANS[kind], std=STDS[kind], is_training=is_training)
 
-    def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, world: World) -> dict[str, float | list[float]]:
         """Loss, metrics and exact matches on the data that the settings name, as `<name>/<metric>`."""
-        found: dict[str, float] = {}
+        found: dict[str, float | list[float]] = {}
         for name, samples in self._held_out.items():
-            found |= split_metrics(name, self._said(model, samples, world))
+            metrics, losses = self._said(model, samples, world)
+            found |= {**split_metrics(name, metrics), f"{name}/loss of each batch": losses}
         return found
 
-    def _said(self, model: nn.Module, samples: CaptionedClips, world: World) -> dict[str, float]:
+    def _said(self, model: nn.Module, samples: CaptionedClips, world: World) -> tuple[dict[str, float], list[float]]:
         most = self._settings.evaluate.max_samples
         batches = samples.evaluation_batches(every=every_for(len(samples), at_most=most))
         own = captions_of(
@@ -202,7 +203,9 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
         def metrics() -> dict[str, float]:
             return metrics_of(parts, references=samples.references, with_java=how.java, spice_jars=how.spice_jars)
 
-        return world.first(metrics) if how.java else metrics()  # one program of Java, not one for each process
+        losses = [loss for part in parts for loss in part.batch_losses]
+        # One program of Java, not one for each process.
+        return world.first(metrics) if how.java else metrics(), losses
 
     def decoding(self, wanted: DecodingSettings | None = None) -> DecodingSettings:
         """Settings of decoding: the given ones, or the run's; limited by the decoder's context.
