@@ -174,7 +174,7 @@ def inspect(
         if key is not None:
             raise UserError(
                 f"--html shows all chunks and cannot be combined with the key {key}",
-                hint="omit the key, or omit --html",
+                hint=f"use --column {key}" if key in {known.name for known in columns()} else "omit the key, or omit --html",
             )
         write_page = work_of(known).write_page
         if write_page is None:
