@@ -224,11 +224,6 @@ class _Parser:
             text = node["literal"]["text"]
             if _WITH_EXPONENT.fullmatch(text) and len(digits := f"{Decimal(text):f}") <= _MAX_DIGITS:
                 node["literal"]["text"] = digits
-        if node["class"] == "FUNCTION" and node["function_name"] == "row":  # (a, b), or ()
-            if not node["arguments"]:
-                self._fail("a value or a condition is missing", place)
-            hint = "decimals have a point, such as 0.02; conditions are joined by and, or"
-            self._fail("a comma separates only the arguments of a function and the values of in (...)", hint=hint)
         if node["class"] == "FUNCTION" and node["function_name"] in _ARITHMETIC:
             for argument in node["arguments"]:
                 if argument["expression"]["class"] == "COLUMN_REF":

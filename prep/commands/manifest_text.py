@@ -66,7 +66,7 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
     lines += [f"note: {on_one_line(note)}" for note in notes]
     if written.num_further_kept or written.num_further_removed:
         lines.append(
-            f"further sources: {counted(written.num_further_kept, 'caption')} kept"
+            f"added sources: {counted(written.num_further_kept, 'caption')} kept"
             + (f", {written.num_further_removed:,} removed with their videos" if written.num_further_removed else "")
         )
     lines.append(f"manifest: {written.folder}")

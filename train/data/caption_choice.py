@@ -43,7 +43,8 @@ class Sources:
     def describe(self, num_captions: NDArray[np.int64]) -> str:
         """Names with their weights and numbers of captions."""
         each = zip(self.names, self.weights.tolist(), num_captions.tolist(), strict=True)
-        return "sources " + ", ".join(f"{name} = {weight:g} ({counted(number, 'caption')})" for name, weight, number in each)
+        parts = (f"{name} = {weight:g} ({counted(number, 'caption')})" for name, weight, number in each)
+        return f"sources {', '.join(parts)}"
 
     def describe_excluded(self, num_captions: int) -> str:
         """What is said of the captions that are excluded; empty if there are none."""
@@ -279,5 +280,5 @@ def all_the_same(text: str, num_captions: int, *, split: str) -> UserError:
     """The error for captions that are all the same text."""
     return UserError(
         f"all {num_captions:,} captions of split {split!r} are {text!r:.60}: there is nothing to tell apart",
-        hint="give prep manifest annotations with different captions",
+        hint="run prep manifest with annotations whose captions differ",
     )

@@ -167,7 +167,7 @@ def decoder_folder(wanted: str, *, say: Say) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    say(f"decoder: there is no folder {wanted} here; from Hugging Face's cache, or else downloaded")
+    say(f"decoder: there is no folder {wanted} here; the model comes from Hugging Face's cache or a download")
     try:
         with hub_if_reachable():
             return Path(snapshot_download(wanted, allow_patterns=_FILES))
