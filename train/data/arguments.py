@@ -16,7 +16,7 @@ from clipmill.train.config.fields import FLAG
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# Command lines, whose flags stay flags; a flag, with what follows it: a verb, a value, or a name at the end of the text.
+# Command lines, whose flags stay flags; a flag, with what follows it: a verb, a value, or a name at the end.
 _FOLLOWS = r"( (?=is\b|must\b))| (?=['\"/.\dA-Z])| ([a-z]\w*$)"
 _FLAGS = re.compile(rf"\b(?:prep|train) [a-z][^;:,]*|({FLAG.pattern})(?:{_FOLLOWS})?")
 _ARGUMENTS = {"--shards": "data"}  # of other names than their flags

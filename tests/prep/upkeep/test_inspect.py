@@ -132,6 +132,7 @@ def test_the_page_shows_frames_of_every_chunk_and_needs_nothing_else(
     expected = [*long, *(60 + n for n in long), *(120 + n for n in short), *long, *(60 + n for n in short)]
     assert numbers == expected
     assert "&lt;script&gt;" in text and "5 chunks of 2 videos" in text and "showing" not in text
+    assert "<title>Chunks · clipmill</title>" in text and text.count(shard_set.variant.name) == 1
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
 
 
