@@ -205,8 +205,14 @@ def test_every_command_starts_where_the_user_has_modules_of_our_names(environmen
 
 
 def test_chunks_are_made_by_ray_and_trained_on_there(environment: Path, own_folder: Path) -> None:
+    # What a user's own program imports from its folder, the commands and Ray's workers do not.
+    theirs = [own_folder / f"{name}.py" for name in ("clipmill", "numpy", "ray")]
+    for module in theirs:
+        module.write_text(f"raise SystemExit('{module.name} of the user was imported')\n")
     run(environment / "prep", "manifest", "synthetic", "--videos", "2", "--minutes", "0.1", cwd=own_folder)
     assert "2 chunks encoded" in run(environment / "prep", "chunk", "--workers", "1", cwd=own_folder)
+    for module in theirs:
+        module.unlink()
     (own_folder / "program.py").write_text(_TRAINS)
     assert run(environment / "python", "program.py", cwd=own_folder).endswith("[(2, 128)]\n")
 
