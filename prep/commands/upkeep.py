@@ -172,9 +172,10 @@ def inspect(
         from clipmill.prep.core.work import work_of
 
         if key is not None:
+            is_column = key in {each.name for each in columns()}
             raise UserError(
                 f"--html shows all chunks and cannot be combined with the key {key}",
-                hint="omit the key, or omit --html",
+                hint=f"use --column {key}" if is_column else "omit the key, or omit --html",
             )
         write_page = work_of(known).write_page
         if write_page is None:

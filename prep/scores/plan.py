@@ -62,7 +62,7 @@ def make_scores_plan(data_dir: Path, recipe: ScoresRecipe, *, retry_codes: froze
         (shard.wanted(recipe_fingerprint=fingerprint) for shard in chunk_shards),
         own.without(unknown),
         what_changed="its chunks",
-        orphaned_because="its chunks are no longer in the video column",
+        orphaned_because="the chunks are no longer in the video column",
         retry_codes=retry_codes,
     )
     return ScoresPlan(

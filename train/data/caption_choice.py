@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.caption_spans import is_of_model, source_order
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
 from clipmill.train.config.data import parse_weights
 from clipmill.train.data.node_cache import index_type, scratch
 from clipmill.train.device.random import integers_below, uniform
@@ -42,7 +43,8 @@ class Sources:
     def describe(self, num_captions: NDArray[np.int64]) -> str:
         """Names with their weights and numbers of captions."""
         each = zip(self.names, self.weights.tolist(), num_captions.tolist(), strict=True)
-        return "sources " + ", ".join(f"{name} = {weight:g} ({number:,} captions)" for name, weight, number in each)
+        parts = (f"{name} = {weight:g} ({counted(number, 'caption')})" for name, weight, number in each)
+        return f"sources {', '.join(parts)}"
 
     def describe_excluded(self, num_captions: int) -> str:
         """What is said of the captions that are excluded; empty if there are none."""
@@ -278,5 +280,5 @@ def all_the_same(text: str, num_captions: int, *, split: str) -> UserError:
     """The error for captions that are all the same text."""
     return UserError(
         f"all {num_captions:,} captions of split {split!r} are {text!r:.60}: there is nothing to tell apart",
-        hint="give prep manifest annotations with different captions",
+        hint="run prep manifest with annotations whose captions differ",
     )

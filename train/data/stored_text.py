@@ -95,7 +95,7 @@ class TextRows:
             other = repr(video_ids[theirs].as_py()) if theirs >= 0 else "a video that is not of this split"
             raise UserError(
                 f"caption {caption_id[at]} is of video {video_ids[int(video_row[at])].as_py()!r} in the manifest, and "
-                f"of {other} in the text column: they belong to different data sets",
+                f"of {other} in the text column: they belong to different datasets",
                 hint=f"run prep {command_for(TEXT)} again, or use the text column of this manifest",
             )
         return np.where(found, index, -1)

@@ -18,8 +18,8 @@ Value = TypeVar("Value")
 Clips = TypeVar("Clips", bound=ClipSettings)
 
 KINDS: dict[str, str] = {
-    "clip": "a tower as CLIP's (clip)",
-    "videomae": "a tower as VideoMAE's (videomae)",
+    "clip": "a CLIP tower (clip)",
+    "videomae": "a VideoMAE tower (videomae)",
     "timesformer": "a TimeSformer (timesformer)",
 }
 

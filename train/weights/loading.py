@@ -130,9 +130,7 @@ def _check_heads(
             flags = _size_flags(there, here, facts) or f"{flag} {heads}"
             raise UserError(
                 f"{title}: the {what} has {heads} heads, that of the model has {of_model}",
-                hint=_HEADS_OF_DECODER
-                if tower == "decoder"
-                else f"use the --model that the weights are of, or {flags}",
+                hint=_HEADS_OF_DECODER if tower == "decoder" else f"use the --model of the weights, or {flags}",
             )
 
 
@@ -215,11 +213,11 @@ def _hint_about(
     if CONV in there and CONV in here and there[CONV][1] != here[CONV][1]:
         return (
             f"the weights see {there[CONV][1]} channels, the model {here[CONV][1]} (pixels have 3, latents others): "
-            "use the --input that the weights are of"
+            "use the --input of the weights"
         )
     cubes = [_cube_frames(shapes) for shapes in (there, here)]
     if cubes[0] != cubes[1] and {change.name for change in unexplained} == {CONV}:
-        return f"use --towers.tubelet {cubes[0]}, the frames of a cube that the weights are of"
+        return f"use --towers.tubelet {cubes[0]}, the number of frames of a cube in the weights"
     if _TOKENS in there and _TOKENS in here and all(change.name.startswith(_OF_CAPTIONS) for change in unexplained):
         num_tokens, width = there[_TOKENS]
         context, depth = there.get("decoder.positional_embedding", ("?",))[0], depth_of(there, "decoder")
@@ -229,13 +227,16 @@ def _hint_about(
         )
     depths = [depth_of(shapes, "decoder") for shapes in (there, here)]
     if all(depths) and depths[0] != depths[1]:
-        return f"use --decoder-depth {depths[0]}, which the weights are of"
+        return f"use --decoder-depth {depths[0]}, that of the weights"
     parts = {next((part for part in _PARTS if change.name.startswith(part)), "") for change in unexplained}
     if "" not in parts and not all(depths):
         patterns = " ".join(f"'{part}*'" for part in sorted(parts))
         return f"these are parts for another purpose: to continue without them, use --init.allow {patterns}"
-    flags = _size_flags(there, here, facts)
-    which = f"the --model that the weights are of, or {flags}" if flags else "the --model that the weights are of"
+    if all(change.kind == "reshaped" and ".mlp." in change.name for change in unexplained):
+        which = "weights of MLPs that are 4 times as wide as their tower, which those here are"
+    else:
+        flags = _size_flags(there, here, facts)
+        which = f"the --model of the weights, or {flags}" if flags else "the --model of the weights"
     return f"use {which}; or name what may differ: --init.allow PATTERN"
 
 

@@ -143,7 +143,7 @@ def fetch_tag(init: Init, *, say: Say) -> None:
         place_of_weights(str(init.weights))
     match = NAME_AND_TAG.fullmatch(init.weights or "")
     if match and not Path(match[0]).exists():
-        say(f"weights: {init.weights} from open_clip's cache, or else downloaded")
+        say(f"weights: {init.weights} from open_clip's cache, or downloaded")
         file_of_tag(match[1], match[2])
 
 

@@ -57,7 +57,7 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     scores = _or_note(lambda: scores_of(chunks, data_dir), notes) if is_current and _has(data_dir, SCORES) else None
     captions = _or_note(lambda: num_captions(chunks, data_dir), notes)
     header = Header(
-        title=variant.directory.name,
+        variant=variant.directory.name,
         summary=summary(everything, chunks, num_shown=len(picked), variant=variant, where=request.where),
         settings=(settings_words(variant.recipe), settings_line(variant.recipe)),
         tiles=tiles(chunks, variant),

@@ -78,7 +78,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
     assert "their positions are cube indices in frames of 32 px" in printed and "(--size-px 32 keeps theirs)" in printed
 
     for mistake, message in (
-        (("--init.weights", first, "--towers.kind", "clip"), "the weights are of a tower as VideoMAE's (videomae)"),
+        (("--init.weights", first, "--towers.kind", "clip"), "the weights are of a VideoMAE tower (videomae)"),
         (("--init.weights", first, "--model", "s16"), "the video tower has 4 heads, that of the model has 6"),
         (("--init.weights", first, "--num-frames", 3), "--num-frames 3 cannot be cut into cubes of 2 frames"),
         (("--init.weights", first, "--towers.tubelet", 4), "use --towers.tubelet 2, the frames of a cube"),

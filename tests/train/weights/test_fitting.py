@@ -91,6 +91,12 @@ def test_drift_that_nothing_explains_is_an_error_with_a_table(
     assert any(" ".join(line.split()).startswith(row) for line in said), said
 
 
+def test_an_mlp_of_another_width_is_not_taken_for_another_model(state: State) -> None:
+    with pytest.raises(UserError) as caught:
+        loaded({**state, BLOCK: torch.ones(128, 64)})
+    assert "MLPs that are 4 times as wide as their tower" in str(caught.value.hint)
+
+
 def test_the_user_may_allow_drift_by_pattern_of_either_name(state: State) -> None:
     before = our_model().state_dict()["video.transformer.resblocks.1.mlp.c_fc.weight"].clone()
     changed = {**without(state, BLOCK), "head.weight": torch.ones(2, 3)}

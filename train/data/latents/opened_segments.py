@@ -158,7 +158,7 @@ def _nothing_of(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split:
         f"{variant.directory} has no {column} of any video of split {split!r}: "
         f"the manifest names {', '.join(map(repr, video_ids[:3].to_pylist()))}, "
         f"the column {', '.join(map(repr, there)) or 'nothing'}",
-        hint=f"run prep {column} --data {shlex.quote(str(data_dir))}, unless the column is of another data set",
+        hint=f"run prep {column} --data {shlex.quote(str(data_dir))}, unless the column is of another dataset",
     )
 
 

@@ -156,7 +156,7 @@ def decoder_folder(wanted: str, *, say: Say) -> Path:
         return folder
     if _NAME.fullmatch(wanted) is None:
         raise UserError(f"there is no folder {wanted} (--decoder.weights)", hint="name one with GPT-2's files")
-    say(f"decoder: there is no folder {wanted} here; from Hugging Face's cache, or else downloaded")
+    say(f"decoder: there is no folder {wanted} here; the model comes from Hugging Face's cache or a download")
     return hub_folder(wanted, what="GPT-2's files")
 
 

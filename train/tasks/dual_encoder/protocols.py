@@ -29,7 +29,7 @@ from clipmill.train.tasks.dual_encoder.settings import ProtocolName, RetrievalNa
 
 OF_IMAGES: RetrievalName = "clip-benchmark"
 _TIES = "ties count against the model"
-_OWN = f"only a video and its own text are right for each other, even where two videos have equal texts; {_TIES}"
+_OWN = f"only a video's own texts are correct for it, even where two videos have equal texts; {_TIES}"
 _HINT = "use --protocol retrieval (in training --evaluate.protocol), or the data of this benchmark"
 
 
@@ -111,7 +111,7 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
     if not captions.num_rows:
         raise UserError(
             f"the manifest of {data_dir} has no captions of split {split!r}",
-            hint="give prep manifest annotations that have some",
+            hint="run prep manifest with annotations that have captions of this split",
         )
     for name_of_column in ("video_id", "source"):  # dictionaries, which may differ between chunks
         number = captions.column_names.index(name_of_column)

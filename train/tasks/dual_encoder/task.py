@@ -289,7 +289,7 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
         settings = replace(settings, towers=replace(towers, embedding_width=width))
     temperature = _temperature(settings, source, say=say)
     if temperature is not None:
-        say(f"weights: the temperature starts at theirs, {temperature:.4g}")
+        say(f"weights: initial temperature {temperature:.4g}")
         settings = replace(settings, loss=replace(settings.loss, temperature=temperature))
     return settings
 
@@ -342,5 +342,5 @@ def _temperature(settings: DualEncoderSettings, source: Source, *, say: Say) -> 
     else:
         return max(theirs, loss.min_temperature)
     if reason:
-        say(f"weights: their temperature, {theirs:.4g}, is not used: {reason}")
+        say(f"weights: their temperature of {theirs:.4g} is not used: {reason}")
     return None
