@@ -139,11 +139,11 @@ def fetch_tag(init: Init, *, say: Say) -> None:
         UserError: there are no such weights, or they cannot be downloaded.
     """
     if (init.weights or "").startswith(HUB_PREFIX):
-        say(f"weights: {init.weights} from Hugging Face's cache, or else downloaded")
+        say(f"weights: {init.weights} come from Hugging Face's cache or a download")
         place_of_weights(str(init.weights))
     match = NAME_AND_TAG.fullmatch(init.weights or "")
     if match and not Path(match[0]).exists():
-        say(f"weights: {init.weights} from open_clip's cache, or downloaded")
+        say(f"weights: {init.weights} come from open_clip's cache or a download")
         file_of_tag(match[1], match[2])
 
 
