@@ -17,7 +17,8 @@ from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape, Views
 from clipmill.train.data.decoding.pictures import SIMPLE_SHARE
 from clipmill.train.data.frame_sampling import Sampling
-from clipmill.train.data.images.samples import ImageQuery, TarImages, class_names_of_images, names_images
+from clipmill.train.data.images.query import ImageQuery, class_names_of_images, names_images
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.mixed import MixedLatents
 from clipmill.train.data.latents.segment_query import SegmentQuery

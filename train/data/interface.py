@@ -28,7 +28,8 @@ from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.decoding.pictures import CropRule
 from clipmill.train.data.finished_clips import ClipText, FinishedClips, augmentation, caption_settings, of_clips
 from clipmill.train.data.frame_sampling import SamplingRule
-from clipmill.train.data.images.samples import ImageQuery, TarImages
+from clipmill.train.data.images.query import ImageQuery
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.inputs import (
     Mixture,
     clip_shape,

@@ -124,6 +124,7 @@ def _upright(frame: "av.VideoFrame", orientation: int) -> "av.VideoFrame":
     graph = Graph()
     links = [graph.add_buffer(width=frame.width, height=frame.height, format=frame.format, time_base=1)]
     links += [graph.add(name, arguments or None) for name, arguments in _UPRIGHT[orientation]]
-    graph.link_nodes(*links, graph.add("buffersink")).configure()
+    # Copied, because vflip only lets the lines of a frame run backwards in memory.
+    graph.link_nodes(*links, graph.add("copy"), graph.add("buffersink")).configure()
     graph.push(frame)
     return graph.pull()

@@ -6,9 +6,7 @@ indexed (clipmill.train.data.images.index), and `Loader` reads them in random or
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,69 +16,25 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.storage.objects import is_remote
 from clipmill.shards.damage import Damaged
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.caption_choice import all_the_same
-from clipmill.train.data.classes import ClassList, class_numbers_of, listed
-from clipmill.train.data.decoding.clip import ClipBuilder, ClipShape
+from clipmill.train.data.classes import ClassList, class_numbers_of
+from clipmill.train.data.decoding.clip import ClipBuilder
 from clipmill.train.data.decoding.image_files import decode_image
 from clipmill.train.data.decoding.pictures import rgb_pictures
-from clipmill.train.data.images.index import ImageTars, LeftOut, holds_images
-from clipmill.train.data.loader import Loader, LoaderSettings, ReadAhead, SampleRequest
-from clipmill.train.data.node_cache import choose_folder
+from clipmill.train.data.images.index import ImageTars, LeftOut
+from clipmill.train.data.images.query import ImageQuery, open_tars
+from clipmill.train.data.loader import Loader, ReadAhead, SampleRequest
 from clipmill.train.data.order import set_fingerprint
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
-from clipmill.train.data.remote import local_copy, open_cache
-from clipmill.train.data.streams.tars import expand, names_tars
 from clipmill.train.models.text import Tokenize
 
 if TYPE_CHECKING:
     import av
 
 _NUM_READERS = 32  # of remote tars; a request waits for tens of milliseconds
-LABEL = "class"  # of the members `cls`
 _HINT = "img2dataset writes such tars: jpg, png or webp, with txt or json; classes are in cls"
-
-
-@dataclass(frozen=True)
-class ImageQuery:
-    """A question to tars of images.
-
-    Attributes:
-        pattern: of local or remote tars (`clipmill.train.data.streams.tars.expand`).
-        shape: how images are cropped and resized; every image fills all frames of its clip.
-        loading: batches, threads and this rank's share.
-        cache, cache_size: folder for copies of remote tars, and the limit (`clipmill.train.data.remote.open_cache`).
-    """
-
-    pattern: str
-    shape: ClipShape
-    loading: LoaderSettings
-    cache: Path | None = None
-    cache_size: str | None = None
-
-
-def open_tars(pattern: str, *, cache: Path | None, cache_size: str | None) -> ImageTars:
-    """Index tars; for the arguments see `ImageQuery`. Raises UserError if one cannot be read or is compressed."""
-    choose_folder(cache)
-    tars = expand(pattern)
-    return ImageTars(tars, open_cache(cache, size=cache_size) if any(map(is_remote, tars)) else None)
-
-
-def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> bool:
-    """Whether `--shards` names tars of images, by the first sample of the first tar.
-
-    Raises:
-        UserError: it names tars, and one is missing or cannot be read.
-    """
-    if not names_tars(shards):
-        return False
-    first = expand(shards)[0]
-    try:
-        return holds_images(first, local_copy(first, cache=cache, size=cache_size))
-    except OSError as error:
-        raise UserError(f"{first} cannot be read: {error}", hint="repair it, or leave it out") from error
 
 
 class TarImages(Loader):
@@ -318,16 +272,6 @@ class TarImages(Loader):
 
     def _tar(self, row: int) -> int:
         return int(np.searchsorted(self._first_row, row, side="right")) - 1
-
-
-def class_names_of_images(pattern: str, *, label: str, cache: Path | None, cache_size: str | None) -> set[str]:
-    """The classes of images in tars; raises UserError if these cannot be read, or have no such label."""
-    tars = open_tars(pattern, cache=cache, cache_size=cache_size)
-    found = {name for one in tars.indexes for name in one.classes.unique().to_pylist() if name}
-    if label != LABEL or not found:
-        there = (LABEL,) if found else ()
-        raise UserError(f"the images of {pattern} have no label {label!r}", hint=f"labels there: {listed(there)}")
-    return found
 
 
 def _require_images_only(tars: ImageTars) -> None:
