@@ -275,8 +275,8 @@ class LoopEvaluation:
         return split_metrics(self._name, self._scorer.metrics(result), num_failed=embeddings.num_failed)
 
 
-def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, samples: TrainingSet) -> Scorer:
-    """The scorer of a protocol for a run's data, of which `samples` are images that are evaluated.
+def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, samples: object) -> Scorer:
+    """The scorer of a protocol for a run's data; of images, `samples` have what others read from a manifest.
 
     Raises:
         UserError: see `make_scorer`; also for protocols of clips on latents, or of images on clips.
