@@ -69,7 +69,9 @@ def exported(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def theirs(exported: Path, data: Path, **options: Any) -> tuple[Any, DataLoader[Any], Any]:
     """The model of open_clip, the images as clip_benchmark loads them, and the tokenizer."""
-    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{exported}")
+    # With both arguments, as DataComp's tools call it.
+    weights = str(exported / "open_clip_model.safetensors")
+    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{exported}", pretrained=weights)
     dataset = build_wds_dataset("", preprocess, split="test", data_dir=str(data))
     return model.eval(), DataLoader(dataset, batch_size=16, **options), open_clip.get_tokenizer(f"local-dir:{exported}")
 
