@@ -26,6 +26,7 @@ MODULES_OF_DISTRIBUTION = {
     "ffmpeg-python": "ffmpeg",
     "huggingface-hub": "huggingface_hub",
     "imageio-ffmpeg": "imageio_ffmpeg",
+    "nvidia-ml-py": "pynvml",
     "open-clip-torch": "open_clip",
     "opencv-python-headless": "cv2",
     "pyyaml": "yaml",

@@ -17,7 +17,8 @@ from clipmill.manifests.adapters.tables import text_lines
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.objects import is_remote
 from clipmill.train.data.classes import ClassList
-from clipmill.train.data.images.samples import LABEL, TarImages
+from clipmill.train.data.images.query import LABEL
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.streams.tars import expand
 from clipmill.train.tasks.dual_encoder.zero_shot import PLAIN_TEMPLATE, ClassPrompts, read_templates
 
