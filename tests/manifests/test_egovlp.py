@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clipmill.manifests.adapters.ego4d import read_ego4d
-from clipmill.manifests.adapters.egovlp import Question, read_questions
+from clipmill.manifests.adapters.egomcq import Question, read_questions
 from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 from tests.manifests.test_ego4d import narrations, reasons, save

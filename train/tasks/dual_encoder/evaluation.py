@@ -21,8 +21,6 @@ from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import PicturedSamples, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
 from clipmill.train.run.counted_batches import counted_batches
-from clipmill.train.tasks.dual_encoder.clip_benchmark import class_prompts, image_captions
-from clipmill.train.tasks.dual_encoder.egomcq import open_questions
 from clipmill.train.tasks.dual_encoder.embeddings import (
     Embeddings,
     EmbedTexts,
@@ -152,6 +150,8 @@ def make_scorer(
     if protocol != "zero-shot":
         captions = protocol_captions(data_dir, protocol, split=split, sources=sources)
         if protocol == "egomcq":
+            from clipmill.train.tasks.dual_encoder.egomcq import open_questions
+
             return open_questions(settings.questions, captions, data_dir=data_dir)
         return RetrievalScorer(protocol, captions, settings.dual_softmax)
     classes = open_class_prompts(
@@ -235,6 +235,8 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, sa
         UserError: see `make_scorer`; also for protocols of clips on latents, or of images on clips.
     """
     if isinstance(samples, TarImages):
+        from clipmill.train.tasks.dual_encoder.clip_benchmark import class_prompts, image_captions
+
         if settings.text_tower == "frozen":
             raise _without_text_tower(wanted.protocol)
         if wanted.protocol == "zero-shot":

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.manifests.adapters.egovlp import EGOMCQ
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_captions
@@ -28,6 +27,7 @@ from clipmill.train.tasks.dual_encoder.metrics import score_retrieval
 from clipmill.train.tasks.dual_encoder.settings import ProtocolName, RetrievalName
 
 OF_IMAGES: RetrievalName = "clip-benchmark"
+EGOMCQ: ProtocolName = "egomcq"  # and the source of its clips
 _TIES = "ties count against the model"
 _OWN = f"only a video and its own text are right for each other, even where two videos have equal texts; {_TIES}"
 _HINT = "use --protocol retrieval (in training --evaluate.protocol), or the data of this benchmark"
