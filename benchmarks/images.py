@@ -133,7 +133,7 @@ def _normalised(batch: Any) -> torch.Tensor:
 
 def _open_clip(pattern: str, num_images: int, batch: int) -> Epoch:
     import open_clip
-    from open_clip_train.data import get_wds_dataset
+    from open_clip_train.data import get_wds_dataset  # type: ignore[import-untyped]
 
     asked = SimpleNamespace(
         train_data=pattern,
