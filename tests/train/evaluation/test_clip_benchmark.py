@@ -87,8 +87,9 @@ def test_zero_shot_classification_is_that_of_clip_benchmark(
     model, loader, tokenizer = theirs(exported, data)
     # Its own function takes an array for a number, which NumPy 2.4 refuses.
     monkeypatch.setattr(zeroshot_classification, "accuracy", top_k)
+    dataset: Any = loader.dataset
     expected = zeroshot_classification.evaluate(
-        model, loader, tokenizer, loader.dataset.classes, loader.dataset.templates, "cpu", amp=False
+        model, loader, tokenizer, dataset.classes, dataset.templates, "cpu", amp=False
     )
     result: dict[str, Any] = scored(capsys, "zero-shot", exported, "--shards", data / "test" / "{0..1}.tar")
     assert result["num_clips"] == NUM_IMAGES and result["num_classes"] == len(NAMES)

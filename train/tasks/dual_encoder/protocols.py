@@ -49,7 +49,7 @@ class RetrievalProtocol:
     num_captions: int | None = None
 
 
-PROTOCOLS: dict[RetrievalName, RetrievalProtocol] = {
+PROTOCOLS: dict[str, RetrievalProtocol] = {
     "retrieval": RetrievalProtocol(
         "Text-video retrieval",
         "text to video: each distinct text among all clips, any clip with that text is correct; "
