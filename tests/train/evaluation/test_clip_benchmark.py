@@ -126,6 +126,8 @@ def test_what_the_tars_lack_is_said(
     )
     assert train("eval", "retrieval", exported, "--shards", data_dir, "--protocol", "clip-benchmark") == 2
     assert "clip-benchmark scores tars of images" in capsys.readouterr().err
+    assert train("eval", "zero-shot", exported, *shards, "--classes", tmp_path / "names.txt", "--label", "verb") == 2
+    assert "images in tars have no label 'verb'" in capsys.readouterr().err
     # ImageNet has two classes of the same name: they tie, which counts against the model.
     (tmp_path / "names.txt").write_text("sunglasses\n" * len(NAMES))
     same = scored(capsys, "zero-shot", exported, *shards, "--classes", tmp_path / "names.txt")

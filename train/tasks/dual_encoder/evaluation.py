@@ -240,8 +240,7 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, sa
         if settings.text_tower == "frozen":
             raise _without_text_tower(wanted.protocol)
         if wanted.protocol == "zero-shot":
-            named = class_prompts(samples, settings.folder, classes=wanted.classes, templates=wanted.templates)
-            return ZeroShotScorer(named)
+            return ZeroShotScorer(class_prompts(samples, settings.folder, wanted))
         if wanted.protocol == OF_IMAGES:
             return RetrievalScorer(OF_IMAGES, image_captions(samples), wanted.dual_softmax)
     elif wanted.protocol == OF_IMAGES:
