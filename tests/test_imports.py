@@ -27,6 +27,7 @@ MODULES_OF_DISTRIBUTION = {
     "ffmpeg-python": "ffmpeg",
     "huggingface-hub": "huggingface_hub",
     "imageio-ffmpeg": "imageio_ffmpeg",
+    "nvidia-ml-py": "pynvml",
     "open-clip-torch": "open_clip",
     "opencv-python-headless": "cv2",
     "pyyaml": "yaml",
@@ -186,7 +187,7 @@ def test_a_package_loads_on_a_machine_without_the_other_sides_parts(
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_run_loads_no_other_task_and_at_most_266_modules(repository: Path, tmp_path: Path) -> None:
+def test_a_run_loads_no_other_task_and_at_most_267_modules(repository: Path, tmp_path: Path) -> None:
     script = (
         "import sys\n"
         f"sys.argv = ['train', 'dual-encoder', '--shards', {str(tmp_path)!r}, '--device', 'cpu']\n"
@@ -204,4 +205,4 @@ def test_a_run_loads_no_other_task_and_at_most_266_modules(repository: Path, tmp
     ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
     count, *tasks = ran.stdout.splitlines()[-1].split()
     assert tasks == ["dual_encoder"], ran.stderr
-    assert int(count) <= 266
+    assert int(count) <= 267

@@ -45,6 +45,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/datasets.md",
         "docs/data.md",
         "docs/weights.md",
+        "docs/datacomp.md",
         "docs/search.md",
         "docs/python.md",
         "docs/cluster.md",

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.manifests.adapters.egovlp import EGOMCQ
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_captions
@@ -28,6 +27,7 @@ from clipmill.train.tasks.dual_encoder.metrics import score_retrieval
 from clipmill.train.tasks.dual_encoder.settings import ProtocolName, RetrievalName
 
 OF_IMAGES: RetrievalName = "clip-benchmark"
+EGOMCQ: ProtocolName = "egomcq"  # and the source of its clips
 _TIES = "ties count against the model"
 _OWN = f"only a video's own texts are correct for it, even where two videos have equal texts; {_TIES}"
 _HINT = "use --protocol retrieval (in training --evaluate.protocol), or the data of this benchmark"
@@ -49,7 +49,7 @@ class RetrievalProtocol:
     num_captions: int | None = None
 
 
-PROTOCOLS: dict[RetrievalName, RetrievalProtocol] = {
+PROTOCOLS: dict[str, RetrievalProtocol] = {
     "retrieval": RetrievalProtocol(
         "Text-video retrieval",
         "text to video: each distinct text among all clips, any clip with that text is correct; "

@@ -47,7 +47,6 @@ from clipmill.train.losses.objective import Objective
 from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
 from clipmill.train.models.text import Tokenize, load_tokenizer
 from clipmill.train.models.transformer import NORM_EPS
-from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
 from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
 from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
@@ -94,6 +93,8 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         """
         settings = self._settings
         if wanted.protocol == "zero-shot" and not settings.reads_latents and reads_images(settings):
+            from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
+
             numbers = class_numbers(settings.folder, wanted.classes)
             return self.images(world, views=Views(num_clips=num_clips), classes=numbers)
         if settings.reads_latents or names_tars(settings.folder) or wanted.protocol not in NAMED:
