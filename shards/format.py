@@ -126,7 +126,7 @@ VIDEO_FIELDS = [
 LATENTS_FIELDS = [
     pa.field("video_id", pa.string(), nullable=False),
     pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
-    pa.field("num_frames", pa.int32(), nullable=False),  # F
+    pa.field("num_frames", pa.int32(), nullable=False),  # F; of a VAE of videos S x T'
     pa.field("fps_num", pa.int32(), nullable=False),  # of the latents
     pa.field("fps_den", pa.int32(), nullable=False),
     pa.field("channels", pa.int32(), nullable=False),
@@ -137,7 +137,9 @@ LATENTS_FIELDS = [
     ),  # float16, or bfloat16 (stored as uint16 bits, since npy does not support it)
     # left, top, width and height in pixels of the chunk, concatenated for all segments of the recipe
     pa.field("crops", pa.list_(pa.int32()), nullable=False),
-    pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was encoded
+    # of a VAE of videos, how many frames of the video each of the S segments has; the others repeat the last one
+    pa.field("source_frames", pa.list_(pa.int32()), nullable=False),
+    pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was encoded, and of the next one
 ]
 
 # Fields of a `text` index row.

@@ -140,6 +140,7 @@ def _latents_sample(segments: SegmentSet, video: int, first: int, end: int) -> S
         "width": SEGMENT_SHAPE[3],
         "dtype": "float16",
         "crops": [0, 0, 256, 256] * (end - first),
+        "source_frames": [],
         "chunk_fingerprint": _FINGERPRINT,
     }
     key = chunk_key(_video_id(video, copy=0), start_ms)

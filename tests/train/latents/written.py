@@ -167,5 +167,6 @@ def _fields(chunk: Chunk) -> dict[str, object]:
         "width": width,
         "dtype": chunk.dtype,
         "crops": [0, 0, 8, 8],
+        "source_frames": [],
         "chunk_fingerprint": "00",
     }
