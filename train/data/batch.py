@@ -13,7 +13,8 @@
                                       [B, T, S, S, 3]; T counts the frames of all views, one view after another
     colour       uint8 [B]            colour matrix and range of YUV frames (clipmill.train.augment.colour)
     tokens       int64 [B, L]         token ids of the caption
-    latents      float16 or bfloat16 [B, T, C, h, w]  of a segment of the chunk, scaled as its recipe says
+    latents      float16 or bfloat16 [B, T, C, h, w]  of a segment of the chunk, scaled as its recipe says; of a VAE of
+                                      videos a view of [B, C, T, h, w], which `open_latents` returns
     num_frames   int64 [B]            valid frames among the T, if tails are zero-padded
     text         float16 [B, D]       embedding of the caption, of unit length
     length       int64 [B]            number of tokens of the caption including the end token; of the longest of K.

@@ -44,7 +44,12 @@ class LatentRing:
         import torch
 
         shape = samples.records.shape
-        row_shape = (samples.segments.num_frames, shape.channels, shape.height, shape.width)
+        num_frames, picture = samples.segments.num_frames, (shape.height, shape.width)
+        # A VAE of videos puts the channels before the frames; the batch is a view with the frames first.
+        self._channels_first = shape.segment_frames > 0
+        row_shape = (num_frames, shape.channels, *picture)
+        if self._channels_first:
+            row_shape = (shape.channels, num_frames, *picture)
         self._latents = _Rows((batch, *row_shape), getattr(torch, shape.dtype), pin=pin, can_keep=can_keep)
         self._text = None
         if samples.text is not None:
@@ -57,7 +62,11 @@ class LatentRing:
         first, end = rows[0], rows[0] + len(rows)
         is_slice = columns[-1] is columns[0] and rows[-1] + 1 == end
         # A literal: calling `Batch` costs a microsecond, which a batch of one notices.
-        batch: Batch = {"input": "latents", "latents": self._latents.filled(latents)}
+        pictures = self._latents.filled(latents)
+        batch: Batch = {
+            "input": "latents",
+            "latents": pictures.transpose(1, 2) if self._channels_first else pictures,
+        }
         for name, column in columns[0].items():
             # Slices of arrays, which nothing overwrites, take half as long as slices of tensors.
             values = column[first:end] if is_slice else np.array([of[name][row] for of, row, _, _ in samples])
