@@ -27,7 +27,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.doctor.commands import doctor_facts
 from clipmill.train.engine.attention_choice import choose_attention, kernels_fact
 from clipmill.train.engine.clip_task import describe_parameters
-from clipmill.train.engine.loop import check_batch, train
+from clipmill.train.engine.loop import check_batch, describe_epochs, train
 from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
 from clipmill.train.engine.task import check_stages
 from clipmill.train.registry import TASKS
@@ -125,6 +125,7 @@ def _train(
     # With the reasons why captions are left out, which explain a set that is too small.
     progress.say(f"data: {samples.describe()}; {samples.variant_name}")
     check_batch(settings, samples)
+    epochs = [*describe_epochs(settings, samples)]
     check_stages(task, samples, settings, world=world)
     start = None if source is None else task.start_from(source, samples, say=_quiet if has_weights else progress.say)
     parameters = describe_parameters(task, samples)
@@ -133,7 +134,7 @@ def _train(
     about = {**parameters, **task.facts()}
     if settings.freeze or settings.lora.rank:
         progress.say(f"parameters: {parameters['parameters']}")
-    for line in spec.start_lines(about):
+    for line in (*epochs, *spec.start_lines(about)):
         progress.say(line)
     for name, one in about.get("evaluations", {}).items():
         parts = [f"split {one['split']!r} of {one['shards']}", one["data"], one["variant"], one.get("protocol", "")]
@@ -201,7 +202,7 @@ def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iter
             f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {share} samples of a process: "
             "batches differ from those of one process"
         )
-    if settings.warmup_steps >= settings.steps:
+    if isinstance(settings.warmup_steps, int) and settings.warmup_steps >= settings.steps:
         yield (
             f"--warmup-steps {settings.warmup_steps} is not less than --steps {settings.steps}: the learning rate "
             "increases to the end"

@@ -127,7 +127,7 @@ def clip_query(
         loading=loading,
         decode=settings.decode,
         tars=folder.tars,
-        where=settings.where,
+        where=settings.selection,
     )
 
 
@@ -177,7 +177,7 @@ def open_segments(
             segment=settings.segment,
             loading=loading,
             max_segments=settings.max_segments if split == settings.split else None,
-            where=settings.where,
+            where=settings.selection,
             tars=folder.tars,
         )
     )

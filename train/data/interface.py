@@ -215,6 +215,7 @@ def open_latents(
     split: str = "train",
     where: str | None = None,
     segment: str = "5s",
+    max_segments: int | None = None,
     batch: int = 32,
     tails: Tails = "drop",
     captions: Literal["text", "embedding"] | None = "text",
@@ -235,6 +236,7 @@ def open_latents(
             same VAE.
         segment: length of a segment, such as 5s: a whole number of frames. Latents of a VAE of videos are [B, C, T', h,
             w], and have segments of one length alone, that of `prep latents --segment`.
+        max_segments: at most this many segments of each video, spread evenly over it; None for all.
         tails: what to do with a shorter rest of a chunk: "drop" it, or "pad" it with zeros.
         captions: "text", "embedding" (of `prep text`: `text` in place of `caption`), or None for segments alone.
         mix, split, where, batch, label, shuffle, seed, rank, world, device, max_failures, cache, cache_size: see
@@ -245,6 +247,10 @@ def open_latents(
             argument is of another type or out of range.
     """
     require_whole_numbers(batch=batch, seed=seed, max_failures=max_failures)
+    if max_segments is not None:
+        require_whole_numbers(max_segments=max_segments)
+        if max_segments < 1:
+            raise UserError(f"max_segments is {max_segments}", hint="use 1 or more, or None for all")
     require_device(device)
     settings = DataSettings(shards=_shards(data, mix), mix=None if mix is None else ",".join(map(str, mix)))
     for one in settings.folders:
@@ -277,6 +283,7 @@ def open_latents(
                 loading=loading,
                 tails=tails,
                 classes=() if classes is None else (classes,),
+                max_segments=max_segments,
                 where=where,
                 tars=opened[address].tars,
             )

@@ -160,6 +160,11 @@ class MixedSets:
         return len(self)
 
     @property
+    def visits_per_epoch(self) -> float:
+        """Number of samples that training takes in an epoch: those of all folders, each once on average."""
+        return float(sum(one.visits_per_epoch for one in self._sets))
+
+    @property
     def num_clips(self) -> int:
         """Number of distinct clips; ids of clips are in [0, num_clips)."""
         return int(self._first_clip[-1])

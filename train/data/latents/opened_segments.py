@@ -165,7 +165,7 @@ def _nothing_of(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split:
 
 def _check_crops(latents: Variant, shape: FrameShape, *, segment: str, num_frames: int) -> None:
     recipe = latents.recipe
-    if recipe.get("crop") != "random" or shape.segment_frames:
+    if recipe.get("crop") not in ("random", "exact") or shape.segment_frames:
         return
     made = str(recipe.get("segment"))
     made_frames = Fraction(made[:-1]) if made.endswith("f") else seconds_of(made) * shape.fps

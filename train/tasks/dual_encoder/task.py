@@ -137,10 +137,10 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
                     f"{settings.folder} is a stream of tars: each clip has the one caption that its tar gives it",
                     hint="leave out --text-tower and --captions, or name a data folder that prep made",
                 )
-            if settings.where is not None:
+            if settings.selection is not None:
                 raise UserError(
                     f"{settings.folder} is a stream of tars: it has no manifest and no scores to select by",
-                    hint="leave out --where, or name a data folder that prep made",
+                    hint="leave out --where and --share, or name a data folder that prep made",
                 )
             return VideoStream(
                 settings.folder,
