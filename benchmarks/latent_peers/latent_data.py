@@ -96,7 +96,7 @@ def _write_manifest(data: Path, *, lengths: np.ndarray, num_copies: int) -> pa.T
 
 def _write_text(data: Path, segments: SegmentSet, *, captions: pa.Table, num_copies: int) -> None:
     folder = variant_dir(data, "text", _TEXT_VARIANT)
-    recipe = {"schema": 1, "column": "text", "clip": "none: made numbers", "clip_sha256": _FINGERPRINT}
+    recipe = {"schema": 1, "column": "text", "encoder": "none: made numbers", "encoder_sha256": _FINGERPRINT}
     _start_variant(data, "text", _TEXT_VARIANT, {**recipe, "width": TEXT_WIDTH, "dtype": "float16"})
     with ShardWriter(folder, shard_id=0, extensions=["text.npy", "json"], fields=TEXT_FIELDS) as writer:
         for number, caption in enumerate(captions.to_pylist()):
@@ -109,6 +109,7 @@ def _write_text(data: Path, segments: SegmentSet, *, captions: pa.Table, num_cop
                 "width": TEXT_WIDTH,
                 "text_digest": [hashlib.blake2b(text.encode(), digest_size=16).digest()],
                 "caption_id": [caption_id],
+                "row_tokens": [],
                 "caption_row": [0],
             }
             members = {"text.npy": npy_bytes(row[np.newaxis]), "json": json.dumps(record).encode()}

@@ -102,6 +102,10 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
     except ImportError:
         raise UserError("the package zarr is not installed", hint="pip install 'clipmill[zarr]'") from None
     latents, text = (_Column.open(data_dir, name) for name in (LATENTS, TEXT))
+    if text.variant.recipe.get("max_tokens"):
+        raise UserError(
+            f"{text.variant.directory} has sequences, not embeddings", hint=f"run {how_to_make(TEXT, data_dir)}"
+        )
     if latents.variant.recipe.get("latent_frames"):
         raise UserError(
             f"a Zarr store has latents of frames, and {latents.variant.directory} has segments of a VAE of videos",

@@ -124,6 +124,7 @@ def write_text(
                     "width": width,
                     "text_digest": [blake2b(text.encode(), digest_size=16).digest() for text in texts],
                     "caption_id": ids,
+                    "row_tokens": [],
                     "caption_row": rows,
                 }
                 writer.add(Sample(video_id, {"text.npy": npy_bytes(bits.view(np.float16)), "json": b"{}"}, fields))

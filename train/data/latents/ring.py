@@ -53,7 +53,9 @@ class LatentRing:
         self._latents = _Rows((batch, *row_shape), getattr(torch, shape.dtype), pin=pin, can_keep=can_keep)
         self._text = None
         if samples.text is not None:
-            self._text = _Rows((batch, samples.text.width), torch.float16, pin=pin, can_keep=can_keep)
+            tokens = (samples.text.max_tokens,) if samples.text.max_tokens else ()
+            self._text = _Rows((batch, *tokens, samples.text.width), torch.float16, pin=pin, can_keep=can_keep)
+            self._arange = torch.arange(samples.text.max_tokens)
         self._keys_of, self._tokenize, self._from_numpy = keys_of, tokenize, torch.from_numpy
 
     def collate(self, samples: Sequence[LatentSample]) -> Batch:
@@ -76,6 +78,10 @@ class LatentRing:
             batch["tokens"] = self._tokenize(batch["caption_id"])
         if self._text is not None:
             batch["text"] = self._text.filled(texts)
+            if (num_tokens := batch.pop("num_tokens", None)) is not None:
+                longest = int(num_tokens.max())
+                batch["text"] = batch["text"][:, :longest]
+                batch["text_mask"] = self._arange[:longest] < num_tokens[:, None]
         return batch
 
 
