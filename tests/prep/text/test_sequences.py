@@ -12,16 +12,13 @@ import transformers
 
 from clipmill import open_latents
 from clipmill.manifests.errors import UserError
-from clipmill.prep.text.blocks import TowerUse
 from clipmill.prep.text.check import check_text
-from clipmill.prep.text.plan import make_text_plan
 from clipmill.prep.text.recipe import TextRecipe
-from clipmill.prep.text.report import TextSummary
-from clipmill.prep.text.run import run_text
 from clipmill.prep.text.t5 import resolve_t5
 from clipmill.shards.reader import Variant
 from tests.prep.running import Ran, contents
 from tests.prep.text.sets import CAPTIONS, SPLITS, Encoding, samples, texts_of_captions, write_captions
+from tests.prep.text.t5_models import encode, saved_t5
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.running import train
 
@@ -32,30 +29,13 @@ T5: Any = transformers
 
 @pytest.fixture(scope="module", params=["T5", "UMT5"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random encoder with a tokenizer of letters, as transformers saves them."""
-    folder = tmp_path_factory.mktemp("models") / f"small-{request.param.lower()}"
-    letters = [(letter, -3.0) for letter in "abcdefghijklmnopqrstuvwxyz"]
-    words = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *letters, ("▁a", -1.5), ("▁dog", -1.0)]
-    T5.T5Tokenizer(vocab=words, extra_ids=0).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = getattr(T5, f"{request.param}Config")(
-        vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2
-    )
-    getattr(T5, f"{request.param}EncoderModel")(config).save_pretrained(folder)
-    return folder
+    return saved_t5(tmp_path_factory.mktemp("models") / f"small-{request.param.lower()}", request.param)
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     write_captions(tmp_path / "data", {**CAPTIONS, "long": [*CAPTIONS["long"], LONG]}, splits=SPLITS)
     return tmp_path / "data"
-
-
-def encode(data: Path, model: Path, engine: Encoding | None = None) -> TextSummary:
-    recipe = TextRecipe(encoder=f"t5:{model}", max_tokens=20)
-    plan = make_text_plan(data, resolve_t5(recipe))
-    use = TowerUse(recipe, plan.recipe.encoder_sha256, batch=3, device="cpu")
-    return run_text(plan, use, engine or Encoding())
 
 
 @cache
