@@ -23,8 +23,9 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.store import read_captions, read_videos
-from clipmill.prep.exports.columns import Column, replaced_folder
+from clipmill.prep.core.column_arrays import ColumnArrays
 from clipmill.prep.exports.kinds import Exported, Progress
+from clipmill.prep.exports.replacing import replaced_folder
 from clipmill.shards.columns import LATENTS, TEXT, how_to_make
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Segments:
 
     def __init__(self, data_dir: Path, *, split: str) -> None:
         self._data_dir, self._split = data_dir, split
-        self.latents, self.text = (Column.open(data_dir, name) for name in (LATENTS, TEXT))
+        self.latents, self.text = (ColumnArrays.open(data_dir, name) for name in (LATENTS, TEXT))
         self.recipe, self.text_recipe = self.latents.variant.recipe, self.text.variant.recipe
         if not self.recipe.get("latent_frames"):
             raise UserError(

@@ -23,8 +23,9 @@ from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_videos
 from clipmill.manifests.units import parse_length
-from clipmill.prep.exports.columns import Column, replaced_folder
+from clipmill.prep.core.column_arrays import ColumnArrays
 from clipmill.prep.exports.kinds import Exported, Progress, ZarrFlags
+from clipmill.prep.exports.replacing import replaced_folder
 from clipmill.shards.columns import LATENTS, TEXT, how_to_make
 
 FRAMES, EMBEDDINGS, VIDEOS = "base_frames", "clip_emb", "segment_to_video"
@@ -45,7 +46,7 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
         import zarr
     except ImportError:
         raise UserError("the package zarr is not installed", hint="pip install 'clipmill[zarr]'") from None
-    latents, text = (Column.open(data_dir, name) for name in (LATENTS, TEXT))
+    latents, text = (ColumnArrays.open(data_dir, name) for name in (LATENTS, TEXT))
     if text.variant.recipe.get("max_tokens"):
         raise UserError(
             f"{text.variant.directory} has sequences, not embeddings", hint=f"run {how_to_make(TEXT, data_dir)}"
@@ -95,7 +96,7 @@ class _Segments:
     left_out: dict[str, int]
 
 
-def _find_segments(data_dir: Path, latents: Column, text: Column, flags: ZarrFlags) -> _Segments:
+def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, flags: ZarrFlags) -> _Segments:
     videos = read_videos(data_dir)
     video_ids, split = videos["video_id"].combine_chunks(), np.array(videos["split"].to_pylist())
     video_row = latents.video_rows(video_ids)
@@ -125,7 +126,7 @@ def _find_segments(data_dir: Path, latents: Column, text: Column, flags: ZarrFla
     return _Segments((num_frames, *shape), sample, number * num_frames, video.astype(np.int64), rows, left_out)
 
 
-def _segment_shape(latents: Column, own: NDArray[np.int64], segment: str) -> tuple[int, tuple[int, ...]]:
+def _segment_shape(latents: ColumnArrays, own: NDArray[np.int64], segment: str) -> tuple[int, tuple[int, ...]]:
     """Number of frames of a segment, and the shape of the latents of a frame."""
     names = ["fps_num", "fps_den", "channels", "height", "width", "dtype"]
     kinds = latents.rows.table.take(pa.array(own)).select(names).group_by(names).aggregate([]).to_pylist()
@@ -148,7 +149,7 @@ def _segment_shape(latents: Column, own: NDArray[np.int64], segment: str) -> tup
     return int(num_frames), tuple(first[name] for name in ("channels", "height", "width"))
 
 
-def _embeddings(data_dir: Path, text: Column, video_ids: pa.Array) -> dict[int, NDArray[np.float16]]:
+def _embeddings(data_dir: Path, text: ColumnArrays, video_ids: pa.Array) -> dict[int, NDArray[np.float16]]:
     """The embedding of the first caption (by time, source and row) of each video, by row of the video."""
     lists = [text.rows.table[name].combine_chunks() for name in ("caption_id", "caption_row")]
     ids, rows = (pc.list_flatten(one).to_numpy() for one in lists)
@@ -167,7 +168,7 @@ def _embeddings(data_dir: Path, text: Column, video_ids: pa.Array) -> dict[int, 
     return found
 
 
-def _write(store: Any, segments: _Segments, latents: Column, flags: ZarrFlags, show: Progress) -> None:
+def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFlags, show: Progress) -> None:
     from zarr.registry import get_numcodec
 
     num_segments = len(segments.video)

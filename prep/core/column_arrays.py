@@ -1,10 +1,6 @@
-"""What exports share: the samples of a column, verified as they are read, and folders that appear when complete."""
+"""The arrays of a column of latents or texts, verified as they are read."""
 
-import os
-import shutil
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,8 +12,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.locks import try_lock
-from clipmill.manifests.publish import TEMPORARY_PREFIX, rename, target_of, temporary_path
 from clipmill.prep.core.bucket_tars import tars_of
 from clipmill.shards.chunk_table import ChunkRows, read_chunk_rows
 from clipmill.shards.columns import how_to_repair
@@ -27,7 +21,7 @@ from clipmill.shards.reader import Variant
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnArrays:
     """The samples of a column and what reads their arrays."""
 
     name: str
@@ -35,16 +29,25 @@ class Column:
     rows: ChunkRows
 
     @classmethod
-    def open(cls, data_dir: Path, name: str) -> "Column":
-        variant = Variant.open(data_dir, column=name, tars=tars_of(data_dir)).whole()
-        return cls(name, variant, read_chunk_rows(variant))
+    def open(cls, data_dir: Path, name: str, *, variant: str | None = None) -> "ColumnArrays":
+        """Open a variant of a column, by default the current one.
+
+        Raises:
+            UserError: it does not exist.
+        """
+        opened = Variant.open(data_dir, column=name, variant=variant, tars=tars_of(data_dir)).whole()
+        return cls(name, opened, read_chunk_rows(opened))
 
     def numbers(self, name: str) -> NDArray[Any]:
         values: NDArray[Any] = self.rows.table[name].to_numpy()
         return values
 
     def array(self, at: int) -> NDArray[np.float16]:
-        """The array of a sample, verified."""
+        """Return the array of a sample, verified.
+
+        Raises:
+            UserError: it is damaged.
+        """
         row = self.rows.table.slice(at, 1).select(["shard", "row", "offset", "size", "crc32"]).to_pylist()[0]
         shard = self.variant.shard(row["shard"])
         payload = shard.read_range(row["offset"], row["size"])
@@ -68,28 +71,3 @@ class Column:
         """The row of each sample's video in `video_ids`, -1 for others."""
         entries, codes = self.rows.coded("video_id")
         return pc.fill_null(pc.index_in(entries, video_ids), -1).to_numpy().astype(np.int64)[codes]
-
-
-@contextmanager
-def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder, and rename it to `folder` once the block has succeeded; remove what killed runs left."""
-    for left in folder.parent.glob(f"{TEMPORARY_PREFIX}*"):
-        if target_of(left.name) == folder.name and (held := try_lock(left)) is not None:
-            shutil.rmtree(left)
-            os.close(held)
-    temporary = temporary_path(folder)
-    temporary.mkdir(parents=True)
-    held = try_lock(temporary)
-    try:
-        yield temporary
-        os.sync()  # thousands of files
-        if folder.exists():
-            old = rename(folder, temporary_path(folder))
-            rename(temporary, folder)
-            shutil.rmtree(old)
-        else:
-            rename(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if held is not None:
-            os.close(held)
