@@ -34,7 +34,7 @@ MODULES_OF_DISTRIBUTION = {
     "webrtcvad-wheels": "webrtcvad",
 }
 # Submodules of torch that have one interface each; whole packages are held by import-linter too.
-INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/tracking.py"}}
+INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/charts.py"}}
 TORCH_IN_PREP = {"prep/latents/vae.py", "prep/text/tower.py", "prep/engines/choice.py"}
 # Programs are started in one place of each side, which has the time limit and ends the whole process group.
 MAY_START_PROGRAMS = {
@@ -186,7 +186,7 @@ def test_a_package_loads_on_a_machine_without_the_other_sides_parts(
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_run_loads_no_other_task_and_at_most_261_modules(repository: Path, tmp_path: Path) -> None:
+def test_a_run_loads_no_other_task_and_at_most_263_modules(repository: Path, tmp_path: Path) -> None:
     script = (
         "import sys\n"
         f"sys.argv = ['train', 'dual-encoder', '--shards', {str(tmp_path)!r}, '--device', 'cpu']\n"
@@ -204,4 +204,4 @@ def test_a_run_loads_no_other_task_and_at_most_261_modules(repository: Path, tmp
     ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
     count, *tasks = ran.stdout.splitlines()[-1].split()
     assert tasks == ["dual_encoder"], ran.stderr
-    assert int(count) <= 261
+    assert int(count) <= 263

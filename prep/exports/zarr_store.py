@@ -57,7 +57,7 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
             hint="make latents with a VAE of images, or export them for a trainer: prep export --help",
         )
     made_of = [f"{one.variant.directory.name} {one.variant.commits.digest.decode()}" for one in (latents, text)]
-    mark = {
+    mark: dict[str, Any] = {
         "schema": _SCHEMA,
         LATENTS: latents.variant.directory.name,
         TEXT: text.variant.directory.name,
@@ -172,7 +172,8 @@ def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFl
     from zarr.registry import get_numcodec
 
     num_segments = len(segments.video)
-    blosc = get_numcodec({"id": "blosc", "cname": "zstd", "clevel": flags.level, "shuffle": 1})
+    codec: Any = {"id": "blosc", "cname": "zstd", "clevel": flags.level, "shuffle": 1}
+    blosc = get_numcodec(codec)
     for name, values in ((EMBEDDINGS, segments.embeddings), (VIDEOS, segments.video)):
         chunks = (min(len(values), _ROWS_AT_ONCE), *values.shape[1:])
         store.create_array(name, data=values, chunks=chunks, compressors=blosc)

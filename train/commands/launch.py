@@ -32,13 +32,14 @@ from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts, op
 from clipmill.train.engine.task import check_stages
 from clipmill.train.registry import TASKS
 from clipmill.train.report.results import initial_weights, write_page
+from clipmill.train.run.charts import check_tracking
 from clipmill.train.run.checkpoint import latest_checkpoint
 from clipmill.train.run.checkpoint_writer import recover
 from clipmill.train.run.environment import machine, versions
 from clipmill.train.run.folder import Resume, RunFolder, create_run, find_run, read_lines, reopen_run, sweep
 from clipmill.train.run.packages import PACKAGES_FACT, packages_of
 from clipmill.train.run.shared_folder import require_shared, wait_for_files
-from clipmill.train.run.tracking import Progress, check_tracking
+from clipmill.train.run.tracking import Progress
 from clipmill.train.spec import TaskSpec
 from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.sources import Say, Source, fetch_tag, open_base, open_weights
@@ -145,6 +146,7 @@ def _train(
         "task": spec.name,
         **({PACKAGES_FACT: packages} if packages else {}),
         "processes": _processes(settings.parallel, world),
+        "world_size": world.size,
         "attention": f"{attention.name} ({attention.reason})",
         "attention_kernels": kernels_fact(attention, settings, device=device, products=precision.products),
         "precision": f"{precision.name} ({precision.reason})",

@@ -35,7 +35,6 @@ from clipmill.train.weights.files import read_config, read_tensors, weights_file
 from clipmill.train.weights.hf_caption import HF_TIMESFORMER
 from clipmill.train.weights.hf_clip import HF_CLIP
 from clipmill.train.weights.hf_videomae import HF_VIDEOMAE
-from clipmill.train.weights.hub import place_of_weights
 from clipmill.train.weights.logits import read_logits
 from clipmill.train.weights.open_clip import OPEN_CLIP, OPENAI, facts_of_open_clip, file_of_tag
 from clipmill.train.weights.videomae import VIDEOMAE
@@ -118,6 +117,19 @@ class Source:
         """Frames of a cube of the video tower; None if it has patches, or is not there."""
         conv = self.converted.tensors.get(CONV)
         return int(conv.shape[2]) if conv is not None and conv.ndim == 5 else None
+
+
+def place_of_weights(weights: str) -> Path:
+    """The file or folder of `--init.weights`; of hf:NAME the folder of that model, downloaded if it is not cached.
+
+    Raises:
+        UserError: the Hub has no such model, or cannot be reached.
+    """
+    if not weights.startswith(HUB_PREFIX):
+        return Path(weights)
+    from clipmill.train.weights.hub import hub_folder
+
+    return hub_folder(weights.removeprefix(HUB_PREFIX))
 
 
 def fetch_tag(init: Init, *, say: Say) -> None:

@@ -25,8 +25,8 @@ from clipmill.train.weights.files import read_config
 from clipmill.train.weights.fitting import Change
 from clipmill.train.weights.hf_caption import read_caption_folder
 from clipmill.train.weights.hf_caption_config import caption_config_of
-from clipmill.train.weights.hub import hub_folder, place_of_weights
-from clipmill.train.weights.sources import Say
+from clipmill.train.weights.hub import hub_folder
+from clipmill.train.weights.sources import Say, place_of_weights
 
 # A name on Hugging Face; anything else can only be a folder.
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)

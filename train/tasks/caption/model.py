@@ -21,9 +21,8 @@ from clipmill.train.tasks.caption.decoder import DecoderParts, no_tokenizer
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecoderSettings, has_captioner
 from clipmill.train.tasks.caption.tokenizer import has_tokenizer
 from clipmill.train.weights.effective import KINDS, effective_clip_settings
-from clipmill.train.weights.hub import place_of_weights
 from clipmill.train.weights.loading import Loaded, fit_to
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.sources import Say, Source, place_of_weights
 
 _TOKENS, _DECODER_POSITIONS = "decoder.token_embedding.weight", "decoder.positional_embedding"
 _POSITIONS, _TIMES = "video.positional_embedding", "video.temporal_embedding"

@@ -54,7 +54,12 @@ class CaptionedClips(VideoCaptions):
     @property
     def visits_per_epoch(self) -> float:
         """An epoch shows as many captions as there are, as that of a loader of (video, caption) pairs does."""
-        return max(len(self), int(self.captions.choice.first_entry[-1]) / self._per_visit)
+        return max(len(self), self.num_references / self._per_visit)
+
+    @property
+    def num_references(self) -> int:
+        """Number of captions of all clips."""
+        return int(self.captions.choice.first_entry[-1])
 
     @cached_property
     def _num_cut(self) -> int:

@@ -29,6 +29,7 @@ from clipmill.train.tasks.caption.decoder import (
     start_facts,
 )
 from clipmill.train.tasks.caption.generation import captions_of, metrics_of
+from clipmill.train.tasks.caption.metrics.java import require_java
 from clipmill.train.tasks.caption.model import build_captioner, copy_decoder, start_of_captioner
 from clipmill.train.tasks.caption.objective import CaptionLoss
 from clipmill.train.tasks.caption.samples import CaptionedClips
@@ -64,6 +65,7 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
         self._say = say
         self._decoder, self._is_of_run = decoder, decoder is not None
         self._held_out: dict[str, CaptionedClips] = {}
+        self._captions_per_clip: str | None = None  # of the training set
 
     @property
     def decoder(self) -> DecoderParts:
@@ -76,7 +78,8 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
         parts = self.decoder
         with torch.device("meta"):
             model = self.new_model()
-        return {"decoder": decoder_facts(parts.size), **start_facts(model, parts), **super().facts()}
+        captions = {} if self._captions_per_clip is None else {"captions_per_clip": self._captions_per_clip}
+        return {"decoder": decoder_facts(parts.size), **captions, **start_facts(model, parts), **super().facts()}
 
     def files(self) -> dict[str, bytes]:
         """The tokenizer, which the weights cannot be used without."""
@@ -101,8 +104,11 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
 
         samples = self.mixed(open_one)
         _ = sets[0].tokenizer  # made now, as the decoder depends on it
+        self._captions_per_clip = f"{sum(one.num_references for one in sets) / sum(map(len, sets)):.3g}"
         # Checked now, so that a mistake in --decoding is reported before training starts.
         self.decoding()
+        if settings.evaluate.every and settings.evaluate.java:
+            require_java(settings.evaluate.spice_jars)
         if settings.evaluate.every:
             for one in settings.evaluated():
                 with one.opening():
@@ -173,14 +179,15 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
         kind = kind_of(self._settings.towers)
         return self.pixels(batch, rows, mean=MEANS[kind], std=STDS[kind], is_training=is_training)
 
-    def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, world: World) -> dict[str, float | list[float]]:
         """Loss, metrics and exact matches on the data that the settings name, as `<name>/<metric>`."""
-        found: dict[str, float] = {}
+        found: dict[str, float | list[float]] = {}
         for name, samples in self._held_out.items():
-            found |= split_metrics(name, self._said(model, samples, world))
+            metrics, losses = self._said(model, samples, world)
+            found |= {**split_metrics(name, metrics), f"{name}/loss of each batch": losses}
         return found
 
-    def _said(self, model: nn.Module, samples: CaptionedClips, world: World) -> dict[str, float]:
+    def _said(self, model: nn.Module, samples: CaptionedClips, world: World) -> tuple[dict[str, float], list[float]]:
         most = self._settings.evaluate.max_samples
         batches = samples.evaluation_batches(every=every_for(len(samples), at_most=most))
         own = captions_of(
@@ -191,7 +198,14 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
             decoding=self.decoding(),
             device=self._device,
         )
-        return metrics_of(world.gather_objects(own), references=samples.references)
+        parts, how = world.gather_objects(own), self._settings.evaluate
+
+        def metrics() -> dict[str, float]:
+            return metrics_of(parts, references=samples.references, with_java=how.java, spice_jars=how.spice_jars)
+
+        losses = [loss for part in parts for loss in part.batch_losses]
+        # One program of Java, not one for each process.
+        return world.first(metrics) if how.java else metrics(), losses
 
     def decoding(self, wanted: DecodingSettings | None = None) -> DecodingSettings:
         """Settings of decoding: the given ones, or the run's; limited by the decoder's context.
