@@ -157,7 +157,8 @@ def text_recipe_from_dict(stored: Mapping[str, Any]) -> ResolvedTextRecipe:
             f"but this version supports schema {TEXT_RECIPE_SCHEMA} of 'text'",
             hint="run `prep text` with the desired text encoder to create a new variant",
         )
-    return ResolvedTextRecipe(**{field.name: stored.get(field.name) for field in fields(ResolvedTextRecipe)})
+    values: dict[str, Any] = {field.name: stored.get(field.name) for field in fields(ResolvedTextRecipe)}
+    return ResolvedTextRecipe(**values)
 
 
 def file_sha256(path: Path) -> str:

@@ -234,8 +234,7 @@ def open_latents(
     Args:
         data: data folder that prep made, as a path or an address; or a list of them, a mixture, with latents of the
             same VAE.
-        segment: length of a segment, such as 5s: a whole number of frames. Latents of a VAE of videos are [B, C, T', h,
-            w], and have segments of one length alone, that of `prep latents --segment`.
+        segment: length of a segment, such as 5s: a whole number of frames. A VAE of videos: that of `prep latents`.
         max_segments: at most this many segments of each video, spread evenly over it; None for all.
         tails: what to do with a shorter rest of a chunk: "drop" it, or "pad" it with zeros.
         captions: "text", "embedding" (of `prep text`: `text` in place of `caption`), or None for segments alone.
