@@ -107,6 +107,7 @@ def load_t5(recipe: TextRecipe, *, sha256: str, device: str) -> T5Encoder:
         )
     model_dir, tokenizer_dir = _folders(recipe.t5)
     transformers = _import_transformers()
+    transformers.utils.logging.disable_progress_bar()
     try:
         model = getattr(transformers, _CLASSES[_config(model_dir)["model_type"]]).from_pretrained(
             model_dir, dtype=getattr(torch, recipe.precision), local_files_only=True, use_safetensors=True
