@@ -212,7 +212,7 @@ def diff(
 
     Example:
 
-        prep diff tiny-256px-4fps-centre-mean-0a1b2c3d tiny-256px-4fps-random-mean-4e5f6a7b
+        prep diff b32-laion2b_s34b_b79k-0a1b2c3d tiny-4e5f6a7b
     """
     from clipmill.manifests.progress import Activity
     from clipmill.prep.core.data_folder import require_data_folder

@@ -26,7 +26,7 @@ from clipmill.manifests.store import read_captions, read_videos
 from clipmill.prep.core.column_arrays import ColumnArrays
 from clipmill.prep.exports.kinds import Exported, Progress
 from clipmill.prep.exports.replacing import replaced_folder
-from clipmill.shards.columns import LATENTS, TEXT, how_to_make
+from clipmill.shards.columns import LATENTS, TEXT, command_for, how_to_make
 
 if TYPE_CHECKING:
     import torch
@@ -71,12 +71,12 @@ class Segments:
         if not self.recipe.get("latent_frames"):
             raise UserError(
                 f"{self.latents.variant.directory} has latents of single frames",
-                hint="make latents with the VAE of a video model: prep latents --vae",
+                hint=f"make latents with the VAE of a video model: {how_to_make(LATENTS, data_dir)}",
             )
         if not self.text_recipe.get("max_tokens"):
             raise UserError(
                 f"{self.text.variant.directory} has embeddings of CLIP, and trainers take sequences",
-                hint="make them with the text encoder of the video model: prep text --encoder t5:NAME",
+                hint=f"make them with --encoder t5:NAME: prep {command_for(TEXT)} --help",
             )
         self.kind, self.left_out = str(self.recipe["kind"]), 0
         self._stored = lru_cache(maxsize=1)(self.latents.array)
@@ -215,7 +215,7 @@ def write_cache(
     wanted = [parts(segment, number) for number, segment in enumerate(segments)]
     left_out = {"segments without a caption that has a sequence": segments.left_out}
     if not wanted:
-        hint = f"run {how_to_make(TEXT, Path('data'))}, or give another --split"
+        hint = f"make them by prep {command_for(TEXT)}, or give another --split"
         raise UserError("no segment has a caption with a stored sequence", hint=hint)
     record = {
         part.path: hashlib.sha256(f"{_SCHEMA} {form} {part.mark}".encode()).hexdigest()

@@ -233,7 +233,7 @@ def frames_of(segment: str, shape: FrameShape) -> int:
             raise UserError(
                 f"a segment of {segment!r} cannot be cut out of these latents: a VAE of videos encoded segments of"
                 f" {stored_s:g} s as a whole",
-                hint=f"use {stored_s:g}s, or make latents with another prep latents --segment",
+                hint=f"use {stored_s:g}s, or another --segment of prep {command_for(LATENTS)}",
             )
         return shape.segment_frames
     num_frames = seconds_of(segment) * shape.fps
