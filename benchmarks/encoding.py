@@ -153,7 +153,8 @@ def latents_rows(folder: Path, videos: Path | None, *, case: str, num_rounds: in
     what, size, fps, segment = LATENTS[case]
     vae = TINY if case == TINY else str(save_vae(folder, case))
     data = folder / f"{case}-data"
-    made = ("synthetic", "--videos", "1", "--minutes", "0.05") if videos is None else ("folder", videos.resolve())
+    minutes = "0.25" if case == "wan" else "0.05"
+    made = ("synthetic", "--videos", "1", "--minutes", minutes) if videos is None else ("folder", videos.resolve())
     run_measured(prep_command("manifest", *made, "--data", data))
     run_measured(prep_command("chunk", "--len", "15s", "--data", data, "--engine", "processes"))
     settings = ("--vae", vae, "--size", str(size), "--fps", fps, "--segment", segment, "--batch", str(BATCH))

@@ -84,7 +84,7 @@ def start_variants(
                 entry.python,
                 f"benchmarks.latent_peers.{entry.module}",
                 folder / "set",
-                folder / f"{entry.module}{''.join(entry.words)}",
+                folder / f"{entry.module}{'-video' if '--video' in entry.words else ''}",
                 *entry.words,
                 folder=folder / "set",
             )
