@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.prep.core.bucket_tars import tars_of
 from clipmill.shards.chunk_table import ChunkRows, read_chunk_rows
-from clipmill.shards.columns import how_to_repair
+from clipmill.shards.columns import how_to_make, how_to_repair
 from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.npy import decompressed, load_npy
 from clipmill.shards.reader import Variant
@@ -33,9 +33,13 @@ class ColumnArrays:
         """Open a variant of a column, by default the current one.
 
         Raises:
-            UserError: it does not exist.
+            UserError: it does not exist, or is empty.
         """
         opened = Variant.open(data_dir, column=name, variant=variant, tars=tars_of(data_dir)).whole()
+        if not opened.num_samples:
+            raise UserError(
+                f"{opened.directory} is empty", hint=f"run {how_to_make(name, data_dir)}, and see prep status"
+            )
         return cls(name, opened, read_chunk_rows(opened))
 
     def numbers(self, name: str) -> NDArray[Any]:

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 import zarr
 
+from clipmill.manifests.publish import publish_json
 from clipmill.manifests.store import read_captions
+from clipmill.shards.commits import Commit, Failure, write_commit
+from clipmill.shards.dataset import set_current_variant
 from tests.prep.running import prep_here
 from tests.train.latents.written import Chunk, Written, write_all, write_latents
 from tests.train.tiny_data import Caption
@@ -133,3 +136,14 @@ def test_a_folder_of_someone_else_is_not_replaced(written: Written, tmp_path: Pa
 def test_bad_requests_are_refused(written: Written, tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
     ran = prep_here("export", "zarr", tmp_path / "out", "--data", written.data_dir, *flags, status=2)
     assert message in ran.error and not (tmp_path / "out").exists()
+
+
+def test_columns_without_samples_are_refused(tmp_path: Path) -> None:
+    written = write_all(tmp_path / "data", SHARDS, CAPTIONS)
+    empty = written.latents_dir.parent / "empty-00000000"
+    (empty / "commits").mkdir(parents=True)
+    write_commit(empty, Commit("latents", 0, "train", "ab" * 32, None, (Failure("a", "a_000000000", "x", "x"),)))
+    publish_json(empty / "recipe.json", {"schema": 1, "column": "latents", "crop": "exact", "segment": "5s"})
+    set_current_variant(written.data_dir, "latents", empty.name)
+    ran = prep_here("export", "zarr", tmp_path / "out", "--data", written.data_dir, status=2)
+    assert "empty-00000000 is empty" in ran.error
