@@ -36,7 +36,10 @@ MODULES_OF_DISTRIBUTION = {
 }
 # Submodules of torch that have one interface each; whole packages are held by import-linter too.
 INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/charts.py"}}
-TORCH_IN_PREP = {"prep/latents/vae.py", "prep/text/tower.py", "prep/engines/choice.py"}
+TORCH_IN_PREP = {
+    *("prep/latents/vae.py", "prep/text/tower.py", "prep/text/t5.py", "prep/engines/choice.py"),
+    *("prep/exports/trainers.py", "prep/exports/finetrainers.py"),  # whose formats are torch's
+}
 # Programs are started in one place of each side, which has the time limit and ends the whole process group.
 MAY_START_PROGRAMS = {
     *("prep/video/ffmpeg.py", "prep/sources/probe_processes.py", "prep/video/staging.py", "prep/engines/ray_agents.py"),

@@ -38,6 +38,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/tutorials/ek100.md",
         "docs/tutorials/rerun.md",
         "docs/tutorials/latents.md",
+        "docs/tutorials/video_latents.md",
         "docs/tutorials/cluster.md",
         "docs/tutorials/notebook.md",
     ),
@@ -52,7 +53,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/distributed.md",
         "docs/doctor.md",
     ),
-    "Reference": ("docs/commands.md", "docs/data_folder.md"),
+    "Reference": ("docs/commands.md", "docs/data_folder.md", "docs/exports.md"),
     "Troubleshooting": ("docs/troubleshooting.md",),
     "Explanations": (
         "docs/chunks.md",

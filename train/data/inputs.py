@@ -227,6 +227,7 @@ def open_segments(
             tars=folder.tars,
         )
     )
+    latents.samples.require_embeddings()
     shape, length = latents.frame_shape, latents.samples.segments.num_frames
     if settings.num_frames > length:
         raise UserError(

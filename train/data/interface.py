@@ -238,7 +238,7 @@ def open_latents(
     Args:
         data: data folder that prep made, as a path or an address; or a list of them, a mixture, with latents of the
             same VAE.
-        segment: length of a segment, such as 5s: a whole number of frames.
+        segment: length of a segment, such as 5s: a whole number of frames. A VAE of videos: that of `prep latents`.
         max_segments: at most this many segments of each video, spread evenly over it; None for all.
         tails: what to do with a shorter rest of a chunk: "drop" it, or "pad" it with zeros.
         captions: "text", "embedding" (of `prep text`: `text` in place of `caption`), or None for segments alone.
@@ -300,6 +300,8 @@ def open_latents(
 
     def finish(found: dict[str, Any]) -> dict[str, Any]:
         key, clip_id, caption_id = found["key"], found["clip_id"], found.get("caption_id")
+        if samples.frame_shape.segment_frames:
+            found["latents"] = found["latents"].swapaxes(1, 2)  # as they are stored, without a copy
 
         def make() -> dict[str, Any]:
             made = {"key": key[:], **of_clips(clip_id, samples, device=device)}

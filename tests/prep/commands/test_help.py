@@ -14,7 +14,7 @@ from clipmill.prep.exports.kinds import KINDS as EXPORTS
 
 GOLDEN = Path(__file__).with_name("help.txt")
 COLUMNS = ("chunk", "latents", "text", "scores", "plan", "plan latents", "plan text", "plan scores")
-UPKEEP = ("retry", "status", "verify", "inspect", "gc", "advise")
+UPKEEP = ("retry", "status", "verify", "inspect", "diff", "gc", "advise")
 KINDS = (
     "folder",
     "vatex",

@@ -214,7 +214,11 @@ class CaptionedLatents(LatentLoader):
         if isinstance(found, FailedSample):
             return []
         content, begin, end = found[2]
-        bits = np.frombuffer(content[begin:end], np.uint16).reshape(-1, shape.channels, shape.height, shape.width)
+        bits = np.frombuffer(content[begin:end], np.uint16)
+        if shape.segment_frames:
+            bits = bits.reshape(shape.channels, -1, shape.height, shape.width).swapaxes(0, 1)
+        else:
+            bits = bits.reshape(-1, shape.channels, shape.height, shape.width)
         if shape.dtype == "bfloat16":
             latents = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         else:
