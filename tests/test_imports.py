@@ -34,7 +34,10 @@ MODULES_OF_DISTRIBUTION = {
 }
 # Submodules of torch that have one interface each; whole packages are held by import-linter too.
 INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/tracking.py"}}
-TORCH_IN_PREP = {"prep/latents/vae.py", "prep/text/tower.py", "prep/engines/choice.py"}
+TORCH_IN_PREP = {
+    *("prep/captions/vlm.py", "prep/latents/vae.py", "prep/text/tower.py"),
+    "prep/engines/choice.py",
+}
 # Programs are started in one place of each side, which has the time limit and ends the whole process group.
 MAY_START_PROGRAMS = {
     *("prep/video/ffmpeg.py", "prep/sources/probe_processes.py", "prep/video/staging.py", "prep/engines/ray_agents.py"),
@@ -82,7 +85,7 @@ def modules_from_outside(repository: Path, package: str) -> set[str]:
     requirements = (
         project["dependencies"]
         + extras[package]
-        + (extras["columns"] if package == "prep" else extras["track"] + extras["caption-metrics"])
+        + (extras["columns"] + extras["endpoint"] if package == "prep" else extras["track"] + extras["caption-metrics"])
     )
     distributions = [Requirement(requirement).name for requirement in requirements]
     return {MODULES_OF_DISTRIBUTION.get(name, name) for name in distributions}

@@ -116,7 +116,9 @@ def captions_summary(summary: Summary, *, listed: Path) -> Report:
         speed = f"{summary.encoded_s / summary.wall_s:.1f}x real time"
     cost = cost_of(listed.parent)
     nothing = None if summary.num_chunks else NO_CHUNKS
-    report = summary_report(summary, listed=listed, speed=speed, nothing=nothing, verb="describe", answers=cost.values())
+    report = summary_report(
+        summary, listed=listed, speed=speed, nothing=nothing, verb="describe", answers=cost.values()
+    )
     lines = [report.text]
     if cost.num_answers:
         lines.append(f"cost     {cost.line()}, in all runs of the variant")

@@ -44,7 +44,7 @@ def completion(text: str | None, request: Request, **changes: Any) -> dict[str, 
         "id": "1",
         "object": "chat.completion",
         "created": 0,
-        "model": MODEL,
+        "model": request.body["model"],
         "choices": [choice],
         "usage": {
             "prompt_tokens": request.tokens,

@@ -12,7 +12,8 @@ from clipmill.manifests.help_text import help_text
 from clipmill.prep.cli import build_app
 
 GOLDEN = Path(__file__).with_name("help.txt")
-COLUMNS = ("chunk", "latents", "text", "scores", "plan", "plan latents", "plan text", "plan scores")
+MADE = ("latents", "text", "scores", "captions")
+COLUMNS = ("chunk", *MADE, "plan", *(f"plan {column}" for column in MADE))
 UPKEEP = ("retry", "status", "verify", "inspect", "gc", "advise")
 KINDS = (
     "folder",
