@@ -29,6 +29,7 @@ ANSWER_FILE = re.compile(r"\d{6,}\.jsonl|spent")
 _SPENT_FILE = "spent"
 _STOP, _LENGTH, _FILTERED = "stop", "length", "content_filter"
 _RECORD_BYTES = 8
+_SHOWN = {"Cc": " ", "Cs": ""}  # Unicode categories of control characters and surrogates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +61,7 @@ class Answer:
     @property
     def caption(self) -> str:
         """The text on one line, without control characters and lone surrogates."""
-        shown = ("" if unicodedata.category(char) == "Cs" else char for char in self.text)
-        return " ".join("".join(" " if unicodedata.category(char) == "Cc" else char for char in shown).split())
+        return " ".join("".join(_SHOWN.get(unicodedata.category(char), char) for char in self.text).split())
 
     def problem(self, model: str) -> SourceFailure | None:
         """Return why the answer is not a caption by `model`, or None.

@@ -17,6 +17,7 @@ from clipmill.prep.captions.answers import (
     read_answers,
 )
 from clipmill.prep.captions.column import CaptionsRequest
+from clipmill.prep.captions.endpoint import require_client
 from clipmill.prep.captions.plan import (
     CaptionsPlan,
     captions_job,
@@ -41,6 +42,12 @@ from clipmill.prep.engines.choice import num_cores, threads_per_worker
 from clipmill.shards.reader import Variant
 
 _SERVER_GB, _MODEL_GB = 1.0, 8.0  # memory of a worker; of a model, a guess: bfloat16 weights of 3 B parameters
+
+
+def _require(settings: CaptionsSettings) -> None:
+    settings.with_prompt()
+    if settings.endpoint is not None:
+        require_client()
 
 
 def _plan(data_dir: Path, settings: CaptionsSettings, request: Request) -> CaptionsPlan:
@@ -138,6 +145,7 @@ def _next_command(data: Path) -> list[str]:
 
 
 WORK = ColumnWork(
+    require=_require,
     plan=_plan,
     run=_run,
     plan_report=captions_report,

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from glob import glob
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,8 @@ class Runner:
 def _expanded(word: str) -> list[str]:
     """What a shell makes of a word: variables, and patterns of files."""
     value = os.path.expandvars(word)
-    return sorted(glob(value)) or [value]
+    found = sorted(map(str, Path().glob(value))) if "*" in value and "/" in value else []
+    return found or [value]
 
 
 def _rank(folder: Path, said: Path, program: str, *words: str) -> None:
