@@ -84,7 +84,7 @@ def captions(
     Examples:
 
         prep captions --model Qwen/Qwen3-VL-2B-Instruct
-        prep captions --endpoint http://localhost:8000/v1 --model Qwen/Qwen3-VL-8B-Instruct --in-flight 128
+        prep captions --endpoint http://localhost:8000/v1 --model qwen3-vl
     """
     make_column(COLUMN, settings, request)
 
@@ -105,7 +105,7 @@ def plan_captions(
 
     Example:
 
-        prep plan captions --endpoint http://localhost:8000/v1 --model Qwen/Qwen3-VL-8B-Instruct --trial 3
+        prep plan captions --model Qwen/Qwen3-VL-2B-Instruct --trial 3
     """
     if not 0 <= trial <= 100:
         raise UserError(f"--trial {trial} is out of range", hint="give 0 to 100, for example 3")

@@ -83,13 +83,12 @@ def captions_report(plan: CaptionsPlan) -> Report:
             share = num_chunks / cost.num_answers
             tokens = (round(cost.tokens_in * share), round(cost.tokens_out * share))
             estimate |= {"tokens_in": tokens[0], "tokens_out": tokens[1], "answer_s": cost.seconds * share}
-            lines.append(
-                f"         {tokens[0]:,} tokens in and {tokens[1]:,} out, {duration_text(cost.seconds * share)}"
-            )
-            lines.append(f"         if one answer follows the other ({cost.line()})")
+            time = duration_text(cost.seconds * share)
+            lines.append(f"         {tokens[0]:,} tokens in and {tokens[1]:,} out; {time} without requests in parallel")
+            lines.append(f"         ({cost.line()})")
         else:
             lines.append(
-                "         tokens and time are unknown: --trial 3 asks about three chunks and keeps the answers"
+                "         tokens and time are unknown: --trial 3 describes three chunks, and keeps the answers"
             )
         lines.append(next_line(command))
     else:

@@ -14,6 +14,7 @@ from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.pseudo_captions import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
 from clipmill.prep.captions.recipe import captions_recipe_from_dict
 from clipmill.shards.chunk_table import read_chunk_rows
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.moments import order_of
 from clipmill.shards.reader import Variant
 
@@ -59,7 +60,7 @@ def _record(variant: Variant, recipe: dict[str, Any]) -> dict[str, Any]:
         "kind": PSEUDO_CAPTIONS,
         "weights": recipe.pop("model"),
         "weights_sha256": recipe.pop("model_sha256"),
-        "video_variant": recipe.pop("video"),
+        "video_variant": recipe.pop(VIDEO),
         "captions_variant": variant.directory.name,
         "commits_sha256": variant.commits.digest.decode(),
         "settings": {name: value for name, value in recipe.items() if value is not None},

@@ -155,7 +155,8 @@ def selected_rows(
     data_dir: Path, video_dir: Path, commits: Iterable[Commit], where: Where, *, column: str
 ) -> dict[int, tuple[int, ...]]:
     """Return the rows of the selected chunks of each shard whose index is readable."""
-    where.require(("chunk", "video"), because=f"prep {column} takes chunks, whatever captions they have")
+    because = f"prep {column} takes chunks, whatever captions they have"
+    where.require(("chunk", "video"), because=because)
     ids, starts, shard_ids, sizes = [], [], [], []
     for commit in commits:
         with suppress(DamagedIndex, OSError):  # reported by `read_chunk_shards`

@@ -37,12 +37,8 @@ from clipmill.shards.reader import Variant
 
 FAILURES_FILE = "failures.jsonl"
 # Number of consecutive shards that may stop for a reason that stops the others too, before the run gives up.
-_MOST_STOPS = {
-    FailureCode.DISK_FULL: 3,
-    FailureCode.ENDPOINT_FAILED: 3,
-    FailureCode.ENDPOINT_REFUSED: 1,
-    FailureCode.OTHER_MODEL: 1,
-}
+_MOST_STOPS = {FailureCode.DISK_FULL: 3, FailureCode.ENDPOINT_FAILED: 3}
+_MOST_STOPS |= {FailureCode.ENDPOINT_REFUSED: 1, FailureCode.OTHER_MODEL: 1}
 
 
 @dataclass
