@@ -18,9 +18,7 @@ from clipmill.shards.where_flag import check_where
 CAPTIONS = "captions"
 CAPTIONS_SCHEMA = 1  # incremented when the same settings begin to send other pictures, or other words
 MODEL = Parameter(group=Group("Captions", sort_key=1))
-PROMPT = (
-    "These pictures are frames of a video clip, in order. Describe in one or two sentences what happens in the clip."
-)
+PROMPT = "Describe this video clip in one sentence."
 _MAX_PROMPT_CHARS = 100_000
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
