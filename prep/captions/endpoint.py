@@ -71,16 +71,20 @@ class Endpoint:
             await asyncio.gather(*(self._answer_some(questions, client, free) for _ in range(self._in_flight + _AHEAD)))
 
     async def _answer_some(self, questions: Questions, client: "AsyncOpenAI", free: asyncio.Semaphore) -> None:
-        while self._stop is None and (row := next(questions.rows, None)) is not None:
+        while not self._has_to_stop(questions) and (row := next(questions.rows, None)) is not None:
             try:
-                addresses = await asyncio.to_thread(lambda row=row: [*map(jpeg_address, questions.pictures(row))])
+                addresses = await asyncio.to_thread(_addresses, questions, row)
                 async with free:
-                    if self._stop is not None:
+                    if self._has_to_stop(questions):
                         return
                     found: Answer | SourceFailure = await self._asked(client, addresses, seed=questions.seed(row))
             except SourceFailure as failure:
                 found = failure
             await asyncio.to_thread(questions.keep, row, found)
+
+    def _has_to_stop(self, questions: Questions) -> bool:
+        self._stop = self._stop or questions.stop()
+        return self._stop is not None
 
     async def _asked(self, client: "AsyncOpenAI", addresses: Sequence[str], *, seed: int) -> Answer:
         """Ask about the pictures of a chunk.
@@ -117,15 +121,17 @@ class Endpoint:
         """Return what the server sent; None if it is not JSON."""
         settings = self._settings
         pictures = [{"type": "image_url", "image_url": {"url": address}} for address in addresses]
+        content = [*pictures, {"type": "text", "text": settings.prompt}]
         sampling = {"top_p": settings.top_p, "seed": None if settings.seed is None else seed}
-        messages: Any = [{"role": "user", "content": [*pictures, {"type": "text", "text": settings.prompt}]}]
         given: Any = {name: value for name, value in sampling.items() if value is not None}
         try:
             return await client.chat.completions.create(
                 model=settings.model,
-                messages=messages,
+                messages=[],
                 max_tokens=settings.max_tokens,
                 temperature=settings.temperature,
+                # Here, the client leaves megabytes of pictures as they are: a third of its CPU time.
+                extra_body={"messages": [{"role": "user", "content": content}]},
                 **given,
             )
         except ValueError:  # half a body, or a page of a proxy
@@ -161,6 +167,10 @@ class Endpoint:
     def _without_key(self, text: str) -> str:
         """Return what a server sent without the key: some repeat it in their errors."""
         return text if self._key == _NO_KEY else text.replace(self._key, "***")
+
+
+def _addresses(questions: Questions, row: int) -> list[str]:
+    return [*map(jpeg_address, questions.pictures(row))]
 
 
 def require_client() -> None:

@@ -139,6 +139,8 @@ class LocalCaptioner:
             for rows, waiting in _ahead(
                 self._batches(questions.rows), lambda rows: [pool.submit(decode, one) for one in rows]
             ):
+                if (stop := questions.stop()) is not None:
+                    return stop
                 decoded = [(row, future.result()) for row, future in zip(rows, waiting, strict=True)]
                 shown = [(row, found) for row, found in decoded if not isinstance(found, SourceFailure)]
                 for row, found in decoded:

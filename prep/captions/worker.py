@@ -6,7 +6,7 @@ alone. A chunk without a caption is recorded in the commit and does not affect t
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -113,15 +113,10 @@ class Chunks:
         """Ask about the open rows, at most `limit`; return why the rest could not be asked, or None."""
         rows, asking, settings = self.unanswered()[:limit], self.task.asking, self.task.recipe.settings
         budget = Budget(self.task.variant_dir, limit=asking.max_tokens_total, spent=asking.spent)
-        spent: list[Stop] = []
 
-        def due() -> Iterator[int]:
-            for row in rows:
-                if budget.is_spent():
-                    message = f"the answers took the {asking.max_tokens_total:,} tokens of --max-tokens-total"
-                    spent.append(Stop(FailureCode.BUDGET_SPENT, message))
-                    return
-                yield row
+        def stop() -> Stop | None:
+            message = f"the answers took the {asking.max_tokens_total or 0:,} tokens of --max-tokens-total"
+            return Stop(FailureCode.BUDGET_SPENT, message) if budget.is_spent() else None
 
         def keep(row: int, found: Answer | SourceFailure) -> None:
             if isinstance(found, SourceFailure):
@@ -136,8 +131,8 @@ class Chunks:
             return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
         read = partial(read_pictures, self.video, count=settings.frames, size=settings.size)
-        stop = captioner.answer(Questions(rows=due(), pictures=read, keep=keep, seed=seed)) if rows else None
-        return stop or (spent[0] if spent else None)
+        questions = Questions(rows=iter(rows), stop=stop, pictures=read, keep=keep, seed=seed)
+        return captioner.answer(questions) if rows else None
 
     def sample(self, row: int) -> Sample | SourceFailure:
         """Return the sample of a row, or why there is none."""
