@@ -74,13 +74,18 @@ class Endpoint:
         while not self._has_to_stop(questions) and (row := next(questions.rows, None)) is not None:
             try:
                 addresses = await asyncio.to_thread(_addresses, questions, row)
-                async with free:
-                    if self._has_to_stop(questions):
-                        return
-                    found: Answer | SourceFailure = await self._asked(client, addresses, seed=questions.seed(row))
             except SourceFailure as failure:
-                found = failure
-            await asyncio.to_thread(questions.keep, row, found)
+                questions.keep(row, failure)
+                continue
+            async with free:
+                if self._has_to_stop(questions):
+                    return
+                try:
+                    found: Answer | SourceFailure = await self._asked(client, addresses, seed=questions.seed(row))
+                except SourceFailure as failure:
+                    found = failure
+                # Before the next request: the answer is on disk, and its tokens count.
+                await asyncio.to_thread(questions.keep, row, found)
 
     def _has_to_stop(self, questions: Questions) -> bool:
         self._stop = self._stop or questions.stop()

@@ -9,7 +9,7 @@ import pytest
 
 from clipmill.prep.captions.answers import Answer
 from clipmill.prep.captions.frames import read_pictures
-from clipmill.prep.captions.recipe import PROMPT, CaptionsSettings
+from clipmill.prep.captions.recipe import CaptionsSettings
 from clipmill.prep.captions.vlm import open_model
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.shards.reader import Variant
@@ -17,6 +17,7 @@ from tests.prep.captions.tiny_vlm import save_tiny_vlm
 from tests.prep.running import Ran, contents, prep_here
 from tests.prep.sets import ShardSet
 
+PROMPT = "what happens in the video ?"
 _SETTINGS: dict[str, Any] = {"precision": "float32", "frames": 2, "size": 64, "max_tokens": 12}
 
 
@@ -45,7 +46,7 @@ def test_captions_equal_those_that_transformers_generates(vlm: Path, shard_set: 
     kind: Any = AutoModelForImageTextToText
     processor: Any = AutoProcessor
     model, processor = kind.from_pretrained(vlm, dtype=torch.float32), processor.from_pretrained(vlm)
-    made = make(shard_set.data, vlm, status=1).summary
+    made = make(shard_set.data, vlm, "--prompt", PROMPT, status=None).summary
     assert made["failures"].keys() <= {"answer_truncated"} and made["num_chunks"] >= 1
     captions = {
         row["key"]: row

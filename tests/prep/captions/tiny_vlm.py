@@ -77,7 +77,7 @@ def save_tiny_vlm(folder: Path, *, context: int = 4096) -> None:
     torch.manual_seed(0)
     kind: Any = AutoModelForImageTextToText
     model = kind.from_config(config)
-    model.generation_config.eos_token_id = [number_of["<|im_end|>"], number_of["blue"]]
+    model.generation_config.eos_token_id = [number_of["<|im_end|>"], number_of["dog"]]
     model.generation_config.pad_token_id = number_of["<pad>"]
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
