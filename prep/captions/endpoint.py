@@ -71,7 +71,7 @@ class Endpoint:
             await asyncio.gather(*(self._answer_some(questions, client, free) for _ in range(self._in_flight + _AHEAD)))
 
     async def _answer_some(self, questions: Questions, client: "AsyncOpenAI", free: asyncio.Semaphore) -> None:
-        while not self._has_to_stop(questions) and (row := next(questions.rows, None)) is not None:
+        while (row := next(questions.rows, None)) is not None and not self._has_to_stop(questions):
             try:
                 addresses = await asyncio.to_thread(_addresses, questions, row)
             except SourceFailure as failure:
