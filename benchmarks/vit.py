@@ -19,7 +19,8 @@ to 5 %, starting with an extrapolation from two small ones. `frames/s` are media
 batch that every variant supports; `at its largest` are those at three quarters of the variant's own largest. `/ naive`
 compares frames/s, `batch / naive` the largest batches. Targets: fused 1.7 times naive's frames/s and 3 times its batch,
 checkpointed 13.8 times its batch (AVION, section 4.2), and 1.0 times open_clip's frames/s. `kept MB a clip` is the
-memory kept for the backward pass, without parameters and duplicates.
+memory kept for the backward pass, without parameters and duplicates; a second table divides it among layer norms,
+attention and MLPs (AVION, figure 3).
 
 On a CPU the same variants run on a tiny tower, without a search for the largest batch, to test the program; the targets
 do not apply. Times are CPU times.
@@ -35,7 +36,7 @@ import torch
 
 from benchmarks.allocated import peak_bytes
 from benchmarks.report import parser_for, print_report
-from benchmarks.vit_steps import NAIVE, OPEN_CLIP, VARIANTS, Setup, Steps, TowerVariant, wait_for
+from benchmarks.vit_steps import NAIVE, OPEN_CLIP, PARTS, VARIANTS, Setup, Steps, TowerVariant, wait_for
 from clipmill.train.models.attention import open_attention
 
 GB, MB = 1024**3, 1024**2
@@ -43,6 +44,7 @@ WARM_STEPS = 3
 GPU_SETUP = {"model": "b16", "image_px": 224, "num_frames": 4}
 CPU_SETUP = {"model": "tiny", "image_px": 64, "num_frames": 4}
 CPU_CLIPS = 4
+KEPT = (*PARTS, "other")
 
 
 def main() -> None:
@@ -66,18 +68,27 @@ def main() -> None:
     at_shared = seconds_in_turn(arguments.variants, setup, dict.fromkeys(arguments.variants, shared), arguments.rounds)
     own = {name: max(1, batch * 3 // 4) for name, batch in largest.items()}
     at_own = seconds_in_turn(arguments.variants, setup, own, arguments.rounds) if is_cuda else {}
+    kept = {name: kept_mb(VARIANTS[name], setup) for name in arguments.variants if not VARIANTS[name].compiles}
     rows = []
     for name in arguments.variants:
-        rows.append(
-            row_of(name, at_shared=at_shared, at_own=at_own, largest=largest, shared=shared, own=own, setup=setup)
-        )
+        row = row_of(name, at_shared=at_shared, at_own=at_own, largest=largest, shared=shared, own=own, setup=setup)
+        rows.append({**row, "kept MB a clip": sum(kept[name].values()) if name in kept else None})
     where = torch.cuda.get_device_name(device) if is_cuda else f"cpu ({torch.get_num_threads()} threads)"
     print_report(
         f"video tower {setup.model}, T = {setup.num_frames}, {setup.image_px} px, on {where}",
         rows,
         notes=notes_of(setup, shared=shared, memory_gb=arguments.memory_gb),
         json_path=arguments.json,
+        further={
+            "kept MB a clip, by part": [{"part": part} | {name: kept[name][part] for name in kept} for part in KEPT]
+        },
     )
+
+
+def kept_mb(variant: TowerVariant, setup: Setup) -> dict[str, float]:
+    """Return the MB that a forward pass of a clip keeps for the backward pass, by part."""
+    kept = Steps(variant, setup).kept_bytes(2)
+    return {part: num_bytes / 2 / MB for part, num_bytes in kept.items()}
 
 
 def limit_memory(memory_gb: float, device: torch.device) -> None:
@@ -179,13 +190,11 @@ def row_of(
         ratios = [theirs / ours for theirs, ours in pairs]
         return statistics.median(ratios) if ratios else None
 
-    kept = None if VARIANTS[name].compiles else Steps(VARIANTS[name], setup).kept_bytes(2) / 2 / MB
     return {
         "way": name,
         "frames/s": round(frames / seconds),
         "/ naive": faster_than(NAIVE),
         "/ open_clip": faster_than(OPEN_CLIP),
-        "kept MB a clip": kept,
         "largest batch": largest.get(name),
         "batch / naive": largest[name] / largest[NAIVE] if name in largest and NAIVE in largest else None,
         "frames/s at its largest": (

@@ -13,6 +13,7 @@ from clipmill.train.models.video_vit import VideoViT
 
 NAIVE, OPEN_CLIP = "naive", "open_clip"
 TIMED_STEPS = 5
+PARTS = ("LayerNorm", "attention", "MLP")  # of AVION's figure 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,22 +96,43 @@ class Steps:
         """Return the mean seconds of several steps; CPU time on a CPU."""
         return seconds_of(lambda: self.take(clips), device=self.setup.device, count=TIMED_STEPS)
 
-    def kept_bytes(self, num_clips: int) -> int:
-        """Return the bytes that a forward pass keeps for the backward pass."""
+    def kept_bytes(self, num_clips: int) -> dict[str, int]:
+        """Return the bytes that a forward pass keeps for the backward pass, by the part that keeps them first.
+
+        A part is a layer norm, an attention (with its projections) or an MLP; "other" is the rest, such as the inputs
+        of checkpointed blocks.
+        """
         known = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
-        kept: dict[int, int] = {}
-        held = []
+        kept: dict[str, int] = dict.fromkeys((*PARTS, "other"), 0)
+        held, within = [], list[str]()
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known:
-                kept[storage.data_ptr()] = storage.nbytes()
+                known.add(storage.data_ptr())
+                kept[within[-1] if within else "other"] += storage.nbytes()
                 held.append(tensor)  # keeps its address from being reused
             return tensor
 
+        def leave(*_: object) -> None:
+            within.pop()
+
+        hooks = []
+        for name, module in self.model.named_modules():
+            if (part := _part(name, module)) is not None:
+                hooks.append(module.register_forward_pre_hook(lambda *_, part=part: within.append(part)))
+                hooks.append(module.register_forward_hook(leave))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             self.loss(self.clips(num_clips))
-        return sum(kept.values())
+        for hook in hooks:
+            hook.remove()
+        return kept
+
+
+def _part(name: str, module: nn.Module) -> str | None:
+    if isinstance(module, nn.LayerNorm):
+        return "LayerNorm"
+    return {"attn": "attention", "mlp": "MLP"}.get(name.rpartition(".")[2])
 
 
 def _tower(variant: TowerVariant, setup: Setup) -> nn.Module:

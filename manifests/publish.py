@@ -141,7 +141,8 @@ def temporary_path(path: Path) -> Path:
 def target_of(name: str) -> str | None:
     """Return the final name of a file with the temporary name `name`; None if it is not a temporary name."""
     found = _TEMPORARY.fullmatch(name)
-    return found[1] if found else None
+    # An object is fetched to a temporary file of the temporary file that becomes a copy in a cache.
+    return (target_of(found[1]) or found[1]) if found else None
 
 
 def remove_temporaries(folder: Path, *, of: Callable[[str], bool] = lambda target: True) -> None:

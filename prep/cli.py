@@ -12,7 +12,7 @@ from clipmill.manifests.help_text import help_text, wants_help
 from clipmill.manifests.storage.mirrors import AddressStream
 from clipmill.manifests.storage.waiting import tell_of_waiting
 from clipmill.manifests.whole_numbers import refuse_fractions
-from clipmill.prep.commands import advise, manifest, retry, upkeep
+from clipmill.prep.commands import advise, export, manifest, retry, upkeep
 from clipmill.prep.core.request import OPTIONS
 from clipmill.prep.registry import columns
 
@@ -47,6 +47,7 @@ def build_app() -> App:
     for column in others:
         plan.command(column.plan_command, name=column.name)
     app.command(plan)
+    app.command(export.app)
     app.command(retry.retry)
     for command in (upkeep.status, upkeep.verify, upkeep.inspect, upkeep.gc):
         app.command(command)

@@ -29,7 +29,7 @@ MAX_DEPTH = 50
 EXAMPLE = "conditions look like: motion > 0.2 and cuts = 0 and not duplicate and source in ('human', 'narrator')"
 FUNCTIONS = (
     *("abs", "ceil", "floor", "round", "least", "greatest"),
-    *("lower", "upper", "length", "contains", "starts_with", "ends_with", "regexp_matches"),
+    *("lower", "upper", "length", "contains", "starts_with", "ends_with", "regexp_matches", "concat", "md5"),
 )
 _ARITHMETIC = ("+", "-", "*", "/", "//", "%")
 _LIKE = ("~~", "!~~", "~~*", "!~~*", "~~~", "like_escape", "not_like_escape", "ilike_escape", "not_ilike_escape")

@@ -23,6 +23,10 @@ TINY = {
         *("--segments", "26", "--videos", "4", "--batches", "3", "--rounds", "1", "--copies", "2"),
         *("--variants", "LatentLoader", "LatentLoader, first visits", "npy memmap", "memcpy"),
     ],
+    "loader_scaling": [
+        *("--workers", "1", "2", "--decode", "plain", "packets", "--lengths", "15", "--clips", "8"),
+        *("--num-videos", "1", "--rounds", "1"),
+    ],
     "losses": ["--rounds", "1", "--pairs", "32", "--width", "8"],
     "mae": ["--parts", "model", "--model", "tiny", "--size-px", "32", "--rounds", "1", "--steps", "1"],
     "manifest": ["--narrations", "400"],

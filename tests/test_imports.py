@@ -22,6 +22,7 @@ OUTSIDE = {
     "manifests": {"cyclopts", "numpy", "obstore", "pyarrow", "rich"},
     "shards": {"av", "duckdb", "jinja2", "markupsafe", "numpy", "pyarrow"},  # pages: parts of both extras
 }
+BESIDE = {"prep": ("columns", "endpoint", "zarr"), "train": ("track", "caption-metrics")}  # further extras
 MODULES_OF_DISTRIBUTION = {
     "ffmpeg-python": "ffmpeg",
     "huggingface-hub": "huggingface_hub",
@@ -33,7 +34,7 @@ MODULES_OF_DISTRIBUTION = {
     "webrtcvad-wheels": "webrtcvad",
 }
 # Submodules of torch that have one interface each; whole packages are held by import-linter too.
-INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/tracking.py"}}
+INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/charts.py"}}
 TORCH_IN_PREP = {
     *("prep/captions/vlm.py", "prep/latents/vae.py", "prep/text/tower.py"),
     "prep/engines/choice.py",
@@ -83,9 +84,7 @@ def modules_from_outside(repository: Path, package: str) -> set[str]:
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     requirements = (
-        project["dependencies"]
-        + extras[package]
-        + (extras["columns"] + extras["endpoint"] if package == "prep" else extras["track"] + extras["caption-metrics"])
+        project["dependencies"] + extras[package] + [line for extra in BESIDE[package] for line in extras[extra]]
     )
     distributions = [Requirement(requirement).name for requirement in requirements]
     return {MODULES_OF_DISTRIBUTION.get(name, name) for name in distributions}

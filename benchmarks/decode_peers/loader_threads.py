@@ -1,6 +1,7 @@
 """clipmill's training loader with a given number of worker threads: clips per second of wall time and per CPU second.
 
     {"do": "load", "set": "own", "at_least_s": 2}      {"num_clips": ..., "cpu_s": ..., "wall_s": ...}
+    {"do": "load", "set": "own", "at_least": 1024}     the same, for a number of clips
 
 The captions are the spans of the benchmark's short clips; the loader draws its own frames and rectangles.
 """
@@ -17,6 +18,7 @@ from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, data_folder
 from benchmarks.peer_process import answer_requests
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.decoding.reading import DecodeRule
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import LoadedBatch
@@ -26,7 +28,7 @@ BATCH, NUM_AHEAD = 8, 32
 SPLIT = "train"
 
 
-def endless_batches(data: Path, *, num_threads: int) -> Iterator[LoadedBatch]:
+def endless_batches(data: Path, *, num_threads: int, decode: DecodeRule) -> Iterator[LoadedBatch]:
     """Yield batches of clips with four frames, as YUV planes."""
     samples = VideoCaptions(
         ClipQuery(
@@ -34,19 +36,20 @@ def endless_batches(data: Path, *, num_threads: int) -> Iterator[LoadedBatch]:
             split=SPLIT,
             shape=ClipShape(sampling=Sampling(num_frames=4), size_px=SIZE_PX, min_crop_area=MIN_AREA),
             loading=LoaderSettings(batch=BATCH, num_threads=num_threads, num_ahead=NUM_AHEAD, seed=0),
+            decode=decode,
         ),
         tokenize=lambda text: np.zeros(1, np.int64),
     )
     return samples.batches(max_failures=0)
 
 
-def load(batches: Iterator[LoadedBatch], *, at_least_s: float) -> dict[str, Any]:
-    """Load batches for at least this time, after using up those prefetched before the start."""
+def load(batches: Iterator[LoadedBatch], *, at_least_s: float = 0, at_least: int = 0) -> dict[str, Any]:
+    """Load batches for at least this time, or of so many clips, after using up those prefetched before the start."""
     for _ in range(NUM_AHEAD // BATCH + 1):
         next(batches)
     num_clips = 0
     cpu_begin_s, begin_s = time.process_time(), time.perf_counter()
-    while time.perf_counter() - begin_s < at_least_s:
+    while time.perf_counter() - begin_s < at_least_s or num_clips < at_least:
         num_clips += len(next(batches).batch["key"])
     wall_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_begin_s
     return {"num_clips": num_clips, "cpu_s": cpu_s, "wall_s": wall_s}
@@ -57,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--decode", default="packets")
     arguments = parser.parse_args()
     of_set: dict[str, Iterator[LoadedBatch]] = {}
 
@@ -64,8 +68,8 @@ def main() -> None:
         name = request["set"]
         if name not in of_set:
             data = data_folder(arguments.folder, name)
-            of_set[name] = endless_batches(data, num_threads=arguments.threads)
-        return load(of_set[name], at_least_s=request["at_least_s"])
+            of_set[name] = endless_batches(data, num_threads=arguments.threads, decode=arguments.decode)
+        return load(of_set[name], at_least_s=request.get("at_least_s", 0), at_least=request.get("at_least", 0))
 
     answer_requests(answer)
 

@@ -1,4 +1,4 @@
-"""Ego4D narrations (Grauman et al. 2022): the official files, and the pickled lists of AVION and LaViLa.
+"""Ego4D narrations (Grauman et al. 2022): the official files, the pickled lists of AVION and LaViLa, EgoVLP's files.
 
 `narration.json` has the narrations of a video by pass (`narration_pass_1`: `narration_text`, `timestamp_sec`),
 `all_narrations_redacted.json` of version 2 in one list (`narrations`: `text`, `time`, and the pass of one annotator as
@@ -29,6 +29,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import pyarrow as pa
 
+from clipmill.manifests.adapters.egovlp import add_pairs, add_questions, has_questions, leave_out
 from clipmill.manifests.adapters.json_stream import object_items
 from clipmill.manifests.adapters.plain_pickle import load_plain_pickle
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, encodable, printable
@@ -51,40 +52,56 @@ def read_ego4d(
     """Read Ego4D narrations from JSON and pickle files.
 
     Args:
-        annotations: files of narrations, and `ego4d.json` for their splits.
+        annotations: files of narrations, `ego4d.json` for their splits, and files of EgoVLP.
 
     Raises:
         UserError: no videos are found, or an annotation file cannot be read.
     """
     builder, wanted = begin_reading(dataset, directory, skip=skip)
-    lists = {path: splits for path in annotations if path.suffix.lower() == ".json" and (splits := _splits(path))}
+    unwanted = [path for path in annotations if path.suffix.lower() == ".txt"]
+    for path in unwanted:
+        leave_out(builder, wanted, path=path)
+    annotations = [path for path in annotations if path not in unwanted]
+    jsons = [path for path in annotations if path.suffix.lower() == ".json"]
+    questions = [path for path in jsons if has_questions(path)]
+    lists = {path: splits for path in jsons if path not in questions and (splits := _splits(path))}
     splits = {video: split for of_list in lists.values() for video, split in of_list.items()}
     for path in annotations:
         builder.begin_annotations(path)
         match path.suffix.lower():
             case ".json" if path in lists:
                 pass
+            case ".json" if path in questions:
+                add_questions(builder, wanted, path=path)
             case ".json":
                 _add_narrations(builder, wanted, path=path, splits=splits)
             case ".pkl" | ".pickle":
                 _add_pickled_list(builder, wanted, path=path, splits=splits)
+            case ".csv":
+                add_pairs(builder, wanted, path=path)
             case _:
                 raise UserError(
-                    f"{path} is neither a .json nor a .pkl file",
-                    hint="give all_narrations_redacted.json, narration.json or a pickled list; ego4d.json for splits",
+                    f"{path} is not a .json, .pkl, .csv or .txt file",
+                    hint="give all_narrations_redacted.json, narration.json, egoclip.csv or a pickled list; ego4d.json "
+                    "for splits, egomcq.json for questions, a .txt list of videos to leave out",
                 )
     if lists and set(annotations) == set(lists):
         raise UserError(
             f"{' and '.join(map(str, lists))} has splits, but no narrations",
             hint="give all_narrations_redacted.json or narration.json too",
         )
+    _note_splits(builder, lists, splits)
+    return builder.build()
+
+
+def _note_splits(builder: ReadingBuilder, lists: Mapping[Path, Mapping[str, str]], splits: Mapping[str, str]) -> None:
+    """Count the videos that the lists have, and note how many they do not."""
     for path, of_list in lists.items():
         for video in builder.source_ids():
             if video in of_list:
                 builder.use_row(path)
     if lists and (num_others := sum(video not in splits for video in builder.source_ids())):
         builder.note(f"{counted(num_others, 'video')} without a split in {' and '.join(path.name for path in lists)}")
-    return builder.build()
 
 
 def _splits(path: Path) -> dict[str, str]:

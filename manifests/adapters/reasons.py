@@ -24,6 +24,7 @@ class Reason(StrEnum):
     BAD_LABEL = "bad_label"
     NO_INTERVAL = "no_interval"  # a timestamp that the interval rule cannot expand
     UNSURE = "unsure"  # the annotator marked it as unsure
+    LEFT_OUT = "left_out"  # of a video that a list leaves out; one row per video, with the captions
     REDACTED = "redacted"  # withheld by the dataset
     MALFORMED_ROW = "malformed_row"  # not in the format documented by the dataset
 

@@ -33,19 +33,19 @@ class Row:
     fault: str | None = None
 
 
-def read_csv(path: Path, *, required: Sequence[str]) -> Iterator[Row]:
+def read_csv(path: Path, *, required: Sequence[str], separator: str = ",") -> Iterator[Row]:
     """Iterate over the rows of a CSV file with a header.
 
     Raises:
         UserError: the file cannot be read as text, lacks a required column, or has two columns of the same name.
     """
-    rows = csv_rows(text_lines(path), path=path)
+    rows = csv_rows(text_lines(path), path=path, separator=separator)
     header = next(rows, [])
     missing = [name for name in required if name not in header]
     if missing:
         hint = f"the first line must contain the column names; required: {', '.join(required)}"
-        for separator, name in _OTHER_SEPARATORS.items():
-            if len(header) == 1 and separator in header[0]:
+        for other, name in _OTHER_SEPARATORS.items():
+            if separator == "," and len(header) == 1 and other in header[0]:
                 hint = f"its columns are separated by {name}: save it with commas"
         raise UserError(
             f"{path} has no column {', '.join(missing)} (its columns: {', '.join(header) or 'none'})", hint=hint

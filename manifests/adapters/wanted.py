@@ -1,6 +1,6 @@
 """Lookup of annotated videos among the files; each video is looked up once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,10 @@ class WantedVideos:
         # Numbered names such as P01_02 are not likely to be meant by P01_01, which is likely not to be there.
         self._nearest = NearestName(files, max_compared=0)
         self._found: dict[str, int | _Unavailable] = {}
+
+    def leave_out(self, source_ids: Iterable[str], *, why: str) -> None:
+        """Lose the captions of these videos; called before any of them is looked up."""
+        self._found |= {composed(one): _Unavailable(Reason.LEFT_OUT, why) for one in source_ids}
 
     def number(
         self,

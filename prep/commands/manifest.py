@@ -102,11 +102,13 @@ _ADAPTERS = (
         "ego4d",
         "clipmill.manifests.adapters.ego4d:read_ego4d",
         "annotations",
-        """Read Ego4D narrations: the official JSON files, or the pickled lists of AVION and LaViLa.
+        """Read Ego4D narrations: the official JSON files, the pickled lists of AVION and LaViLa, or EgoVLP's files.
 
         The files are all_narrations_redacted.json or narration.json. Their timestamps are expanded to intervals by
         EgoVLP's rule. With ego4d.json, videos of any validation or test split are not in train. Pickles may contain
-        only lists, tuples, strings and numbers; any other pickle is rejected without being executed.
+        only lists, tuples, strings and numbers; any other pickle is rejected without being executed. EgoVLP's
+        egoclip.csv has training pairs, and the clips of its egomcq.json are in val. A .txt file lists videos to leave
+        out, one ID per line.
 
         Example: prep manifest ego4d VIDEOS --annotations narration.json ego4d.json
 

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.latents.recipe import LatentsSettings
 
 # For chunks of the default height of 288 pixels, this gives crops of 256 pixels, which need no resizing.
@@ -31,11 +32,18 @@ class Square:
 
 
 def segment_squares(num_segments: int, *, key: str, width: int, height: int, settings: LatentsSettings) -> list[Square]:
-    """Return the crop of each segment of the chunk `key`, whose frames have `width` x `height` pixels."""
+    """Return the crop of each segment of the chunk `key`, whose frames have `width` x `height` pixels.
+
+    Raises:
+        SourceFailure: frames_differ, if an exact crop is larger than the frames.
+    """
     short = min(width, height)
     if settings.crop == "centre":
         return [Square((width - short) // 2, (height - short) // 2, short)] * num_segments
-    side = max(1, short * _RANDOM_SIDE[0] // _RANDOM_SIDE[1])
+    side = settings.size if settings.crop == "exact" else max(1, short * _RANDOM_SIDE[0] // _RANDOM_SIDE[1])
+    if side > short:
+        message = f"the frames have {width} x {height} pixels, and --crop exact needs {side}; --crop random resizes"
+        raise SourceFailure(FailureCode.FRAMES_DIFFER, message)
     squares = []
     for segment in range(num_segments):
         rng = generator(settings.seed, key, f"crop {segment}")

@@ -35,16 +35,16 @@ class LatentsSettings:
     size: Annotated[int, MODEL, FIRST_RUN] = 256
     """Side of the square VAE input in pixels, 8 to 4096, a multiple of the VAE's downsampling factor."""
 
-    crop: Annotated[Literal["centre", "random"], MODEL, FIRST_RUN] = "centre"
+    crop: Annotated[Literal["centre", "random", "exact"], MODEL, FIRST_RUN] = "centre"
     """Square crop of the frames. centre: the largest square; random: a random square per segment, with 8/9 of the short
-    side."""
+    side; exact: a random square per segment of --size pixels, which is not resized."""
 
     segment: Annotated[str, MODEL] = "5s"
     """Length of a segment, whose frames share one random crop, with unit: 5s, 500ms. It must be a whole number of
     frames at --fps."""
 
     seed: Annotated[int, MODEL] = 0
-    """Random seed of --crop random and --posterior sample, 0 or more."""
+    """Random seed of --crop random, --crop exact and --posterior sample, 0 or more."""
 
     posterior: Annotated[Literal["mean", "sample"], MODEL] = "mean"
     """Latents to store: the mean of the posterior, or a sample."""
@@ -145,7 +145,7 @@ class LatentsRecipe:
         """
         settings = asdict(self.settings)
         del settings["where"]  # selects chunks, whose latents do not depend on it
-        is_random = settings["crop"] == "random"
+        is_random = settings["crop"] != "centre"
         settings["segment"] = self.settings.segment if is_random else None
         settings["seed"] = self.settings.seed if is_random or settings["posterior"] == "sample" else None
         settings["fps"] = str(self.settings.fps_exact)

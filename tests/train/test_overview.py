@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
 
 from clipmill.manifests.errors import UserError
@@ -11,6 +12,7 @@ from clipmill.manifests.publish import publish_json
 from clipmill.train.config.files import save_settings
 from clipmill.train.report.overview import write_overview
 from clipmill.train.report.results import write_page
+from clipmill.train.run.folder import append_lines, read_lines, read_object
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.browser import needs_chromium, opened
 from tests.train.test_report import HOSTILE, PIXEL, Tags, assert_own_scripts_only, hostile_run, long_run
@@ -107,6 +109,53 @@ def test_runs_are_compared_by_metrics_settings_and_curves(tmp_path: Path) -> Non
     loss = next(chart for chart in charts if chart["title"] == "Loss")
     assert [line["label"] for line in loss["lines"]] == ["run & <b> (1)", "run & <b> (2)"]
     assert "run &amp; &lt;b&gt; (2)</a>" in comparison, "runs of the same name are told apart"
+
+
+def repeated(
+    folder: Path, *, seed: int, recall: float, processes: str = "1", speed: float = 9.0, lr: float = 0.1
+) -> Path:
+    """A run with a result, whose R@1 from text to video is `recall`."""
+    run = hostile_run(folder)
+    save_settings(DualEncoderSettings(seed=seed, lr=lr), run.settings)
+    publish_json(run.facts, {"task": "dual-encoder", "processes": processes})
+    lines = read_lines(run.metrics)
+    run.metrics.unlink()
+    append_lines(run.metrics, [{**line, "samples_per_s": speed} for line in lines])
+    result = read_object(run.evaluation("retrieval-val"))
+    result["text_to_video"]["recall"]["1"] = recall
+    run.write_evaluation("retrieval-val", result)
+    return run.path
+
+
+def test_runs_that_differ_in_the_seed_alone_have_a_mean_and_a_standard_deviation(tmp_path: Path) -> None:
+    recalls = [0.36, 0.37, 0.41]
+    runs = [repeated(tmp_path / str(seed), seed=seed, recall=recall) for seed, recall in enumerate(recalls)]
+    runs.append(repeated(tmp_path / "other", seed=0, recall=0.9, lr=0.2))
+    runs.append(runs[0])  # the same run once more is no other seed
+    write_overview(runs, tmp_path / "index.html")
+    comparison = (tmp_path / "index.html").read_text().split("<h2>Comparison</h2>")[1].split("</section>")[0]
+    assert comparison.count("mean (standard deviation) of 3 seeds: ") == 2  # of training and of retrieval
+    mean, deviation = 100 * np.mean(recalls), 100 * np.std(recalls, ddof=1)
+    assert f">{mean:.1f} % ({deviation:.2f})</td>" in comparison
+    assert ">1.5 (0)</td>" in comparison, "a metric that is no share"
+    write_overview(runs[2:], tmp_path / "index.html")
+    assert "mean (standard deviation) of 2 seeds" in (tmp_path / "index.html").read_text()
+    write_overview(runs[3:], tmp_path / "index.html")
+    assert "mean (standard deviation)" not in (tmp_path / "index.html").read_text()
+
+
+def test_more_processes_have_a_speed_up(tmp_path: Path) -> None:
+    speeds = {"1": 100.0, "8, ddp": 700.0, "4, fsdp": 390.0}
+    runs = [
+        repeated(tmp_path / str(number), seed=0, recall=0.5, processes=text, speed=speed, lr=0.1 * (number + 1))
+        for number, (text, speed) in enumerate(speeds.items())
+    ]
+    write_overview(runs, tmp_path / "index.html")
+    page = (tmp_path / "index.html").read_text()
+    for words in ("1.00 x, 1 for 1 processes", "7.00 x, 8 for 1 processes", "3.90 x, 4 for 1 processes"):
+        assert f"<td>{words}</td>" in page
+    write_overview(runs[:1] * 2, tmp_path / "index.html")
+    assert "speed-up" not in (tmp_path / "index.html").read_text()
 
 
 @needs_chromium

@@ -170,10 +170,10 @@ VIDEOMAE: Table = {
 MAE_TRAINING: Table = {
     "mask_ratio": Row(0.9, "AVION, section 5.5: 'visible tokens at the encoder side is only 10%'"),
     "decoder_depth": Row(4, "AVION, section 5.5: '4 additional Transformer Encoder layers'"),
-    "steps": steps(240_000, epochs=800, batch=2048, source="AVION, table 5: 800 epochs; VideoMAE: about 240k videos"),
+    "steps": steps(241_258, epochs=800, batch=2048, source="AVION, section 5.5: 241,258 videos; table 5: 800 epochs"),
     "batch": Row(32 * 64, "VideoMAE, pretrain.sh: 32 on 64 GPUs"),
     "lr": Row(1.5e-4, "AVION, code: main_videomae_pretrain.py, --lr"),
-    "warmup_steps": steps(240_000, epochs=40, batch=2048, source="VideoMAE, pretrain.sh: 40 epochs"),
+    "warmup_steps": steps(241_258, epochs=40, batch=2048, source="VideoMAE, pretrain.sh: 40 epochs"),
     "checkpoint_every": HOW_OFTEN,
     "optimizer.beta2": Row(0.95, "VideoMAE, pretrain.sh"),
     "optimizer.end_lr": Row(1e-5, "AVION, code: main_videomae_pretrain.py, --lr-end"),
@@ -288,7 +288,10 @@ PRESETS: dict[str, Table] = {
         "max_grad_norm": Row(1.0, "here: the mean over tokens has larger gradients", "code: no clipping"),
         "optimizer.beta2": Row(0.999, "SpaceTimeGPT, code: AdamW of torch"),
         "optimizer.schedule": Row("linear", "SpaceTimeGPT, training loop, 5: 'A linear learning rate scheduler'"),
-        "evaluate.every": HOW_OFTEN,
+        "seed": Row(42, "SpaceTimeGPT, W&B configuration: run name, rs42"),
+        "precision": Row("fp16", "SpaceTimeGPT, tech stack: 'FP16 mixed-precision training'"),
+        "checkpoint_every": Row("1ep", "SpaceTimeGPT, training loop: 'Checkpoints are saved at every epoch'"),
+        "evaluate.every": Row("1ep", "SpaceTimeGPT, evaluation: 'logged to W&B at the end of each epoch'"),
     },
 }
 

@@ -106,6 +106,16 @@ def test_the_page_shows_what_the_run_reached(tmp_path: Path) -> None:
         assert words in page
 
 
+def test_gpu_hours_and_energy_are_shown_where_they_are_known(tmp_path: Path) -> None:
+    run = hostile_run(tmp_path)
+    write_page(run)
+    assert "GPU hours" not in run.page.read_text()
+    for known, words in (({}, "energy not known"), ({"gpu_kwh": 0.125}, "0.125 kWh of the GPUs")):
+        publish_json(run.facts, {"task": "dual-encoder", "consumption": {"gpu_hours": 1.5, **known}})
+        write_page(run)
+        assert "<b>1.5</b>" in run.page.read_text() and words in run.page.read_text()
+
+
 def test_evaluations_in_the_loop_stand_together_by_kind(tmp_path: Path) -> None:
     run = hostile_run(tmp_path)
     numbers = {f"val/{way}_r{k}": 0.5 for way in ("video_to_text", "text_to_video") for k in (1, 5)}

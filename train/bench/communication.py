@@ -29,10 +29,16 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_bytes
 from clipmill.shards.pages.templates import load_template
+from clipmill.train.bench.feature_exchange import FeatureExchange
 from clipmill.train.bench.report import about
 from clipmill.train.bench.steps import Opened, Steps
+from clipmill.train.losses.contrastive import AutogradObjective, ContrastiveObjective
+from clipmill.train.losses.objective import Objective
+from clipmill.train.losses.settings import Exchange
+from clipmill.train.losses.similarities import Similarities
 
 _STEP = "clipmill::step"
 _NUM_WARMUP = 3  # DDP orders its buckets after the first backward pass
@@ -104,9 +110,21 @@ def _computes(event: Event, *, has_device: bool, threads: set[int]) -> bool:
     return event.name.startswith("aten::") and event.thread in threads
 
 
-def measure_breakdown(opened: Opened, *, seconds: float) -> dict[str, Any]:
-    """Break down training steps; all ranks call it, and get the same plain values."""
+_EXCHANGES: dict[Exchange, type[Similarities]] = {"scalars": Similarities, "features": FeatureExchange}
+
+
+def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: float) -> dict[str, Any]:
+    """Break down training steps; all ranks call it, and get the same plain values.
+
+    Args:
+        exchange: of a contrastive loss; None for that of training.
+
+    Raises:
+        UserError: the objective has no such exchange.
+    """
     steps, world = Steps(opened), opened.world
+    if exchange is not None:
+        _use(steps.state.objective, exchange)
     batches = steps.batches()
 
     def take() -> None:
@@ -134,6 +152,7 @@ def measure_breakdown(opened: Opened, *, seconds: float) -> dict[str, Any]:
     names = [field.name for field in fields(Breakdown)]
     return {
         "strategy": opened.settings.parallel.strategy,
+        "exchange": exchange,
         "num_processes": world.size,
         "num_steps": num_steps,
         "unrecorded_s": fmean(world.gather_objects(unrecorded_s)),
@@ -141,6 +160,16 @@ def measure_breakdown(opened: Opened, *, seconds: float) -> dict[str, Any]:
         "std": {name: pstdev(one[name] for one in everything) for name in names},
         "ranks": [{name: fmean(getattr(one, name) for one in rank) for name in names} for rank in of_ranks],
     }
+
+
+def _use(objective: Objective, exchange: Exchange) -> None:
+    if not isinstance(objective, ContrastiveObjective) or isinstance(objective, AutogradObjective):
+        raise UserError(
+            "--exchanges compares the exchanges of a contrastive loss with gradients in closed form, and this is "
+            f"{type(objective).__name__}",
+            hint="leave it out, or use train bench dual-encoder with a --loss.kind of clipmill",
+        )
+    objective.exchange = _EXCHANGES[exchange]
 
 
 @contextmanager
@@ -164,6 +193,7 @@ _COLUMNS = ("strategy", "total", "compute", "overlap", "exposed", "other", "std 
 _NOTES = (
     "compute: some operation computes; overlap: communication meanwhile; exposed: communication while nothing "
     "computes; other: neither. compute + exposed + other = total.",
+    "Exchange of a contrastive loss: scalars (FastCLIP, as in training) or features (OpenCLIP).",
     "Communication includes waiting for slower processes. Unrecorded: the time of a step without the profiler.",
 )
 
@@ -199,7 +229,7 @@ def write_breakdown(result: dict[str, Any], path: Path) -> None:
             for name, value in seconds.items()
         ]
         width = 100 * mean["total_s"] / longest_s
-        bars.append({"strategy": one["strategy"], "total_ms": 1000 * mean["total_s"], "width": width, "parts": parts})
+        bars.append({"strategy": _label(one), "total_ms": 1000 * mean["total_s"], "width": width, "parts": parts})
     page = load_template(Path(__file__).with_name("bench.html.j2")).render(
         num_processes=result["strategies"][0]["num_processes"],
         about=about(result),
@@ -212,11 +242,15 @@ def write_breakdown(result: dict[str, Any], path: Path) -> None:
     publish_bytes(path, page.encode())
 
 
+def _label(one: dict[str, Any]) -> str:
+    return ", ".join(filter(None, (one["strategy"], one["exchange"])))
+
+
 def _rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     rows = []
     for one in result["strategies"]:
         mean = one["mean"]
         seconds = [mean[f"{column}_s"] for column in _COLUMNS[1:6]]
         seconds += [one["std"]["total_s"], one["unrecorded_s"]]
-        rows.append((one["strategy"], *(f"{1000 * value:,.1f}" for value in seconds)))
+        rows.append((_label(one), *(f"{1000 * value:,.1f}" for value in seconds)))
     return rows

@@ -114,7 +114,8 @@ def _conclusion(result: dict[str, Any]) -> list[str]:
     loader, compute, cause = result["loader_items_per_s"], result["compute_items_per_s"], result["cause"]
     lines = [
         f"slowest stage: {result['slowest']}; {result['bound']}-bound: the loader gives {loader:,.1f} items/s, augment "
-        f"and model process {compute:,.1f}; waiting for data takes {result['wait_share']:.0%} of a step "
+        f"and model process {compute:,.1f}",
+        f"a step takes {1000 * result['step_s']:,.1f} ms; {result['wait_share']:.0%} of it is waiting for data "
         f"(expected: {result['expected_wait_share']:.0%})",
         f"memory: {size_text(result['memory_bytes'])}{' of GPU memory' if result['device'] == 'cuda' else ''}",
     ]

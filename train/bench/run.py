@@ -23,6 +23,7 @@ from clipmill.train.device.precision import choose_device
 from clipmill.train.distributed.world import World
 from clipmill.train.doctor.host import examine_disk
 from clipmill.train.engine.loop import check_batch
+from clipmill.train.losses.settings import Exchange
 from clipmill.train.run.environment import machine
 from clipmill.train.spec import TaskSpec
 
@@ -52,6 +53,7 @@ def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict
         "compute_items_per_s": rates.compute,
         "step_items_per_s": opened.settings.batch / taken.step_s,
         **asdict(verdict),
+        "step_s": taken.step_s,
         "wait_share": taken.wait_share,
         "advice": advice(verdict.cause, opened.settings, cores=len(os.sched_getaffinity(0))),
         "read_bytes_per_item": rates.read_bytes_per_item,
@@ -64,9 +66,15 @@ def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict
 
 
 def run_breakdown(
-    spec: TaskSpec, settings: ClipSettings, *, strategies: Sequence[Strategy], seconds: float, world: World
+    spec: TaskSpec,
+    settings: ClipSettings,
+    *,
+    strategies: Sequence[Strategy],
+    exchanges: Sequence[Exchange | None],
+    seconds: float,
+    world: World,
 ) -> dict[str, Any]:
-    """Break down steps of all processes under each strategy; returns plain values, equal on all ranks.
+    """Break down steps of all processes under each strategy with each exchange; plain values, equal on all ranks.
 
     Raises:
         UserError: as `run_bench`; or the model is divided into pipeline stages.
@@ -80,9 +88,12 @@ def run_breakdown(
     opened, found = _open(spec, settings, world, seconds=seconds), []
     with enough_samples(opened.settings):
         for name in strategies:
-            changed = replace(opened.settings, parallel=replace(opened.settings.parallel, strategy=name))
-            with Activity(f"measuring steps with {name}"):
-                found.append(measure_breakdown(replace(opened, settings=changed), seconds=seconds))
+            changed = replace(
+                opened, settings=replace(opened.settings, parallel=replace(opened.settings.parallel, strategy=name))
+            )
+            for exchange in exchanges:
+                with Activity(f"measuring steps with {name}"):
+                    found.append(measure_breakdown(changed, exchange=exchange, seconds=seconds))
     return {"strategies": found, **_about(opened)}
 
 

@@ -12,13 +12,14 @@ import torch
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.progress import Activity
 from clipmill.train.config.clips import ClipSettings
+from clipmill.train.config.epochs import in_steps
 from clipmill.train.data.outcomes import LoadedBatch, TooManyFailures
 from clipmill.train.data.prefetch import prefetch
 from clipmill.train.device.precision import open_precision
 from clipmill.train.device.transfer import StepGuard
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.attention_choice import choose_attention
-from clipmill.train.engine.loop import next_step, run_step
+from clipmill.train.engine.loop import epoch_steps, next_step, run_step
 from clipmill.train.engine.rank_consistency import NamedSamples, open_consistent
 from clipmill.train.engine.state import new_state
 from clipmill.train.engine.task import StartableTask
@@ -63,6 +64,7 @@ def open_to_measure(spec: TaskSpec, settings: ClipSettings, *, world: World, dev
         )
     if source is not None:
         task.start_from(source, samples, say=_quiet)
+    settings = in_steps(settings, epoch_steps(settings, samples))
     return Opened(task, samples, settings, world, device)
 
 

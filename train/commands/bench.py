@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import FIRST_RUN
 from clipmill.train.config.places import require_places
 from clipmill.train.config.training import Strategy
+from clipmill.train.losses.settings import Exchange
 from clipmill.train.registry import DEFAULT, task_named, tasks
 from clipmill.train.spec import TaskSpec
 
@@ -37,6 +39,9 @@ def bench_command(name: str) -> Callable[..., None]:
         strategies: Annotated[
             list[Strategy] | None, groups.PARALLEL, Parameter(negative="", consume_multiple=True)
         ] = None,
+        exchanges: Annotated[
+            list[Exchange] | None, groups.PARALLEL, Parameter(negative="", consume_multiple=True)
+        ] = None,
         page: Annotated[Path | None, groups.WHERE] = None,
         as_json: Annotated[bool, groups.WHERE, FIRST_RUN, Parameter(name="--json", negative="")] = False,
         provenance: Annotated[Provenance | None, Parameter(parse=False)] = None,
@@ -48,7 +53,8 @@ def bench_command(name: str) -> Callable[..., None]:
         if provenance is not None and os.environ.get("RANK", "0") == "0":
             for remark in provenance.remarks:
                 print(remark, file=sys.stderr)
-        _measure(spec, settings, seconds=seconds, strategies=strategies, page=page, as_json=as_json)
+        several = Several(strategies=strategies, exchanges=exchanges, page=page)
+        _measure(spec, settings, seconds=seconds, several=several, as_json=as_json)
 
     which = f" of train {name}" if name != DEFAULT else f", by default of train {DEFAULT}"
     command.__doc__ = docstring(
@@ -60,10 +66,21 @@ def bench_command(name: str) -> Callable[..., None]:
         config="YAML file of settings. Keys are spelled as the flags; later files override earlier ones.",
         seconds="Time to measure each stage for, in seconds.",
         strategies="Strategies to break down, one after another (several processes). Default: --parallel.strategy.",
+        exchanges="Exchanges of a contrastive loss to break down, one after another: scalars (FastCLIP, as in "
+        "training), features (OpenCLIP, the baseline of its tables).",
         page="File for the breakdown as an HTML page with a figure (several processes).",
         as_json="Print one JSON object.",
     )
     return command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Several:
+    """Flags about several processes."""
+
+    strategies: list[Strategy] | None
+    exchanges: list[Exchange] | None
+    page: Path | None
 
 
 def _measure(
@@ -71,8 +88,7 @@ def _measure(
     settings: ClipSettings,
     *,
     seconds: float,
-    strategies: list[Strategy] | None,
-    page: Path | None,
+    several: Several,
     as_json: bool,
 ) -> None:
     require_places(shards=settings.folders, init=settings.init.weights)
@@ -87,19 +103,26 @@ def _measure(
     start = launch_facts(settings, resume=None)
     with open_world(device_type=choose_device(settings.device).type, start=start, hint=SAME_LAUNCH) as world:
         if world.size == 1:
-            if strategies or page:
-                raise UserError(
-                    f"{'--strategies' if strategies else '--page'} is about several processes, and there is one",
-                    hint="leave it out, or launch with torchrun --nproc-per-node 2 --no-python train bench",
-                )
+            for name, value in asdict(several).items():
+                if value:
+                    raise UserError(
+                        f"--{name} is about several processes, and there is one",
+                        hint="leave it out, or launch with torchrun --nproc-per-node 2 --no-python train bench",
+                    )
             result = run_bench(spec, settings, seconds=seconds)
         else:
-            chosen = strategies or [settings.parallel.strategy]
-            result = run_breakdown(spec, settings, strategies=chosen, seconds=seconds, world=world)
+            result = run_breakdown(
+                spec,
+                settings,
+                strategies=several.strategies or [settings.parallel.strategy],
+                exchanges=several.exchanges or [None],
+                seconds=seconds,
+                world=world,
+            )
         if not world.is_first:
             return
-        if page is not None:
-            write_breakdown(result, page)
+        if several.page is not None:
+            write_breakdown(result, several.page)
         if as_json:
             print(json.dumps(result))
         elif world.size == 1:

@@ -17,6 +17,7 @@ from clipmill.train.config.files import read_values
 from clipmill.train.config.places import require_named_weights, require_places
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.registry import evaluations, evaluations_of, tasks_where
+from clipmill.train.run.charts import add_evaluation
 from clipmill.train.run.counted_batches import counting_batches
 from clipmill.train.run.folder import is_run, open_run, read_lines
 from clipmill.train.spec import EvaluationSpec, take_tags
@@ -69,6 +70,10 @@ def score_run(
     if run is not None:
         with Activity(f"writing {run.page}"):
             write_page(run)
+        try:
+            add_evaluation(run, opened.settings.track, result)
+        except UserError as error:  # the result is in its file
+            say(f"not added to W&B: {error}; {error.hint}")
     return result
 
 

@@ -27,18 +27,20 @@ from clipmill.train.distributed.world import World
 from clipmill.train.doctor.commands import doctor_facts
 from clipmill.train.engine.attention_choice import choose_attention, kernels_fact
 from clipmill.train.engine.clip_task import describe_parameters
-from clipmill.train.engine.loop import check_batch, train
+from clipmill.train.engine.loop import check_batch, describe_epochs, train
 from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
 from clipmill.train.engine.task import check_stages
 from clipmill.train.registry import TASKS
 from clipmill.train.report.results import initial_weights, write_page
+from clipmill.train.run.charts import check_tracking
 from clipmill.train.run.checkpoint import latest_checkpoint
 from clipmill.train.run.checkpoint_writer import recover
+from clipmill.train.run.consumption import kept
 from clipmill.train.run.environment import machine, versions
 from clipmill.train.run.folder import Resume, RunFolder, create_run, find_run, read_lines, reopen_run, sweep
 from clipmill.train.run.packages import PACKAGES_FACT, packages_of
 from clipmill.train.run.shared_folder import require_shared, wait_for_files
-from clipmill.train.run.tracking import Progress, check_tracking
+from clipmill.train.run.tracking import Progress
 from clipmill.train.spec import TaskSpec
 from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.sources import Say, Source, fetch_tag, open_base, open_weights
@@ -125,6 +127,7 @@ def _train(
     # With the reasons why captions are left out, which explain a set that is too small.
     progress.say(f"data: {samples.describe()}; {samples.variant_name}")
     check_batch(settings, samples)
+    epochs = [*describe_epochs(settings, samples)]
     check_stages(task, samples, settings, world=world)
     start = None if source is None else task.start_from(source, samples, say=_quiet if has_weights else progress.say)
     parameters = describe_parameters(task, samples)
@@ -133,7 +136,7 @@ def _train(
     about = {**parameters, **task.facts()}
     if settings.freeze or settings.lora.rank:
         progress.say(f"parameters: {parameters['parameters']}")
-    for line in spec.start_lines(about):
+    for line in (*epochs, *spec.start_lines(about)):
         progress.say(line)
     for name, one in about.get("evaluations", {}).items():
         parts = [f"split {one['split']!r} of {one['shards']}", one["data"], one["variant"], one.get("protocol", "")]
@@ -144,6 +147,7 @@ def _train(
         "task": spec.name,
         **({PACKAGES_FACT: packages} if packages else {}),
         "processes": _processes(settings.parallel, world),
+        "world_size": world.size,
         "attention": f"{attention.name} ({attention.reason})",
         "attention_kernels": kernels_fact(attention, settings, device=device, products=precision.products),
         "precision": f"{precision.name} ({precision.reason})",
@@ -154,6 +158,7 @@ def _train(
         **_weights_facts(None if has_weights else start, old_facts),
         **how_chosen,
         **about,
+        **kept(old_facts),
         "machine": machine(device),
         "versions": versions(),
         "doctor": doctor_facts(asked_device=settings.device, device_type=device.type) if world.is_first else {},
@@ -201,7 +206,7 @@ def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iter
             f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {share} samples of a process: "
             "batches differ from those of one process"
         )
-    if settings.warmup_steps >= settings.steps:
+    if isinstance(settings.warmup_steps, int) and settings.warmup_steps >= settings.steps:
         yield (
             f"--warmup-steps {settings.warmup_steps} is not less than --steps {settings.steps}: the learning rate "
             "increases to the end"

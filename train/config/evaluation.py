@@ -67,8 +67,8 @@ class EvaluationSettings(Checked):
 
     prefix = "evaluate"
 
-    every: Annotated[int, FIRST_RUN, Range(least=0)] = 0
-    """Steps between evaluations; 0: none. The last step is evaluated too."""
+    every: Annotated[int | str, FIRST_RUN, Range(least=0, epochs=True)] = 0
+    """Steps between evaluations, or epochs, such as 1ep; 0: none. The last step is evaluated too."""
     split: Annotated[str, EVERY] = "val"
     """Split to evaluate on."""
     shards: Annotated[tuple[str, ...], SEVERAL, EVERY] = ()

@@ -23,6 +23,7 @@ from cyclopts import Group, Parameter
 from clipmill.manifests.errors import UserError, UserErrors
 from clipmill.manifests.help_text import FIRST_RUN as FIRST_RUN  # --help shows these flags, --help-all shows all
 from clipmill.manifests.plugins import Parts
+from clipmill.train.config.epochs import epochs_of
 
 # Groups of flags in the help, and what else a flag says to the command line. Lower positions come first.
 
@@ -62,6 +63,7 @@ class Range:
     Attributes:
         least, most: bounds that belong to the range.
         above, below: bounds that do not.
+        epochs: whether a number of epochs is one too, such as 0.1ep (clipmill.train.config.epochs).
         hint: what to do about another value, where the bounds alone do not say it.
     """
 
@@ -69,16 +71,22 @@ class Range:
     most: float = math.inf
     above: float = -math.inf
     below: float = math.inf
+    epochs: bool = False
     hint: str = ""
 
     def holds(self, value: Any) -> bool:
         """Whether `value` is in the range; NaN and infinity never are."""
         if value is None or isinstance(value, tuple):
             return all(map(self.holds, value or ()))
+        if isinstance(value, str):
+            return self.epochs and epochs_of(value) is not None
         return bool(self.least <= value <= self.most and self.above < value < self.below)
 
     def __str__(self) -> str:
         """The range in words: `from 1 to 1,024`."""
+        return self._bounds() + (", or a number of epochs such as 0.1ep" if self.epochs else "")
+
+    def _bounds(self) -> str:
         if math.isfinite(self.least) and math.isfinite(self.most):
             return f"from {_number(self.least)} to {_number(self.most)}"
         bounds = {

@@ -51,6 +51,8 @@ class Towers(Checked):
     """Number of blocks of the video tower. Default: that of --model."""
     heads: Annotated[int | None, SIZE, TOWER_SIZES] = None
     """Number of attention heads per block of the video tower. Default: heads as wide as those of --model."""
+    mlp_ratio: Annotated[float, Range(1 / 64, 64), TOWER_SIZES] = 4.0
+    """Hidden width of the video tower's MLPs, as a multiple of its width."""
     patch_px: Annotated[int | None, SIZE, TOWER_SIZES] = None
     """Patch size in pixels. Default: that of --model."""
     temporal: Annotated[Literal["zero", "random"], GoesWith("kind", (None, "clip", "timesformer"), use="clip")] = "zero"

@@ -11,12 +11,13 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.mirrors import is_remote
 
 NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")
+HUB_PREFIX = "hf:"  # of the name of a model on the Hugging Face Hub
 _PATTERNS = ("{", "::", "$")
 
 
 def is_name_and_tag(weights: str) -> bool:
-    """Whether weights are named as NAME:TAG of open_clip."""
-    return NAME_AND_TAG.fullmatch(weights) is not None
+    """Whether weights are named as NAME:TAG of open_clip, or as hf:NAME of the Hugging Face Hub."""
+    return NAME_AND_TAG.fullmatch(weights) is not None or weights.startswith(HUB_PREFIX)
 
 
 def require_places(*, shards: tuple[str | None, ...] = (), init: str | None = None) -> None:
@@ -46,7 +47,7 @@ def no_weights(weights: str | Path, *, takes_tags: bool) -> UserError:
         takes_tags: whether a NAME:TAG of open_clip would do.
     """
     kinds = ["a run (a training command's --out)", "an exported folder", "a file of weights"]
-    kinds += ["a NAME:TAG of open_clip"] if takes_tags else []
+    kinds += ["a NAME:TAG of open_clip", "hf:NAME of the Hugging Face Hub"] if takes_tags else []
     return UserError(
         f"there is no run in {weights}, and there are no other weights",
         hint=f"name {', '.join(kinds[:-1])}, or {kinds[-1]}",

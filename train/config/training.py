@@ -91,6 +91,7 @@ class TrackSettings(Checked):
 Device = Literal["auto", "cpu", "cuda"]
 # What lies beyond these would fail later and less clearly, for want of memory, threads or digits.
 STEPS = Range(1, 10**10)
+EVERY = Range(1, 10**10, epochs=True)
 COUNT = Range(1, 10**6)
 # Fields of which tasks have defaults of their own; their meaning is inherited.
 LearningRate = Annotated[float, groups.TRAINING, FIRST_RUN, Range(1e-12, 1e3)]
@@ -116,6 +117,8 @@ class TrainingSettings(DataSettings):
     where: Annotated[str | None, groups.WHERE] = None
     """Condition that selects the samples to train on, on scores, captions and videos: 'motion > 0.2 and cuts = 0 and
     not duplicate' (docs/data.md). A clip is used if all of its chunks are selected. Default: all."""
+    share: Annotated[float, groups.WHERE, Range(above=0, most=1)] = 1.0
+    """Share of the videos to train on: the same ones for the same --seed, and with a larger share more of them."""
 
     steps: Annotated[int, groups.TRAINING, FIRST_RUN, STEPS] = 10_000
     """Number of optimizer steps."""
@@ -123,8 +126,8 @@ class TrainingSettings(DataSettings):
     """Batch size, over all processes."""
     lr: LearningRate = 3e-4
     """Peak learning rate. It is reached after warmup; --optimizer.schedule takes over from there."""
-    warmup_steps: Annotated[int, groups.TRAINING, FIRST_RUN, Range(0, 10**10)] = 500
-    """Number of linear warmup steps."""
+    warmup_steps: Annotated[int | str, groups.TRAINING, FIRST_RUN, Range(0, 10**10, epochs=True)] = 500
+    """Number of linear warmup steps, or epochs, such as 0.1ep."""
     weight_decay: WeightDecay = 0.1
     """Weight decay. Gains, biases and embeddings are not decayed."""
     max_grad_norm: Annotated[float, groups.TRAINING, Range(1e-12, 1e12)] = 1.0
@@ -137,8 +140,8 @@ class TrainingSettings(DataSettings):
     """Samples per forward pass of a process. A smaller number saves memory; gradients are those of the whole batch.
     Default: the process's share of the batch."""
 
-    checkpoint_every: Annotated[int, groups.CHECKPOINTS, STEPS] = 500
-    """Number of steps between checkpoints. The last step always writes one."""
+    checkpoint_every: Annotated[int | str, groups.CHECKPOINTS, EVERY] = 500
+    """Number of steps between checkpoints, or epochs, such as 1ep. The last step always writes one."""
     keep_checkpoints: Annotated[int, groups.CHECKPOINTS, COUNT] = 3
     """Number of most recent checkpoints to keep."""
     best: Annotated[str | None, groups.CHECKPOINTS] = None
@@ -188,6 +191,14 @@ class TrainingSettings(DataSettings):
             return self.evaluate.evaluated()
         split, named = self.evaluate.split, zip(folder_names(self.folders), self.folders, strict=True)
         return tuple(EvaluatedData(name=name, shards=folder, split=split, is_named=False) for name, folder in named)
+
+    @property
+    def selection(self) -> str | None:
+        """The condition on the samples to train on: --where, and what --share keeps; None for all."""
+        if self.share == 1:
+            return self.where
+        kept = f"md5(concat(video, ' {self.seed}')) < '{round(self.share * 2**32):08x}'"
+        return kept if self.where is None else f"{kept} and ({self.where})"
 
     @property
     def reads_latents(self) -> bool:

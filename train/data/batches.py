@@ -12,6 +12,7 @@ from clipmill.manifests.quoting import counted, quoted
 from clipmill.train.data.arguments import require_process
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.clip_samples import ClipSamples
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.inputs import Mixture
 from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.order import Cursor, LoaderState
@@ -47,7 +48,7 @@ class Batches:
 
     def __init__(
         self,
-        samples: ClipSamples | VideoStream | LatentLoader | Mixture,
+        samples: ClipSamples | TarImages | VideoStream | LatentLoader | Mixture,
         finish: Callable[[dict[str, Any]], dict[str, Any]],
         classes: ClassList | None,
         *,

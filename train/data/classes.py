@@ -61,20 +61,23 @@ class ClassList:
         return f"{len(np.unique(label[label >= 0])):,} of {len(self):,} classes ({self.label})"
 
 
-def read_classes(*data_dirs: Path, label: str, splits: Collection[str]) -> ClassList:
+def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Collection[str] = ()) -> ClassList:
     """The classes of some splits: of several data folders, those of all, by their names.
+
+    Args:
+        also: names of classes of other data.
 
     Raises:
         UserError: captions of a folder have no such label, or there are fewer than two classes.
     """
-    found: dict[str, None] = {}
+    found = set(also)
     for data_dir in data_dirs:
         captions, videos = read_captions(data_dir), read_videos(data_dir)
         own = videos.filter(pc.is_in(videos["split"], value_set=pa.array(list(splits))))["video_id"].combine_chunks()
         is_own = pc.is_in(captions["video_id"].cast(pa.string()), value_set=own)
         of = f" of {data_dir}" if len(data_dirs) > 1 else ""
         names = class_names_of(captions, label=label, of=of).filter(is_own)
-        found |= dict.fromkeys(pc.unique(names.drop_null()).to_pylist())
+        found.update(pc.unique(names.drop_null()).to_pylist())
     if len(found) < 2:
         raise UserError(
             f"captions of {' and '.join(sorted(set(splits)))} have {len(found)} different values of {label!r}: "

@@ -17,6 +17,7 @@ from clipmill.train.config.data import Augment, CaptionSettings
 from clipmill.train.data.clip_samples import ClipSamples
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import US_PER_S
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.inputs import Mixture
 from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.streams.stream import VideoStream
@@ -37,7 +38,7 @@ class FinishedClips:
         device: None for NumPy arrays.
     """
 
-    samples: ClipSamples | VideoStream | Mixture
+    samples: ClipSamples | TarImages | VideoStream | Mixture
     settings: ClipSettings
     rgb: bool
     views: Views
@@ -89,7 +90,7 @@ def texts_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
     return [texts_of_clips(*samples.own_clip(clip))[0] for clip in clips.tolist()]
 
 
-def of_clips(clip_id: Any, samples: ClipSamples | LatentLoader | Mixture, *, device: Any) -> dict[str, Any]:
+def of_clips(clip_id: Any, samples: ClipSamples | TarImages | LatentLoader | Mixture, *, device: Any) -> dict[str, Any]:
     """The span of each clip in seconds, and in a mixture the index of its folder."""
     made = np.asarray if device is None else torch.from_numpy
     clips = np.asarray(clip_id)

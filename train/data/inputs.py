@@ -1,6 +1,6 @@
 """The data of a task by its settings: data folders, how clips are made and loaded, and segments of latents."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -8,13 +8,17 @@ from typing import Any, TypeVar
 import torch
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import LATENTS, VIDEO
 from clipmill.train.config.clips import ClipSettings, LatentSettings
 from clipmill.train.config.shards import DataSettings, parse_mix
+from clipmill.train.data.classes import ClassList, read_classes
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape, Views
 from clipmill.train.data.decoding.pictures import SIMPLE_SHARE
 from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.images.query import ImageQuery, class_names_of_images, names_images
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.mixed import MixedLatents
 from clipmill.train.data.latents.segment_query import SegmentQuery
@@ -68,7 +72,7 @@ def open_mixed(open_one: Callable[[str], Samples], settings: DataSettings) -> Sa
     """
     if len(settings.folders) == 1:
         return open_one(settings.folder)
-    require_folders(settings)
+    require_no_streams(settings)
     sets: list[Any] = []
     for folder in settings.folders:
         with naming(folder):
@@ -78,14 +82,58 @@ def open_mixed(open_one: Callable[[str], Samples], settings: DataSettings) -> Sa
     return mixture(sets, settings.folders, weights=weights)
 
 
-def require_folders(settings: DataSettings) -> None:
+def require_no_streams(settings: DataSettings) -> None:
     """Raise a UserError if one of several data folders is a stream of tars."""
     for folder in settings.folders if len(settings.folders) > 1 else ():
-        if names_tars(folder):
+        if names_tars(folder) and not reads_images(settings, folder):
             raise UserError(
                 f"--shards names {folder}, a stream of tars, which cannot be mixed with other data",
-                hint="name data folders that prep made, or train on the tars alone",
+                hint="name data folders that prep made or tars of images, or train on the tars alone",
             )
+
+
+def reads_images(settings: DataSettings, address: str | None = None) -> bool:
+    """Whether the data are tars of images: all of it, or that of one address."""
+    address = settings.folder if address is None else address
+    return names_images(address, cache=settings.cache, cache_size=settings.cache_size)
+
+
+def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[str] | None = None) -> ClassList:
+    """The classes of a label in all data of the settings.
+
+    Args:
+        splits: of data folders; None for all.
+
+    Raises:
+        UserError: some of the data have no such label, or there are fewer than two classes.
+    """
+    images = [one for one in settings.folders if reads_images(settings, one)]
+    found: set[str] = set()
+    for one in images:
+        found |= class_names_of_images(one, label=label, cache=settings.cache, cache_size=settings.cache_size)
+    folders = [
+        open_data_folder(one, cache=settings.cache, cache_size=settings.cache_size, column=None).path
+        for one in settings.folders
+        if one not in images
+    ]
+    if splits is None:
+        splits = {split for one in folders for split in read_videos(one)["split"].to_pylist()} or {TarImages.split}
+    return read_classes(*folders, label=label, splits=splits, also=found)
+
+
+def image_query(settings: ClipSettings, *, loading: LoaderSettings, views: Views | None = None) -> ImageQuery:
+    """What the settings ask tars of images for; `views` are those of an evaluation.
+
+    Raises:
+        UserError: they select samples by what tars do not have.
+    """
+    if settings.selection is not None:
+        raise UserError(
+            f"{settings.folder} names tars, which have no manifest and no scores to select by",
+            hint="leave out --where and --share, or name a data folder that prep made",
+        )
+    shape = clip_shape(settings, views=views or Views())
+    return ImageQuery(settings.folder, shape, loading, cache=settings.cache, cache_size=settings.cache_size)
 
 
 def first_of(samples: Any) -> Any:
@@ -127,7 +175,7 @@ def clip_query(
         loading=loading,
         decode=settings.decode,
         tars=folder.tars,
-        where=settings.where,
+        where=settings.selection,
     )
 
 
@@ -177,7 +225,7 @@ def open_segments(
             segment=settings.segment,
             loading=loading,
             max_segments=settings.max_segments if split == settings.split else None,
-            where=settings.where,
+            where=settings.selection,
             tars=folder.tars,
         )
     )

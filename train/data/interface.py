@@ -14,7 +14,6 @@ from torch.utils.data import get_worker_info
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import quoted
-from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import LATENTS
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import CaptionSettings
@@ -22,14 +21,24 @@ from clipmill.train.config.model import Init
 from clipmill.train.config.shards import DataSettings, Shards
 from clipmill.train.data.arguments import names_arguments, require_device, require_whole_numbers
 from clipmill.train.data.batches import Batches, LateBatch
-from clipmill.train.data.classes import ClassList, read_classes
+from clipmill.train.data.classes import ClassList
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.clip_samples import ClipSamples
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.decoding.pictures import CropRule
 from clipmill.train.data.finished_clips import ClipText, FinishedClips, augmentation, caption_settings, of_clips
 from clipmill.train.data.frame_sampling import SamplingRule
-from clipmill.train.data.inputs import Mixture, clip_shape, loader_settings, open_mixed, require_folders
+from clipmill.train.data.images.query import ImageQuery
+from clipmill.train.data.images.samples import TarImages
+from clipmill.train.data.inputs import (
+    Mixture,
+    clip_shape,
+    loader_settings,
+    open_mixed,
+    read_classes_of,
+    reads_images,
+    require_no_streams,
+)
 from clipmill.train.data.labelled_clips import LabelledClips
 from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
@@ -81,8 +90,8 @@ def open_clips(
     """Open the clips of a split: spans of videos, each with a caption or, with `label`, a class.
 
     Args:
-        data: data folder that prep made, as a path or an address (s3://bucket/data); or tars: DIR/{000..999}.tar. A
-            list of data folders is a mixture.
+        data: data folder of prep, a path or an address (s3://bucket/data); or tars of videos or of images:
+            DIR/{000..999}.tar. A list of folders and tars of images is a mixture.
         mix: weights of the folders of a mixture; by default in proportion to their sizes. A batch then has `folder`,
             the index in the list. Every folder has epochs of its own; one of `Batches` has as many samples as all.
         split: of the manifest. Tars have no splits: all of their clips are used.
@@ -165,27 +174,23 @@ def open_clips(
     loading = loader_settings(settings, own, device=torch.device(device or "cpu"))
     loading = replace(loading, can_keep=not is_pinned)
     classes: ClassList | None = None
-    samples: ClipSamples | VideoStream | Mixture
-    if len(settings.folders) == 1 and names_tars(settings.folder):
+    samples: ClipSamples | TarImages | VideoStream | Mixture
+    _require_plain(settings, where=where, has_one_caption=captions == "text" and shown == CaptionSettings())
+    if len(settings.folders) == 1 and names_tars(settings.folder) and not reads_images(settings):
         if label is not None:
             raise UserError(f"{data} is a stream of tars, without labels", hint="name the data folder that prep made")
-        if where is not None:
-            raise UserError(f"{data} is a stream of tars, without scores", hint="name the data folder that prep made")
-        if captions != "text" or shown != CaptionSettings():
-            raise UserError(
-                f"{data} is a stream of tars: each clip has the one caption that its tar gives it",
-                hint="leave out captions=, sources= and min_relevancy=, or name a data folder that prep made",
-            )
         samples = VideoStream(
             settings.folder, shape=shape, tokenize=None, loading=loading, cache=cache, cache_size=cache_size
         )
     else:
-        require_folders(settings)
-        opened = {one: open_data_folder(one, cache=cache, cache_size=cache_size) for one in settings.folders}
-        classes = None if label is None else _classes([folder.path for folder in opened.values()], label)
+        require_no_streams(settings)
+        classes = None if label is None else read_classes_of(settings, label=label)
 
-        def open_one(address: str) -> ClipSamples:
-            folder = opened[address]
+        def open_one(address: str) -> ClipSamples | TarImages:
+            if reads_images(settings, address):
+                images = ImageQuery(address, shape, loading, cache=cache, cache_size=cache_size)
+                return TarImages(images, has_captions=classes is None, classes=classes)
+            folder = open_data_folder(address, cache=cache, cache_size=cache_size)
             query = ClipQuery(folder.path, split=split, shape=shape, loading=loading, tars=folder.tars, where=where)
             if classes is not None:
                 return LabelledClips(query, classes=classes)
@@ -215,6 +220,7 @@ def open_latents(
     split: str = "train",
     where: str | None = None,
     segment: str = "5s",
+    max_segments: int | None = None,
     batch: int = 32,
     tails: Tails = "drop",
     captions: Literal["text", "embedding"] | None = "text",
@@ -234,6 +240,7 @@ def open_latents(
         data: data folder that prep made, as a path or an address; or a list of them, a mixture, with latents of the
             same VAE.
         segment: length of a segment, such as 5s: a whole number of frames.
+        max_segments: at most this many segments of each video, spread evenly over it; None for all.
         tails: what to do with a shorter rest of a chunk: "drop" it, or "pad" it with zeros.
         captions: "text", "embedding" (of `prep text`: `text` in place of `caption`), or None for segments alone.
         mix, split, where, batch, label, shuffle, seed, rank, world, device, max_failures, cache, cache_size: see
@@ -244,6 +251,10 @@ def open_latents(
             argument is of another type or out of range.
     """
     require_whole_numbers(batch=batch, seed=seed, max_failures=max_failures)
+    if max_segments is not None:
+        require_whole_numbers(max_segments=max_segments)
+        if max_segments < 1:
+            raise UserError(f"max_segments is {max_segments}", hint="use 1 or more, or None for all")
     require_device(device)
     settings = DataSettings(shards=_shards(data, mix), mix=None if mix is None else ",".join(map(str, mix)))
     for one in settings.folders:
@@ -261,7 +272,7 @@ def open_latents(
     opened = {
         one: open_data_folder(one, cache=cache, cache_size=cache_size, column=LATENTS) for one in settings.folders
     }
-    classes = None if label is None else _classes([folder.path for folder in opened.values()], label)
+    classes = None if label is None else read_classes_of(settings, label=label)
     can_keep = device is None or torch.device(device).type != "cuda"
     loading = LoaderSettings(batch=batch, seed=seed, rank=own.rank, num_ranks=own.size, can_keep=can_keep)
     shown: dict[str | None, Captions] = {None: "none", "text": "words", "embedding": "stored"}
@@ -276,6 +287,7 @@ def open_latents(
                 loading=loading,
                 tails=tails,
                 classes=() if classes is None else (classes,),
+                max_segments=max_segments,
                 where=where,
                 tars=opened[address].tars,
             )
@@ -299,6 +311,16 @@ def open_latents(
     return Batches(
         samples, finish, classes, shuffle=shuffle, batch=batch, world=ranks, device=device, max_failures=max_failures
     )
+
+
+def _require_plain(settings: DataSettings, *, where: str | None, has_one_caption: bool) -> None:
+    """Raise a UserError if tars are asked for what only data folders have."""
+    for address in filter(names_tars, settings.folders):
+        if where is not None:
+            raise UserError(f"{address} names tars, without scores", hint="name the data folder that prep made")
+        if not has_one_caption:
+            hint = "leave out captions=, sources= and min_relevancy=, or name a data folder that prep made"
+            raise UserError(f"{address} names tars: each clip has the one caption that its tar gives it", hint=hint)
 
 
 def _ranks(rank: int | None, world: int | None) -> World | None:
@@ -328,12 +350,6 @@ def _shards(data: Data, mix: Sequence[float] | None) -> Shards:
     if mix is not None and len(folders) == 1:
         raise UserError(f"mix is {mix}, and there is one data folder: {folders[0]}", hint="leave it out")
     return folders if len(folders) > 1 else folders[0]
-
-
-def _classes(data_dirs: Sequence[Path], label: str) -> ClassList:
-    """The classes of all captions, so that every split numbers them alike."""
-    splits = {split for one in data_dirs for split in read_videos(one)["split"].to_pylist()}
-    return read_classes(*data_dirs, label=label, splits=splits)
 
 
 def _require_choice(name: str, value: object, choices: object) -> None:

@@ -73,7 +73,11 @@ class TrainingSet(Protocol):
 
     @property
     def num_samples(self) -> int | None:
-        """Number of samples in an epoch; None if unknown, as in a stream."""
+        """Number of samples; None if unknown, as in a stream."""
+
+    @property
+    def visits_per_epoch(self) -> float | None:
+        """Number of samples that training takes in an epoch; None if unknown."""
 
     def describe(self) -> str:
         """One line for the log: what the set contains, what was excluded and why."""
@@ -133,6 +137,16 @@ class BatchLoader(Resumable):
     def loading(self) -> LoaderSettings:
         """How samples are loaded and batched."""
         return self._loading
+
+    @property
+    def num_samples(self) -> int | None:
+        """See `TrainingSet`."""
+        raise NotImplementedError
+
+    @property
+    def visits_per_epoch(self) -> float | None:
+        """See `TrainingSet`: each sample once; a set of samples with several captions may count each of these."""
+        return self.num_samples
 
     def batches(self, *, position: int | None = None, max_failures: int = 100) -> Generator[LoadedBatch, None, None]:
         """Endless batches in training order, from `position` on; by default from the cursor.

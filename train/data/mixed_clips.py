@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.shards import folder_names
 from clipmill.train.data.batch import Sample
-from clipmill.train.data.clip_samples import ClipSamples, ReadClips
+from clipmill.train.data.clip_samples import ClipSamples
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.loader import Loader, ReadAhead, SampleRequest
 from clipmill.train.data.mixture import MixedOrder
 from clipmill.train.data.order import set_fingerprint
@@ -160,6 +161,11 @@ class MixedSets:
         return len(self)
 
     @property
+    def visits_per_epoch(self) -> float:
+        """Number of samples that training takes in an epoch: those of all folders, each once on average."""
+        return float(sum(one.visits_per_epoch for one in self._sets))
+
+    @property
     def num_clips(self) -> int:
         """Number of distinct clips; ids of clips are in [0, num_clips)."""
         return int(self._first_clip[-1])
@@ -208,18 +214,23 @@ class MixedSets:
 
 
 class MixedClips(MixedSets, Loader):
-    """Clips of several folders. For the arguments see `MixedSets`."""
+    """Clips of several data folders, and images of tars. For the arguments see `MixedSets`."""
 
     def __init__(
-        self, sets: Sequence[ClipSamples], addresses: Sequence[str], *, weights: Sequence[Fraction] | None
+        self,
+        sets: Sequence[ClipSamples | TarImages],
+        addresses: Sequence[str],
+        *,
+        weights: Sequence[Fraction] | None,
     ) -> None:
         MixedSets.__init__(self, sets, addresses, weights=weights)
-        for one in sets:
+        of_chunks = [one.chunks for one in sets if isinstance(one, ClipSamples)]
+        for chunks in of_chunks:
             # What a decoder keeps depends on the packets alone; one per folder would have as many contexts per thread.
-            one.chunks.decoder = self.first.chunks.decoder
+            chunks.decoder = of_chunks[0].decoder
         self._first_sample: list[int] = self.folders.order.offsets.tolist()
-        readers = [one.chunks.num_readers for one in sets]
-        ahead = ReadAhead(self.read, self.load_read, max(readers)) if any(readers) else None
+        readers = [one.ahead.num_threads for one in sets if one.ahead is not None]
+        ahead = ReadAhead(self.read, self.load_read, max(readers)) if readers else None
         Loader.__init__(self, self, self.first.loading, order=self.folders.order, ahead=ahead)
 
     def key(self, sample: int) -> str:
@@ -235,11 +246,11 @@ class MixedClips(MixedSets, Loader):
             loaded += self._renumbered(number, self._sets[number].load(its))
         return loaded
 
-    def read(self, requests: Sequence[SampleRequest]) -> list[tuple[int, ReadClips]]:
+    def read(self, requests: Sequence[SampleRequest]) -> list[tuple[int, Any]]:
         """Read the bytes of the clips of a group of requests, with the set of each part."""
         return [(number, self._sets[number].read(its)) for number, its in self._by_set(requests)]
 
-    def load_read(self, read: list[tuple[int, ReadClips]]) -> list[Sample | FailedSample]:
+    def load_read(self, read: list[tuple[int, Any]]) -> list[Sample | FailedSample]:
         """Decode and crop clips that were read: those that `load` gives."""
         loaded: list[Sample | FailedSample] = []
         for number, its in read:

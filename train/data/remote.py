@@ -80,22 +80,31 @@ def local_copy(address: str, *, cache: Path | None, size: str | None = None) -> 
 def held_copy(address: str, cache: ObjectCache) -> CachedFile:
     """The copy of a remote file, which stays in the cache while it is held; raises as `local_copy` does."""
     folder, _, key = address.rpartition("/")
-    objects = open_objects(folder)
-    info = objects.info(key)
-    of_address = _digest(address)
-    state = _digest(f"{info.size_bytes} {info.etag} {info.modified_s}")
-    name = f"{of_address}-{state}-{key}"
+    name, size_bytes = copy_name(address)
     try:
-        copy = cache.get(name, size_bytes=info.size_bytes, fetch=lambda path: objects.fetch(key, path))
+        copy = cache.get(name, size_bytes=size_bytes, fetch=lambda path: open_objects(folder).fetch(key, path))
     except OSError as error:
         if not is_local(error):
             raise
         raise cache_unusable(cache.folder, address, error) from error
     assert copy is not None  # it waits
-    for older in cache.names(f"{of_address}-"):
+    for older in cache.names(f"{_digest(address)}-"):
         if older != name:
             cache.drop(older)
     return copy
+
+
+def copy_name(address: str) -> tuple[str, int]:
+    """The name that the copy of a remote file has in the cache, by its version now, and its size in bytes.
+
+    Raises:
+        OSError: the storage does not say.
+        UserError: there is no such storage.
+    """
+    folder, _, key = address.rpartition("/")
+    info = open_objects(folder).info(key)
+    state = _digest(f"{info.size_bytes} {info.etag} {info.modified_s}")
+    return f"{_digest(address)}-{state}-{key}", info.size_bytes
 
 
 def _digest(text: str) -> str:

@@ -100,6 +100,15 @@ class World:
             dist.all_reduce(summed, group=self.group)
         return summed
 
+    def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
+        """Sum size * N rows over ranks and return the N rows of this rank, in rank order, without gradient."""
+        rows = rows.detach().contiguous()
+        if self.size == 1:
+            return rows
+        own = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
+        dist.reduce_scatter_tensor(own, rows, group=self.group)
+        return own
+
     def gather_objects(self, value: Any) -> list[Any]:
         """All-gather plain values, in rank order."""
         if self.size == 1:

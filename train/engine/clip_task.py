@@ -83,7 +83,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
             shards: None for the data of the run.
         """
         settings = self._settings if shards is None else self._settings.on(shards)
-        return self._with(replace(settings, where=settings.evaluate.where))
+        return self._with(replace(settings, where=settings.evaluate.where, share=1.0))
 
     def mixed(self, open_one: Callable[[Self], Opened]) -> Opened | Mixture:
         """Open the training set: that of the data folder, or the mixture of those of several, each by its own task.

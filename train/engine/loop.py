@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import ClipmillError, Stopped, UserError
+from clipmill.train.config.epochs import given_in_epochs, in_steps, num_steps
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.batch import PICTURES, TENSORS, to_device
 from clipmill.train.data.inputs import Mixture
@@ -39,6 +40,7 @@ from clipmill.train.engine.throughput import Throughput
 from clipmill.train.optim.optimizer import clip_gradients, set_learning_rates, take_step
 from clipmill.train.run.checkpoint import latest_checkpoint
 from clipmill.train.run.checkpoint_writer import CheckpointWriter
+from clipmill.train.run.consumption import Consumption
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.run.tracking import Progress, Trackers, open_trackers
 
@@ -108,6 +110,7 @@ def train(
         UserError: the checkpoint does not fit, or a batch is larger than the set of samples or than memory.
     """
     check_batch(settings, samples)
+    counted = in_steps(settings, epoch_steps(settings, samples))
     state = new_state(task, samples, settings, world=world, device=device)
     # Before the latest checkpoint is looked up: the writer renames one that a killed process left complete.
     writer = CheckpointWriter(run.checkpoints, world=world, keep=settings.keep_checkpoints, best=settings.best)
@@ -129,6 +132,7 @@ def train(
     log = MetricsLog(trackers, throughput, run=run, world=world, num_samples=settings.batch, num_steps=settings.steps)
     soundness = StepGuard(device)
     folders = samples.folders if isinstance(samples, Mixture) else None
+    used = Consumption(run, world=world, device=device)
 
     def save(metrics: dict[str, float]) -> None:
         nonlocal saved_step
@@ -138,6 +142,7 @@ def train(
         require_finite_state(tensors, step=state.step, world=world, run=run)
         facts = state.facts(task, samples, settings, world=world, metrics=metrics)
         writer.save(tensors, facts)
+        used.record()
         saved_step = state.step
 
     state.trained.train()
@@ -166,9 +171,9 @@ def train(
             loaded = _on_device(agreed.loaded, device, world=world)
             with explain_out_of_memory(settings, world.replicas, device=device):
                 metrics = run_step(
-                    step, state, loaded, settings, world=world, throughput=throughput, soundness=soundness
+                    step, state, loaded, counted, world=world, throughput=throughput, soundness=soundness
                 )
-            passed = {"epoch": _epoch(state, samples, settings)} if samples.num_samples else {}
+            passed = {"epoch": _epoch(state, samples, settings)} if samples.visits_per_epoch else {}
             pending = PendingStep(
                 step=step,
                 metrics=LateMetrics(metrics | passed, device),
@@ -181,8 +186,8 @@ def train(
             )
             log.settle()
             log.add(pending)
-            is_saved = state.step % settings.checkpoint_every == 0 or state.step == settings.steps
-            is_evaluated = _is_evaluated(state.step, settings)
+            is_saved = state.step % counted.checkpoint_every == 0 or state.step == settings.steps
+            is_evaluated = _is_evaluated(state.step, counted)
             if is_saved or is_evaluated:
                 found = {}
                 if is_evaluated:
@@ -264,7 +269,7 @@ def run_step(
 
 
 def _is_evaluated(step: int, settings: TrainingSettings) -> bool:
-    every = settings.evaluate.every
+    every = num_steps(settings.evaluate.every)
     return bool(every) and (step % every == 0 or step == settings.steps)
 
 
@@ -280,4 +285,19 @@ def _evaluate(task: Task, state: State, settings: TrainingSettings, *, world: Wo
 
 def _epoch(state: State, samples: TrainingSet, settings: TrainingSettings) -> float:
     # Not of the cursor's position: what a rank knows of the others' failures depends on where the run was resumed.
-    return state.step * settings.batch / samples.num_samples if samples.num_samples else 0.0
+    visits = samples.visits_per_epoch
+    return state.step * settings.batch / visits if visits else 0.0
+
+
+def describe_epochs(settings: TrainingSettings, samples: TrainingSet) -> Iterator[str]:
+    """What an epoch is, if settings are given in epochs; raises a UserError if that is unknown."""
+    steps = epoch_steps(settings, samples)
+    if given := given_in_epochs(settings, steps):
+        what = "sample" if samples.visits_per_epoch == samples.num_samples else "caption"
+        yield f"an epoch is {steps:,.1f} steps, as many as show every {what} once; {', '.join(given)}"
+
+
+def epoch_steps(settings: TrainingSettings, samples: TrainingSet) -> float | None:
+    """Number of steps in an epoch; None if unknown, as in a stream."""
+    visits = samples.visits_per_epoch
+    return None if visits is None else visits / settings.batch

@@ -11,7 +11,7 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import deferred_checks
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.model import Init
-from clipmill.train.config.places import is_name_and_tag, no_weights
+from clipmill.train.config.places import HUB_PREFIX, is_name_and_tag, no_weights
 from clipmill.train.engine.trained_run import ready
 from clipmill.train.evaluation.record import read_record
 from clipmill.train.evaluation.runner import OpenedRun, open_for
@@ -92,7 +92,7 @@ def require_weights(weights: str | Path, tasks: Tasks) -> None:
     takes_tags = take_tags(tasks)
     if not is_name_and_tag(str(weights)):
         raise no_weights(weights, takes_tags=takes_tags)
-    if not takes_tags:
+    if not takes_tags and not str(weights).startswith(HUB_PREFIX):
         raise UserError(
             f"{weights} is a CLIP of open_clip, not a model of train {', '.join(tasks)}",
             hint="name a run (a training command's --out), an exported folder, or a file of weights",

@@ -35,7 +35,7 @@ class Use:
             UserError: clips of latents cannot be shown in that way.
         """
         settings = replace(settings, device=self.device or settings.device)
-        settings = replace(settings if self.shards is None else settings.on(self.shards), where=self.where)
+        settings = replace(settings if self.shards is None else settings.on(self.shards), where=self.where, share=1.0)
         overrides = self.overrides.beside(settings)
         return overrides.applied(settings), overrides
 

@@ -78,6 +78,8 @@ class ContrastiveObjective(Objective):
     """
 
     logit_scale: nn.Parameter | None
+    # How ranks exchange embeddings and gradients; `train bench` compares it with another one.
+    exchange: type[Similarities] = Similarities
 
     def __init__(self, settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World) -> None:
         super().__init__()
@@ -121,7 +123,7 @@ class ContrastiveObjective(Objective):
 
         def gradients(video_bE: torch.Tensor, text_bE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.no_grad():
-                similarities = Similarities(video_bE, text_bE, step.world)
+                similarities = self.exchange(video_bE, text_bE, step.world)
                 contrast = self.contrast(similarities, batch, step)
                 for name, gradient in contrast.own_grads.items():
                     _add_gradient(self.get_parameter(name), step.scale(gradient))
@@ -257,7 +259,7 @@ class AutogradObjective(ContrastiveObjective):
             video_BE, text_BE = video_bE, text_bE
             if step.world.size > 1:
                 both_b2E = torch.cat([video_bE, text_bE], dim=1)
-                both_B2E = _AllRanks.apply(both_b2E, similarities.both_B2E, step.world, similarities.own)
+                both_B2E = _AllRanks.apply(both_b2E, similarities.both_B2E, step.world)
                 video_BE, text_BE = cast(torch.Tensor, both_B2E).split(video_bE.shape[1], dim=1)
             pairs = Pairs(
                 video_bE=video_bE,
@@ -284,14 +286,14 @@ class _AllRanks(torch.autograd.Function):
     """The rows of all ranks as a function of this rank's: the backward pass sums the gradients of a row over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, own_bF: torch.Tensor, all_BF: torch.Tensor, world: World, own: slice) -> torch.Tensor:
-        ctx.world, ctx.own = world, own
+    def forward(ctx: Any, own_bF: torch.Tensor, all_BF: torch.Tensor, world: World) -> torch.Tensor:
+        ctx.world = world
         return all_BF.view_as(all_BF)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_BF,) = grads
-        return ctx.world.sum(grad_BF)[ctx.own], None, None, None
+        return ctx.world.reduce_scatter(grad_BF), None, None
 
 
 def build_contrast(

@@ -80,7 +80,7 @@ class SigLIP(ContrastiveObjective):
         miss_B = (-(scale * pair_B + bias)).sigmoid()
         negative_loss, negative_sum = step.world.sum(torch.stack([negative_loss, negative_sum]))
 
-        def weights(similarity_RB: torch.Tensor, row_0R: torch.Tensor, column_0B: torch.Tensor) -> torch.Tensor:
+        def weights(similarity_RB: torch.Tensor, values_0: torch.Tensor) -> torch.Tensor:
             return (similarity_RB * scale).add_(bias).sigmoid_().mul_(scale / num_pairs)
 
         none_0B = pair_B.new_empty((0, num_pairs))
@@ -114,9 +114,8 @@ class MaxMargin(ContrastiveObjective):
         limit_B, excess_B, count_B = similarities.gather(limit_b, *of_both_2b)
         num_terms = 2 * similarities.num_pairs * (similarities.num_pairs - 1)
 
-        def weights(similarity_RB: torch.Tensor, row_1R: torch.Tensor, column_1B: torch.Tensor) -> torch.Tensor:
-            by_row_RB, by_column_RB = similarity_RB > row_1R[0, :, None], similarity_RB > column_1B[0]
-            return by_row_RB.to(similarity_RB.dtype).add_(by_column_RB).div_(num_terms)
+        def weights(similarity_RB: torch.Tensor, limits_1: torch.Tensor) -> torch.Tensor:
+            return (similarity_RB > limits_1[0]).to(similarity_RB.dtype).div_(num_terms)
 
         video_grad_bE, text_grad_bE = similarities.gradients(
             weights, clips_KB=limit_B[None], captions_KB=limit_B[None], pair_B=-count_B / num_terms

@@ -11,6 +11,7 @@ from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, Range
 from clipmill.train.losses.registry import LOSSES, LossSpec
 
 Convention = Literal["paper", "fast_clip"]
+Exchange = Literal["scalars", "features"]
 GammaSchedule = Literal["constant", "cosine"]
 
 _KINDS = f"Contrastive loss (docs/losses.md): {', '.join(LOSSES)}"

@@ -24,7 +24,8 @@ from clipmill.train.distributed.world import World
 MASKED = -1e4
 _BLOCK = 1 << 21  # similarities of a block: they and their copies stay in a cache or a few megabytes
 
-Weights = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# h of a block [R, B] of similarities, from K values [K, R, 1] of its rows or [K, 1, B] of its columns.
+Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Similarities:
@@ -39,6 +40,7 @@ class Similarities:
         both_B2E: those of all ranks' clips and captions, side by side.
         clips_bB: similarities of own clips with all captions; MASKED for a pair itself.
         captions_bB: of own captions with all clips, likewise.
+        world: the ranks.
         pair_b: similarities of the own pairs.
         nearest_b: of the own clips with their nearest negative.
         num_pairs: B.
@@ -47,7 +49,7 @@ class Similarities:
 
     def __init__(self, video_bE: torch.Tensor, text_bE: torch.Tensor, world: World) -> None:
         self.video_bE, self.text_bE = _widened(video_bE), _widened(text_bE)
-        self._world = world
+        self.world = world
         width = video_bE.shape[1]
         # One exchange for both.
         self.both_B2E = world.gather(torch.cat([self.video_bE, self.text_bE], dim=1))
@@ -67,7 +69,7 @@ class Similarities:
 
     def gather(self, *values_b: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Gather each [b] to [B], with one exchange for all."""
-        return self._world.gather(torch.stack(values_b, dim=1)).unbind(dim=1)
+        return self.world.gather(torch.stack(values_b, dim=1)).unbind(dim=1)
 
     def gradients(
         self, weights: Weights, *, clips_KB: torch.Tensor, captions_KB: torch.Tensor, pair_B: torch.Tensor
@@ -75,8 +77,8 @@ class Similarities:
         """Gradients with respect to own embeddings, [b, E] each; averaged over ranks, those of the whole batch.
 
         Args:
-            weights: returns W of a block [R, B] of similarities, from the values [K, R] of its rows and [K, B] of its
-                columns. Rows are clips in some calls and captions in others.
+            weights: returns h of a block of similarities; without values (K = 0) W itself. Rows are clips in some
+                calls and captions in others.
             clips_KB: values x of all clips.
             captions_KB: values y of all captions.
             pair_B: W of the pairs themselves.
@@ -84,7 +86,9 @@ class Similarities:
 
         def block(rows_bB: torch.Tensor, rows: slice, row_KB: torch.Tensor, column_KB: torch.Tensor) -> torch.Tensor:
             among_all = slice(self.own.start + rows.start, self.own.start + rows.stop)
-            weight_RB = weights(rows_bB[rows], row_KB[:, among_all], column_KB)
+            weight_RB = weights(rows_bB[rows], row_KB[:, among_all, None])
+            if len(row_KB):
+                weight_RB.add_(weights(rows_bB[rows], column_KB[:, None]))
             weight_RB[:, among_all].diagonal().copy_(pair_B[among_all])
             return weight_RB
 
@@ -94,13 +98,13 @@ class Similarities:
             for rows in blocks(self.clips_bB):
                 weight_RB = block(self.clips_bB, rows, clips_KB, captions_KB)
                 torch.mm(weight_RB, self._text_BE, out=video_bE[rows])
-                if self._world.size == 1:
+                if self.world.size == 1:
                     text_bE.addmm_(weight_RB.T, self.video_bE[rows])
-            if self._world.size > 1:
+            if self.world.size > 1:
                 for rows in blocks(self.captions_bB):
                     weight_RB = block(self.captions_bB, rows, captions_KB, clips_KB)
                     torch.mm(weight_RB, self._video_BE, out=text_bE[rows])
-        return video_bE.mul_(self._world.size), text_bE.mul_(self._world.size)
+        return video_bE.mul_(self.world.size), text_bE.mul_(self.world.size)
 
     def scale_gradient(self, video_grad_bE: torch.Tensor) -> torch.Tensor:
         """Derivative of a loss with respect to a factor of all similarities, at 1, from `gradients` of own clips.
@@ -148,10 +152,8 @@ def exponential_gradients(
     return similarities.gradients(_exponentials, clips_KB=clips_3B[:2], captions_KB=captions_3B[:2], pair_B=-pair_B)
 
 
-def _exponentials(similarity_RB: torch.Tensor, row_2R: torch.Tensor, column_2B: torch.Tensor) -> torch.Tensor:
-    by_row_RB = (similarity_RB * row_2R[0, :, None]).add_(row_2R[1, :, None]).exp_()
-    by_column_RB = (similarity_RB * column_2B[0]).add_(column_2B[1]).exp_()
-    return by_row_RB.add_(by_column_RB)
+def _exponentials(similarity_RB: torch.Tensor, values_2: torch.Tensor) -> torch.Tensor:
+    return (similarity_RB * values_2[0]).add_(values_2[1]).exp_()
 
 
 @contextmanager

@@ -80,6 +80,7 @@ def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
         activation=activation,
         norm_eps=towers.video_norm_eps or _NORM_EPS.get(kind, NORM_EPS),
         has_key_bias=kind != "videomae",
+        mlp_ratio=towers.mlp_ratio,
     )
     text_trunk = replace(size.text.trunk, activation=activation)
     if isinstance(towers, DualEncoderTowers):

@@ -103,7 +103,7 @@ class Gpt2Block(nn.Module):
         self.ln_cross = LayerNorm(size.width, eps=size.norm_eps)
         self.cross_attn = CrossAttention(size.width, size.num_heads, attend=attend)
         self.ln_2 = LayerNorm(size.width, eps=size.norm_eps)
-        self.mlp = Mlp(size.width, "gelu_tanh")
+        self.mlp = Mlp(size.width, size.mlp_width, "gelu_tanh")
         for layer in (self.cross_attn.q_proj, self.cross_attn.kv_proj, self.mlp.c_fc):
             nn.init.normal_(layer.weight, std=_STD)
             nn.init.zeros_(layer.bias)

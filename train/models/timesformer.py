@@ -40,7 +40,7 @@ class DividedBlock(nn.Module):
         self.ln_1 = LayerNorm(size.width, eps=size.norm_eps)
         self.attn = SelfAttention(size.width, size.num_heads, attend=attend)
         self.ln_2 = LayerNorm(size.width, eps=size.norm_eps)
-        self.mlp = Mlp(size.width, size.activation)
+        self.mlp = Mlp(size.width, size.mlp_width, size.activation)
         for linear in (self.time_attn.out_proj, self.attn.out_proj, self.mlp.c_fc, self.mlp.c_proj):
             nn.init.trunc_normal_(linear.weight, std=_STD)
             nn.init.zeros_(linear.bias)

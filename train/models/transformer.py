@@ -30,6 +30,7 @@ class TransformerSize:
     Attributes:
         has_key_bias: one bias for queries, keys and values (CLIP), instead of one each for queries and values (BEiT);
             a bias of the keys does not change the attention.
+        mlp_ratio: hidden width of the MLPs, in widths.
     """
 
     width: int
@@ -38,6 +39,12 @@ class TransformerSize:
     activation: Activation = "gelu"
     norm_eps: float = NORM_EPS
     has_key_bias: bool = True
+    mlp_ratio: float = 4.0
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLPs."""
+        return round(self.mlp_ratio * self.width)
 
     def changed(self, *, width: int | None, depth: int | None, heads: int | None, flag: str) -> "TransformerSize":
         """This size with other dimensions where they are given; heads are then as wide as these.
@@ -103,12 +110,12 @@ class SelfAttention(Adaptable):
 
 
 class Mlp(nn.Module):
-    """Two linear layers with an activation between them and a hidden width of four times D."""
+    """Two linear layers with an activation between them."""
 
-    def __init__(self, width: int, activation: MlpActivation) -> None:
+    def __init__(self, width: int, hidden_width: int, activation: MlpActivation) -> None:
         super().__init__()
-        self.c_fc = Linear(width, 4 * width)
-        self.c_proj = Linear(4 * width, width)
+        self.c_fc = Linear(width, hidden_width)
+        self.c_proj = Linear(hidden_width, width)
         self.activate = _ACTIVATIONS[activation]
 
     def forward(self, x_BLD: Tensor) -> Tensor:
@@ -138,7 +145,7 @@ class Block(nn.Module):
         self.ln_1 = LayerNorm(size.width, eps=size.norm_eps)
         self.attn = SelfAttention(size.width, size.num_heads, attend=attend, has_key_bias=size.has_key_bias)
         self.ln_2 = LayerNorm(size.width, eps=size.norm_eps)
-        self.mlp = Mlp(size.width, size.activation)
+        self.mlp = Mlp(size.width, size.mlp_width, size.activation)
         # CLIP's initialisation: the output of residual branches shrinks with the depth.
         into_residual = size.width**-0.5 * (2 * size.depth) ** -0.5
         nn.init.normal_(self.attn.in_proj_weight, std=size.width**-0.5)

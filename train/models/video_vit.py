@@ -1,6 +1,6 @@
 """A joint space-time vision transformer: every cube of a clip attends to every other.
 
-This is CLIP's image tower with a temporal embedding, as in AVION (section 3.1): with one frame and a zero temporal
+This is CLIP's image tower with a temporal embedding, as in AVION (section 5.2): with one frame and a zero temporal
 embedding it computes CLIP's image features. A cube is a patch of one frame or of several consecutive frames (ViViT's
 tubelets, Arnab et al. 2021, section 3.2).
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from clipmill.train.config.epochs import num_steps
 from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.device.transfer import Scalar, is_on_host
@@ -57,7 +58,7 @@ def set_learning_rates(
     lr = learning_rate(
         step,
         peak=settings.lr * scale,
-        warmup_steps=settings.warmup_steps,
+        warmup_steps=num_steps(settings.warmup_steps, flag=settings.flag("warmup_steps")),
         num_steps=settings.steps,
         schedule=settings.optimizer.schedule,
         start=None if settings.optimizer.start_lr is None else settings.optimizer.start_lr * scale,

@@ -13,6 +13,7 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import duration_text, size_text
 from clipmill.train.config.clips import ClipSettings
+from clipmill.train.config.epochs import in_steps
 from clipmill.train.config.files import load_settings, preset_path, presets_of
 from clipmill.train.data.held_out import HeldOut, alike_of
 from clipmill.train.doctor.commands import filled
@@ -229,6 +230,7 @@ def make_plan(proposal: Proposal, measured: Measured) -> Plan:
         other_s=measured.start_s + num_waited * measured.checkpoint_s,
         minutes=proposal.minutes,
     )
+    before = in_steps(before, measured.num_samples / batch)
     every = max(1, min(before.checkpoint_every, math.ceil(length.steps / choice.NUM_CHECKPOINTS)))
     settings = replace(
         before,

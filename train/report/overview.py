@@ -11,12 +11,11 @@ from clipmill.shards.pages.templates import page_title, require_page_path
 from clipmill.train.evaluation.tables import Cell, Table
 from clipmill.train.report.charts import chart_values
 from clipmill.train.report.curves import overlaid
+from clipmill.train.report.repeats import OF_THE_PLACE, repeats, speed_ups
 from clipmill.train.report.results import page_of, publish_page
 from clipmill.train.run.folder import RunFolder, open_run
 
 _NUM_STRIPS = 3
-# Settings of the place rather than of the model.
-_OF_THE_PLACE = frozenset({"out", "cache", "track.project", "workers"})
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = (
         link = _relative(run.page, out.parent)
         cards.append({**page, "shown": shown, "shown_data": shown_data, "link": link})
     names = _distinct([card["name"] for card in cards])
+    groups = repeats(cards, names)
     curves = overlaid(
         {name: [*card["evaluation_curves"], *card["curves"]] for name, card in zip(names, cards, strict=True)}
     )
@@ -73,6 +73,8 @@ def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = (
         out,
         cards=cards,
         names=names,
+        repeats=groups,
+        speed_ups=speed_ups(cards),
         links=shown_links,
         metrics=_metrics(cards),
         differing=_differing([card["settings"] for card in cards]),
@@ -119,7 +121,7 @@ def _with_baseline(table: Table) -> Sequence[Cell]:
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Settings that differ between the runs, by name; a run whose task has no such setting has a dash."""
-    names = dict.fromkeys(name for one in settings for name in one if name not in _OF_THE_PLACE)
+    names = dict.fromkeys(name for one in settings for name in one if name not in OF_THE_PLACE)
     values = {name: [_text(one, name) for one in settings] for name in names}
     return {name: of_runs for name, of_runs in values.items() if len(set(of_runs)) > 1}
 

@@ -2,20 +2,14 @@
 
 import math
 import os
-import secrets
 import sys
 import time
-from collections.abc import Sequence
-from importlib.util import find_spec
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from clipmill.manifests.errors import UserError
-from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.progress import Activity, ProgressRate, amount_text, is_terminal, joined, log_interval
-from clipmill.manifests.publish import publish_json
-from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.files import settings_yaml
-from clipmill.train.config.training import TrackSettings, TrainingSettings
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.run.charts import TensorBoard, WeightsAndBiases
 from clipmill.train.run.folder import RunFolder, append_lines, keep_lines, read_lines
 
 
@@ -112,9 +106,7 @@ def describe(line: dict[str, Any]) -> str:
     return f"{text}  {line['num_failed']} failed" if line["num_failed"] else text
 
 
-_SPEED = frozenset(
-    {"samples_per_s", "step_s", "data_wait_s", "data_wait_share", "gpu_memory_gb", "tflops", "mfu", "num_failed"}
-)
+_ROUNDING = 1e-9  # of a number of epochs
 
 
 class Tracker(Protocol):
@@ -129,13 +121,38 @@ class Tracker(Protocol):
         ...
 
 
+class EpochLoss:
+    """Adds `epoch_loss`, the mean loss of the steps of an epoch, to the line of its last step.
+
+    Args:
+        lines: of the steps before, in order, so that a resumed run has the mean of whole epochs too.
+    """
+
+    def __init__(self, lines: Iterable[dict[str, Any]] = ()) -> None:
+        self._sum, self._num = 0.0, 0
+        for line in lines:
+            self.completed(line)
+
+    def completed(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Return the line of the next step, which ends an epoch if the whole number of its `epoch` is a new one."""
+        if "epoch" not in line:
+            return line
+        self._sum, self._num = self._sum + line["loss"], self._num + 1
+        before = line["epoch"] * (line["step"] - 1) / line["step"]
+        if math.floor(before + _ROUNDING) == math.floor(line["epoch"] + _ROUNDING):
+            return line
+        mean, self._sum, self._num = self._sum / self._num, 0.0, 0
+        return {**line, "epoch_loss": mean}
+
+
 class Trackers:
     """Several trackers, closed in reverse order."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = trackers
+    def __init__(self, trackers: Sequence[Tracker], epochs: EpochLoss | None = None) -> None:
+        self._trackers, self._epochs = trackers, epochs or EpochLoss()
 
     def log(self, line: dict[str, Any]) -> None:
+        line = self._epochs.completed(line)
         for tracker in self._trackers:
             tracker.log(line)
 
@@ -158,16 +175,6 @@ class JsonLines:
         pass
 
 
-def check_tracking(settings: TrackSettings) -> None:
-    """Raise a UserError if a package that tracking needs is not installed."""
-    for flag, module, asked in (
-        ("--track.tensorboard", "tensorboard", settings.tensorboard),
-        (f"--track.wandb {settings.wandb}", "wandb", settings.wandb != "off"),
-    ):
-        if asked and find_spec(module) is None:
-            raise UserError(f"{flag} needs {module}", hint="pip install 'clipmill[track]'")
-
-
 def open_trackers(settings: TrainingSettings, *, run: RunFolder, progress: Progress, step: int) -> Trackers:
     """Open the trackers that `settings` select, for the steps after `step`; called on rank 0 only.
 
@@ -181,96 +188,4 @@ def open_trackers(settings: TrainingSettings, *, run: RunFolder, progress: Progr
         trackers.append(TensorBoard(settings, run=run, step=step))
     lines = JsonLines(run, step=step)
     progress.begin(step, settings.steps)
-    return Trackers([lines, progress, *reversed(trackers)])
-
-
-def tagged(line: dict[str, Any]) -> dict[str, float]:
-    """The metrics of a line by chart name: train/loss, speed/mfu, samples/FOLDER, those of evaluations as they are."""
-    found = {f"samples/{name}": float(count) for name, count in line.get("sources", {}).items()}
-    for key, value in line.items():
-        if key == "step" or isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-            continue
-        group = "" if "/" in key else "speed/" if key in _SPEED else "train/"
-        found[group + key] = float(value)
-    return found
-
-
-class TensorBoard:
-    """Writes event files to RUN/tensorboard, with the settings and the path of the results page as texts.
-
-    A resumed run adds a file, which purges steps after `step` from the earlier ones.
-    """
-
-    def __init__(self, settings: TrainingSettings, *, run: RunFolder, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(log_dir=str(run.path / "tensorboard"), purge_step=step + 1)
-        if step == 0:
-            self._writer.add_text("settings", f"```yaml\n{settings_yaml(settings)}```", 0)
-            self._writer.add_text("page", str(run.page.resolve()), 0)
-
-    def log(self, line: dict[str, Any]) -> None:
-        for tag, value in tagged(line).items():
-            self._writer.add_scalar(tag, value, line["step"])
-        # Otherwise a killed run would lose steps that its checkpoint contains.
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    """Logs to one W&B run, online or offline for `wandb sync`. RUN/wandb.json has its id and the last step sent.
-
-    W&B cannot remove points. Steps that a resumed run repeats have the same metrics and are not sent again.
-    """
-
-    def __init__(self, settings: TrainingSettings, *, run: RunFolder, step: int) -> None:
-        import wandb
-        import yaml
-
-        path = run.path / "wandb.json"
-        known: dict[str, Any] = (
-            parse_json(path.read_bytes()) if path.exists() else {"id": secrets.token_hex(4), "last_step": 0}
-        )
-        lines = read_lines(run.metrics)
-        self._last_step = max(known["last_step"], step, lines[-1]["step"] if lines else 0)
-        publish_json(path, {"id": known["id"], "last_step": self._last_step})
-        try:
-            self._run = wandb.init(
-                project=settings.track.project,
-                id=known["id"],
-                name=run_name(run.path.resolve().name, settings),
-                dir=run.path,
-                config=yaml.safe_load(settings_yaml(settings)),
-                allow_val_change=True,  # settings that a resumed run may change
-                # None: as $WANDB_MODE says, by default online.
-                mode="offline" if settings.track.wandb == "offline" else None,
-                resume="allow",
-                settings=wandb.Settings(silent=True),
-            )
-        except wandb.errors.Error as error:
-            raise UserError(
-                f"W&B cannot be reached: {str(error).splitlines()[0]} (asked for by --track.wandb online)",
-                hint="wandb login, or --track.wandb offline and wandb sync later",
-            ) from error
-        # Evaluations of runs with different batch sizes are compared by epoch.
-        for one in settings.evaluated():
-            self._run.define_metric(f"{one.name}/*", step_metric="train/epoch")
-        self._run.summary["page"] = str(run.page.resolve())
-
-    def log(self, line: dict[str, Any]) -> None:
-        if line["step"] > self._last_step:
-            self._run.log(tagged(line), step=line["step"])
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def run_name(folder: str, settings: TrainingSettings) -> str:
-    """Name of a W&B run, such as `captions_b16_nf8_px224_lr5e-07_bs6_st433200_rs42`."""
-    parts = [folder]
-    if isinstance(settings, ClipSettings):
-        parts += [settings.model, f"nf{settings.num_frames}", f"px{settings.size_px}"]
-    parts += [f"lr{settings.lr:g}", f"bs{settings.batch}", f"st{settings.steps}", f"rs{settings.seed}"]
-    return "_".join(parts)
+    return Trackers([lines, progress, *reversed(trackers)], EpochLoss(read_lines(run.metrics)))

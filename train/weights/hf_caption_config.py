@@ -51,7 +51,7 @@ def hf_caption_config(
         hidden_size=trunk.width,
         num_hidden_layers=trunk.depth,
         num_attention_heads=trunk.num_heads,
-        intermediate_size=4 * trunk.width,
+        intermediate_size=trunk.mlp_width,
         hidden_act=trunk.activation,
         layer_norm_eps=trunk.norm_eps,
     )

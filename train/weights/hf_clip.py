@@ -100,7 +100,7 @@ def hf_config(size: DualEncoderSize, *, image_px: int, log_scale: float) -> dict
         name: {
             "hidden_act": trunk.activation,
             "hidden_size": trunk.width,
-            "intermediate_size": 4 * trunk.width,
+            "intermediate_size": trunk.mlp_width,
             "layer_norm_eps": trunk.norm_eps,
             "num_attention_heads": trunk.num_heads,
             "num_hidden_layers": trunk.depth,

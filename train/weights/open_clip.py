@@ -113,6 +113,7 @@ def open_clip_config(size: DualEncoderSize, init: Init, *, image_px: int) -> dic
                 "layers": video.depth,
                 "width": video.width,
                 "head_width": video.width // video.num_heads,
+                **({} if video.mlp_ratio == 4 else {"mlp_ratio": video.mlp_ratio}),
                 "patch_size": size.video.patch_px,
                 **norm,
             },

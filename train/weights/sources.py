@@ -10,7 +10,7 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import DualEncoderTowers, FormatChoice, Init, Kind
-from clipmill.train.config.places import NAME_AND_TAG
+from clipmill.train.config.places import HUB_PREFIX, NAME_AND_TAG
 from clipmill.train.models.adapters import merged
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.transformer import NORM_EPS
@@ -35,6 +35,7 @@ from clipmill.train.weights.files import read_config, read_tensors, weights_file
 from clipmill.train.weights.hf_caption import HF_TIMESFORMER
 from clipmill.train.weights.hf_clip import HF_CLIP
 from clipmill.train.weights.hf_videomae import HF_VIDEOMAE
+from clipmill.train.weights.hub import place_of_weights
 from clipmill.train.weights.logits import read_logits
 from clipmill.train.weights.open_clip import OPEN_CLIP, OPENAI, facts_of_open_clip, file_of_tag
 from clipmill.train.weights.videomae import VIDEOMAE
@@ -120,11 +121,14 @@ class Source:
 
 
 def fetch_tag(init: Init, *, say: Say) -> None:
-    """Downloads the weights of a NAME:TAG that are not in open_clip's cache; does nothing for files.
+    """Downloads weights by name that are not in the cache of open_clip or Hugging Face; does nothing for files.
 
     Raises:
-        UserError: open_clip knows no such weights, or cannot download them.
+        UserError: there are no such weights, or they cannot be downloaded.
     """
+    if (init.weights or "").startswith(HUB_PREFIX):
+        say(f"weights: {init.weights} from Hugging Face's cache, or else downloaded")
+        place_of_weights(str(init.weights))
     match = NAME_AND_TAG.fullmatch(init.weights or "")
     if match and not Path(match[0]).exists():
         say(f"weights: {init.weights} from open_clip's cache, or else downloaded")
@@ -140,7 +144,7 @@ def open_weights(init: Init) -> Source | None:
     """
     if init.weights is None:
         return None
-    path, match = Path(init.weights), NAME_AND_TAG.fullmatch(init.weights)
+    path, match = place_of_weights(init.weights), NAME_AND_TAG.fullmatch(init.weights)
     if is_run(path):
         return open_run_weights(RunFolder(path))
     if path.is_dir():

@@ -10,6 +10,7 @@ import pytest
 
 from clipmill.manifests.help_text import help_text
 from clipmill.prep.cli import build_app
+from clipmill.prep.exports.kinds import KINDS as EXPORTS
 
 GOLDEN = Path(__file__).with_name("help.txt")
 MADE = ("latents", "text", "scores", "captions")
@@ -29,7 +30,8 @@ KINDS = (
     "captions",
 )
 WIDTH, MOST_FLAGS = 80, 15
-COMMANDS = ("", *COLUMNS, *UPKEEP, "manifest", *(f"manifest {kind}" for kind in KINDS))
+EXPORT = ("export", *(f"export {kind.name}" for kind in EXPORTS))
+COMMANDS = ("", *COLUMNS, *EXPORT, *UPKEEP, "manifest", *(f"manifest {kind}" for kind in KINDS))
 
 
 def help_of(command: str, *, everything: bool = False) -> str:

@@ -50,7 +50,7 @@ def plain_loop(shard_set: ShardSet, model: Any, *, random: bool = False) -> dict
     return found
 
 
-@pytest.mark.parametrize("crop", ["centre", "random"])
+@pytest.mark.parametrize("crop", ["centre", "random", "exact"])
 def test_latents_are_those_of_a_plain_loop_over_diffusers(shard_set: ShardSet, checkpoint: Path, crop: str) -> None:
     make(shard_set.data, vae=str(checkpoint), crop=crop, batch=7)
     found, wanted = stored(shard_set), plain_loop(shard_set, AutoencoderKL.from_pretrained(checkpoint).eval())
@@ -133,3 +133,9 @@ def test_any_webdataset_reader_zips_the_columns_by_key(shard_set: ShardSet) -> N
         assert chunk["__key__"] == latent["__key__"]
         frames = json.loads(chunk["json"])["num_frames"]
         assert len(np.load(BytesIO(latent["latents.npy"]), allow_pickle=False)) == -(-frames * 4 // 30)
+
+
+def test_a_chunk_that_is_smaller_than_an_exact_crop_fails_by_name(shard_set: ShardSet) -> None:
+    summary = make(shard_set.data, crop="exact", size=8 * 512)
+    assert summary.failures and {failure.code for failure in summary.failures} == {"frames_differ"}
+    assert all("--crop exact needs 4096" in failure.message for failure in summary.failures)

@@ -24,6 +24,13 @@ def test_a_random_square_lies_in_the_frame_and_leaves_256_of_288_pixels() -> Non
     assert len(lefts) > 80 and tops >= {0, 32}
 
 
+def test_an_exact_square_has_the_size_that_is_asked_for_whatever_the_frame() -> None:
+    settings = LatentsSettings(vae="tiny", crop="exact", size=128)
+    squares = segment_squares(200, key="a_0", width=512, height=288, settings=settings)
+    assert {square.side for square in squares} == {128} and len({square.left for square in squares}) > 100
+    assert max(square.left for square in squares) <= 384 and max(square.top for square in squares) <= 160
+
+
 def test_segments_keys_and_seeds_have_squares_of_their_own() -> None:
     def squares(key: str = "a_0", seed: int = 0, count: int = 20) -> list[Square]:
         settings = LatentsSettings(vae="tiny", crop="random", seed=seed)

@@ -5,8 +5,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
+from clipmill.manifests.dataset_write import write_manifest
+from clipmill.manifests.store import read_captions, read_videos
+from clipmill.train.registry import tasks
 from tests.train.latents.columns import write_columns
 from tests.train.running import train
 
@@ -51,11 +55,24 @@ def test_every_link_has_a_rate_and_the_slowest_is_named(
     assert result["disk"]["path"] == str(data_dir)
 
 
-@pytest.mark.parametrize("task", ["mae", "caption"])
-def test_every_task_is_measured(bench: Bench, data_dir: Path, capsys: pytest.CaptureFixture[str], task: str) -> None:
-    assert bench(task, "--shards", data_dir, "--json") == 0
+@pytest.fixture(scope="module")
+def labelled(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny data, whose captions have a class."""
+    folder = tmp_path_factory.mktemp("labelled")
+    shutil.copytree(data_dir, folder, dirs_exist_ok=True)
+    captions = read_captions(data_dir).drop(["caption_id"])
+    kinds = [text.split()[1] for text in captions["text"].to_pylist()]
+    videos = read_videos(data_dir).select(["video_id", "source_id", "path", "split"])
+    write_manifest(folder, "test", videos, captions.append_column("label_class", pa.array(kinds)))
+    return folder
+
+
+@pytest.mark.parametrize("task", [spec.name for spec in tasks()])
+def test_every_task_is_measured(bench: Bench, labelled: Path, capsys: pytest.CaptureFixture[str], task: str) -> None:
+    assert bench(task, "--shards", labelled, "--json") == 0
     result = json.loads(capsys.readouterr().out)
-    assert [link["link"] for link in result["links"]] == LINKS and result["step_items_per_s"] > 0
+    assert [link["link"] for link in result["links"]] == LINKS
+    assert result["step_s"] == pytest.approx(4 / result["step_items_per_s"]) and 0 <= result["wait_share"] <= 1
 
 
 def test_latents_have_a_loader_without_stages(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,9 +83,11 @@ def test_two_processes_break_their_steps_down_under_each_strategy(data_dir: Path
     page, said = tmp_path / "bench.html", tmp_path / "said"
     words = [*map(str, (word for pair in SMALL.items() for word in pair)), "--shards", str(data_dir), "--json"]
     words += ["--seconds", "0.01", "--strategies", *STRATEGIES, "--page", str(page)]
+    words += ["--exchanges", "scalars", "features"]
     end_well(fork_ranks(bench_rank, words, said, size=2, folder=tmp_path))
     result = json.loads((tmp_path / "said.0").read_text())
-    assert [one["strategy"] for one in result["strategies"]] == list(STRATEGIES)
+    wanted = [(strategy, exchange) for strategy in STRATEGIES for exchange in ("scalars", "features")]
+    assert [(one["strategy"], one["exchange"]) for one in result["strategies"]] == wanted
     assert (tmp_path / "said.1").read_text() == "", "one process speaks for all"
     for one in result["strategies"]:
         assert (one["num_processes"], one["num_steps"], len(one["ranks"])) == (2, 3, 2) and one["unrecorded_s"] > 0
@@ -94,14 +96,15 @@ def test_two_processes_break_their_steps_down_under_each_strategy(data_dir: Path
             parts = numbers["compute_s"] + numbers["exposed_s"] + numbers["other_s"]
             assert parts == pytest.approx(numbers["total_s"])
             assert 0 <= numbers["overlap_s"] <= numbers["compute_s"] and numbers["other_s"] >= 0
-        assert f"<td>{one['strategy']}</td>" in page.read_text()
-    assert page.read_text().count('class="stack"') == 3
+        assert f"<td>{one['strategy']}, {one['exchange']}</td>" in page.read_text()
+    assert page.read_text().count('class="stack"') == 6
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--strategies ddp fsdp", "--strategies is about several processes, and there is one"),
+        ("--exchanges features", "--exchanges is about several processes, and there is one"),
         ("--page bench.html", "--page is about several processes, and there is one"),
         ("--page nowhere/bench.html", "--page is nowhere/bench.html, and there is no folder nowhere"),
     ],

@@ -7,10 +7,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+from clipmill.train.bench.feature_exchange import FeatureExchange
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import ContrastiveObjective
 from clipmill.train.losses.settings import Convention, Loss
+from clipmill.train.losses.similarities import Similarities
 from tests.plugins import installed_here
 from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, own_part, settings_of
 
@@ -19,7 +21,9 @@ Results = dict[str, torch.Tensor]
 SAVED: tuple[tuple[str, Convention], ...] = (("fastclip-v2", "paper"), ("fastclip-v3", "fast_clip"))
 
 
-def run_all(world: World) -> tuple[Results, dict[str, ContrastiveObjective]]:
+def run_all(
+    world: World, exchange: type[Similarities] = Similarities
+) -> tuple[Results, dict[str, ContrastiveObjective]]:
     """Losses, numbers, mean gradients and last weights by case and step; the objectives after the last step."""
     results: Results = {}
     objectives = {}
@@ -27,14 +31,22 @@ def run_all(world: World) -> tuple[Results, dict[str, ContrastiveObjective]]:
         settings = settings_of(kind, convention)
         # Some of them in microbatches, of a size that ranks have too.
         name, microbatch = f"{kind}/{convention}", 2 if number % 2 else None
-        objectives[name] = _run(name, settings, world, microbatch, results)
+        objectives[name] = _run(name, settings, world, microbatch, results, exchange)
     adaptive = Loss(kind="max-margin", use_relevancy=True)
-    _run("max-margin/adaptive", adaptive, world, None, results)
+    _run("max-margin/adaptive", adaptive, world, None, results, exchange)
     return results, objectives
 
 
-def _run(name: str, settings: Loss, world: World, microbatch: int | None, results: Results) -> ContrastiveObjective:
+def _run(
+    name: str,
+    settings: Loss,
+    world: World,
+    microbatch: int | None,
+    results: Results,
+    exchange: type[Similarities] = Similarities,
+) -> ContrastiveObjective:
     towers, objective = Towers(dropout=0.0), objective_of(settings, world=world)
+    objective.exchange = exchange
     parameters = [*towers.named_parameters(), *objective.named_parameters()]
     for number in range(3):
         towers.zero_grad()
@@ -67,8 +79,10 @@ def run_rank(folder: Path) -> None:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             results[f"{name}/loaded/{key}"] = whole.clone()
     results["kept rows"] = world.gather(torch.tensor([len(objectives["fastclip-v3/paper"].get_buffer("clips.rows"))]))
+    features, _ = run_all(world, FeatureExchange)
     if world.rank == 0:
         torch.save(results, folder / "results.pt")
+        torch.save(features, folder / "features.pt")
     dist.destroy_process_group()
 
 

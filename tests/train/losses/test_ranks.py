@@ -12,6 +12,7 @@ from tests.train.losses.runs import SAVED, run_all, run_rank
 def test_two_ranks_are_one_process(tmp_path: Path) -> None:
     """Mean gradients, losses and numbers of every loss over steps; and state on another number of ranks."""
     expected, objectives = run_all(World())
+    of_steps = dict(expected)
     for kind, convention in SAVED:
         name = f"{kind}/{convention}"
         state = objectives[name].state_dict()
@@ -23,6 +24,9 @@ def test_two_ranks_are_one_process(tmp_path: Path) -> None:
     assert set(found) == set(expected)
     assert len(found) > 30 * len(CASES)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    # OpenCLIP's exchange, which `train bench` compares, has the same losses and gradients.
+    features = torch.load(tmp_path / "features.pt", weights_only=True)
+    torch.testing.assert_close(features, of_steps, rtol=1e-9, atol=1e-12)
 
     for kind, convention in SAVED:
         name = f"{kind}/{convention}"

@@ -54,6 +54,17 @@ def test_captions_are_texts_and_times_are_those_of_the_segment(written: Written)
     assert batches[0]["begin_s"].tolist() == [0, 5, 10] and batches[0]["key"] == ["a_000000000"] * 3
 
 
+def test_a_maximum_of_segments_is_spread_over_each_video(written: Written) -> None:
+    with opened(written, shuffle=False, captions=None, batch=100, max_segments=2) as segments:
+        (batch,) = segments
+    begins: dict[str, list[float]] = {}
+    for key, begin_s in zip(batch["key"], batch["begin_s"].tolist(), strict=True):
+        begins.setdefault(key.partition("_")[0], []).append(begin_s)
+    assert begins["a"] == [15, 30] and max(map(len, begins.values())) == 2
+    with pytest.raises(UserError, match="max_segments is 0"):
+        opened(written, max_segments=0)
+
+
 NAMES = {"input", "position", "key", "clip_id", "caption_id", "latents", "caption", "begin_s", "end_s"}
 READ = {
     "dict": dict,

@@ -10,8 +10,10 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.training import TrackSettings, TrainingSettings
+from clipmill.train.run.charts import check_tracking, run_name, tagged
 from clipmill.train.run.folder import RunFolder, create_run, read_lines
-from clipmill.train.run.tracking import Progress, check_tracking, describe, open_trackers, run_name, tagged
+from clipmill.train.run.tracking import EpochLoss, Progress, describe, open_trackers
+from clipmill.train.tasks.caption.settings import CaptionerSettings
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
@@ -117,12 +119,25 @@ def sent(path: Path) -> list[Any]:
 
 
 def test_a_run_is_named_by_what_runs_are_told_apart_by() -> None:
-    settings = DualEncoderSettings(model="b16", num_frames=8, lr=5e-7, batch=6, steps=20, seed=42)
-    assert run_name("captions", settings) == "captions_b16_nf8_px224_lr5e-07_bs6_st20_rs42"
+    settings = CaptionerSettings(model="b16", lr=5e-7, batch=16, steps=20, seed=42)
+    facts = {"world_size": 16, "captions_per_clip": 10, "decoder": {"depth": 12, "width": 768}}
+    theirs = "VATEX-psc-H100-run_ws16_nc10_ss1.0_enl12_dnl12_dhs768_ehs768_nf8_ps16_lr5e-07_bs16_rs42"  # SpaceTimeGPT's
+    assert run_name("VATEX-psc-H100-run", settings, facts) == theirs
+    others = DualEncoderSettings(model="b16", num_frames=4, batch=8, share=0.1)
+    assert run_name("pairs", others, {"world_size": 1}) == "pairs_ws1_ss0.1_enl12_ehs768_nf4_ps16_lr0.0003_bs8_rs0"
+
+
+@pytest.mark.parametrize("resumed_at", [0, 1, 3, 4, 7])
+def test_an_epoch_has_the_mean_loss_of_its_steps_wherever_the_run_was_resumed(resumed_at: int) -> None:
+    lines = [{"step": step, "loss": float(step**2), "epoch": step * 4 / 10} for step in range(1, 9)]
+    resumed = EpochLoss(lines[:resumed_at])
+    found = {line["step"]: resumed.completed(line).get("epoch_loss") for line in lines[resumed_at:]}
+    means = {3: (1 + 4 + 9) / 3, 5: (16 + 25) / 2, 8: (36 + 49 + 64) / 3}
+    assert found == {step: means.get(step) for step in range(resumed_at + 1, 9)}
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipmill.train.run.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("clipmill.train.run.charts.find_spec", lambda name: None)
     check_tracking(TrackSettings())
     with pytest.raises(UserError, match=r"--track\.tensorboard needs tensorboard") as raised:
         check_tracking(TrackSettings(tensorboard=True))

@@ -31,7 +31,7 @@ _DECODERS = {"av1": "libdav1d"}
 # A file is opened only as one of these containers, and cannot make libav open anything else.
 _OPTIONS = {"format_whitelist": CONTAINERS, "protocol_whitelist": NO_PROTOCOLS}
 # Twice the pixels of 8K video. A file of a few bytes can claim frames of any size, which a decoder would allocate.
-_MAX_PIXELS = 1 << 26
+MAX_PIXELS = 1 << 26
 
 
 class PacketDecoder:
@@ -185,9 +185,9 @@ class PlainVideo:
             stream = container.streams.video[0]
             if stream.codec_context is None:
                 raise ValueError("there is no decoder for its codec")
-            if stream.width * stream.height > _MAX_PIXELS:
-                raise ValueError(f"frames of {stream.width} x {stream.height} are larger than {_MAX_PIXELS:,} pixels")
-            stream.codec_context.options = {"max_pixels": str(_MAX_PIXELS)}  # the packets may say otherwise
+            if stream.width * stream.height > MAX_PIXELS:
+                raise ValueError(f"frames of {stream.width} x {stream.height} are larger than {MAX_PIXELS:,} pixels")
+            stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}  # the packets may say otherwise
             stream.codec_context.thread_count = 1  # the loader's threads are the parallel part
             yield container, stream
 

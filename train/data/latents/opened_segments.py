@@ -164,7 +164,7 @@ def _nothing_of(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split:
 
 def _check_crops(latents: Variant, segment: str) -> None:
     recipe = latents.recipe
-    if recipe.get("crop") != "random":
+    if recipe.get("crop") not in ("random", "exact"):
         return
     made = str(recipe.get("segment"))
     if (seconds_of(made) / seconds_of(segment)).denominator != 1:

@@ -52,12 +52,14 @@ class Member:
 
     Attributes:
         size_bytes: as its header says.
+        offset: of its first byte in the tar; None in a compressed one.
         content: None if it is not needed or cannot be read.
         problem: why it cannot be read, as the end of a sentence that begins with its name.
     """
 
     name: str
     size_bytes: int
+    offset: int | None = None
     content: bytes | None = None
     problem: str | None = None
 
@@ -98,6 +100,11 @@ class _Source:
         self._packed_bytes = os.fstat(file.fileno()).st_size
         self._stream, self._is_packed = _unpacked(file)
         self.position = 0
+
+    @property
+    def offset(self) -> int | None:
+        """Where the next byte is in the file; None if it is compressed."""
+        return None if self._is_packed else self.position
 
     def block(self) -> bytes:
         """The next block; fewer bytes at the end."""
@@ -197,12 +204,13 @@ def _member(
         limit_bytes = limit_of(name)
         if limit_bytes and size_bytes > limit_bytes:
             problem = f"has {size_bytes:,} bytes, more than the {limit_bytes:,} that are read"
+    offset = source.offset
     if limit_bytes and problem is None:
-        yield Member(name, size_bytes, content=source.read(size_bytes))
+        yield Member(name, size_bytes, offset, content=source.read(size_bytes))
         return
     source.skip(padded(size_bytes))
     if info.type in _REGULAR or problem is not None:
-        yield Member(name, size_bytes, problem=problem)
+        yield Member(name, size_bytes, offset, problem=problem)
 
 
 def _extend(extended: _Extended, payload: bytes, *, is_pax: bool) -> None:

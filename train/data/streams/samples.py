@@ -9,7 +9,7 @@ whole video is one clip, whose caption is the txt member, or `caption` in the js
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -27,8 +27,8 @@ MAX_SAMPLE_BYTES = 1 << 30
 MAX_TEXT_BYTES = 8 << 20  # of a json or txt, which takes twenty times as much once it is parsed
 NO_CAPTION_ID = -1
 
-_VIDEO_EXTENSIONS = ("mp4", "webm", "mkv", "mov", "avi")
-_LIMITS = dict.fromkeys(_VIDEO_EXTENSIONS, MAX_SAMPLE_BYTES) | dict.fromkeys(("json", "txt"), MAX_TEXT_BYTES)
+VIDEO_EXTENSIONS = ("mp4", "webm", "mkv", "mov", "avi")
+_LIMITS = dict.fromkeys(VIDEO_EXTENSIONS, MAX_SAMPLE_BYTES) | dict.fromkeys(("json", "txt"), MAX_TEXT_BYTES)
 _MAX_MEMBERS = 1000  # of a sample
 _MAX_SHOWN = 20
 _FAILED_STATUS = "failed_to_"  # video2dataset: failed_to_download, failed_to_subsample
@@ -55,11 +55,13 @@ class TarSample:
 
     Attributes:
         members: by extension in lower case; empty if they are not needed.
+        places: offset in the tar (None if it is compressed) and size in bytes of each member.
         problem: why it must be skipped.
     """
 
     key: str
     members: dict[str, bytes] = field(default_factory=dict)
+    places: dict[str, tuple[int | None, int]] = field(default_factory=dict)
     problem: str | None = None
 
 
@@ -86,11 +88,12 @@ class StreamedClip:
     is_shortened: bool = False
 
 
-def samples_of(tar: str, path: Path) -> Iterator[TarSample | Unreadable]:
+def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> Iterator[TarSample | Unreadable]:
     """The samples of the tar at `path`, in its order, and what cannot be read of it.
 
     Args:
         tar: its name for messages.
+        limits: maximum size of the members that are read, by extension.
 
     Raises:
         OSError: the tar cannot be opened or read.
@@ -110,7 +113,7 @@ def samples_of(tar: str, path: Path) -> Iterator[TarSample | Unreadable]:
             return 0  # it is skipped: nothing more is kept of it
         held_bytes = sum(map(len, sample.members.values())) if sample is not None and is_same else 0
         # At least one byte: 0 would say that it is not needed.
-        return min(_LIMITS.get(extension, 0), max(MAX_SAMPLE_BYTES - held_bytes, 1))
+        return min(limits.get(extension, 0), max(MAX_SAMPLE_BYTES - held_bytes, 1))
 
     try:
         for member in members_of(path, limit_of=limit_of):
@@ -144,6 +147,7 @@ def _add(sample: TarSample, extension: str, member: Member) -> None:
         sample.members.clear()
     if sample.problem is None:
         sample.members[extension] = member.content or b""
+        sample.places[extension] = member.offset, member.size_bytes
 
 
 def _finished(sample: TarSample) -> TarSample | Unreadable:
@@ -170,13 +174,8 @@ def clips_of(sample: TarSample) -> Sequence[StreamedClip | WithoutVideo]:
         ValueError: it has no video, no caption, or members that cannot be read.
     """
     key, members = sample.key, sample.members
-    try:
-        description = json.loads(members.get("json") or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"its json cannot be read: {error}") from error
-    if not isinstance(description, dict):
-        raise ValueError("its json is not an object")
-    content = next((members[extension] for extension in _VIDEO_EXTENSIONS if extension in members), None)
+    description = _description_of(sample)
+    content = next((members[extension] for extension in VIDEO_EXTENSIONS if extension in members), None)
     if content is None:
         if str(description.get("status")).startswith(_FAILED_STATUS):
             return [WithoutVideo(key)]
@@ -184,12 +183,29 @@ def clips_of(sample: TarSample) -> Sequence[StreamedClip | WithoutVideo]:
         raise ValueError(f"no video among its members: {found}")
     if "span_fingerprint" in description:
         return _clips_of_chunk(key, content, description)
-    # video2dataset writes an empty txt if there was no caption.
-    texts = members.get("txt", b"").decode("utf-8", "replace"), description.get("caption")
-    text = next((text for text in texts if isinstance(text, str) and text.strip()), None)
+    text = caption_of(sample)
     if text is None:
         raise ValueError("it has no caption: no text in a txt member, and no caption in its json")
     return [StreamedClip(key, content, NO_CAPTION_ID, text, 0, None)]
+
+
+def caption_of(sample: TarSample) -> str | None:
+    """The text of a sample's txt member, or else the caption in its json; ValueError if that cannot be read."""
+    # video2dataset and img2dataset write an empty txt if there was no caption.
+    text = sample.members.get("txt", b"").decode("utf-8", "replace")
+    found = text if text.strip() else _description_of(sample).get("caption")
+    return found if isinstance(found, str) and found.strip() else None
+
+
+def _description_of(sample: TarSample) -> dict[str, Any]:
+    """The json of a sample, {} without one; raises ValueError if it cannot be read."""
+    try:
+        description = json.loads(sample.members.get("json") or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its json cannot be read: {error}") from error
+    if not isinstance(description, dict):
+        raise ValueError("its json is not an object")
+    return description
 
 
 def _clips_of_chunk(key: str, content: bytes, description: dict[str, Any]) -> list[StreamedClip]:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.hub import hub_if_reachable
 from clipmill.train.models.gpt2 import Gpt2Size, gpt2_size
 from clipmill.train.models.transformer import NORM_EPS, TransformerSize
 from clipmill.train.run.folder import RunFolder, is_run
@@ -26,16 +25,9 @@ from clipmill.train.weights.files import read_config
 from clipmill.train.weights.fitting import Change
 from clipmill.train.weights.hf_caption import read_caption_folder
 from clipmill.train.weights.hf_caption_config import caption_config_of
+from clipmill.train.weights.hub import hub_folder, place_of_weights
 from clipmill.train.weights.sources import Say
 
-_FILES = [
-    "config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "vocab.json",
-    "merges.txt",
-]
 # A name on Hugging Face; anything else can only be a folder.
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
@@ -112,9 +104,9 @@ def decoder_of_start(settings: CaptionerSettings) -> DecoderParts | None:
             file is damaged.
     """
     named, wanted = settings.init.weights, settings.decoder
-    if named is None or not has_captioner(Path(named)):
+    folder = None if named is None else place_of_weights(named)
+    if folder is None or not has_captioner(folder):
         return None
-    folder = Path(named)
     size = _size_in(folder)
     if size is None:
         return None
@@ -129,7 +121,7 @@ def decoder_of_start(settings: CaptionerSettings) -> DecoderParts | None:
     other = None if wanted.tokenizer is None else read_tokenizer(Path(wanted.tokenizer))
     tokenizer = own or other
     if tokenizer is None:
-        raise no_tokenizer(named)
+        raise no_tokenizer(str(named))
     if own is not None and other is not None and own.numbers() != other.numbers():
         raise UserError(
             f"--decoder.tokenizer {wanted.tokenizer} has other tokens than those that the decoder of {folder} was "
@@ -164,19 +156,8 @@ def decoder_folder(wanted: str, *, say: Say) -> Path:
         return folder
     if _NAME.fullmatch(wanted) is None:
         raise UserError(f"there is no folder {wanted} (--decoder.weights)", hint="name one with GPT-2's files")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
     say(f"decoder: there is no folder {wanted} here; from Hugging Face's cache, or else downloaded")
-    try:
-        with hub_if_reachable():
-            return Path(snapshot_download(wanted, allow_patterns=_FILES))
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise UserError(
-            f"there is no folder {wanted}, and no model of that name in Hugging Face's cache or to download: "
-            f"{str(error).splitlines()[0]}",
-            hint="check the network, fill the cache on a machine that has one, or name a folder with GPT-2's files",
-        ) from error
+    return hub_folder(wanted, what="GPT-2's files")
 
 
 def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size:

@@ -6,6 +6,7 @@ Shape suffixes: B batch, K captions of a clip, L tokens.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.tasks.caption.decoding import generate_captions
 from clipmill.train.tasks.caption.metrics.scores import score_captions, without_words
 from clipmill.train.tasks.caption.objective import shifted, summed_loss, without_padding
-from clipmill.train.tasks.caption.settings import DecodingSettings
+from clipmill.train.tasks.caption.settings import METRIC_LABELS, DecodingSettings
 from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer
 
 
@@ -83,23 +84,32 @@ def loss_of(parts: Sequence[GeneratedCaptions]) -> float:
     return loss
 
 
-def metrics_of(parts: Sequence[GeneratedCaptions], *, references: Callable[[int], Sequence[str]]) -> dict[str, float]:
-    """Metrics of the captions of all ranks: loss, metrics that need no Java, and exact matches.
+def metrics_of(
+    parts: Sequence[GeneratedCaptions],
+    *,
+    references: Callable[[int], Sequence[str]],
+    with_java: bool = False,
+    spice_jars: Path | None = None,
+) -> dict[str, float]:
+    """Metrics of the captions of all ranks: loss, metrics of n-grams, exact matches, and those of Java's programs.
 
     The numbers of failed clips, of empty captions and of clips whose references have no words are added if they are
     not 0.
 
     Args:
         references: all captions of a clip, by its index.
+        with_java, spice_jars: see `score_captions`.
 
     Raises:
-        FailedWork: see `loss_of`.
+        FailedWork: see `loss_of`; or a program of Java failed.
         UserError: no clip has references with words.
     """
     loss = loss_of(parts)
     captions = {str(number): text for part in parts for number, text in part.captions.items()}
     captions, its_references, left_out = comparable(captions, {one: references(int(one)) for one in captions})
-    scores = score_captions(captions, its_references, with_java=False)
+    scores = score_captions(captions, its_references, with_java=with_java, spice_jars=spice_jars)
+    if with_java and (missing := scores.absent.keys() - ({"spice"} if spice_jars is None else set())):
+        raise FailedWork(f"no {METRIC_LABELS[min(missing)]}: {scores.absent[min(missing)]}")
     counts = {
         "num_failed": sum(len(part.failed) for part in parts),
         "num_empty": len(scores.empty),

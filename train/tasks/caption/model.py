@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from clipmill.train.tasks.caption.decoder import DecoderParts, no_tokenizer
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecoderSettings, has_captioner
 from clipmill.train.tasks.caption.tokenizer import has_tokenizer
 from clipmill.train.weights.effective import KINDS, effective_clip_settings
+from clipmill.train.weights.hub import place_of_weights
 from clipmill.train.weights.loading import Loaded, fit_to
 from clipmill.train.weights.sources import Say, Source
 
@@ -112,7 +112,7 @@ def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) ->
         UserError: the settings name another decoder, or captions longer than its context; or there is no tokenizer.
     """
     tensors, wanted = source.converted.tensors, settings.decoder
-    folder = Path(settings.init.weights or "")
+    folder = place_of_weights(settings.init.weights or "")
     if not has_decoder(tensors):
         return settings
     if wanted.weights is not None:

@@ -51,6 +51,16 @@ class CaptionedClips(VideoCaptions):
         """The tokenizer of the targets; created on first use, since it may depend on the captions of several sets."""
         return self._make_tokenizer(self.all_texts())
 
+    @property
+    def visits_per_epoch(self) -> float:
+        """An epoch shows as many captions as there are, as that of a loader of (video, caption) pairs does."""
+        return max(len(self), self.num_references / self._per_visit)
+
+    @property
+    def num_references(self) -> int:
+        """Number of captions of all clips."""
+        return int(self.captions.choice.first_entry[-1])
+
     @cached_property
     def _num_cut(self) -> int:
         return self.tokenizer.num_longer(self.all_texts(), max_tokens=self._max_tokens)

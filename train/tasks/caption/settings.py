@@ -13,7 +13,7 @@ from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import ClipSettings, NumFrames
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
-from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, Needs, Range, caught, help_group
+from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, GoesWith, Needs, Range, caught, help_group
 from clipmill.train.config.model import SIZE, check_picture
 from clipmill.train.config.tuning import Freeze, Tower
 
@@ -186,10 +186,15 @@ class CaptionEvaluation(EvaluationSettings):
 
     max_samples: Annotated[int, Range(least=2), EVERY] = 500
     """Maximum number of clips: every k-th of the split, with the smallest sufficient k."""
+    java: Annotated[bool, EVERY] = False
+    """Also compute METEOR, which is a Java program, and SPICE with --evaluate.spice-jars."""
+    spice_jars: Annotated[Path | None, GoesWith("java", (True,))] = None
+    """Folder of the two jar files that SPICE needs. Default: SPICE is left out."""
 
     def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
         """Those of generated captions."""
-        return NUMBERS
+        with_java = ("meteor",) if self.spice_jars is None else ("meteor", "spice")
+        return (*NUMBERS, *with_java) if self.java else NUMBERS
 
 
 @Parameter(name="*")

@@ -29,6 +29,7 @@ from clipmill.train.tasks.caption.decoder import (
     start_facts,
 )
 from clipmill.train.tasks.caption.generation import captions_of, metrics_of
+from clipmill.train.tasks.caption.metrics.java import require_java
 from clipmill.train.tasks.caption.model import build_captioner, copy_decoder, start_of_captioner
 from clipmill.train.tasks.caption.objective import CaptionLoss
 from clipmill.train.tasks.caption.samples import CaptionedClips
@@ -64,6 +65,7 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
         self._say = say
         self._decoder, self._is_of_run = decoder, decoder is not None
         self._held_out: dict[str, CaptionedClips] = {}
+        self._captions_per_clip: str | None = None  # of the training set
 
     @property
     def decoder(self) -> DecoderParts:
@@ -76,7 +78,8 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
         parts = self.decoder
         with torch.device("meta"):
             model = self.new_model()
-        return {"decoder": decoder_facts(parts.size), **start_facts(model, parts), **super().facts()}
+        captions = {} if self._captions_per_clip is None else {"captions_per_clip": self._captions_per_clip}
+        return {"decoder": decoder_facts(parts.size), **captions, **start_facts(model, parts), **super().facts()}
 
     def files(self) -> dict[str, bytes]:
         """The tokenizer, which the weights cannot be used without."""
@@ -101,8 +104,11 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
 
         samples = self.mixed(open_one)
         _ = sets[0].tokenizer  # made now, as the decoder depends on it
+        self._captions_per_clip = f"{sum(one.num_references for one in sets) / sum(map(len, sets)):.3g}"
         # Checked now, so that a mistake in --decoding is reported before training starts.
         self.decoding()
+        if settings.evaluate.every and settings.evaluate.java:
+            require_java(settings.evaluate.spice_jars)
         if settings.evaluate.every:
             for one in settings.evaluated():
                 with one.opening():
@@ -191,7 +197,12 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
             decoding=self.decoding(),
             device=self._device,
         )
-        return metrics_of(world.gather_objects(own), references=samples.references)
+        parts, how = world.gather_objects(own), self._settings.evaluate
+
+        def metrics() -> dict[str, float]:
+            return metrics_of(parts, references=samples.references, with_java=how.java, spice_jars=how.spice_jars)
+
+        return world.first(metrics) if how.java else metrics()  # one program of Java, not one for each process
 
     def decoding(self, wanted: DecodingSettings | None = None) -> DecodingSettings:
         """Settings of decoding: the given ones, or the run's; limited by the decoder's context.

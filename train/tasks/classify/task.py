@@ -15,16 +15,20 @@ from torch import nn
 from clipmill.manifests.errors import UserError
 from clipmill.shards.columns import LATENTS, VIDEO
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.classes import ClassList, read_classes
+from clipmill.train.data.classes import ClassList
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import spread_frames, window_frames
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.inputs import (
     Mixture,
     clip_query,
     first_of,
+    image_query,
     loader_settings,
     open_labelled_folder,
     open_segments,
+    read_classes_of,
+    reads_images,
     size_on_latents,
 )
 from clipmill.train.data.labelled_clips import LabelledClips
@@ -44,7 +48,7 @@ from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
 from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.sources import Say, Source
 
-OneFolder = LabelledClips | LabelledLatents
+OneFolder = LabelledClips | TarImages | LabelledLatents
 Samples = OneFolder | Mixture
 
 
@@ -80,10 +84,9 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
             UserError: there are none, or all are of one class.
         """
         settings = self._settings
-        paths = [open_labelled_folder(settings.on(folder), column=None).path for folder in settings.folders]
         if self._classes is None:
             splits = (settings.split, settings.evaluate.split)
-            self._classes = read_classes(*paths, label=settings.label, splits=splits)
+            self._classes = read_classes_of(settings, label=settings.label, splits=splits)
         samples = self.mixed(lambda task: task.samples(settings.split, world, repeats=settings.repeats))
         if len(np.unique(samples.labels)) < 2:
             name = self.classes.names[int(samples.labels[0])]
@@ -113,12 +116,15 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
         settings = self._settings
         if settings.reads_latents:
             return self._latents(split, world, views=views)
-        folder = open_labelled_folder(settings)
         loading = loader_settings(settings, world, device=self._device)
         loading = replace(loading, group=loading.group * repeats)
         if views is not None:
             # A clip takes the memory of all its views.
             loading = replace(loading, batch=max(1, loading.batch // len(views)))
+        if reads_images(settings):
+            query = image_query(settings, loading=loading, views=views)
+            return TarImages(query, classes=self.classes, repeats=repeats)
+        folder = open_labelled_folder(settings)
         return LabelledClips(
             clip_query(settings, folder, split=split, loading=loading, views=views),
             classes=self.classes,
@@ -196,7 +202,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
         else:
             size, image_px = size_of(settings.model, settings.towers).video, _side(settings, samples)
             first: OneFolder = first_of(samples)
-            size = size if isinstance(first, LabelledClips) else size_on_latents(size, first.frame_shape)
+            size = size_on_latents(size, first.frame_shape) if isinstance(first, LabelledLatents) else size
         return VideoClassifier(
             size,
             towers=settings.towers,
@@ -210,7 +216,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
 
 def _side(settings: ClassifySettings, samples: Samples) -> int:
     first: OneFolder = first_of(samples)
-    return settings.size_px if isinstance(first, LabelledClips) else first.frame_shape.height
+    return first.frame_shape.height if isinstance(first, LabelledLatents) else settings.size_px
 
 
 def _views(wanted: ClassEvaluation) -> Views:

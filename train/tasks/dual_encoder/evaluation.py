@@ -12,6 +12,7 @@ from torch import nn
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.shards.pages.media import evenly_spaced
 from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.relevancy import Relevancy
 from clipmill.train.data.remote import open_data_folder
@@ -21,6 +22,8 @@ from clipmill.train.evaluation.by_class import Predictions, majority_baseline
 from clipmill.train.evaluation.player import PicturedSamples, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
 from clipmill.train.run.counted_batches import counted_batches
+from clipmill.train.tasks.dual_encoder.clip_benchmark import class_prompts, image_captions
+from clipmill.train.tasks.dual_encoder.egomcq import open_questions
 from clipmill.train.tasks.dual_encoder.embeddings import (
     Embeddings,
     EmbedTexts,
@@ -32,9 +35,15 @@ from clipmill.train.tasks.dual_encoder.embeddings import (
 from clipmill.train.tasks.dual_encoder.examples import Ranking, retrieval_examples
 from clipmill.train.tasks.dual_encoder.metrics import MIR_PROTOCOL, score_mir
 from clipmill.train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
-from clipmill.train.tasks.dual_encoder.protocols import NAMED, Match, RetrievalScorer, protocol_captions
+from clipmill.train.tasks.dual_encoder.protocols import (
+    NAMED,
+    OF_IMAGES,
+    Match,
+    RetrievalScorer,
+    protocol_captions,
+)
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
-from clipmill.train.tasks.dual_encoder.spec import MirFlags, RetrievalFlags, ZeroShotFlags
+from clipmill.train.tasks.dual_encoder.spec import EgoMcqFlags, MirFlags, RetrievalFlags, ZeroShotFlags
 from clipmill.train.tasks.dual_encoder.zero_shot import (
     PLAIN_TEMPLATE,
     PROTOCOL,
@@ -183,20 +192,26 @@ def make_scorer(
             hint="give a data folder: --shards DIR",
         )
     if not has_text_tower and protocol != "msrvtt-1ka":
-        raise UserError(
-            f"{protocol} embeds texts, and this run has no text tower: its embeddings are stored",
-            hint="use a run of --text-tower trained",
-        )
+        raise _without_text_tower(protocol)
     if protocol == "mir":
         table = open_mir_table(data_dir, split=split, relevancy=settings.relevancy, sentences=settings.sentences)
         return MirScorer(table)
     if protocol != "zero-shot":
         captions = protocol_captions(data_dir, protocol, split=split, sources=sources)
+        if protocol == "egomcq":
+            return open_questions(settings.questions, captions, data_dir=data_dir)
         return RetrievalScorer(protocol, captions, settings.dual_softmax)
     classes = open_class_prompts(
         data_dir, split=split, classes=settings.classes, templates=settings.templates, label=settings.label
     )
     return ZeroShotScorer(classes)
+
+
+def _without_text_tower(protocol: str) -> UserError:
+    return UserError(
+        f"{protocol} embeds texts, and this run has no text tower: its embeddings are stored",
+        hint="use a run of --text-tower trained",
+    )
 
 
 class EmbedsTexts(Protocol):
@@ -242,11 +257,11 @@ class LoopEvaluation:
         self._every = every_for(samples.num_samples, at_most=wanted.max_samples)
         if self._every > 1 and wanted.protocol in NAMED:
             raise UserError(
-                f"--evaluate.max-samples is {wanted.max_samples}, and {wanted.protocol} ranks all "
-                f"{samples.num_samples:,} videos of {name}",
+                f"--evaluate.max-samples is {wanted.max_samples}, and {wanted.protocol} needs all "
+                f"{samples.num_samples:,} clips of {name}",
                 hint=f"use {samples.num_samples} or more, or --evaluate.protocol retrieval",
             )
-        self._scorer = open_scorer(wanted, settings)
+        self._scorer = open_scorer(wanted, settings, samples)
         self.protocol = f"{wanted.protocol}: {self._scorer.definition}"
         if isinstance(self._scorer, RetrievalScorer) and (incomplete := self._scorer.missing(samples.num_samples)):
             self.protocol += f"; incomplete: {incomplete}"
@@ -260,12 +275,25 @@ class LoopEvaluation:
         return split_metrics(self._name, self._scorer.metrics(result), num_failed=embeddings.num_failed)
 
 
-def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings) -> Scorer:
-    """The scorer of a protocol for a run's data.
+def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, samples: TrainingSet) -> Scorer:
+    """The scorer of a protocol for a run's data, of which `samples` are images that are evaluated.
 
     Raises:
-        UserError: see `make_scorer`; also for protocols of clips on latents.
+        UserError: see `make_scorer`; also for protocols of clips on latents, or of images on clips.
     """
+    if isinstance(samples, TarImages):
+        if settings.text_tower == "frozen":
+            raise _without_text_tower(wanted.protocol)
+        if wanted.protocol == "zero-shot":
+            named = class_prompts(samples, settings.folder, classes=wanted.classes, templates=wanted.templates)
+            return ZeroShotScorer(named)
+        if wanted.protocol == OF_IMAGES:
+            return RetrievalScorer(OF_IMAGES, image_captions(samples), wanted.dual_softmax)
+    elif wanted.protocol == OF_IMAGES:
+        raise UserError(
+            f"{OF_IMAGES} scores tars of images with captions, and {settings.folder} has videos",
+            hint="use --protocol retrieval (in training --evaluate.protocol), or --shards with tars of images",
+        )
     if wanted.protocol in ("mir", *NAMED) and settings.reads_latents:
         raise UserError(
             f"{wanted.protocol} scores the clips of captions, and latents are in segments", hint="use --input pixels"
@@ -284,7 +312,7 @@ def text_embedder(model: nn.Module, *, device: torch.device) -> EmbedTexts:
     return lambda texts: embed_texts(towers.embed_text, texts, device=device)
 
 
-def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | ZeroShotFlags) -> Score:
+def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags | ZeroShotFlags) -> Score:
     """Score a run's latest checkpoint by a protocol.
 
     Raises:
@@ -295,8 +323,8 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | ZeroShotFlag
     wanted, num_clips = flags.evaluation(), flags.clips
     if num_clips > 1 and settings.reads_latents:
         raise UserError(f"--clips is {num_clips}", hint="leave it out: latents have a single view")
-    scorer = open_scorer(wanted, settings)
     samples = task.samples_of(wanted, World(), num_clips=num_clips)
+    scorer = open_scorer(wanted, settings, samples)
     model = trained.fill(task.build_model(samples))
     ranking: Ranking | None = None
     with trained.precision.autocast():

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from clipmill.manifests.adapters.egovlp import EGOMCQ
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_captions
@@ -24,8 +25,9 @@ from clipmill.train.data.chunks import videos_of_split
 from clipmill.train.models.text import CONTEXT_LENGTH, load_tokenizer
 from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, EmbedTexts, distinct_texts
 from clipmill.train.tasks.dual_encoder.metrics import score_retrieval
-from clipmill.train.tasks.dual_encoder.settings import RetrievalName
+from clipmill.train.tasks.dual_encoder.settings import ProtocolName, RetrievalName
 
+OF_IMAGES: RetrievalName = "clip-benchmark"
 _TIES = "ties count against the model"
 _OWN = f"only a video and its own text are right for each other, even where two videos have equal texts; {_TIES}"
 _HINT = "use --protocol retrieval (in training --evaluate.protocol), or the data of this benchmark"
@@ -74,10 +76,17 @@ PROTOCOLS: dict[RetrievalName, RetrievalProtocol] = {
         num_videos=1500,
         num_captions=10,
     ),
+    OF_IMAGES: RetrievalProtocol(
+        "Image-text retrieval",
+        "as CLIP_benchmark: each line of an image's txt is a caption; text to image (text → video): each caption among "
+        "all images; image to text: each image among all captions, by the best of its own; "
+        f"{_OWN.replace('video', 'image')}",
+    ),
 }
 
 
-NAMED = tuple(name for name in PROTOCOLS if name != "retrieval")
+# Of benchmarks: they have captions of their own.
+NAMED = (*(name for name in PROTOCOLS if name not in ("retrieval", OF_IMAGES)), EGOMCQ)
 
 
 def _dual_softmax_rule(temperature: float) -> str:
@@ -87,11 +96,11 @@ def _dual_softmax_rule(temperature: float) -> str:
     )
 
 
-def protocol_captions(data_dir: Path, name: RetrievalName, *, split: str, sources: str | None) -> pa.Table:
-    """The captions of a split as a protocol has them, of the first source only; paragraphs are one caption each.
+def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources: str | None) -> pa.Table:
+    """The captions of a split as a protocol of `NAMED` has them, of one source; paragraphs are one caption each.
 
     Args:
-        sources: `--captions.sources`.
+        sources: `--captions.sources`, whose first one is used; EgoMCQ has its own.
 
     Raises:
         UserError: the captions contradict the protocol.
@@ -107,14 +116,22 @@ def protocol_captions(data_dir: Path, name: RetrievalName, *, split: str, source
     for name_of_column in ("video_id", "source"):  # dictionaries, which may differ between chunks
         number = captions.column_names.index(name_of_column)
         captions = captions.set_column(number, name_of_column, captions[name_of_column].cast(pa.string()))
-    first = choose_sources(pc.unique(captions["source"]).to_pylist(), wanted=sources, elsewhere=elsewhere).names[0]
+    there = pc.unique(captions["source"]).to_pylist()
+    if name == EGOMCQ:
+        if EGOMCQ not in there:
+            raise UserError(
+                f"split {split!r} of {data_dir} has no clips of EgoMCQ",
+                hint="give egomcq.json to prep manifest ego4d --annotations",
+            )
+        return captions.filter(pc.equal(captions["source"], EGOMCQ))
+    first = choose_sources(there, wanted=sources, elsewhere=elsewhere).names[0]
     captions = captions.filter(pc.equal(captions["source"], first))
     if misfit := _misfit(captions, name):
         raise UserError(f"split {split!r} of {data_dir} is not for the protocol {name}: {misfit}", hint=_HINT)
     return _joined(captions) if name == "paragraph" else captions
 
 
-def _misfit(captions: pa.Table, name: RetrievalName) -> str:
+def _misfit(captions: pa.Table, name: ProtocolName) -> str:
     """What contradicts a protocol; empty if nothing does. A part of its videos or captions does not."""
     counts = pc.value_counts(captions["video_id"].combine_chunks())
     num_N, videos = counts.field("counts").to_numpy(), counts.field("values")

@@ -19,8 +19,8 @@ from clipmill.train.losses.settings import Loss
 
 LOSS = help_group("Loss", 6)
 # Named protocols of text-video retrieval; `retrieval` is the plain one (clipmill.train.tasks.dual_encoder.protocols).
-RetrievalName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex"]
-ProtocolName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "mir", "zero-shot"]
+RetrievalName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "clip-benchmark"]
+ProtocolName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "clip-benchmark", "mir", "egomcq", "zero-shot"]
 RETRIEVAL_NAMES: tuple[RetrievalName, ...] = get_args(RetrievalName)
 TEMPERATURE = Range(1e-4, 1e4)
 
@@ -38,6 +38,7 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
         for direction in ("average", "video_to_text", "text_to_video")
         for name in ("mean_ap", "ndcg")
     ),
+    "egomcq": ("inter_accuracy", "intra_accuracy"),
     "zero-shot": ("top1", "top5", "mean_class_accuracy"),
 }
 
@@ -47,15 +48,17 @@ class DualEncoderEvaluation(EvaluationSettings):
     """How a dual encoder is evaluated."""
 
     protocol: Annotated[ProtocolName, EVERY] = "retrieval"
-    """Evaluation protocol. retrieval: R@k and median rank; msrvtt-1ka, paragraph, vatex: the same by the rules of these
-    benchmarks; mir: EK-100's mAP and nDCG; zero-shot: classification by prompts. Data of --evaluate.shards can have
-    their own: DATA@SPLIT:PROTOCOL."""
+    """Evaluation protocol. retrieval: R@k and median rank; msrvtt-1ka, paragraph, vatex, clip-benchmark: the same by
+    the rules of these benchmarks; mir: EK-100's mAP and nDCG; egomcq: EgoVLP's multiple choice; zero-shot:
+    classification by prompts. Data of --evaluate.shards can have their own: DATA@SPLIT:PROTOCOL."""
     dual_softmax: Annotated[float | None, TEMPERATURE, EVERY] = None
     """Retrieval: also log R@k with dual softmax at this temperature of the cosines, under names of their own."""
     relevancy: Annotated[Path | None, EVERY] = None
     """mir: relevancy matrix, .pkl or .npy. Default: computed from verb and noun classes."""
     sentences: Annotated[Path | None, EVERY] = None
     """mir: CSV file whose `narration` column has the sentences of --evaluate.relevancy, in its order."""
+    questions: Annotated[Path | None, EVERY] = None
+    """egomcq: its file of questions, egomcq.json."""
     classes: Annotated[Path | None, EVERY] = None
     """zero-shot: text file, one class per line. Default: the labels of the captions."""
     templates: Annotated[Path | None, EVERY] = None
@@ -95,6 +98,7 @@ class DualEncoderEvaluation(EvaluationSettings):
 _OF_PROTOCOL: dict[str, tuple[str, ...]] = {
     "dual_softmax": RETRIEVAL_NAMES,
     **dict.fromkeys(("relevancy", "sentences"), ("mir",)),
+    "questions": ("egomcq",),
     **dict.fromkeys(("classes", "templates", "label"), ("zero-shot",)),
 }
 

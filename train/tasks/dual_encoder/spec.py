@@ -71,6 +71,18 @@ class MirFlags(ClipFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EgoMcqFlags(ClipFlags):
+    """Flags of `train eval egomcq`."""
+
+    questions: Path | None = None
+    """File of questions, egomcq.json, which prep manifest ego4d has read too. Required."""
+
+    def evaluation(self) -> DualEncoderEvaluation:
+        """The settings that training has for it."""
+        return DualEncoderEvaluation(protocol="egomcq", split=self.split, questions=self.questions)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ZeroShotFlags(ClipFlags):
     """Flags of `train eval zero-shot`."""
 
@@ -137,6 +149,15 @@ def mir_table(result: dict[str, Any]) -> Table:
     protocol = protocol_of(result, result["coverage"], relevancy=relevancy, left_out=_undefined(result))
     title = f"Multi-instance retrieval (EK-100 MIR, {'computed relevancy' if is_computed else relevancy})"
     return Table(title, ("mAP", "nDCG"), tuple(rows), protocol, headline=-1)
+
+
+def egomcq_table(result: dict[str, Any]) -> Table:
+    """Accuracy among clips of different videos, and of one."""
+    kinds = {"inter": "inter-video", "intra": "intra-video"}
+    cells = tuple(share_cell(result[kind]["accuracy"], result[kind]["chance"]) for kind in kinds)
+    sizes = ", ".join(counted(result[kind]["num_questions"], f"{name} question") for kind, name in kinds.items())
+    rows = (Row("accuracy", sizes, cells),)
+    return Table("EgoMCQ", tuple(kinds.values()), rows, protocol_of(result, sizes, questions=result["questions"]))
 
 
 def zero_shot_table(result: dict[str, Any]) -> Table:
@@ -220,6 +241,17 @@ MIR = EvaluationSpec(
         CurveGroup(r"(.+)_ndcg", "nDCG, %", _direction),
     ),
 )
+EGOMCQ = EvaluationSpec(
+    name="egomcq",
+    help="Evaluate EgoMCQ, multiple choice among five clips of Ego4D: inter-video and intra-video accuracy.",
+    example="train eval egomcq runs/ego4d --shards data --questions egomcq.json",
+    run_help=_RUNS,
+    needs="--questions egomcq.json",
+    settings=EgoMcqFlags,
+    score=late("clipmill.train.tasks.dual_encoder.evaluation:score_run"),
+    table=egomcq_table,
+    curves=(CurveGroup(r"(inter|intra)_accuracy", "EgoMCQ accuracy, %"),),
+)
 ZERO_SHOT = EvaluationSpec(
     name="zero-shot",
     help="Evaluate zero-shot classification by prompts: top-1, top-5 and mean class accuracy.",
@@ -239,7 +271,7 @@ TASK = TaskSpec(
     settings=DualEncoderSettings,
     make=late("clipmill.train.tasks.dual_encoder.task:DualEncoderTask"),
     effective=late("clipmill.train.tasks.dual_encoder.task:effective_settings"),
-    evaluations=(RETRIEVAL, MIR, ZERO_SHOT, PROBE),
+    evaluations=(RETRIEVAL, MIR, EGOMCQ, ZERO_SHOT, PROBE),
     formats={
         "open_clip": "create_model('local-dir:OUT')",
         "hf": "CLIPModel.from_pretrained('OUT')",

@@ -18,15 +18,19 @@ from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.model import DualEncoderTowers, kind_of
 from clipmill.train.config.towers import TOWERS
 from clipmill.train.data.batch import Batch
+from clipmill.train.data.classes import ClassList
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import spread_frames
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.inputs import (
     Mixture,
     clip_query,
     clip_shape,
     first_of,
+    image_query,
     loader_settings,
     open_segments,
+    reads_images,
     size_on_latents,
 )
 from clipmill.train.data.latents.loader import CaptionedLatents
@@ -43,6 +47,7 @@ from clipmill.train.losses.objective import Objective
 from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
 from clipmill.train.models.text import Tokenize, load_tokenizer
 from clipmill.train.models.transformer import NORM_EPS
+from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
 from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
 from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
@@ -50,7 +55,7 @@ from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, 
 from clipmill.train.weights.effective import chosen, effective_clip_settings
 from clipmill.train.weights.sources import Say, Source
 
-OneFolder = VideoCaptions | VideoStream | CaptionedLatents
+OneFolder = VideoCaptions | TarImages | VideoStream | CaptionedLatents
 Samples = OneFolder | Mixture
 # Losses whose temperature has the meaning of CLIP's. The others have initial values of their own.
 _CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
@@ -88,6 +93,9 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             UserError: as of `samples`, or they contradict the protocol.
         """
         settings = self._settings
+        if wanted.protocol == "zero-shot" and not settings.reads_latents and reads_images(settings):
+            numbers = class_numbers(settings.folder, wanted.classes)
+            return self.images(world, views=Views(num_clips=num_clips), classes=numbers)
         if settings.reads_latents or names_tars(settings.folder) or wanted.protocol not in NAMED:
             # In multi-instance retrieval, two narrations of one span are two queries.
             each_caption = wanted.protocol == "mir"
@@ -134,13 +142,15 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         if names_tars(settings.folder):
             if tokenize is None or settings.captions != CaptionSettings():
                 raise UserError(
-                    f"{settings.folder} is a stream of tars: each clip has the one caption that its tar gives it",
+                    f"{settings.folder} names tars: each clip has the one caption that its tar gives it",
                     hint="leave out --text-tower and --captions, or name a data folder that prep made",
                 )
-            if settings.where is not None:
+            if reads_images(settings):
+                return self.images(world, views=shape.views)
+            if settings.selection is not None:
                 raise UserError(
                     f"{settings.folder} is a stream of tars: it has no manifest and no scores to select by",
-                    hint="leave out --where, or name a data folder that prep made",
+                    hint="leave out --where and --share, or name a data folder that prep made",
                 )
             return VideoStream(
                 settings.folder,
@@ -159,6 +169,12 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             has_stored_text=tokenize is None,
             each_caption=each_caption,
         )
+
+    def images(self, world: World, *, views: Views, classes: ClassList | None = None) -> TarImages:
+        """This rank's part of the images in tars: those with captions, or with one of the classes."""
+        settings = self._settings
+        query = image_query(settings, loading=loader_settings(settings, world, device=self._device), views=views)
+        return TarImages(query, has_captions=classes is None, tokenize=load_tokenizer(), classes=classes)
 
     def _latents(self, split: str, world: World, *, tokenize: Tokenize | None) -> CaptionedLatents:
         captions: Captions = "stored" if tokenize is None else "words"

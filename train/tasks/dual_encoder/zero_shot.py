@@ -6,7 +6,7 @@ number of other classes that score at least as high: ties count against the mode
 wrong.
 
 A class file is a list or a table (clipmill.train.data.class_file); a template file has one template per line, with {}
-for the name. Without a class file, classes and names come from a label of the captions:
+or {c} for the name. Without a class file, classes and names come from a label of the captions:
 
     text (Kinetics' `class`)                the label is the name
     number (EK-100's `verb`), or `action`   the names are the distinct texts of all captions that have it
@@ -113,7 +113,7 @@ def read_templates(path: Path) -> tuple[str, ...]:
     Raises:
         UserError: the file cannot be read, is empty, or a line has no {}.
     """
-    lines = _lines(path)
+    lines = [line.replace("{c}", "{}") for line in _lines(path)]  # as CLIP_benchmark writes it
     for line in lines:
         if "{}" not in line:
             raise UserError(f"{path} has the template {line!r}", hint="write {} where the name of the class goes")

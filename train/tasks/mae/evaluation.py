@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.shards.pages.media import evenly_spaced, evenly_within, jpeg_uri, png_uri
 from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.latents.loader import FALSE_COLOUR_STDS, LatentLoader
 from clipmill.train.data.latents.segments import times_us
 from clipmill.train.data.loader import SampleRequest
@@ -44,7 +45,7 @@ _PICTURES = {
     "contain; the pictures take both from visible cubes, weighted by distance. Cubes whose colour is wrong as "
     "a whole are therefore due to this rule.",
 }
-Samples = ChunkClips | LatentLoader
+Samples = ChunkClips | TarImages | LatentLoader
 
 
 def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "") -> Score:
@@ -150,6 +151,8 @@ def _figures(clips: Sequence[ReconstructedClip], samples: Samples, *, num_frames
 
 def span_s(samples: Samples, sample: int, *, num_frames: int) -> tuple[float, float]:
     """Start and end of the frames of an evaluated clip in its video, in seconds."""
+    if isinstance(samples, TarImages):
+        return samples.span_s(sample)
     if isinstance(samples, ChunkClips):
         frames = samples.plan(SampleRequest(sample, sample, None)).frames
         times = [(samples.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])]

@@ -60,5 +60,5 @@ def pretraining_config(decoder: TransformerSize) -> dict[str, Any]:
         "decoder_hidden_size": decoder.width,
         "decoder_num_hidden_layers": decoder.depth,
         "decoder_num_attention_heads": decoder.num_heads,
-        "decoder_intermediate_size": 4 * decoder.width,
+        "decoder_intermediate_size": decoder.mlp_width,
     }

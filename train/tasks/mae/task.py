@@ -16,14 +16,17 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.chunks import videos_of_split
 from clipmill.train.data.frame_sampling import window_frames
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.inputs import (
     LATENT_PATCH,
     Mixture,
     clip_query,
     first_of,
+    image_query,
     loader_settings,
     open_folder,
     open_segments,
+    reads_images,
     size_on_latents,
 )
 from clipmill.train.data.latents.loader import LatentLoader
@@ -44,7 +47,7 @@ from clipmill.train.weights.effective import effective_clip_settings
 from clipmill.train.weights.loading import Loaded, fit_to
 from clipmill.train.weights.sources import Say, Source
 
-OneFolder = ChunkClips | LatentLoader
+OneFolder = ChunkClips | TarImages | LatentLoader
 Samples = OneFolder | Mixture
 
 
@@ -71,6 +74,8 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         if settings.evaluate.split != ProbeEvaluation.split:
             # The run reconstructs clips of it at the end; only the default split may be missing.
             for folder in settings.folders:
+                if reads_images(settings, folder):
+                    continue
                 with EvaluatedData(name="", shards=None, split=settings.evaluate.split).opening():
                     path = open_data_folder(folder, cache=settings.cache, column=None).path
                     videos_of_split(path, settings.evaluate.split)
@@ -101,16 +106,12 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         settings = self._settings
         if settings.reads_latents:
             return self._latents(split, world)
-        folder = open_folder(settings, reason="train mae reads data folders")
-        return ChunkClips(
-            clip_query(
-                settings,
-                folder,
-                split=split,
-                loading=replace(loader_settings(settings, world, device=self._device), group=per_chunk),
-            ),
-            same_frames=settings.repeat == "masks",
-        )
+        loading = replace(loader_settings(settings, world, device=self._device), group=per_chunk)
+        if reads_images(settings):
+            return TarImages(image_query(settings, loading=loading), repeats=per_chunk)
+        folder = open_folder(settings, reason="train mae reads data folders and tars of images")
+        query = clip_query(settings, folder, split=split, loading=loading)
+        return ChunkClips(query, same_frames=settings.repeat == "masks")
 
     def _latents(self, split: str, world: World) -> LatentLoader:
         settings = self._settings
@@ -140,7 +141,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         if self._shape is not None:
             return self._shape.size.video
         size, first = size_of(self._settings.model, self._settings.towers).video, _first(samples)
-        return size if isinstance(first, ChunkClips) else size_on_latents(size, first.frame_shape)
+        return size_on_latents(size, first.frame_shape) if isinstance(first, LatentLoader) else size
 
     def masking(self, samples: Samples) -> Masking:
         """The masks of clips as `samples` has them."""
@@ -193,7 +194,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         if self._shape is not None:
             return self._shape.image_px
         first = _first(samples)
-        return self._settings.size_px if isinstance(first, ChunkClips) else first.frame_shape.height
+        return first.frame_shape.height if isinstance(first, LatentLoader) else self._settings.size_px
 
 
 def _first(samples: Samples) -> OneFolder:

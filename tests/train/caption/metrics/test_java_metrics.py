@@ -7,6 +7,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.commands.evaluation import score_run
+from clipmill.train.tasks.caption.generation import GeneratedCaptions, metrics_of
 from clipmill.train.tasks.caption.metrics.java import Dialogue, Meteor, MetricUnavailable, java
 from clipmill.train.tasks.caption.metrics.scores import score_captions
 from clipmill.train.tasks.caption.spec import CAPTIONS, CaptionFlags
@@ -54,6 +55,15 @@ def test_meteor_is_that_of_pycocoevalcap_and_starts_once(monkeypatch: pytest.Mon
     assert scores.means["meteor"] == pytest.approx(0.2581132614670123, abs=1e-6)
     ours = {video_id: its_scores["meteor"] for video_id, its_scores in scores.per_video.items()}
     assert ours == pytest.approx(METEOR, abs=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("java") is None, reason="METEOR needs Java")
+def test_the_evaluation_in_the_loop_has_meteor_if_it_is_asked_for() -> None:
+    names = list(CANDIDATES)
+    part = GeneratedCaptions(captions=dict(enumerate(CANDIDATES.values())), summed_loss=2.0, num_tokens=4)
+    found = metrics_of([part], references=lambda index: REFERENCES[names[index]], with_java=True)
+    assert found["meteor"] == pytest.approx(0.2581132614670123, abs=1e-6) and found["loss"] == 0.5
+    assert "meteor" not in metrics_of([part], references=lambda index: REFERENCES[names[index]])
 
 
 ANSWERS = """

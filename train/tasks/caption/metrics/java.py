@@ -161,6 +161,17 @@ def check_jars(folder: Path) -> None:
         )
 
 
+def require_java(spice_jars: Path | None = None) -> None:
+    """Raise a UserError if METEOR, or SPICE with these jars, cannot be computed on this machine."""
+    try:
+        java()
+        jar_of_pycocoevalcap(_METEOR_JAR)
+    except MetricUnavailable as reason:
+        raise UserError(f"--evaluate.java: {reason}", hint="install what is missing, or leave it out") from None
+    if spice_jars is not None:
+        check_jars(spice_jars)
+
+
 def spice(
     candidates: Mapping[str, str], references: Mapping[str, Sequence[str]], *, jars: Path
 ) -> tuple[float, dict[str, float]]:

@@ -1,0 +1,166 @@
+"""Loading clips with more and more workers: latency and throughput by way of decoding and length of chunks.
+
+    python -m benchmarks.loader_scaling [VIDEOS] [--workers 1 2 ...] [--kinds threads processes]
+        [--decode plain filter packets] [--lengths 5 15 60] [--clips 1024] [--num-videos N] [--rounds N] [--json FILE]
+
+It has the rows of AVION's figure 5: a pool of M workers samples clips of 4 frames, RandomResizedCrop to 224 px. By
+default M doubles from 1 up to the cores that there are. A worker is a thread of one loader, as in training, or a
+process with a loader of one thread. The ways of decoding:
+
+    plain      decode the whole chunk, then crop the frames that are used (figure 5's standard pipeline)
+    filter     the crop is a filter of libav's graph (Fused DecodeCrop)
+    packets    decode only the packets that the frames need, crop planes (the default of training)
+
+`latency ms` is the time that a worker takes for a clip (5a), `clips/s a worker` the throughput per worker (5b),
+`clips/s` that of the pool (5c); wall time of --clips clips, median over the rounds. `/ plain` compares clips/s at the
+same number and kind of workers and length. `CPU ms` is the CPU time per clip, which other programs disturb less.
+
+Videos are of one minute each, made up unless VIDEOS is given; each chunk length is a data folder of the same videos.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from benchmarks.decode_peers.chunk_sets import OWN, RECIPES, write_captions
+from benchmarks.decode_peers.clip_set import data_folder
+from benchmarks.decode_peers.pieces import pieces_of
+from benchmarks.measure import prep_command, run_measured
+from benchmarks.peer_process import PeerProcess
+from benchmarks.report import parser_for, print_report
+from benchmarks.timing import turns
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+
+PIECES_PER_VIDEO = 4
+CLIP_S, CLIPS_PER_VIDEO = 4.0, 14
+DECODE = ("plain", "filter", "packets")
+KINDS = ("threads", "processes")
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("videos", nargs="?", type=Path, help="folder of videos; made up when left out")
+    parser.add_argument("--workers", type=int, nargs="+", default=doubled(len(os.sched_getaffinity(0))))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--decode", nargs="+", choices=DECODE, default=list(DECODE))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[5, 15, 60], help="seconds of a chunk")
+    parser.add_argument("--clips", type=int, default=1024, help="clips of a turn")
+    parser.add_argument("--num-videos", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        make_data(folder, videos=arguments.videos, num_videos=arguments.num_videos, lengths=arguments.lengths)
+        taken: dict[Case, list[Taken]] = {}
+        # A loader of one thread in a process of its own is the same as a thread.
+        pools = [one for one in product(arguments.kinds, arguments.workers) if one != ("processes", 1)]
+        for decode, (kind, num_workers) in product(arguments.decode, pools):
+            pool = Pool(folder, kind=kind, num_workers=num_workers, decode=decode)
+            for _, length in turns([str(one) for one in arguments.lengths], arguments.rounds):
+                case = Case(int(length), decode, kind, num_workers)
+                taken.setdefault(case, []).append(pool.load(f"{length}s", num_clips=arguments.clips))
+            pool.end()
+    title = f"{arguments.clips:,} clips of 4 frames, median of {arguments.rounds} rounds"
+    print_report(title, rows_of(taken), notes=[], json_path=arguments.json)
+
+
+def doubled(most: int) -> list[int]:
+    """1, 2, 4, ... and `most`."""
+    return sorted({most, *(1 << power for power in range(most.bit_length()))})
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """A row of the table."""
+
+    length_s: int
+    decode: str
+    kind: str
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Clips per second of wall time of the pool, and CPU seconds of a clip."""
+
+    clips_per_s: float
+    cpu_s: float
+
+
+class Pool:
+    """Workers that load clips at the same time: threads of one process, or processes."""
+
+    def __init__(self, folder: Path, *, kind: str, num_workers: int, decode: str) -> None:
+        num_processes, num_threads = (1, num_workers) if kind == "threads" else (num_workers, 1)
+        words = (folder, "--threads", str(num_threads), "--decode", decode)
+        module = "benchmarks.decode_peers.loader_threads"
+        self._peers = [PeerProcess(Path(sys.executable), module, *words, folder=folder) for _ in range(num_processes)]
+
+    def load(self, name: str, *, num_clips: int) -> Taken:
+        """Load about so many clips of a set, shared by the processes."""
+        share = -(-num_clips // len(self._peers))
+        with ThreadPoolExecutor(len(self._peers)) as asking:
+            answers = list(asking.map(lambda peer: peer.ask("load", set=name, at_least=share), self._peers))
+        cpu_s = sum(one["cpu_s"] for one in answers) / sum(one["num_clips"] for one in answers)
+        return Taken(sum(one["num_clips"] / one["wall_s"] for one in answers), cpu_s)
+
+    def end(self) -> None:
+        """End the processes."""
+        for peer in self._peers:
+            peer.end()
+
+
+def rows_of(taken: dict[Case, list[Taken]]) -> list[dict[str, object]]:
+    """The rows of the table, by length, way of decoding, and workers."""
+    speeds = {case: statistics.median(one.clips_per_s for one in its) for case, its in taken.items()}
+    rows: list[dict[str, object]] = []
+    for case in sorted(taken, key=lambda case: (case.length_s, DECODE.index(case.decode), case.kind, case.num_workers)):
+        plain = speeds.get(Case(case.length_s, "plain", case.kind, case.num_workers))
+        rows.append(
+            {
+                "chunks": f"{case.length_s} s",
+                "decode": case.decode,
+                "workers": f"{case.num_workers} {case.kind}",
+                "latency ms": 1000 * case.num_workers / speeds[case],
+                "clips/s a worker": speeds[case] / case.num_workers,
+                "clips/s": speeds[case],
+                "/ plain": None if plain is None else speeds[case] / plain,
+                "CPU ms": 1000 * statistics.median(one.cpu_s for one in taken[case]),
+            }
+        )
+    return rows
+
+
+def make_data(folder: Path, *, videos: Path | None, num_videos: int, lengths: list[int]) -> None:
+    """Make a data folder for each length of chunks, of videos of a minute."""
+    program, pieces, minutes = find_ffmpeg().path, folder / "pieces", folder / "videos"
+    pieces.mkdir()
+    minutes.mkdir()
+    pieces_of(videos, pieces, num_pieces=PIECES_PER_VIDEO * num_videos, program=program)
+    files = sorted(pieces.iterdir())
+    for number in range(len(files) // PIECES_PER_VIDEO):
+        parts = files[number * PIECES_PER_VIDEO :][:PIECES_PER_VIDEO]
+        listed = folder / "parts.txt"
+        listed.write_text("".join(f"file '{path}'\n" for path in parts))
+        joined = [program, "-v", "error", "-f", "concat", "-safe", "0", "-i", str(listed), "-c", "copy"]
+        subprocess.run([*joined, str(minutes / f"{number:03d}.mp4")], check=True)
+    captions = folder / "captions.csv"
+    begins_s = [CLIP_S * number for number in range(CLIPS_PER_VIDEO)]
+    spans = [(number, begin_s, CLIP_S) for number in range(len(list(minutes.iterdir()))) for begin_s in begins_s]
+    write_captions(captions, spans)
+    for length in lengths:
+        data = data_folder(folder, f"{length}s")
+        run_measured(prep_command("manifest", "folder", minutes, "--captions", captions, "--data", data))
+        words: list[str | Path] = ["--len", f"{length}s", "--data", data, "--engine", "processes", *RECIPES[OWN]]
+        run_measured(prep_command("chunk", *words))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Exports: what has been made, in the formats of other tools."""

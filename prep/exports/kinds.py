@@ -1,0 +1,98 @@
+"""The kinds of `prep export`: a row each, with its flags and the function that writes it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.imported import imported
+
+Progress = Callable[[int, int | None], None]  # is called with the number of samples done and of all
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What is in an export after a run.
+
+    Attributes:
+        noun: what a sample is called, singular.
+        num_samples: number of samples in the export.
+        num_written: how many of them this run has written; the others were up to date.
+        left_out: number of samples that are not in it, by reason.
+    """
+
+    noun: str
+    num_samples: int
+    num_written: int
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExportKind:
+    """A format that `prep export` writes.
+
+    Attributes:
+        name: of the command.
+        flags: frozen dataclass, whose fields are the flags; all have defaults.
+        writer: import path `package.module:function`; it is called with the data folder, the destination, an instance
+            of `flags` and `Progress`, and returns `Exported`. A rerun writes only what has changed; a run that is
+            killed leaves nothing that looks like a finished export.
+        text: help text of the command.
+    """
+
+    name: str
+    flags: type[Any]
+    writer: str
+    text: str
+
+    def write(self, data_dir: Path, destination: Path, flags: Any, show: Progress) -> Exported:
+        """Call the writer."""
+        written: Exported = imported(self.writer)(data_dir, destination, flags, show)
+        return written
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZarrFlags:
+    """The flags of `prep export zarr`."""
+
+    split: str = "train"
+    """Split of the manifest."""
+
+    segment: str = "5s"
+    """Length of a segment, a whole number of latent frames, such as 5s."""
+
+    chunk: Annotated[int, Parameter(allow_leading_hyphen=True)] = 1
+    """Number of segments per Zarr chunk, 1 or more, such as the batch size of training."""
+
+    level: Annotated[int, Parameter(allow_leading_hyphen=True)] = 5
+    """Compression level of Blosc with Zstandard, 0 to 9."""
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise UserError(f"--chunk {self.chunk} is out of range", hint="give 1 or more segments")
+        if not 0 <= self.level <= 9:
+            raise UserError(f"--level {self.level} is out of range", hint="give 0 (no compression) to 9")
+
+
+KINDS = (
+    ExportKind(
+        "zarr",
+        ZarrFlags,
+        "clipmill.prep.exports.zarr_store:write_zarr_store",
+        """Write latents and text embeddings as a Zarr store for loaders of segments.
+
+        The arrays are base_frames [segments, frames, C, h, w], clip_emb [videos, D] and segment_to_video [segments].
+        A video has the embedding of its first caption. A rerun does nothing if neither columns nor flags have changed.
+
+        Example: prep export zarr segments.zarr --chunk 32
+
+        Parameters
+        ----------
+        destination
+            Folder of the store. An existing one is replaced if prep export wrote it.
+        """,
+    ),
+)

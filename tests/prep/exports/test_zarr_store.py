@@ -1,0 +1,129 @@
+"""`prep export zarr`: the three arrays of the document hold what the columns hold."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+from clipmill.manifests.store import read_captions
+from tests.prep.running import prep_here
+from tests.train.latents.written import Chunk, Written, write_all, write_latents
+from tests.train.tiny_data import Caption
+
+SHARDS = [
+    [Chunk("a", 0, 60), Chunk("a", 15000, 28), Chunk("b", 0, 40)],
+    [Chunk("c", 15000, 20), Chunk("c", 0, 60), Chunk("d", 0, 60), Chunk("e", 0, 60)],
+]
+CAPTIONS = [
+    Caption("a", 6.0, 7.0, "later"),
+    Caption("a", 0.0, 5.0, "the first of a"),
+    Caption("b", 0.0, 5.0, "b"),
+    Caption("c", 0.0, 5.0, "has no embedding"),
+    Caption("c", 5.0, 6.0, "the first of c that has one"),
+    Caption("d", 0.0, 5.0, "d has no embedding"),
+    Caption("e", 0.0, 5.0, "of another split"),
+]
+WITHOUT = frozenset({3, 5})
+SPLITS = {"a": "train", "b": "train", "c": "train", "d": "train", "e": "val"}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    return write_all(tmp_path / "data", SHARDS, CAPTIONS, without=WITHOUT, splits=SPLITS)
+
+
+def wanted(written: Written) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The arrays, from what was written."""
+    chunks = {"a": ("a_000000000", "a_000015000"), "b": ("b_000000000",), "c": ("c_000000000", "c_000015000")}
+    frames, of_video = [], []
+    for number, keys in enumerate(chunks.values()):
+        for key in keys:
+            array = written.latents[key]
+            full = array[: len(array) // 20 * 20].reshape(-1, 20, *array.shape[1:])
+            frames.append(full)
+            of_video += [number] * len(full)
+    first = {"a": "the first of a", "b": "b", "c": "the first of c that has one"}
+    ids = {(row["video_id"], row["text"]): row["caption_id"] for row in read_captions(written.data_dir).to_pylist()}
+    text = np.stack([written.text[ids[video, caption]] for video, caption in first.items()])
+    return np.concatenate(frames), text, np.array(of_video)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_the_store_has_the_documents_arrays_with_the_values_of_the_columns(
+    written: Written, tmp_path: Path, chunk: int
+) -> None:
+    store_dir = tmp_path / "segments.zarr"
+    ran = prep_here("export", "zarr", store_dir, "--data", written.data_dir, "--chunk", chunk, "--level", 3)
+    frames, text, of_video = wanted(written)
+    store = zarr.open_group(store_dir, mode="r")
+    assert set(store.array_keys()) == {"base_frames", "clip_emb", "segment_to_video"}
+    assert np.array_equal(store["base_frames"][:].view(np.uint16), frames)
+    assert np.array_equal(store["clip_emb"][:].view(np.uint16), text)
+    assert np.array_equal(store["segment_to_video"][:], of_video) and store["segment_to_video"].dtype == np.int64
+    assert store["base_frames"].chunks == (chunk, *frames.shape[1:])
+    (blosc,) = store["base_frames"].compressors
+    assert (blosc.cname, blosc.clevel) == ("zstd", 3)
+    assert f"exported  {len(frames)} segments" in ran.stdout
+    assert "left out  3: segments of videos without an embedded caption" in ran.stdout
+    assert "left out  1: ends of chunks" in ran.stdout
+
+
+def test_compressed_latents_give_the_same_store(written: Written, tmp_path: Path) -> None:
+    frames = wanted(written)[0]
+    other = write_all(tmp_path / "packed", [], CAPTIONS, without=WITHOUT, splits=SPLITS)
+    write_latents(other, SHARDS, is_compressed=True)
+    prep_here("export", "zarr", tmp_path / "packed.zarr", "--data", other.data_dir)
+    found = zarr.open_group(tmp_path / "packed.zarr", mode="r")["base_frames"][:]
+    assert np.array_equal(found.view(np.uint16), frames)
+
+
+def test_a_rerun_does_nothing_until_flags_or_columns_change(written: Written, tmp_path: Path) -> None:
+    store_dir = tmp_path / "out" / "segments.zarr"
+    line = ("export", "zarr", store_dir, "--data", written.data_dir)
+    assert prep_here(*line, "--json").summary["num_written"] == 10
+    inode = store_dir.stat().st_ino
+    assert "nothing to do" in prep_here(*line).stdout and store_dir.stat().st_ino == inode
+    assert prep_here(*line, "--chunk", 2, "--json").summary["num_written"] == 10
+    assert zarr.open_group(store_dir, mode="r")["base_frames"].chunks[0] == 2
+    assert [path.name for path in store_dir.parent.iterdir()] == [store_dir.name]
+
+
+def test_what_a_killed_run_left_is_removed_and_a_failed_one_leaves_the_old_store(
+    written: Written, tmp_path: Path
+) -> None:
+    store_dir = tmp_path / "segments.zarr"
+    left = tmp_path / ".tmp-0123456789ab-segments.zarr"
+    left.mkdir()
+    line = ("export", "zarr", store_dir, "--data", written.data_dir)
+    prep_here(*line)
+    assert not left.exists()
+    tar = next(written.latents_dir.glob("000001-*.tar"))
+    content = bytearray(tar.read_bytes())
+    content[1600] ^= 1
+    tar.write_bytes(content)
+    assert "differs from its checksum" in prep_here(*line, "--level", 1, status=2).error
+    assert "nothing to do" in prep_here(*line).stdout
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_folder_of_someone_else_is_not_replaced(written: Written, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
+    ran = prep_here("export", "zarr", tmp_path / "mine", "--data", written.data_dir, status=2)
+    assert "was not written by prep export zarr" in ran.error
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--chunk", "0"), "--chunk 0 is out of range"),
+        (("--level", "10"), "--level 10 is out of range"),
+        (("--segment", "5.1s"), "--segment 5.1s is 20.4 latent frames"),
+        (("--split", "tset"), "no latents of split 'tset'"),
+    ],
+)
+def test_bad_requests_are_refused(written: Written, tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
+    ran = prep_here("export", "zarr", tmp_path / "out", "--data", written.data_dir, *flags, status=2)
+    assert message in ran.error and not (tmp_path / "out").exists()

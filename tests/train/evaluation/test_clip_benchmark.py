@@ -1,0 +1,134 @@
+"""CLIP_benchmark's tars: the figures are those of clip_benchmark itself, for the same exported weights and tars."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from clip_benchmark.datasets.builder import build_wds_dataset, image_captions_collate_fn
+from clip_benchmark.metrics import zeroshot_classification, zeroshot_retrieval
+from PIL import Image
+from sklearn.metrics import top_k_accuracy_score
+from torch.utils.data import DataLoader
+
+from tests.train.evaluation.test_commands import scored
+from tests.train.running import train
+
+NUM_IMAGES, SIDE_PX = 40, 32
+NAMES = ["dog", "sunglasses", "tree", "house", "red hat", "blue car", "boat"]
+TEMPLATES = ["a photo of a {c}.", "a drawing of the {c}."]
+CAPTIONS = ["a dog runs", "a tree in the wind", "two boats", "a house", "someone sleeps", "blue cars", "a red hat"]
+
+
+def image(rng: np.random.Generator) -> bytes:
+    """A grey pattern in a PNG, of levels that YUV has too: others, and colours, differ from Pillow's by rounding."""
+    coarse = rng.choice(np.array([0, 85, 170, 255], np.uint8), (4, 4)).repeat(8, axis=0).repeat(8, axis=1)
+    content = io.BytesIO()
+    Image.fromarray(coarse).convert("RGB").save(content, "png")
+    return content.getvalue()
+
+
+def write_set(folder: Path, *, kind: str) -> Path:
+    """A data set in the layout of CLIP_benchmark, in two tars."""
+    rng = np.random.default_rng(3)
+    (folder / "test").mkdir(parents=True)
+    for number in range(2):
+        with tarfile.open(folder / "test" / f"{number}.tar", "w") as tar:
+            for one in range(NUM_IMAGES // 2):
+                texts = [f"{rng.choice(CAPTIONS)} {number} {one} {text}" for text in range(1 + one % 3)]
+                text = {"cls": str(rng.integers(len(NAMES))), "txt": "\n".join(texts)}[kind]
+                for extension, content in (("png", image(rng)), (kind, text.encode())):
+                    member = tarfile.TarInfo(f"s{number}{one:04d}.{extension}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    (folder / "test" / "nshards.txt").write_text("2")
+    if kind == "cls":
+        (folder / "classnames.txt").write_text("\n".join(NAMES) + "\n")
+        (folder / "zeroshot_classification_templates.txt").write_text("\n".join(TEMPLATES))
+    else:
+        (folder / "dataset_type.txt").write_text("retrieval")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, exported for open_clip."""
+    folder = tmp_path_factory.mktemp("exported")
+    words = (
+        f"--model tiny --num-frames 1 --size-px {SIDE_PX} --batch 4 --steps 2 --workers 1 --warmup-steps 0 --lr 0.01"
+    )
+    assert train("dual-encoder", "--shards", data_dir, "--out", folder / "run", *words.split()) == 0
+    assert train("export", folder / "run", "--format", "open_clip", "--out", folder / "model") == 0
+    return folder / "model"
+
+
+def theirs(exported: Path, data: Path, **options: Any) -> tuple[Any, DataLoader[Any], Any]:
+    """The model of open_clip, the images as clip_benchmark loads them, and the tokenizer."""
+    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{exported}")
+    dataset = build_wds_dataset("", preprocess, split="test", data_dir=str(data))
+    return model.eval(), DataLoader(dataset, batch_size=16, **options), open_clip.get_tokenizer(f"local-dir:{exported}")
+
+
+def top_k(logits: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...]) -> list[float]:
+    return [float(top_k_accuracy_score(target, logits, k=k, labels=range(len(NAMES)))) for k in topk]
+
+
+def test_zero_shot_classification_is_that_of_clip_benchmark(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_set(tmp_path / "set", kind="cls")
+    model, loader, tokenizer = theirs(exported, data)
+    # Its own function takes an array for a number, which NumPy 2.4 refuses.
+    monkeypatch.setattr(zeroshot_classification, "accuracy", top_k)
+    expected = zeroshot_classification.evaluate(
+        model, loader, tokenizer, loader.dataset.classes, loader.dataset.templates, "cpu", amp=False
+    )
+    result: dict[str, Any] = scored(capsys, "zero-shot", exported, "--shards", data / "test" / "{0..1}.tar")
+    assert result["num_clips"] == NUM_IMAGES and result["num_classes"] == len(NAMES)
+    assert {"acc1": result["top"]["1"], "acc5": result["top"]["5"], "recall": result["mean_class_accuracy"]} == (
+        pytest.approx({"acc1": expected["acc1"], "acc5": expected["acc5"], "recall": expected["mean_per_class_recall"]})
+    )
+
+
+def test_retrieval_with_several_captions_is_that_of_clip_benchmark(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_set(tmp_path / "set", kind="txt")
+    model, loader, tokenizer = theirs(exported, data, collate_fn=image_captions_collate_fn)
+    expected = zeroshot_retrieval.evaluate(model, loader, tokenizer, "cpu", amp=False, recall_k_list=[1, 5, 10])
+    words = ["--shards", data / "test" / "{0..1}.tar", "--protocol", "clip-benchmark"]
+    result: dict[str, Any] = scored(capsys, "retrieval", exported, *words)
+    for direction, name in (("text_to_video", "image"), ("video_to_text", "text")):
+        recall = {f"{name}_retrieval_recall@{k}": share for k, share in result[direction]["recall"].items()}
+        assert recall == pytest.approx({key: expected[key] for key in recall})
+    assert result["video_to_text"]["num_queries"] == NUM_IMAGES
+    assert result["text_to_video"]["num_queries"] == result["video_to_text"]["gallery_size"] > NUM_IMAGES
+
+
+def test_what_the_tars_lack_is_said(
+    exported: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_set(tmp_path / "set", kind="cls")
+    (data / "classnames.txt").rename(tmp_path / "names.txt")
+    shards = ["--shards", data / "test" / "{0..1}.tar"]
+    assert train("eval", "zero-shot", exported, *shards) == 2
+    assert "no classnames.txt beside the tars" in capsys.readouterr().err
+    assert (
+        scored(capsys, "zero-shot", exported, *shards, "--classes", tmp_path / "names.txt")["num_clips"] == NUM_IMAGES
+    )
+    assert train("eval", "retrieval", exported, "--shards", data_dir, "--protocol", "clip-benchmark") == 2
+    assert "clip-benchmark scores tars of images" in capsys.readouterr().err
+    # ImageNet has two classes of the same name: they tie, which counts against the model.
+    (tmp_path / "names.txt").write_text("sunglasses\n" * len(NAMES))
+    same = scored(capsys, "zero-shot", exported, *shards, "--classes", tmp_path / "names.txt")
+    assert same["top"] == {"1": 0.0, "5": 0.0}
+    few = tmp_path / "few.txt"
+    few.write_text("\n".join(NAMES[:2]))
+    result = scored(capsys, "zero-shot", exported, *shards, "--classes", few)
+    assert "without one of the classes" in str(result["data"])
+    assert json.dumps(result)

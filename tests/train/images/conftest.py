@@ -1,0 +1,9 @@
+import pytest
+
+from tests.train.images.tars import write_tars
+
+
+@pytest.fixture(scope="session")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A pattern of three tars of six images."""
+    return write_tars(tmp_path_factory.mktemp("images") / "tars")

@@ -1,0 +1,59 @@
+"""Tars of images as img2dataset writes them, whose pictures tell them apart."""
+
+import io
+import json
+import tarfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+Files = Mapping[str, bytes]  # of a sample, by extension
+COLOURS = ("red", "green", "blue")
+
+
+def picture(number: int, *, width: int = 40, height: int = 30) -> NDArray[np.uint8]:
+    """RGB [H, W, 3]: a smooth pattern of its own in the colour `number % 3`."""
+    rng = np.random.default_rng(number)
+    coarse = rng.integers(0, 60, (3, 4, 3)).astype(np.uint8)
+    coarse[..., number % 3] += 180
+    return np.asarray(cv2.resize(coarse, (width, height), interpolation=cv2.INTER_LINEAR), np.uint8)
+
+
+def encoded(pixels: NDArray[np.uint8] | Image.Image, kind: str = "JPEG", **options: object) -> bytes:
+    """A file of an image, by Pillow."""
+    content = io.BytesIO()
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    image.save(content, kind, **options)
+    return content.getvalue()
+
+
+def sample(number: int) -> Files:
+    """An image in one of three formats, its caption in one of two members, and its colour as its class."""
+    extension, kind = (("jpg", "JPEG"), ("png", "PNG"), ("webp", "WEBP"))[number // 3 % 3]
+    caption = f"a {COLOURS[number % 3]} picture {number}"
+    said = {"txt": caption.encode()} if number % 2 else {"json": json.dumps({"caption": caption}).encode()}
+    return {extension: encoded(picture(number), kind), **said, "cls": str(number % 3).encode()}
+
+
+def write_tar(path: Path, samples: Iterable[tuple[str, Files]]) -> Path:
+    """A tar of samples by key."""
+    with tarfile.open(path, "w") as tar:
+        for key, files in samples:
+            for extension, content in files.items():
+                member = tarfile.TarInfo(f"{key}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def write_tars(folder: Path, *, num_tars: int = 3, num_samples: int = 6) -> str:
+    """Tars of `sample`s that are numbered through, as a pattern."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for tar in range(num_tars):
+        numbers = range(tar * num_samples, (tar + 1) * num_samples)
+        write_tar(folder / f"{tar:05d}.tar", ((f"{number:09d}", sample(number)) for number in numbers))
+    return str(folder / f"{{00000..{num_tars - 1:05d}}}.tar")

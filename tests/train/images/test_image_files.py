@@ -1,0 +1,114 @@
+"""Image files as planes: equal to Pillow's decoding, upright, and named where they are not images."""
+
+import io
+import zlib
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from clipmill.train.augment.colour import rgb_matrices
+from clipmill.train.data.decoding.clip import ClipShape, make_clip
+from clipmill.train.data.decoding.image_files import decode_image
+from clipmill.train.data.frame_sampling import Sampling
+from tests.train.images.tars import encoded, picture
+
+RGB = Image.fromarray(picture(0, width=63, height=41))
+GREY_16 = Image.fromarray(np.asarray(RGB.convert("L")).astype(np.uint16) * 257)
+FILES = {
+    "jpeg": encoded(RGB),
+    "jpeg 4:4:4": encoded(RGB, subsampling=0),
+    "jpeg 4:2:2": encoded(RGB, subsampling=1),
+    "jpeg progressive": encoded(RGB, progressive=True),
+    "jpeg grey": encoded(RGB.convert("L")),
+    "jpeg cmyk": encoded(RGB.convert("CMYK")),
+    "png": encoded(RGB, "PNG"),
+    "png grey": encoded(RGB.convert("L"), "PNG"),
+    "png palette": encoded(RGB.quantize(64), "PNG"),
+    "png alpha": encoded(RGB.convert("RGBA"), "PNG"),
+    "webp": encoded(RGB, "WEBP"),
+    "webp lossless": encoded(RGB, "WEBP", lossless=True),
+    "webp alpha": encoded(RGB.convert("RGBA"), "WEBP"),
+}
+
+
+def luma(content: bytes) -> NDArray[np.float64]:
+    """Luma from 0 to 255, full range, of the decoded file."""
+    frame = decode_image(content)
+    plane = np.frombuffer(bytes(frame.planes[0]), np.uint8).reshape(frame.height, -1)[:, : frame.width].astype(float)
+    is_full = frame.format.name == "yuvj420p" or frame.color_range == 2
+    return plane if is_full else (plane - 16) * 255 / 219
+
+
+def pillows_luma(content: bytes) -> NDArray[np.float64]:
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
+    weights: NDArray[np.float64] = np.asarray(image).astype(float) @ np.array([0.299, 0.587, 0.114])
+    return weights
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_luma_is_that_of_pillow(name: str) -> None:
+    found, wanted = luma(FILES[name]), pillows_luma(FILES[name])
+    assert found.shape == wanted.shape
+    # Inks are mixed by rounded products in either library.
+    assert np.abs(found - wanted).mean() < (1.5 if name == "jpeg cmyk" else 0.6)
+    assert np.abs(found - wanted).max() < 4
+
+
+def test_sixteen_bits_are_scaled_and_not_clipped() -> None:
+    assert np.abs(luma(encoded(GREY_16, "PNG")) - np.asarray(RGB.convert("L"))).max() <= 1
+
+
+def test_a_colour_survives_in_every_format() -> None:
+    wanted = np.array([200, 60, 30])
+    for kind in ("JPEG", "PNG", "WEBP"):
+        pixels = np.broadcast_to(wanted.astype(np.uint8), (32, 32, 3))
+        frame = decode_image(encoded(np.ascontiguousarray(pixels), kind, quality=95))
+        clip = make_clip(
+            [frame], ClipShape(sampling=Sampling(num_frames=1), size_px=16), rng=None, in_graph=False, key=""
+        )
+        planes = clip.video[0].astype(float)
+        yuv = np.array([planes[:256].mean(), planes[256:320].mean(), planes[320:].mean(), 1])
+        assert np.abs(rgb_matrices()[clip.colour] @ yuv * 255 - wanted).max() < 3, kind
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_images_are_turned_as_their_exif_data_says(kind: str) -> None:
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        content = encoded(RGB, kind, exif=exif)
+        found, wanted = luma(content), pillows_luma(content)
+        assert found.shape == wanted.shape and np.abs(found - wanted).mean() < 1, orientation
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (FILES["jpeg"][: len(FILES["jpeg"]) // 2], "damaged or was cut short"),
+        (FILES["png"][: len(FILES["png"]) // 2], "damaged or was cut short"),
+        (FILES["webp"][: len(FILES["webp"]) - 40], "damaged or was cut short"),
+        (encoded(RGB, "PNG", save_all=True, append_images=[RGB.rotate(180)]), "animated PNG"),
+        (encoded(RGB, "WEBP", save_all=True, append_images=[RGB.rotate(180)]), "animated WebP"),
+        (encoded(RGB, "GIF"), "neither JPEG, PNG nor WebP"),
+        (b"", "neither JPEG, PNG nor WebP"),
+    ],
+)
+def test_what_is_not_a_whole_image_is_named(content: bytes, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        decode_image(content)
+
+
+def test_a_small_file_that_claims_a_huge_image_is_rejected() -> None:
+    """Of 16,383 pixels a side, as the header says."""
+    side = 16383
+    png, jpeg, webp = (bytearray(FILES[name]) for name in ("png", "jpeg", "webp"))
+    png[16:24] = side.to_bytes(4) * 2
+    png[29:33] = zlib.crc32(png[12:29]).to_bytes(4)
+    header = jpeg.index(b"\xff\xc0")
+    jpeg[header + 5 : header + 9] = side.to_bytes(2) * 2
+    webp[26:30] = side.to_bytes(2, "little") * 2
+    for bomb in (png, jpeg, webp):
+        with pytest.raises(ValueError, match="an image of 16383 x 16383 is larger than 67,108,864 pixels"):
+            decode_image(bytes(bomb))

@@ -1,0 +1,239 @@
+"""The index of a tar of images: where each image is, and its caption and class, from one pass over the headers.
+
+The payloads of images are skipped. A large index is kept in the cache folder (clipmill.train.data.node_cache) under the
+size and time of its tar, so that it is made once per machine. A remote tar is copied to the cache, under its limit, to
+be indexed; what is evicted later is read by range.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.progress import Activity
+from clipmill.manifests.storage.cache import ObjectCache
+from clipmill.manifests.storage.objects import is_remote, open_objects
+from clipmill.shards.tars import LocalTars
+from clipmill.train.data.node_cache import shared
+from clipmill.train.data.remote import copy_name, held_copy
+from clipmill.train.data.streams.samples import (
+    MAX_TEXT_BYTES,
+    VIDEO_EXTENSIONS,
+    TarSample,
+    Unreadable,
+    caption_of,
+    samples_of,
+)
+from clipmill.train.data.workers import Stuck, in_order
+
+# The first of these that a sample has is its image; open_clip prefers them in the same order.
+EXTENSIONS = ("jpg", "png", "jpeg", "webp")
+_CLASS = "cls"
+MAX_IMAGE_BYTES = 1 << 28
+_LIMITS = dict.fromkeys(("txt", "json", _CLASS), MAX_TEXT_BYTES)
+_BYTES_PER_ROW = 512  # a header: a tar has fewer samples than that
+_NUM_AT_ONCE = 4
+_INDEX_TIMEOUT_S = 86400.0
+
+
+class LeftOut:
+    """Samples that are left out, counted by reason, with the key of the first."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, str]] = {}
+
+    def add(self, reason: str, key: str, *, count: int = 1) -> None:
+        """Add samples; `reason` is the end of a sentence that begins with their number."""
+        before, first = self._found.get(reason, (0, key))
+        self._found[reason] = before + count, first
+
+    def as_list(self) -> list[tuple[str, int, str]]:
+        """Reason, number and first key of each."""
+        return [(reason, *found) for reason, found in self._found.items()]
+
+    def describe(self) -> list[str]:
+        """For the log."""
+        return [f"{count:,} {reason} (the first: {first})" for reason, (count, first) in self._found.items()]
+
+
+@dataclass(frozen=True)
+class TarIndex:
+    """The images of a tar, in its order; R of them.
+
+    Attributes:
+        keys: of each sample.
+        captions, classes: of each; '' without one.
+        offset, size: int64 [R], bytes of the tar.
+        left_out: samples without a readable image: why, as the end of a sentence that begins with a number, how many,
+            and the key of the first.
+        first_video: key of the first sample with a video; '' if there is none.
+        damage: why the tar cannot be read to its end; '' if it can.
+        order_sha256, content_sha256: of keys and sizes, and of captions and classes.
+    """
+
+    keys: pa.StringArray
+    captions: pa.StringArray
+    classes: pa.StringArray
+    offset: NDArray[np.int64]
+    size: NDArray[np.int64]
+    left_out: list[tuple[str, int, str]]
+    first_video: str
+    damage: str
+    order_sha256: str
+    content_sha256: str
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+
+class ImageTars:
+    """Tars of images, local or remote, and the bytes of their members. Thread-safe.
+
+    Args:
+        tars: paths or addresses.
+        cache: for copies of remote ones.
+
+    Attributes:
+        indexes: of each tar.
+
+    Raises:
+        UserError: a tar cannot be read, or is compressed.
+    """
+
+    def __init__(self, tars: Sequence[str], cache: ObjectCache | None) -> None:
+        self.tars, self._cache, self._local = tars, cache, LocalTars()
+        self._copies: dict[str, str] = {}
+        self.indexes: list[TarIndex] = []
+        with Activity(f"looking for the images in {len(tars):,} tars") as activity:
+            add = activity.adder(len(tars), unit="tars")
+            done = in_order(
+                self._index, tars, num_threads=_NUM_AT_ONCE, num_ahead=2 * _NUM_AT_ONCE, stuck_after_s=_INDEX_TIMEOUT_S
+            )
+            for tar, found in done:
+                if isinstance(found, Stuck):
+                    raise UserError(f"{tar}: {found}", hint="see whether its storage answers")
+                self.indexes.append(found)
+                add(1)
+
+    @property
+    def has_remote(self) -> bool:
+        """Whether some of the tars are at addresses."""
+        return any(map(is_remote, self.tars))
+
+    def read(self, tar: int, offset: int, size: int) -> bytes:
+        """Bytes of a tar; raises OSError or DamagedTar."""
+        address = self.tars[tar]
+        if not is_remote(address):
+            return self._local.read(Path(address), offset, size)
+        assert self._cache is not None
+        if (copy := self._cache.find(self._copies[address])) is not None:
+            with copy:
+                return os.pread(copy.descriptor, size, offset)
+        folder, _, key = address.rpartition("/")
+        return open_objects(folder).read_range(key, offset, size)
+
+    def _index(self, tar: str) -> TarIndex:
+        try:
+            if not is_remote(tar):
+                state = Path(tar).stat()
+                version, size_bytes = f"{Path(tar).resolve()} {state.st_mtime_ns}", state.st_size
+                return shared(
+                    lambda: index_tar(tar, Path(tar)),
+                    of=("images", version, size_bytes),
+                    num_rows=size_bytes // _BYTES_PER_ROW,
+                    types=(TarIndex,),
+                    column="images",
+                )
+            assert self._cache is not None
+            name, size_bytes = copy_name(tar)
+            self._copies[tar] = name
+
+            def compute() -> TarIndex:
+                assert self._cache is not None
+                with held_copy(tar, self._cache) as copy:
+                    return index_tar(tar, copy.path)
+
+            rows = size_bytes // _BYTES_PER_ROW
+            return shared(compute, of=("images", name), num_rows=rows, types=(TarIndex,), column="images")
+        except OSError as error:
+            raise UserError(f"{tar} cannot be read: {error}", hint="repair it, or leave it out") from error
+
+
+def holds_images(tar: str, path: Path) -> bool:
+    """Whether the first sample of the tar at `path` with an image or a video has no video."""
+    for sample in samples_of(tar, path, limits={}):
+        if isinstance(sample, TarSample):
+            if not sample.places.keys().isdisjoint(VIDEO_EXTENSIONS):
+                return False
+            if not sample.places.keys().isdisjoint(EXTENSIONS):
+                return True
+    return False
+
+
+def index_tar(tar: str, path: Path) -> TarIndex:
+    """Index the tar at `path`, called `tar` in messages.
+
+    Raises:
+        UserError: it is compressed.
+        OSError: it cannot be opened or read.
+    """
+    keys: list[str] = []
+    captions: list[str] = []
+    classes: list[str] = []
+    places: list[tuple[int, int]] = []
+    left_out = LeftOut()
+    first_video, damage = "", ""
+    for sample in samples_of(tar, path, limits=_LIMITS):
+        if isinstance(sample, Unreadable):
+            if sample.key == tar:
+                damage = sample.detail
+            else:
+                left_out.add("unreadable", f"{sample.key}, {sample.detail}")
+            continue
+        extension = next((one for one in EXTENSIONS if one in sample.places), None)
+        if not sample.places.keys().isdisjoint(VIDEO_EXTENSIONS):
+            first_video = first_video or sample.key
+        elif extension is None:
+            left_out.add("without an image", sample.key)
+        elif (place := sample.places[extension])[0] is None:
+            raise UserError(
+                f"{tar} is compressed, and images are read in random order", hint="decompress it: gzip -d, xz -d"
+            )
+        elif place[1] > MAX_IMAGE_BYTES:
+            left_out.add(f"with an image of more than {MAX_IMAGE_BYTES >> 20} MiB", sample.key)
+        else:
+            try:
+                caption = (caption_of(sample) or "").encode("utf-8", "replace").decode()
+            except ValueError:
+                left_out.add("with an unreadable json", sample.key)
+                continue
+            keys.append(sample.key)
+            captions.append(caption)
+            classes.append(sample.members.get(_CLASS, b"").decode("utf-8", "replace").strip())
+            places.append((place[0], place[1]))
+    offset, size = np.array(places, np.int64).reshape(-1, 2).T.copy()
+    return TarIndex(
+        keys=pa.array(keys, pa.string()),
+        captions=pa.array(captions, pa.string()),
+        classes=pa.array(classes, pa.string()),
+        offset=offset,
+        size=size,
+        left_out=left_out.as_list(),
+        first_video=first_video,
+        damage=damage,
+        order_sha256=_sha256([*keys, str(size.tolist())]),
+        content_sha256=_sha256([*captions, *classes]),
+    )
+
+
+def _sha256(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(f"{len(text)} {text}\n".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()

@@ -1,0 +1,66 @@
+"""What is asked of tars of images, and what can be known of them before they are opened as samples."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.objects import is_remote
+from clipmill.train.data.classes import listed
+from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.images.index import ImageTars, holds_images
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.node_cache import choose_folder
+from clipmill.train.data.remote import local_copy, open_cache
+from clipmill.train.data.streams.tars import expand, names_tars
+
+LABEL = "class"  # of the members `cls`
+
+
+@dataclass(frozen=True)
+class ImageQuery:
+    """A question to tars of images.
+
+    Attributes:
+        pattern: of local or remote tars (`clipmill.train.data.streams.tars.expand`).
+        shape: how images are cropped and resized; every image fills all frames of its clip.
+        loading: batches, threads and this rank's share.
+        cache, cache_size: folder for copies of remote tars, and the limit (`clipmill.train.data.remote.open_cache`).
+    """
+
+    pattern: str
+    shape: ClipShape
+    loading: LoaderSettings
+    cache: Path | None = None
+    cache_size: str | None = None
+
+
+def open_tars(pattern: str, *, cache: Path | None, cache_size: str | None) -> ImageTars:
+    """Index tars; for the arguments see `ImageQuery`. Raises UserError if one cannot be read or is compressed."""
+    choose_folder(cache)
+    tars = expand(pattern)
+    return ImageTars(tars, open_cache(cache, size=cache_size) if any(map(is_remote, tars)) else None)
+
+
+def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> bool:
+    """Whether `--shards` names tars of images, by the first sample of the first tar.
+
+    Raises:
+        UserError: it names tars, and one is missing or cannot be read.
+    """
+    if not names_tars(shards):
+        return False
+    first = expand(shards)[0]
+    try:
+        return holds_images(first, local_copy(first, cache=cache, size=cache_size))
+    except OSError as error:
+        raise UserError(f"{first} cannot be read: {error}", hint="repair it, or leave it out") from error
+
+
+def class_names_of_images(pattern: str, *, label: str, cache: Path | None, cache_size: str | None) -> set[str]:
+    """The classes of images in tars; raises UserError if these cannot be read, or have no such label."""
+    tars = open_tars(pattern, cache=cache, cache_size=cache_size)
+    found = {name for one in tars.indexes for name in one.classes.unique().to_pylist() if name}
+    if label != LABEL or not found:
+        there = (LABEL,) if found else ()
+        raise UserError(f"the images of {pattern} have no label {label!r}", hint=f"labels there: {listed(there)}")
+    return found

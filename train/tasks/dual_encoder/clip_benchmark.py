@@ -1,0 +1,82 @@
+"""Data sets of CLIP_benchmark (LAION) in tars of images: zero-shot classification, retrieval by several captions.
+
+    DIR/classnames.txt                             a class in each line; line 0 is class 0
+    DIR/zeroshot_classification_templates.txt      a prompt in each line, with {c} for the name
+    DIR/test/0.tar, 1.tar, ...                     images with `cls`, the number of the class, or `txt`, with a caption
+                                                   in each line
+
+Two classes may have the same name (ImageNet has two "sunglasses"): they are told apart by number.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from clipmill.manifests.adapters.tables import text_lines
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.objects import is_remote
+from clipmill.train.data.classes import ClassList
+from clipmill.train.data.images.samples import LABEL, TarImages
+from clipmill.train.data.streams.tars import expand
+from clipmill.train.tasks.dual_encoder.zero_shot import PLAIN_TEMPLATE, ClassPrompts, read_templates
+
+_CLASSES, _TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
+
+
+def class_numbers(pattern: str, classes: Path | None) -> ClassList:
+    """The numbers of the classes of tars, as `cls` has them.
+
+    Args:
+        classes: file of the names; None for the one beside the tars.
+
+    Raises:
+        UserError: it is missing, cannot be read, or is empty.
+    """
+    return ClassList(LABEL, tuple(map(str, range(len(_class_names(pattern, classes))))))
+
+
+def class_prompts(samples: TarImages, pattern: str, *, classes: Path | None, templates: Path | None) -> ClassPrompts:
+    """The classes of images that were opened with `class_numbers`; for the arguments and errors see there."""
+    names = _class_names(pattern, classes)
+    templates = templates or _beside(pattern, _TEMPLATES)
+    wordings = (PLAIN_TEMPLATE,) if templates is None else read_templates(templates)
+    ids = np.arange(samples.num_clips)
+    source = f"{len(names)} classes of {(classes or Path(_CLASSES)).name}, by the images' cls"
+    return ClassPrompts(tuple((name,) for name in names), wordings, ids, samples.labels, source, 0)
+
+
+def image_captions(samples: TarImages) -> pa.Table:
+    """Every line of every image's text, as the captions of a protocol; ids are those of the images."""
+    texts = [[line for line in samples.text(image).splitlines() if line.strip()] for image in range(len(samples))]
+    image_M = np.repeat(np.arange(len(texts)), list(map(len, texts)))
+    return pa.table(
+        {
+            "caption_id": image_M,
+            "video_id": pa.array(map(str, image_M.tolist()), pa.string()),
+            "text": pa.array([text for its in texts for text in its], pa.string()),
+            "source": pa.array(["txt"] * len(image_M), pa.string()),
+        }
+    )
+
+
+def _class_names(pattern: str, classes: Path | None) -> list[str]:
+    path = classes or _beside(pattern, _CLASSES)
+    if path is None:
+        raise UserError(
+            f"there is no {_CLASSES} beside the tars {pattern}, nor in the folder above",
+            hint="give --classes FILE (in training --evaluate.classes), one class per line",
+        )
+    names = [line.strip() for line in text_lines(path)]
+    if not any(names):
+        raise UserError(f"{path} names no class", hint="one class per line")
+    return names
+
+
+def _beside(pattern: str, name: str) -> Path | None:
+    """A file in the folder of the tars, or in the one above it; None if there is none, or they are remote."""
+    first = expand(pattern)[0]
+    if is_remote(first):
+        return None
+    folder = Path(first).absolute().parent
+    return next((one / name for one in (folder, folder.parent) if (one / name).is_file()), None)
