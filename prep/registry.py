@@ -1,6 +1,7 @@
 """The columns: those of clipmill, one row each, and those of installed packages (docs/plugins.md)."""
 
 from clipmill.manifests.plugins import Parts
+from clipmill.prep.captions.column import COLUMN as CAPTIONS
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.latents.column import COLUMN as LATENTS
 from clipmill.prep.scores.column import COLUMN as SCORES
@@ -12,7 +13,7 @@ COLUMNS = Parts(
     "column",
     group="columns",
     kind=ColumnSpec,
-    own={column.name: column for column in (VIDEO, LATENTS, TEXT, SCORES)},
+    own={column.name: column for column in (VIDEO, LATENTS, TEXT, SCORES, CAPTIONS)},
     # Other commands of `prep`, and folders of a data folder.
     taken=(
         "advise",

@@ -7,8 +7,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-VIDEO, LATENTS, TEXT, SCORES = "video", "latents", "text", "scores"
-_OF_CHUNKS = ("start_ms", "num_frames", "fps_num", "fps_den", "width", "height")
+VIDEO, LATENTS, TEXT, SCORES, CAPTIONS = "video", "latents", "text", "scores", "captions"
+_TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")
+_OF_CHUNKS = (*_TIMES, "width", "height")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,13 @@ COLUMNS = {
             merged=("num_rows", "width", "row_tokens", "caption_id", "caption_row"),
         ),
         StoredColumn(name=SCORES, command="scores"),
+        StoredColumn(
+            name=CAPTIONS,
+            command="captions",
+            needs="--model NAME",
+            members=("caption.json",),
+            merged=(*_TIMES, "caption_text", "caption_words"),
+        ),
     )
 }
 

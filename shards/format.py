@@ -13,7 +13,7 @@
     <data>/<column>/<variant>/shards.txt, shards-<split>.txt   committed tars, one name per line, for other tools
     <data>/<column>/<variant>/contents.json        which shards are committed, checksums of recipe.json and lists
 
-Columns are `video`, `latents`, `text`, `scores`, and those added by extensions. A variant is
+Columns are `video`, `latents`, `text`, `scores`, `captions`, and those added by extensions. A variant is
 `<slug>-<first 8 hex digits of the recipe's fingerprint>`.
 A shard's name contains the first 8 hex digits of the fingerprint of its content, so a changed shard never overwrites
 the old one; a commit names exactly one tar and one index, with size and SHA-256 of each.
@@ -37,17 +37,18 @@ them from the list. Only a set whose first run has not ended lacks it.
 A run ends by writing commits.arrow, so that readers open one file instead of one per shard;
 clipmill.shards.commit_table defines it and when it counts. It is derived from the commits and replaces none of them.
 
-A run of `video`, `latents` or `text` also ends by bringing the parts of its merged table up to date: the chunks.arrow
+A run of any column but `scores` also ends by bringing the parts of its merged table up to date: the chunks.arrow
 of each folder of shards, an Arrow IPC file of one batch, uncompressed, one row per sample, ordered by shard and row.
 With commits.arrow, contents.json, recipe.json and the manifest they are all that is needed to open a training set;
 indexes are needed for the packet tables of `video` only when a clip is read. A run of `scores` writes a single
 chunks.arrow, ordered by video (as in the manifest) and start. Columns:
 - all: `video_id` (a dictionary); but for `scores`, `shard` (i32, the shard ID) and `row` (i32, in the shard's index);
-- `video`, `latents`, `text`: `offset`, `size` (u64) and `crc32` (u32) of one member's payload in its tar, that of the
-  extension in the schema's metadata `member` (`mp4`, `latents.npy` or `latents.npy.zst`, `text.npy`);
+- all but `scores`: `offset`, `size` (u64) and `crc32` (u32) of one member's payload in its tar, that of the
+  extension in the schema's metadata `member` (`mp4`, `latents.npy` or `latents.npy.zst`, `text.npy`, `caption.json`);
 - `video`, `latents`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `width`, `height`; `latents`: `channels`, `dtype`
   (a dictionary). The npy header of an array is `size` less the bytes of the array;
 - `text`: `num_rows`, `width`, and the lists `row_tokens`, `caption_id` and `caption_row`;
+- `captions`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `caption_text`, `caption_words`;
 - `scores`: in place of shard, row and member the values of its index rows (clipmill.shards.scores).
 The schema's metadata has `commits_sha256`, a digest of the commits that the file was made of, for a part those of its
 shards: a file of other commits is stale, and readers use the indexes of these shards. `shard_ids` and `index_sha256`
@@ -75,6 +76,9 @@ length per distinct caption text of the video, and `json`, with the text of each
 Column `scores`: the keys of `video`, in its order and in shards of the same ids and splits, as in `latents`. One
 member, `scores.json`, with the values of the index row (clipmill.shards.score_fields); a value that is unknown is null,
 never NaN. The hash is written as 16 hexadecimal digits there, since many JSON readers round integers above 2^53.
+
+Column `captions`: the keys of `video`, in its order and in shards of the same ids and splits, as in `latents`. One
+member, `caption.json`, with the values of the index row: the caption of a language model, and what it took.
 """
 
 import os
@@ -84,7 +88,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from clipmill.shards.columns import LATENTS, TEXT, VIDEO
+from clipmill.shards.columns import CAPTIONS, LATENTS, TEXT, VIDEO
 
 FORMAT_VERSION = 2
 BLOCK_BYTES = 512  # tar's unit, and the alignment of the arrays of .npy members
@@ -155,7 +159,22 @@ TEXT_FIELDS = [
     pa.field("caption_row", pa.list_(pa.int32()), nullable=False),
 ]
 
-INDEX_FIELDS = {VIDEO: VIDEO_FIELDS, LATENTS: LATENTS_FIELDS, TEXT: TEXT_FIELDS}
+# Fields of a `captions` index row.
+CAPTIONS_FIELDS = [
+    pa.field("video_id", pa.string(), nullable=False),
+    pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
+    pa.field("num_frames", pa.int32(), nullable=False),  # of the chunk
+    pa.field("fps_num", pa.int32(), nullable=False),
+    pa.field("fps_den", pa.int32(), nullable=False),
+    pa.field("caption_text", pa.string(), nullable=False),  # one line
+    pa.field("caption_words", pa.int32(), nullable=False),
+    pa.field("finish_reason", pa.string(), nullable=False),  # why the model ended: stop
+    pa.field("tokens_in", pa.int32()),  # of pictures and prompt; null if the server did not say
+    pa.field("tokens_out", pa.int32()),
+    pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was captioned
+]
+
+INDEX_FIELDS = {VIDEO: VIDEO_FIELDS, LATENTS: LATENTS_FIELDS, TEXT: TEXT_FIELDS, CAPTIONS: CAPTIONS_FIELDS}
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def selected_chunks(
             )
         columns |= {name: _taken(chunks[name], rows) for name in of_chunks}
     for column, names in where.stored_in.items():
-        table, failed = _stored(data_dir, column, names)
+        table, failed = stored_rows(data_dir, column, names)
         rows = find_chunks(table, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
         missing = np.flatnonzero(rows < 0)
         if failed:  # the values of those are unknown
@@ -70,8 +70,12 @@ def selected_chunks(
     return where.mask(pa.table(columns))
 
 
-def _stored(data_dir: Path, column: str, names: Collection[str]) -> tuple[pa.Table, frozenset[str]]:
-    """The rows of a column with these names, and the keys of the chunks that failed and have no row."""
+def stored_rows(data_dir: Path, column: str, names: Collection[str]) -> tuple[pa.Table, frozenset[str]]:
+    """`video_id`, `start_ms` and these fields of a column of chunks, and the keys of those that failed and have no row.
+
+    Raises:
+        UserError: the column cannot be read, or is of another variant of `video`.
+    """
     if column == SCORES:
         return open_scores(data_dir, columns={"video_id", "start_ms", *names}).table, frozenset()
     variant = Variant.open(data_dir, column=column).whole()

@@ -36,6 +36,8 @@ class Field:
 FIELDS: dict[str, Field] = {
     **{name: Field("number", "chunk", name, stored_in="scores") for name in NUMBERS},
     "duplicate": Field("condition", "chunk", "duplicate_of", "duplicate_of >= 0", stored_in="scores"),
+    "caption_text": Field("text", "chunk", "caption_text", stored_in="captions"),
+    "caption_words": Field("number", "chunk", "caption_words", stored_in="captions"),
     "begin_s": Field("number", "chunk", "start_ms", "start_ms / 1000"),
     **{name: Field("number", "chunk", name) for name in ("duration_s", "width", "height")},
     "video": Field("text", "video", "video_id"),

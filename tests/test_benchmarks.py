@@ -15,6 +15,7 @@ from tests.forks import Forks
 TINY = {
     "caption": ["--shape", "tiny", "--rounds", "1", "--captions", "2", "--device", "cpu"],
     "caption_pipeline": ["--microbatches", "2", "--rounds", "1", "--schedules", "1f1b"],
+    "captions": ["--chunks", "4", "--in-flight", "2", "--latency", "0.01"],
     "chunk": ["--synthetic", "1", "--minutes", "0.05", "--rounds", "1", "--variants", "prep chunk", "bare ffmpeg"],
     "decode": ["--pieces", "1", "--clips", "2", "--rounds", "1", "--variants", "clipmill", "libavcodec"],
     "encoding": ["--rounds", "1", "--cases", "tiny"],

@@ -22,7 +22,7 @@ OUTSIDE = {
     "manifests": {"cyclopts", "numpy", "obstore", "pyarrow", "rich"},
     "shards": {"av", "duckdb", "jinja2", "markupsafe", "numpy", "pyarrow"},  # pages: parts of both extras
 }
-BESIDE = {"prep": ("columns", "zarr"), "train": ("track", "caption-metrics")}  # further extras
+BESIDE = {"prep": ("columns", "endpoint", "zarr"), "train": ("track", "caption-metrics")}  # further extras
 MODULES_OF_DISTRIBUTION = {
     "ffmpeg-python": "ffmpeg",
     "huggingface-hub": "huggingface_hub",
@@ -37,7 +37,7 @@ MODULES_OF_DISTRIBUTION = {
 # Submodules of torch that have one interface each; whole packages are held by import-linter too.
 INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/charts.py"}}
 TORCH_IN_PREP = {
-    *("prep/latents/vae.py", "prep/text/tower.py", "prep/text/t5.py", "prep/engines/choice.py"),
+    *("prep/latents/vae.py", "prep/text/tower.py", "prep/text/t5.py", "prep/captions/vlm.py", "prep/engines/choice.py"),
     *("prep/exports/trainers.py", "prep/exports/finetrainers.py"),  # whose formats are torch's
 }
 # Programs are started in one place of each side, which has the time limit and ends the whole process group.

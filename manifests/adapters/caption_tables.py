@@ -1,8 +1,7 @@
 """Tables of captions of any kind: text with a header and separated cells, JSON, or Parquet.
 
 All of them have the same columns (`column_names`) and cells (`caption_rows`). The schema metadata of a Parquet file may
-have the key `clipmill`, the model that wrote the captions: JSON {"kind": "pseudo-captions", "weights",
-"weights_sha256", "video_variant", "settings"}.
+have the model that wrote the captions (clipmill.manifests.pseudo_captions).
 """
 
 import re
@@ -26,10 +25,9 @@ from clipmill.manifests.adapters.tables import Row
 from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.pseudo_captions import METADATA_KEY, PSEUDO_CAPTIONS
 from clipmill.manifests.quoting import on_one_line, quoted
 
-PSEUDO_CAPTIONS = "pseudo-captions"  # kind of a table that a model wrote
-_METADATA_KEY = "clipmill"
 _PARQUET_SUFFIX = ".parquet"
 COLUMNS = pa.schema(
     [
@@ -132,7 +130,7 @@ def open_caption_table(path: Path, *, note: Callable[[str], None], source: str |
     """
     require_file(path)
     model = _model(path) if path.suffix.lower() == _PARQUET_SUFFIX else None
-    # What `train caption-chunks` writes has a column more than is read, which nobody has to know.
+    # What a model wrote has a column more than is read, which nobody has to know.
     return OpenTable(path, model, _batches(path, note=note if model is None else _silent, source=source))
 
 
@@ -226,18 +224,18 @@ def _batches(path: Path, *, note: Callable[[str], None], source: str | None) -> 
 
 def _model(path: Path) -> dict[str, Any] | None:
     """Return the metadata of the model that wrote a Parquet file; None if the file has none."""
-    content = (_schema(path).metadata or {}).get(_METADATA_KEY.encode())
+    content = (_schema(path).metadata or {}).get(METADATA_KEY)
     if content is None:
         return None
     try:
         model = parse_json(content)
     except ValueError as error:
         raise UserError(
-            f"the metadata {_METADATA_KEY} of {path} is not JSON: {error}", hint="write the table again"
+            f"the metadata {METADATA_KEY.decode()} of {path} is not JSON: {error}", hint="write the table again"
         ) from error
     if not isinstance(model, dict) or model.get("kind") != PSEUDO_CAPTIONS:
         raise UserError(
-            f"the metadata {_METADATA_KEY} of {path} is not that of {PSEUDO_CAPTIONS}: {quoted(model)}",
+            f"the metadata {METADATA_KEY.decode()} of {path} is not that of {PSEUDO_CAPTIONS}: {quoted(model)}",
             hint="give a table of captions",
         )
     return model

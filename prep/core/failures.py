@@ -22,6 +22,15 @@ class FailureCode(StrEnum):
     CHUNK_DAMAGED = "chunk_damaged"  # an input from another column differs from what was committed
     MODEL_UNAVAILABLE = "model_unavailable"  # a node lacks the model weights of the plan
     NOT_FINITE = "not_finite"  # a model returned NaN or infinity
+    ANSWER_EMPTY = "answer_empty"  # a language model wrote nothing
+    ANSWER_REFUSED = "answer_refused"  # it declined to answer, or a filter removed the answer
+    ANSWER_TRUNCATED = "answer_truncated"  # its answer reached the limit of tokens
+    PROMPT_TOO_LONG = "prompt_too_long"  # pictures, text and answer exceed the context of the model
+    OTHER_MODEL = "other_model"  # a server answered with another model than the requested one
+    REQUEST_INVALID = "request_invalid"  # a server rejected a single request
+    ENDPOINT_REFUSED = "endpoint_refused"  # a server rejects all requests: key, address or name of the model
+    ENDPOINT_FAILED = "endpoint_failed"  # no usable answer of a server, after all retries
+    BUDGET_SPENT = "budget_spent"
     TIMEOUT = "timeout"
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
@@ -57,6 +66,21 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.CHUNK_DAMAGED: ("the chunk is damaged", "run prep verify, then the commands that it names"),
     FailureCode.MODEL_UNAVAILABLE: ("a node cannot load the model", "make the weights available on all nodes"),
     FailureCode.NOT_FINITE: ("the model returned NaN or infinity", "check the weights; try another precision"),
+    FailureCode.ANSWER_EMPTY: ("the model wrote nothing", "change --prompt, or run prep retry"),
+    FailureCode.ANSWER_REFUSED: (
+        "the model declined to answer",
+        "change --prompt, or leave the chunk out with --where",
+    ),
+    FailureCode.ANSWER_TRUNCATED: (
+        "the answer was cut off",
+        "give a larger --max-tokens, or ask for a shorter caption",
+    ),
+    FailureCode.PROMPT_TOO_LONG: ("the context of the model is too short", "give fewer --frames, or a smaller --size"),
+    FailureCode.OTHER_MODEL: ("the server has another model", "give the name of the model that it serves as --model"),
+    FailureCode.REQUEST_INVALID: ("the server rejected the request", "see its message; then run prep retry"),
+    FailureCode.ENDPOINT_REFUSED: ("the server rejected the request", "check OPENAI_API_KEY, --endpoint and --model"),
+    FailureCode.ENDPOINT_FAILED: ("the server gave no answer", "check the server, then run the same command again"),
+    FailureCode.BUDGET_SPENT: ("the tokens are spent", "run the same command with a larger --max-tokens-total"),
     FailureCode.TIMEOUT: ("no answer in time", "check the disk or mount, then run the same command again"),
     FailureCode.OUT_OF_MEMORY: ("out of memory", "give fewer --workers, then run the same command again"),
     FailureCode.DISK_FULL: ("the disk is full", "free some space, then run the same command again"),
@@ -83,6 +107,10 @@ TRANSIENT = frozenset(
         FailureCode.FFMPEG_DIFFERS,
         FailureCode.CHUNK_DAMAGED,
         FailureCode.MODEL_UNAVAILABLE,
+        FailureCode.OTHER_MODEL,
+        FailureCode.ENDPOINT_REFUSED,
+        FailureCode.ENDPOINT_FAILED,
+        FailureCode.BUDGET_SPENT,
     }
 )
 

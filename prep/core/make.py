@@ -35,8 +35,19 @@ def parse_budget(text: str) -> Callable[[int], float]:
     return (lambda num_videos: int(num_videos * value / 100)) if share != text else (lambda num_videos: value)
 
 
-def plan_column(column: ColumnSpec, settings: Any, *, data: Path, json: bool, explain: str | None = None) -> None:
+def plan_column(
+    column: ColumnSpec,
+    settings: Any,
+    *,
+    data: Path,
+    json: bool,
+    explain: str | None = None,
+    request: Request | None = None,
+) -> None:
     """Print what making the column would do, and why; or the state of what `explain` names (`ColumnWork.explain`).
+
+    Args:
+        request: what else the column's plan needs to know; None for nothing.
 
     Raises:
         UserError: a record is damaged.
@@ -48,7 +59,7 @@ def plan_column(column: ColumnSpec, settings: Any, *, data: Path, json: bool, ex
         from clipmill.prep.core.work import work_of
 
         work, data_dir = work_of(column), require_data_folder(data)
-        plan = work.plan(data_dir, settings, Request(data=data))
+        plan = work.plan(data_dir, settings, request or Request(data=data))
         report = work.plan_report(plan) if explain is None else work.explain(plan, explain)
         if explain is None:
             report = with_file_problems(report, column, plan.variant_dir, data_dir=data_dir)

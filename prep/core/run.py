@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,9 @@ from clipmill.shards.lists import finish_run
 from clipmill.shards.reader import Variant
 
 FAILURES_FILE = "failures.jsonl"
-_MAX_FULL_DISKS = 3  # number of consecutive shards that may fail with a full disk before the run gives up
+# Number of consecutive shards that may stop for a reason that stops the others too, before the run gives up.
+_MOST_STOPS = {FailureCode.DISK_FULL: 3, FailureCode.ENDPOINT_FAILED: 3}
+_MOST_STOPS |= {FailureCode.ENDPOINT_REFUSED: 1, FailureCode.OTHER_MODEL: 1}
 
 
 @dataclass
@@ -87,6 +89,7 @@ class Job(Generic[W]):
         failed_before: failures that belong to no shard, such as unusable sources.
         chunk_s: seconds of video in a full chunk, for the progress bar; None to omit the speed.
         where: condition on the samples that the plan wants, which the variant's records keep; None for all.
+        asked: further values of the request that the records keep, by the names of their flags.
         lag_limit_s: how long to wait for commits that workers report and that are not visible here.
         needs: requirements on the worker's machine (`clipmill.prep.engines.admission.Ticket`); None if there are none.
     """
@@ -104,6 +107,7 @@ class Job(Generic[W]):
     needs: tuple[str, str] | None = None
     lag_limit_s: float = 0.0
     where: str | None = None
+    asked: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def variant(self) -> str:
@@ -122,7 +126,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     if part_run is not None:
         part_run.agree(job.variant, where=job.where, package=job.column.package)
     make_variant(folder, job.recipe)
-    write_selection(folder, job.where)
+    write_selection(folder, job.where, job.asked)
     has_work = any(shard.has_work for shard in job.shards)
     if has_work and (part_run is None or part_run.is_first):
         remove_variant_temporaries(folder)
@@ -180,7 +184,8 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
     def name(task: W) -> str:
         return f"{job.column.command} {task.shard_id:06d}"
 
-    full_disks, made, work_done = 0, 0, 0.0
+    made, work_done = 0, 0.0
+    num_alike, last_code = 0, None  # consecutive shards that stopped for the same reason
     running = RunningChunks(job.variant_dir, shard_ids=num_chunks.keys(), shares=shares)
     with worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket, progress:
         for outcome in engine.run(job.make, tasks(), check=ticket, name=name):
@@ -195,17 +200,23 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 running.finish(result.shard_id)
                 if result.stopped_by is None:
                     progress.finish_shard(result.num_chunks)
-                stop_code = result.stopped_by.code if result.stopped_by is not None else None
+                stop = result.stopped_by
+                stop_code = stop.code if stop is not None else None
                 for code in (*(failure.code for failure in result.failures), *([stop_code] if stop_code else [])):
                     progress.fail(code)
                 yield result
-                is_full = stop_code == FailureCode.DISK_FULL
-                full_disks = full_disks + 1 if is_full else 0
-                if full_disks == _MAX_FULL_DISKS:
-                    summary.gave_up = f"stopped, because the disk was full for {full_disks} consecutive shards"
+                num_alike, last_code = (num_alike if stop_code == last_code else 0) + 1, stop_code
+                if stop is not None and num_alike == _MOST_STOPS.get(stop.code):
+                    summary.gave_up = _why_given_up(stop, num_shards=num_alike)
                     return
             num_running = running.num_done()
             progress.show(made + num_running, work_done + running.work_done(), has_begun=running.has_begun)
+
+
+def _why_given_up(stop: Stop, *, num_shards: int) -> str:
+    if stop.code == FailureCode.DISK_FULL:
+        return f"stopped, because the disk was full for {num_shards} consecutive shards"
+    return f"stopped: {stop.message}"
 
 
 def _finish(

@@ -1,10 +1,11 @@
-"""`--where` of a column: which samples the current run wanted, in `<variant>/selection.json`.
+"""What a column's current run was asked for besides its recipe, in `<variant>/selection.json`: `--where`, `--endpoint`.
 
 It is a part of the request and not of the recipe: the bytes of a sample do not depend on it, so that another selection
 keeps the variant and its samples, and makes only what is missing. It is a file of its own, because the checksum of
 recipe.json is recorded at the end of a run, while status and plans must know the selection from the beginning.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,45 +20,49 @@ SELECTION_FILE = "selection.json"
 WHERE = "where"
 
 
-def write_selection(folder: Path, where: str | None) -> None:
-    """Record the selection of a run in its variant's folder; None, everything, needs no file."""
+def write_selection(folder: Path, where: str | None, further: Mapping[str, str] | None = None) -> None:
+    """Record the selection of a run in its variant's folder; None, everything, needs no file.
+
+    Args:
+        further: other values of the request by the names of their flags.
+    """
     path = folder / SELECTION_FILE
-    if where is None:
+    asked = {**({} if where is None else {WHERE: where}), **(further or {})}
+    if not asked:
         remove(path)
-    elif not path.is_file() or _read(path) != where:
-        publish_checked_json(path, {WHERE: where})
+    elif not path.is_file() or _read(path) != asked:
+        publish_checked_json(path, asked)
 
 
-def read_selection(folder: Path) -> str | None:
-    """Read the selection of the last run of a variant; None if it wanted everything.
+def read_selection(folder: Path) -> dict[str, str]:
+    """Read what the last run of a variant was asked for; without `where` it wanted everything.
 
     Raises:
         UserError: the file is damaged.
     """
     path = folder / SELECTION_FILE
     if not path.exists():
-        return None
-    where = _read(path)
-    if where is None:
+        return {}
+    asked = _read(path)
+    if asked is None:
         raise UserError(
             f"{path} is damaged", hint=f"run prep {folder.parent.name} again, with its --where, to rewrite it"
         )
-    return where
+    return asked
 
 
 def stored_request(variant: "Variant") -> dict[str, Any]:
-    """Return the recipe of a variant and the selection of its last run, as `where`.
+    """Return the recipe of a variant and what its last run was asked for, such as `where`.
 
     Raises:
         UserError: one of them cannot be read.
     """
-    where = read_selection(variant.directory)
-    return variant.recipe if where is None else {**variant.recipe, WHERE: where}
+    return {**variant.recipe, **read_selection(variant.directory)}
 
 
-def _read(path: Path) -> str | None:
+def _read(path: Path) -> dict[str, str] | None:
     try:
-        where = read_checked_json(path).get(WHERE)
+        asked = read_checked_json(path)
     except (OSError, ValueError):
         return None
-    return where if isinstance(where, str) else None
+    return asked if asked and all(isinstance(value, str) for value in asked.values()) else None

@@ -4,18 +4,15 @@ Shard N of `latents` holds the chunks of shard N of `video`. The plan covers the
 even while `prep chunk` is running; a later plan covers the rest.
 """
 
-from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.prep.core.chunk_columns import selected_rows
 from clipmill.prep.core.chunk_shards import ChunkShard, read_chunk_shards
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.plan import ShardPlan, pending_of, plan_shards, stored_shards
@@ -27,12 +24,9 @@ from clipmill.prep.latents.frames import frames_on_screen, video_segments
 from clipmill.prep.latents.recipe import LATENTS, LatentsRecipe, latents_recipe_from_dict
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure, read_commits
-from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.dataset import current_variant, variant_dir
-from clipmill.shards.index import open_index
 from clipmill.shards.reader import Variant
-from clipmill.shards.selection import nothing_selected, selected_chunks
-from clipmill.shards.where import Where, parse_where
+from clipmill.shards.where import parse_where
 
 if TYPE_CHECKING:
     from clipmill.prep.core.run import Job
@@ -126,7 +120,11 @@ def make_latents_plan(
     folder = variant_dir(data_dir, LATENTS, recipe.variant)
     video, own = read_commits(video_dir), stored_shards(folder)
     where = recipe.settings.where
-    chosen = None if where is None else _selected_rows(data_dir, video_dir, video.commits.values(), parse_where(where))
+    chosen = (
+        None
+        if where is None
+        else selected_rows(data_dir, video_dir, video.commits.values(), parse_where(where), column=LATENTS)
+    )
     chunk_shards, unreadable = read_chunk_shards(video_dir, video.commits.values(), chosen=chosen)
     borders: dict[int, Borders] = {}
     if recipe.latent_frames is not None:
@@ -209,33 +207,3 @@ def pending_latents(data_dir: Path, variant: Variant) -> Pending:
         return pending_of(make_latents_plan(data_dir, recipe).shards)
     except UserError as error:
         return Pending(stale_because=f"its --where cannot be evaluated: {error}")
-
-
-def _selected_rows(
-    data_dir: Path, video_dir: Path, commits: Iterable[Commit], where: Where
-) -> dict[int, tuple[int, ...]]:
-    """Return the rows of the selected chunks of each shard whose index is readable."""
-    where.require(("chunk", "video"), because="prep latents encodes chunks, whatever captions they have")
-    ids, starts, shard_ids, sizes = [], [], [], []
-    for commit in commits:
-        with suppress(DamagedIndex, OSError):  # reported by `read_chunk_shards`
-            if commit.files is not None:
-                index = open_index(video_dir / commit.files.index, columns=["video_id", "start_ms"])
-                ids.append(index["video_id"].combine_chunks())
-                starts.append(index["start_ms"].to_numpy())
-                shard_ids.append(commit.shard_id)
-                sizes.append(index.num_rows)
-    if not sizes:
-        return {}
-    coded = pa.chunked_array(ids).dictionary_encode().combine_chunks()
-    selected = selected_chunks(
-        where,
-        data_dir,
-        video_ids=coded.dictionary,
-        video_row=coded.indices.to_numpy(),
-        start_ms=np.concatenate(starts),
-    )
-    if not selected.any():
-        raise nothing_selected(where, what=counted(len(selected), "chunk"))
-    of_shards = np.split(selected, np.cumsum(sizes)[:-1])
-    return {one: tuple(np.flatnonzero(mask).tolist()) for one, mask in zip(shard_ids, of_shards, strict=True)}

@@ -13,8 +13,9 @@ from clipmill.manifests.further_sources import source_counts
 from clipmill.manifests.previous import FURTHER_KEY
 from clipmill.manifests.store import open_captions, read_manifest
 from clipmill.prep.core.failure_list import MAX_NAMED, FailureEntry, first_few
-from clipmill.shards.columns import VIDEO
+from clipmill.shards.columns import CAPTIONS, VIDEO
 from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
 
 _ROUNDING_S = 1.0
 
@@ -50,13 +51,18 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
     for name in sorted(counts, key=lambda name: (name in further, name)):
         models = further[name]["models"] if name in further else []
         other = other_variants(models, current=current)
+        stale = (
+            f"it describes chunks of {', '.join(other)}, not of the current variant"
+            if other
+            else _changed_column(models, data_dir)
+        )
         sources.append(
             CaptionSource(
                 name=name,
                 num_captions=counts[name],
                 is_further=name in further,
                 weights=tuple(dict.fromkeys(_weights(model) for model in models)),
-                stale_because=f"it describes chunks of {', '.join(other)}" if other else None,
+                stale_because=stale,
             )
         )
     return sources
@@ -112,6 +118,20 @@ def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> l
     """
     variants = {str(model["video_variant"]) for model in models if model.get("video_variant") is not None}
     return sorted(variants - {current}) if current is not None else []
+
+
+def _changed_column(models: list[Mapping[str, Any]], data_dir: Path) -> str | None:
+    """Return why captions that `prep captions` wrote are not those that it has now; None if they are, or of another."""
+    current = current_variant(data_dir, CAPTIONS)
+    for model in models:
+        variant = model.get("captions_variant")
+        if variant is None or current is None:
+            continue
+        if variant != current:
+            return f"it is that of {variant}; the current variant of captions is {current}"
+        if model.get("commits_sha256") != Variant.open(data_dir, column=CAPTIONS).commits.digest.decode():
+            return "the column captions has changed since; add its table again"
+    return None
 
 
 def _weights(model: Mapping[str, Any]) -> str:

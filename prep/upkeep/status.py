@@ -21,7 +21,7 @@ from clipmill.prep.core.heartbeat import ShardProgress, running_shards
 from clipmill.prep.core.layout import DamagedLayout, variants_of
 from clipmill.prep.core.plan import problems_of
 from clipmill.prep.core.run import FAILURES_FILE
-from clipmill.prep.core.selection import read_selection
+from clipmill.prep.core.selection import WHERE, read_selection
 from clipmill.prep.core.work import work_of
 from clipmill.prep.core.writers import has_stopped, writer_of
 from clipmill.prep.registry import columns
@@ -316,6 +316,6 @@ def _variant_status(
 
 def _where_of(variant: Variant) -> str | None:
     try:
-        return read_selection(variant.directory)
+        return read_selection(variant.directory).get(WHERE)
     except UserError:
         return "unknown: the record is damaged"

@@ -107,7 +107,7 @@ def _source_lines(sources: list[CaptionSource] | None) -> list[str]:
         if is_of_model(source.name):
             lines.append(f"{_INDENT}  used in training only if --captions.sources names it")
         if source.stale_because is not None:
-            lines.append(f"{_INDENT}  stale: {on_one_line(source.stale_because)}, not of the current variant")
+            lines.append(f"{_INDENT}  stale: {on_one_line(source.stale_because)}")
     if len(sources) > _MAX_LISTED:
         lines.append(f"{_INDENT}... and {counted(len(sources) - _MAX_LISTED, 'more source')}")
     return lines

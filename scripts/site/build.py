@@ -32,6 +32,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Tutorials": (
         "docs/tutorials/your_videos.md",
+        "docs/tutorials/uncaptioned.md",
         "docs/tutorials/classes.md",
         "docs/tutorials/own_loop.md",
         "docs/tutorials/vatex.md",

@@ -268,7 +268,7 @@ def test_the_text_of_an_expression_is_as_it_was_written() -> None:
 
 def test_each_name_has_values() -> None:
     columns = {field.column: field for field in FIELDS.values()}
-    strings = ("video_id", "dataset", "split", "text", "source")
+    strings = ("video_id", "dataset", "split", "text", "source", "caption_text")
     table = pa.table({name: ["a b", "c"] if name in strings else [1, 2] for name in columns})
     for name, field in FIELDS.items():
         condition = {"number": f"{name} > 1.5", "text": f"{name} == 'c'", "condition": name}[field.kind]

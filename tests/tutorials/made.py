@@ -67,6 +67,12 @@ def own_videos_and_models(folder: Path, videos: list[Video]) -> None:
         path.chmod(0o644)  # safetensors does not follow the umask
 
 
+def uncaptioned(folder: Path, videos: list[Video]) -> None:
+    """Write `videos/` without captions; those in its folder `val` are held out."""
+    for video in videos:
+        _link(video.path, folder / "videos" / ("val" if video.is_held_out else "") / video.path.name)
+
+
 def actions(folder: Path, videos: list[Video]) -> None:
     """Write `videos/` as `own_videos` does, and `actions.csv`, whose class is the shape that is seen."""
     own_videos(folder, videos)
@@ -125,6 +131,7 @@ def ek100(folder: Path, videos: list[Video]) -> None:
 DATA: dict[str, Callable[[Path, list[Video]], None]] = {
     "own_videos": own_videos,
     "own_videos_and_models": own_videos_and_models,
+    "uncaptioned": uncaptioned,
     "actions": actions,
     "vatex": vatex,
     "ek100": ek100,

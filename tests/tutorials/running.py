@@ -64,7 +64,7 @@ class Runner:
     def _ran(self, line: str) -> str:
         match [] if "<<" in line else shlex.split(line, comments=True):
             case ["prep", *arguments]:
-                ran = prep_here(*arguments)
+                ran = prep_here(*(word for given in arguments for word in _expanded(given)))
                 return ran.stdout + ran.stderr
             case ["train", *arguments]:
                 return _train(arguments)
@@ -88,6 +88,13 @@ class Runner:
         program = arguments.index("train") if "--no-python" in arguments else -2
         end_well(fork_ranks(_rank, self.folder, said, *arguments[program:], size=size, folder=self.folder))
         return said.read_text()
+
+
+def _expanded(word: str) -> list[str]:
+    """What a shell makes of a word: variables, and patterns of files."""
+    value = os.path.expandvars(word)
+    found = sorted(map(str, Path().glob(value))) if "*" in value and "/" in value else []
+    return found or [value]
 
 
 def _rank(folder: Path, said: Path, program: str, *words: str) -> None:

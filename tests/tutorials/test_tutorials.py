@@ -12,6 +12,7 @@ from PIL import Image
 
 from clipmill.train.tasks.caption.metrics.java import MetricUnavailable
 from tests.conftest import ROOT
+from tests.prep.captions.server import served
 from tests.tutorials.made import DATA, Video, make_videos
 from tests.tutorials.page import command_lines, missing_lines, read_page
 from tests.tutorials.running import Runner
@@ -43,8 +44,10 @@ def test_a_tutorial_runs(path: Path, videos: list[Video], tmp_path: Path, monkey
     DATA[page.data](tmp_path, videos)
     monkeypatch.chdir(tmp_path)
     runner = Runner(tmp_path, monkeypatch.setenv)
-    for block in page.blocks:
-        runner.run(block)
+    with served() as server:  # of `prep captions`
+        monkeypatch.setenv("ENDPOINT", server.address)
+        for block in page.blocks:
+            runner.run(block)
     if path.stem == "notebook":
         assert_shows_pictures(runner.shown)
     assert_follows_the_umask(tmp_path)

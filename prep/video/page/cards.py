@@ -62,6 +62,7 @@ class Card:
         place: where it is in the data folder: shard and row.
         facts: codec, size, frame rate, in words.
         scores: name of a score -> value.
+        written: the caption that a model wrote; empty without one.
         problem: why it cannot be shown; it then has neither pictures nor a clip.
     """
 
@@ -79,6 +80,7 @@ class Card:
     captions: tuple[CaptionLine, ...] = ()
     pictures: tuple[Picture, ...] = ()
     scores: dict[str, float] = field(default_factory=dict)
+    written: str = ""
     clip: Clip | None = None
     problem: str | None = None
 

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.store import open_captions
 from clipmill.prep.video.page.chunks import Chunks
+from clipmill.shards.columns import CAPTIONS
 from clipmill.shards.moments import Moments
 from clipmill.shards.pages.histogram import Histogram, histogram
 from clipmill.shards.score_fields import SCORES
 from clipmill.shards.scores import open_scores
-from clipmill.shards.selection import find_chunks
+from clipmill.shards.selection import find_chunks, stored_rows
 
 BRIEF = tuple(score.name for score in SCORES if score.is_brief)
 _BATCH_CAPTIONS = 1 << 18
@@ -82,6 +83,19 @@ def scores_of(chunks: Chunks, data_dir: Path) -> ChunkScores | None:
     table = open_scores(data_dir, columns={"video_id", "start_ms", *BRIEF}).table
     rows = find_chunks(table, video_ids=chunks.video_ids, video_row=chunks.video, start_ms=chunks.start_ms)
     return ChunkScores(table, rows) if (rows >= 0).any() else None
+
+
+def written_of(chunks: Chunks, data_dir: Path) -> dict[int, str]:
+    """Return the captions of the column `captions` by the number of their chunk.
+
+    Raises:
+        UserError: they cannot be used.
+    """
+    table, _ = stored_rows(data_dir, CAPTIONS, ["caption_text"])
+    rows = find_chunks(table, video_ids=chunks.video_ids, video_row=chunks.video, start_ms=chunks.start_ms)
+    numbers = np.flatnonzero(rows >= 0)
+    texts = table["caption_text"].take(pa.array(rows[numbers])).to_pylist()
+    return dict(zip(numbers.tolist(), texts, strict=True))
 
 
 def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:

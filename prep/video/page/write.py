@@ -1,9 +1,9 @@
 """Writing the page of `prep inspect --html`: the choice of chunks, their clips, the pages, and what was written."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,16 @@ from clipmill.prep.video.page.chunks import Chunks, chosen, read_chunks
 from clipmill.prep.video.page.clips import ClipFolder, ClipPlan, plan_clips
 from clipmill.prep.video.page.header import Header, clips_text, hole_text, settings_words, summary, tiles
 from clipmill.prep.video.page.html import TEMPLATE, Pages, page_values
-from clipmill.prep.video.page.totals import ChunkScores, distributions, num_captions, scores_of, split_totals
+from clipmill.prep.video.page.totals import (
+    ChunkScores,
+    distributions,
+    num_captions,
+    scores_of,
+    split_totals,
+    written_of,
+)
 from clipmill.prep.video.recipe import settings_line
-from clipmill.shards.columns import SCORES, VIDEO
+from clipmill.shards.columns import CAPTIONS, SCORES, VIDEO
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.pages.templates import require_page_path
 from clipmill.shards.reader import Variant
@@ -55,6 +62,7 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     notes: list[str] = []
     is_current = current_variant(data_dir, VIDEO) == variant.directory.name
     scores = _or_note(lambda: scores_of(chunks, data_dir), notes) if is_current and _has(data_dir, SCORES) else None
+    written = _or_note(lambda: written_of(chunks, data_dir), notes) if is_current and _has(data_dir, CAPTIONS) else {}
     captions = _or_note(lambda: num_captions(chunks, data_dir), notes)
     header = Header(
         variant=variant.directory.name,
@@ -67,7 +75,8 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
         holes=[shown(hole_text(hole)) for hole in chunks.holes.values()],
         clips=clips_text(plan),
     )
-    cards = _cards(variant, chunks, picked, scores=scores, plan=plan, folder=folder, on_card=request.on_sample)
+    known = _Known(scores, written or {})
+    cards = _cards(variant, chunks, picked, known=known, plan=plan, folder=folder, on_card=request.on_sample)
     return _publish(cards, header, request.path, folder=folder, plan=plan, num_shown=len(picked), num_all=len(chunks))
 
 
@@ -140,12 +149,20 @@ def _publish(
     return Report("\n".join(lines), values)
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What other columns say about chunks: scores, and captions by the number of their chunk."""
+
+    scores: ChunkScores | None
+    written: Mapping[int, str]
+
+
 def _cards(
     variant: Variant,
     chunks: Chunks,
     picked: NDArray[np.int64],
     *,
-    scores: ChunkScores | None,
+    known: _Known,
     plan: ClipPlan,
     folder: ClipFolder,
     on_card: Callable[[int, int], None],
@@ -156,11 +173,11 @@ def _cards(
     is_remote = mirror_of(data_dir) is not None
     num_threads = _BUCKET_THREADS if is_remote else len(os.sched_getaffinity(0))
 
-    def card(number: int) -> Card:
+    def made_card(number: int) -> Card:
         shard_id, row = int(chunks.shard[number]), int(chunks.row[number])
         video_id = chunks.video_ids[int(chunks.video[number])].as_py()
         begin_s = float(chunks.start_ms[number]) / 1000
-        known = Card(
+        card = Card(
             key=chunks.key(number),
             video_id=video_id,
             split=chunks.splits[int(chunks.split[number])],
@@ -169,19 +186,20 @@ def _cards(
             size_bytes=int(chunks.size_bytes[number]),
             place=f"shard {shard_id:06d}, row {row}",
             path=paths.get(video_id, ""),
-            scores={} if scores is None else scores.of(number),
+            scores={} if known.scores is None else known.scores.of(number),
+            written=known.written.get(number, ""),
         )
         details = read_details(variant.shard(shard_id), row, plan=plan, folder=folder)
         if "problem" in details:
             hole = chunks.holes.get(shard_id)
             why = details["problem"] if hole is None else f"cannot be shown: {hole.why}"
             details["problem"] = shown(why)
-        return replace(known, **details)
+        return replace(card, **details)
 
     with ThreadPoolExecutor(num_threads) as pool:
         for begin in range(0, len(picked), PAGE_CHUNKS):
             part = picked[begin : begin + PAGE_CHUNKS].tolist()
-            for done, made in enumerate(pool.map(card, part), begin + 1):
+            for done, made in enumerate(pool.map(made_card, part), begin + 1):
                 on_card(done, len(picked))
                 yield made
 

@@ -13,7 +13,8 @@ from clipmill.prep.cli import build_app
 from clipmill.prep.exports.kinds import KINDS as EXPORTS
 
 GOLDEN = Path(__file__).with_name("help.txt")
-COLUMNS = ("chunk", "latents", "text", "scores", "plan", "plan latents", "plan text", "plan scores")
+MADE = ("latents", "text", "scores", "captions")
+COLUMNS = ("chunk", *MADE, "plan", *(f"plan {column}" for column in MADE))
 UPKEEP = ("retry", "status", "verify", "inspect", "diff", "gc", "advise")
 KINDS = (
     "folder",

@@ -149,7 +149,7 @@ def test_captions_of_another_variant_of_chunks_are_stale(data: Path, tmp_path: P
     assert status.count("stale: it describes chunks of v1, not of the current variant\n") == 1
     sources = prep_here("status", "--data", data, "--json").summary["videos"]["caption_sources"]
     assert {source["name"]: source["stale_because"] for source in sources if source["is_further"]} == {
-        "b@aaaaaaaa": "it describes chunks of v1",
+        "b@aaaaaaaa": "it describes chunks of v1, not of the current variant",
         "narrator@aaaaaaaa": None,
     }
 

@@ -77,7 +77,7 @@ def test_the_command_that_repairs_selects_the_same(prep: Prep, shard_set: ShardS
     ("where", "message"),
     [
         ("motion > 0.5", "has no scores shards"),
-        ("words > 3", "--where uses words, but prep latents encodes chunks"),
+        ("words > 3", "--where uses words, but prep latents takes chunks"),
         ("begin_s > 99", "selects none of 5 chunks"),
         ("begin > 1", "there is no name begin"),
     ],

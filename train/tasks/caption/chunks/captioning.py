@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.pseudo_captions import PSEUDO_CAPTIONS, SCHEMA
 from clipmill.manifests.publish import remove_temporaries, target_of
 from clipmill.train.data.batch import BatchRing, Sample
 from clipmill.train.data.chunk_clips import ChunkClips
@@ -33,8 +34,6 @@ from clipmill.train.run.parts import PLAN, begin_parts, missing_parts, share_par
 from clipmill.train.run.tracking import Progress
 from clipmill.train.tasks.caption.chunks.request import ChunkCaptionsRequest, ChunkDecoding
 from clipmill.train.tasks.caption.chunks.table import (
-    KIND,
-    SCHEMA,
     CaptionPart,
     failures_path,
     parts_path,
@@ -102,7 +101,7 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
     say(f"data: {samples.describe()}; {samples.variant_name}")
     say(f"weights: {captioner.source}: {captioner.trained.weights}")
     plan = {
-        "kind": KIND,
+        "kind": PSEUDO_CAPTIONS,
         "weights": captioner.name,
         "weights_sha256": captioner.weights_sha256,
         "video_variant": samples.chunks.variant_name,

@@ -22,24 +22,12 @@ import pyarrow.parquet as pq
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.pseudo_captions import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
 from clipmill.manifests.publish import publish_bytes, published
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.run.parts import differences
 
-KIND = "pseudo-captions"
-SCHEMA = pa.schema(
-    [
-        ("video", pa.string()),
-        ("begin_s", pa.float64()),
-        ("end_s", pa.float64()),
-        ("text", pa.string()),
-        ("source", pa.string()),
-        ("likelihood", pa.float32()),
-        ("sample", pa.int16()),
-    ]
-)
-
-_METADATA, _FAILED = b"clipmill", b"failed"
+_FAILED = b"failed"
 _SUFFIX = ".parquet"
 _ROWS_PER_GROUP = 1 << 16
 _COUNTS = ("num_clips", "num_captions", "num_empty", "num_failed")
@@ -82,9 +70,9 @@ def read_record(out: Path) -> dict[str, Any] | None:
     if not out.exists():
         return None
     try:
-        record = parse_json((pq.read_schema(out).metadata or {})[_METADATA])
-        if not isinstance(record, dict) or record["kind"] != KIND:
-            raise ValueError(f"not a table of {KIND}")
+        record = parse_json((pq.read_schema(out).metadata or {})[METADATA_KEY])
+        if not isinstance(record, dict) or record["kind"] != PSEUDO_CAPTIONS:
+            raise ValueError(f"not a table of {PSEUDO_CAPTIONS}")
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{out} exists already, and is not a table of train caption-chunks", hint=_OTHER) from error
     return record
@@ -132,10 +120,7 @@ def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str,
     num_empty = (num_clips - len(failed)) * plan["settings"].get("num_samples", 1) - num_captions
     counts = (num_clips, num_captions, num_empty, len(failed))
     record = {**plan, **dict(zip(_COUNTS, counts, strict=True))}
-    schema = SCHEMA.with_metadata({_METADATA: json.dumps(record, sort_keys=True).encode()})
-    with published(out) as temporary, pq.ParquetWriter(temporary, schema) as writer:
-        for rows in _groups(parts, out):
-            writer.write_table(rows.replace_schema_metadata(schema.metadata))
+    write_pseudo_captions(out, _groups(parts, out), record=record)
     return record
 
 

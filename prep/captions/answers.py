@@ -1,0 +1,180 @@
+"""Answers of a model, and the journal that keeps each of them from the moment at which it arrives.
+
+    <variant>/answers/000003.jsonl   the answers about chunks of shard 3: a line for each, `<CRC-32, 8 digits> <JSON>`
+    <variant>/answers/spent          the tokens of the current run, 8 bytes for each answer (`Budget`)
+
+A line is on disk before the next request of its place in the queue is sent, so that a killed run loses what was in
+flight, and nothing that was paid for. A line that a kill has cut short, or that is damaged, is ignored. The last line
+about a chunk counts. The journal is kept: it has what the shard has not, such as the seconds of each answer.
+"""
+
+import json
+import os
+import re
+import threading
+import unicodedata
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.publish import make_folder
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+
+ANSWERS_FOLDER = "answers"
+ANSWER_FILE = re.compile(r"\d{6,}\.jsonl|spent")
+_SPENT_FILE = "spent"
+_STOP, _LENGTH, _FILTERED = "stop", "length", "content_filter"
+_RECORD_BYTES = 8
+_SHOWN = {"Cc": " ", "Cs": ""}  # Unicode categories of control characters and surrogates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a model said about a chunk.
+
+    Attributes:
+        text: as it came.
+        finish_reason: why the model ended: stop, length, content_filter.
+        refusal: why it declines to answer, in a field of its own.
+        tokens_in, tokens_out: of pictures and prompt, and of the answer; None if the server did not say.
+        seconds: from the request to the answer, retries included; of a batch, its share.
+        model: name under which the model answered.
+    """
+
+    text: str
+    finish_reason: str
+    tokens_in: int | None
+    tokens_out: int | None
+    seconds: float
+    model: str
+    refusal: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in and out, as far as they are known."""
+        return (self.tokens_in or 0) + (self.tokens_out or 0)
+
+    @property
+    def caption(self) -> str:
+        """The text on one line, without control characters and lone surrogates."""
+        return " ".join("".join(_SHOWN.get(unicodedata.category(char), char) for char in self.text).split())
+
+    def problem(self, model: str) -> SourceFailure | None:
+        """Return why the answer is not a caption by `model`, or None.
+
+        A server may add the date of a snapshot to the name: gpt-4o-2024-08-06 for gpt-4o.
+        """
+        if re.fullmatch(re.escape(model) + r"(-\d[\d-]*)?", self.model) is None:
+            message = f'the server answered with the model "{self.model}" in place of "{model}"'
+            return SourceFailure(FailureCode.OTHER_MODEL, message)
+        if self.refusal or self.finish_reason == _FILTERED:
+            return SourceFailure(
+                FailureCode.ANSWER_REFUSED, self.refusal or "a filter of the server removed the answer"
+            )
+        if self.finish_reason == _LENGTH:
+            return SourceFailure(FailureCode.ANSWER_TRUNCATED, f"the answer was cut off after {self.tokens_out} tokens")
+        if not self.caption:
+            return SourceFailure(FailureCode.ANSWER_EMPTY, "the answer has no text")
+        return None
+
+
+def journal_path(variant_dir: Path, shard_id: int) -> Path:
+    """Return the journal of a shard."""
+    return variant_dir / ANSWERS_FOLDER / f"{shard_id:06d}.jsonl"
+
+
+def read_answers(path: Path) -> dict[str, Answer]:
+    """Return the answers in a journal by the fingerprint of their chunk; none if there is no journal."""
+    return dict(_lines(path))
+
+
+def answers_in(folder: Path) -> Iterator[Answer]:
+    """Yield all answers in the journals of a variant, also those about chunks that were asked about again."""
+    for path in sorted(folder.glob("*.jsonl")):
+        yield from (answer for _, answer in _lines(path))
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Answer]]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in content.split(b"\n"):
+        digits, _, text = line.partition(b" ")
+        if line and digits == b"%08x" % zlib.crc32(text):
+            record: dict[str, Any] = parse_json(text)
+            yield record.pop("chunk_fingerprint"), Answer(**record)
+
+
+class Journal:
+    """The journal of a shard while a worker adds to it; threads may share it. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self.answers = read_answers(path)
+
+    def __enter__(self) -> Self:
+        make_folder(self._path.parent)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+    def add(self, fingerprint: str, answer: Answer) -> None:
+        """Keep an answer about the chunk with this fingerprint; on return it is on disk."""
+        text = json.dumps({"chunk_fingerprint": fingerprint, **asdict(answer)}, sort_keys=True).encode()
+        # The empty line ends one that a kill has cut short.
+        line = b"\n%08x %s\n" % (zlib.crc32(text), text)
+        with self._lock:
+            self.answers[fingerprint] = answer
+            written = os.write(self._descriptor, line)
+            if written < len(line):
+                os.write(self._descriptor, line[written:])  # raises the error that cut the first one short
+        os.fsync(self._descriptor)
+
+
+class Budget:
+    """`--max-tokens-total`: the tokens of a variant's answers, which all workers of a run share by a file.
+
+    Args:
+        limit: number of tokens; None for no limit.
+        spent: tokens of the answers of earlier runs.
+    """
+
+    def __init__(self, variant_dir: Path, *, limit: int | None, spent: int) -> None:
+        self._path, self._limit, self._spent = variant_dir / ANSWERS_FOLDER / _SPENT_FILE, limit, spent
+        self._num_read = 0
+
+    def begin(self) -> None:
+        """Forget the tokens of an earlier run, whose answers are in the journals; the driver calls it."""
+        self._path.unlink(missing_ok=True)
+
+    def add(self, tokens: int) -> None:
+        """Add the tokens of an answer."""
+        if self._limit is not None:
+            with self._path.open("ab", buffering=0) as file:
+                file.write(tokens.to_bytes(_RECORD_BYTES, "little"))
+
+    def is_spent(self) -> bool:
+        """Return True if the answers that have arrived took the tokens that there are."""
+        if self._limit is None:
+            return False
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._num_read)
+                new = file.read()
+        except FileNotFoundError:
+            new = b""
+        whole = len(new) // _RECORD_BYTES * _RECORD_BYTES
+        self._num_read += whole
+        self._spent += sum(
+            int.from_bytes(new[at : at + _RECORD_BYTES], "little") for at in range(0, whole, _RECORD_BYTES)
+        )
+        return self._spent >= self._limit

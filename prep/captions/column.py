@@ -1,0 +1,150 @@
+"""The column `captions`: its commands and its `ColumnSpec`."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.quoting import on_one_line
+from clipmill.prep.captions.recipe import CAPTIONS, CaptionsSettings, captions_recipe_from_dict
+from clipmill.prep.core.column import ColumnSpec, changed_flags
+from clipmill.prep.core.make import make_column, plan_column
+from clipmill.prep.core.request import EXECUTION, Data, Json, ModelRequest, Request
+
+Settings = Annotated[CaptionsSettings, Parameter(name="*")]
+BATCH = 1
+_SHOWN_CHARS = 80  # of a prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionsRequest(ModelRequest):
+    """The flags of `prep captions` that are not settings: how a model or a server is asked."""
+
+    batch: Annotated[int, EXECUTION, Parameter(help="Batch size of a model that runs here, in chunks, 1 or more.")] = (
+        BATCH
+    )
+    in_flight: Annotated[
+        int,
+        EXECUTION,
+        FIRST_RUN,
+        Parameter(help="Number of requests to the server at a time, shared by all workers, 1 to 4096."),
+    ] = 64
+    retries: Annotated[
+        int,
+        EXECUTION,
+        Parameter(
+            help="Number of times that a request is repeated after 429, 5xx, a broken connection or --timeout, after "
+            "pauses that grow to 8 s, or when the server says; 10: about a minute."
+        ),
+    ] = 10
+    timeout: Annotated[float, EXECUTION, Parameter(help="Time limit of a request in seconds, above 0.")] = 300.0
+    max_tokens_total: Annotated[
+        int | None,
+        EXECUTION,
+        FIRST_RUN,
+        Parameter(
+            help="Number of tokens, in and out, that all answers of this variant may take, those of earlier runs "
+            "included. Then no request is sent any more; those in flight are still answered. Default: no limit."
+        ),
+    ] = None
+    trial: Annotated[int, Parameter(parse=False)] = 0  # of `prep plan captions`
+
+    def check(self) -> None:
+        for flag, value, most in (("batch", self.batch, 1 << 16), ("in-flight", self.in_flight, 4096)):
+            if not 1 <= value <= most:
+                raise UserError(f"--{flag} {value} is out of range", hint=f"give 1 to {most}")
+        if not 0 <= self.retries <= 1000:
+            raise UserError(f"--retries {self.retries} is out of range", hint="give 0 to 1000")
+        if not 0 < self.timeout <= 86_400:
+            raise UserError(f"--timeout {self.timeout:g} is out of range", hint="give seconds, up to 86400")
+        if self.max_tokens_total is not None and self.max_tokens_total < 1:
+            raise UserError(f"--max-tokens-total {self.max_tokens_total} is out of range", hint="give 1 or more")
+        if self.max_tokens_total is not None and self.part is not None:
+            raise UserError(
+                "--max-tokens-total does not apply to --part: the parts do not know of each other's tokens",
+                hint="run one command with more --in-flight, or omit --max-tokens-total",
+            )
+        super().check()
+
+
+def captions(
+    settings: Settings,
+    request: Annotated[CaptionsRequest, Parameter(name="*")] = CaptionsRequest(),
+) -> None:
+    """Caption the chunks with a vision-language model, here or on a server with OpenAI's interface.
+
+    Each run captions only what is new, changed or missing; another prompt or model makes another variant. Each answer
+    is on disk as soon as it arrives, so that a killed run asks for none of them again. `prep manifest captions` makes
+    the captions a source for training. The key of a server is taken from the environment variable OPENAI_API_KEY.
+
+    Examples:
+
+        prep captions --model Qwen/Qwen3-VL-2B-Instruct
+        prep captions --endpoint http://localhost:8000/v1 --model qwen3-vl
+    """
+    make_column(COLUMN, settings, request)
+
+
+def plan_captions(
+    settings: Settings,
+    *,
+    trial: Annotated[
+        int,
+        Parameter(help="Number of chunks to caption now, for the estimate of tokens and time; a run keeps them."),
+    ] = 0,
+    data: Data = Path("data"),
+    json: Json = False,
+) -> None:
+    """Print what `prep captions` would do with the same settings, and why; tokens and time from the answers so far.
+
+    No model is asked (dry run), unless --trial gives a number of chunks.
+
+    Example:
+
+        prep plan captions --model Qwen/Qwen3-VL-2B-Instruct --trial 3
+    """
+    if not 0 <= trial <= 100:
+        raise UserError(f"--trial {trial} is out of range", hint="give 0 to 100, for example 3")
+    plan_column(COLUMN, settings, data=data, json=json, request=CaptionsRequest(data=data, trial=trial))
+
+
+def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> None:
+    recipe = captions_recipe_from_dict(stored)
+    settings = recipe.settings
+    if settings.endpoint is None and weights is not None:
+        settings = replace(settings, model=weights)
+    given = {field.name: getattr(request, field.name) for field in fields(Request) if field.name != "batch"}
+    make_column(COLUMN, settings, CaptionsRequest(**{**given, "only_variant": recipe.variant}))
+
+
+def _flags(stored: Mapping[str, Any]) -> list[str]:
+    settings = captions_recipe_from_dict(stored).settings
+    default = asdict(CaptionsSettings(model=settings.model))
+    default["seed"] = settings.seed if not settings.seed else None  # 0 is what a model here takes without the flag
+    return ["--model", settings.model, *changed_flags(asdict(settings), {**default, "model": settings.model})]
+
+
+def _settings_line(stored: Mapping[str, Any]) -> str:
+    names = ("model", "endpoint", "frames", "size", "max_tokens", "temperature")
+    settings = [f"{name}={stored[name]}" for name in names if stored.get(name) is not None]
+    prompt = on_one_line(str(stored.get("prompt")))
+    shown = prompt if len(prompt) <= _SHOWN_CHARS else f"{prompt[:_SHOWN_CHARS]}..."
+    return f'{" ".join(settings)} prompt="{shown}"'
+
+
+COLUMN = ColumnSpec(
+    name=CAPTIONS,
+    package="clipmill.prep.captions",
+    work="clipmill.prep.captions.work:WORK",
+    check_sample="clipmill.prep.captions.sample:check_caption",
+    verb="describe",
+    make_command=captions,
+    plan_command=plan_captions,
+    flags=_flags,
+    settings_line=_settings_line,
+    retry=_retry,
+)

@@ -1,0 +1,186 @@
+"""The single interface to `openai`: captions by a server with OpenAI's interface, many requests at a time.
+
+    row ──► thread: decode, JPEG ──► request, one of `in_flight` ──► thread: journal
+
+A few rows more than requests are in work, so that pictures are ready when a request ends. The client repeats requests
+that fail (429, 5xx, time limit, broken connection) after growing pauses with jitter, or when Retry-After says.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import on_one_line
+from clipmill.prep.captions.answers import Answer
+from clipmill.prep.captions.asking import Questions
+from clipmill.prep.captions.frames import jpeg_address
+from clipmill.prep.captions.recipe import CaptionsSettings
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.shard_result import Stop
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+_NO_KEY = "none"  # servers on one's own machine need none, but the client does
+_MAX_UNUSABLE = 3  # answers to one request that are not answers
+_MAX_FAILED = 8  # requests in a row that fail for good, before the rest of the shard is left
+_AHEAD = 2  # rows that are decoded while others wait for the server
+
+
+class Endpoint:
+    """A server.
+
+    Args:
+        settings: with the text of the prompt.
+        in_flight: number of requests at a time.
+        retries: number of times that a request is repeated.
+        timeout_s: time limit of each.
+
+    Raises:
+        UserError: the client is not installed.
+    """
+
+    def __init__(self, settings: CaptionsSettings, *, in_flight: int, retries: int, timeout_s: float) -> None:
+        require_client()
+        self._settings, self._in_flight = settings, in_flight
+        self._retries, self._timeout_s = retries, timeout_s
+        self._key = os.environ.get(KEY_VARIABLE) or _NO_KEY
+        self._stop: Stop | None = None
+        self._num_failed = 0  # requests since the last answer
+
+    def answer(self, questions: Questions) -> Stop | None:
+        """See `clipmill.prep.captions.asking.Captioner`. Requests in flight end before it returns."""
+        self._stop, self._num_failed = None, 0
+        asyncio.run(self._answer_all(questions))
+        return self._stop
+
+    async def _answer_all(self, questions: Questions) -> None:
+        from openai import AsyncOpenAI
+
+        free = asyncio.Semaphore(self._in_flight)
+        async with AsyncOpenAI(
+            base_url=self._settings.endpoint,
+            api_key=self._key,
+            max_retries=self._retries,
+            timeout=self._timeout_s,
+        ) as client:
+            await asyncio.gather(*(self._answer_some(questions, client, free) for _ in range(self._in_flight + _AHEAD)))
+
+    async def _answer_some(self, questions: Questions, client: "AsyncOpenAI", free: asyncio.Semaphore) -> None:
+        while (row := next(questions.rows, None)) is not None and not self._has_to_stop(questions):
+            try:
+                addresses = await asyncio.to_thread(_addresses, questions, row)
+            except SourceFailure as failure:
+                questions.keep(row, failure)
+                continue
+            async with free:
+                if self._has_to_stop(questions):
+                    return
+                try:
+                    found: Answer | SourceFailure = await self._asked(client, addresses, seed=questions.seed(row))
+                except SourceFailure as failure:
+                    found = failure
+                # Before the next request: the answer is on disk, and its tokens count.
+                await asyncio.to_thread(questions.keep, row, found)
+
+    def _has_to_stop(self, questions: Questions) -> bool:
+        self._stop = self._stop or questions.stop()
+        return self._stop is not None
+
+    async def _asked(self, client: "AsyncOpenAI", addresses: Sequence[str], *, seed: int) -> Answer:
+        """Ask about the pictures of a chunk.
+
+        Raises:
+            SourceFailure: there is no answer.
+        """
+        import openai
+
+        begin_s = time.monotonic()
+        try:
+            for _ in range(_MAX_UNUSABLE):
+                answer = self._answer_in(await self._completion(client, addresses, seed=seed), begin_s=begin_s)
+                if answer is not None:
+                    self._num_failed = 0
+                    wrong = answer.problem(self._settings.model)
+                    if wrong is not None and wrong.code == FailureCode.OTHER_MODEL:
+                        self._stop = self._stop or Stop(wrong.code, wrong.message)
+                    return answer
+            failure = SourceFailure(FailureCode.ENDPOINT_FAILED, "what the server sent is not an answer")
+        except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
+            self._stop = self._stop or Stop(FailureCode.ENDPOINT_REFUSED, self._words(error))
+            raise SourceFailure(FailureCode.ENDPOINT_REFUSED, self._words(error)) from None
+        except (openai.RateLimitError, openai.InternalServerError, openai.APIConnectionError) as error:
+            failure = SourceFailure(FailureCode.ENDPOINT_FAILED, self._words(error))
+        except openai.APIStatusError as error:
+            raise SourceFailure(FailureCode.REQUEST_INVALID, self._words(error)) from None
+        self._num_failed += 1
+        if self._num_failed >= _MAX_FAILED:
+            self._stop = self._stop or Stop(failure.code, failure.message)
+        raise failure
+
+    async def _completion(self, client: "AsyncOpenAI", addresses: Sequence[str], *, seed: int) -> Any:
+        """Return what the server sent; None if it is not JSON."""
+        settings = self._settings
+        pictures = [{"type": "image_url", "image_url": {"url": address}} for address in addresses]
+        content = [*pictures, {"type": "text", "text": settings.prompt}]
+        sampling = {"top_p": settings.top_p, "seed": None if settings.seed is None else seed}
+        given: Any = {name: value for name, value in sampling.items() if value is not None}
+        try:
+            return await client.chat.completions.create(
+                model=settings.model,
+                messages=[],
+                max_tokens=settings.max_tokens,
+                temperature=settings.temperature,
+                # Here, the client leaves megabytes of pictures as they are: a third of its CPU time.
+                extra_body={"messages": [{"role": "user", "content": content}]},
+                **given,
+            )
+        except ValueError:  # half a body, or a page of a proxy
+            return None
+
+    def _answer_in(self, completion: Any, *, begin_s: float) -> Answer | None:
+        """Return the answer in what a server sent; None if it has none."""
+        choices = getattr(completion, "choices", None)
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        message, reason = getattr(choice, "message", None), getattr(choice, "finish_reason", None)
+        text, refusal = (getattr(message, name, None) or "" for name in ("content", "refusal"))
+        model = getattr(completion, "model", None)
+        if message is None or not all(isinstance(value, str) for value in (text, refusal, reason, model)):
+            return None
+        usage = getattr(completion, "usage", None)
+        tokens = [getattr(usage, name, None) for name in ("prompt_tokens", "completion_tokens")]
+        tokens_in, tokens_out = (number if isinstance(number, int) and number >= 0 else None for number in tokens)
+        return Answer(
+            text=self._without_key(text),
+            finish_reason=self._without_key(str(reason)),
+            tokens_in=tokens_in,
+            tokens_out=tokens_out,
+            seconds=round(time.monotonic() - begin_s, 3),
+            model=self._without_key(str(model)),
+            refusal=self._without_key(refusal) or None,
+        )
+
+    def _words(self, error: Exception) -> str:
+        """Return what an error says on one line."""
+        cause = f": {type(error.__cause__).__name__}" if error.__cause__ is not None else ""
+        return on_one_line(self._without_key(f"{error}{cause}"))
+
+    def _without_key(self, text: str) -> str:
+        """Return what a server sent without the key: some repeat it in their errors."""
+        return text if self._key == _NO_KEY else text.replace(self._key, "***")
+
+
+def _addresses(questions: Questions, row: int) -> list[str]:
+    return [*map(jpeg_address, questions.pictures(row))]
+
+
+def require_client() -> None:
+    """Raise UserError if `openai` is not installed."""
+    try:
+        import openai  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"{error.name} is not installed", hint="install clipmill[endpoint]") from None

@@ -1,0 +1,80 @@
+"""The plan of the `captions` column, from the commits of `video` and its own, as a job for the driver."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clipmill.prep.captions.column import COLUMN
+from clipmill.prep.captions.recipe import CAPTIONS, CaptionsRecipe, captions_recipe_from_dict
+from clipmill.prep.core.chunk_columns import ChunksPlan, pending_chunks, plan_chunks
+from clipmill.prep.core.column import Pending
+from clipmill.prep.core.plan import ShardPlan
+from clipmill.shards.reader import Variant
+
+if TYPE_CHECKING:
+    from clipmill.prep.captions.worker import Asking, CaptionsTask
+    from clipmill.prep.core.run import Job
+
+CaptionsPlan = ChunksPlan[CaptionsRecipe]
+
+
+def make_captions_plan(
+    data_dir: Path, recipe: CaptionsRecipe, *, retry_codes: frozenset[str] = frozenset()
+) -> CaptionsPlan:
+    """Plan `recipe` for the committed shards of its `video` variant in `data_dir`.
+
+    Raises:
+        UserError: the recipe's `where` selects nothing, or uses scores that chunks lack.
+    """
+    return plan_chunks(data_dir, recipe, column=CAPTIONS, where=recipe.settings.where, retry_codes=retry_codes)
+
+
+def captions_task(
+    plan: CaptionsPlan, shard: ShardPlan, asking: "Asking", *, retry_codes: frozenset[str]
+) -> "CaptionsTask":
+    """Return what a worker needs to make a shard."""
+    from clipmill.prep.captions.worker import CaptionsTask
+
+    return CaptionsTask(
+        variant_dir=plan.variant_dir,
+        shard_id=shard.shard_id,
+        plan_fingerprint=shard.plan_fingerprint,
+        recipe=plan.recipe,
+        video_dir=plan.video_dir,
+        video_commit=plan.video_commits[shard.shard_id],
+        old_commit=plan.commits.get(shard.shard_id),
+        rows=plan.chunk_shards[shard.shard_id].rows,
+        asking=asking,
+        retry_codes=retry_codes,
+    )
+
+
+def captions_job(plan: CaptionsPlan, asking: "Asking", *, retry_codes: frozenset[str]) -> "Job[CaptionsTask]":
+    """Return the plan as a job for the driver."""
+    from clipmill.prep.captions.worker import make_captions
+    from clipmill.prep.core.run import Job
+
+    settings = plan.recipe.settings
+    return Job(
+        column=COLUMN,
+        data_dir=plan.data_dir,
+        variant_dir=plan.variant_dir,
+        recipe=plan.recipe.as_dict(),
+        shards=plan.shards,
+        make=make_captions,
+        task=lambda shard: captions_task(plan, shard, asking, retry_codes=retry_codes),
+        video_ids=plan.video_ids,
+        failed_before=plan.unreadable,
+        chunk_s=None,
+        where=settings.where,
+        asked={} if settings.endpoint is None else {"endpoint": settings.endpoint},
+    )
+
+
+def pending_captions(data_dir: Path, variant: Variant) -> Pending:
+    """Return what remains to be made of a variant; nothing if the variant is not current."""
+    return pending_chunks(
+        data_dir,
+        variant,
+        stored_recipe=captions_recipe_from_dict,
+        plan=lambda recipe: make_captions_plan(data_dir, recipe),
+    )

@@ -1,0 +1,215 @@
+"""The recipe of the `captions` column: the settings of `prep captions`, the model, and the variant of `video`."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from cyclopts import Group, Parameter
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.prep.captions.weights import find_model
+from clipmill.prep.core.column import recipe_fingerprint
+from clipmill.shards.where_flag import check_where
+
+CAPTIONS = "captions"
+CAPTIONS_SCHEMA = 1  # incremented when the same settings begin to send other pictures, or other words
+MODEL = Parameter(group=Group("Captions", sort_key=1))
+PROMPT = "Describe this video clip in one sentence."
+_MAX_PROMPT_CHARS = 100_000
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
+_RANGES = {"frames": (1, 256), "size": (16, 4096), "max_tokens": (1, 100_000)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionsSettings:
+    """Settings of `prep captions`: all but the address of the server and `where` affect the captions."""
+
+    model: Annotated[str, MODEL, FIRST_RUN]
+    """Model: folder or Hugging Face name of an image-text-to-text model of transformers, or with --endpoint the name
+    under which the server has it."""
+
+    endpoint: Annotated[str | None, MODEL, FIRST_RUN] = None
+    """Address of a server with OpenAI's interface (vLLM, SGLang, llama.cpp, OpenAI, ...), such as
+    http://localhost:8000/v1. Its key is taken from OPENAI_API_KEY. The address is not part of the variant. Default: run
+    the model here."""
+
+    prompt: Annotated[str, MODEL, FIRST_RUN] = PROMPT
+    """Text that follows the pictures."""
+
+    prompt_file: Annotated[Path | None, MODEL] = None
+    """UTF-8 file with the prompt, in place of --prompt."""
+
+    frames: Annotated[int, MODEL, FIRST_RUN] = 8
+    """Number of frames of each chunk that the model sees, evenly spaced, 1 to 256."""
+
+    size: Annotated[int, MODEL, FIRST_RUN] = 448
+    """Longer side of these pictures in pixels at most, 16 to 4096. Smaller frames are not enlarged."""
+
+    max_tokens: Annotated[int, MODEL] = 256
+    """Maximum number of tokens of an answer, 1 to 100000. An answer that reaches it is a failure (answer_truncated)."""
+
+    temperature: Annotated[float, MODEL] = 0.0
+    """Temperature, 0 to 2; 0: the most likely token at each step."""
+
+    top_p: Annotated[float | None, MODEL] = None
+    """Nucleus sampling, from the most likely tokens whose probabilities add up to this, above 0 to 1."""
+
+    seed: Annotated[int | None, MODEL] = None
+    """Random seed of sampling. Default: 0, or with --endpoint that of the server."""
+
+    precision: Annotated[Literal["float32", "float16", "bfloat16"], MODEL] = "bfloat16"
+    """Precision of a model that runs here."""
+
+    where: Annotated[str | None, MODEL] = None
+    """Condition that selects the chunks to caption, on their scores and videos, such as 'num_captions = 0'. It is not
+    part of the variant. Default: all chunks."""
+
+    def __post_init__(self) -> None:
+        if not self.model or self.model != self.model.strip() or _CONTROL.search(self.model):
+            raise UserError(f"--model {self.model!r} is not a name", hint="give a folder, or the name of a model")
+        for name, (least, most) in _RANGES.items():
+            if not least <= getattr(self, name) <= most:
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} {getattr(self, name)} is out of range", hint=f"give {least} to {most}")
+        if not 0 <= self.temperature <= 2:
+            raise UserError(f"--temperature {self.temperature:g} is out of range", hint="give 0 to 2")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p {self.top_p:g} is out of range", hint="give a number above 0, and 1 at most")
+        if self.seed is not None and not 0 <= self.seed < 1 << 31:
+            raise UserError(f"--seed {self.seed} is out of range", hint="give a whole number from 0 to 2^31 - 1")
+        if not self.temperature and (self.top_p is not None or self.seed is not None):
+            raise UserError("--top-p and --seed have no effect at --temperature 0", hint="omit them, or sample")
+        if self.prompt_file is not None and self.prompt != PROMPT:
+            raise UserError("--prompt and --prompt-file exclude each other", hint="give one of them")
+        _require_prompt(self.prompt, of="--prompt")
+        if self.endpoint is not None:
+            _require_address(self.endpoint)
+        check_where(self.where)
+
+    def with_prompt(self) -> "CaptionsSettings":
+        """Return the settings with the text of `prompt_file`.
+
+        Raises:
+            UserError: it cannot be read, or is not a prompt.
+        """
+        if self.prompt_file is None:
+            return self
+        try:
+            text = self.prompt_file.read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise UserError(f"--prompt-file {self.prompt_file} cannot be read: {reason}", hint="give a text") from None
+        _require_prompt(text, of=f"--prompt-file {self.prompt_file}")
+        return replace(self, prompt=text, prompt_file=None)
+
+
+def _require_prompt(text: str, *, of: str) -> None:
+    if not text.strip():
+        raise UserError(f"{of} is empty", hint="say what the model shall write, in words")
+    if len(text) > _MAX_PROMPT_CHARS:
+        raise UserError(f"{of} has {len(text):,} characters", hint=f"use at most {_MAX_PROMPT_CHARS:,}")
+    if found := _CONTROL.search(text):
+        where = f"character {found.start() + 1} is U+{ord(found[0]):04X}"
+        raise UserError(f"{of} has a control character: {where}", hint="use text, spaces, tabs and line feeds alone")
+
+
+def _require_address(address: str) -> None:
+    try:
+        parts = urlsplit(address)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or _CONTROL.search(address) or " " in address:
+        raise UserError("--endpoint is not an address", hint="give one such as http://localhost:8000/v1")
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise UserError(
+            "--endpoint has a password, a query or a fragment, which would be recorded",
+            hint="put the key into the environment variable OPENAI_API_KEY",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionsRecipe:
+    """Everything that the captions depend on besides the chunks themselves.
+
+    Attributes:
+        settings: with the text of the prompt.
+        model: name of the model; of a folder only the last component.
+        model_sha256: hash of a model that runs here; None with an endpoint.
+        video: name of the `video` variant whose chunks are captioned.
+    """
+
+    settings: CaptionsSettings
+    model: str
+    model_sha256: str | None
+    video: str
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of `as_dict` as canonical JSON."""
+        return recipe_fingerprint(self.as_dict())
+
+    @property
+    def variant(self) -> str:
+        """Folder name: the model's name, frames, and the first 8 digits of the fingerprint."""
+        model = _NOT_IN_A_NAME.sub("-", self.model.rpartition("/")[2]).strip("-.")[:60] or "model"
+        return f"{model}-{self.settings.frames}x{self.settings.size}px-{self.fingerprint[:8]}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the recipe as JSON values, without what does not change the captions."""
+        settings = asdict(self.settings)
+        for name in ("endpoint", "where", "prompt_file"):
+            del settings[name]
+        if self.settings.temperature and self.model_sha256 is not None:
+            settings["seed"] = self.settings.seed or 0
+        settings["precision"] = None if self.model_sha256 is None else self.settings.precision
+        return {
+            **settings,
+            "schema": CAPTIONS_SCHEMA,
+            "column": CAPTIONS,
+            "video": self.video,
+            "model": self.model,
+            "model_sha256": self.model_sha256,
+        }
+
+
+def resolve(settings: CaptionsSettings, *, video: str) -> CaptionsRecipe:
+    """Read the prompt, find the model, and return the full recipe.
+
+    Raises:
+        UserError: there is no such prompt or model.
+    """
+    settings = settings.with_prompt()
+    if settings.endpoint is not None:
+        return CaptionsRecipe(settings=settings, model=settings.model, model_sha256=None, video=video)
+    found = find_model(settings.model)
+    return CaptionsRecipe(settings=settings, model=found.name, model_sha256=found.sha256, video=video)
+
+
+def captions_recipe_from_dict(stored: Mapping[str, Any]) -> CaptionsRecipe:
+    """Return the recipe of a variant (`clipmill.prep.core.selection.stored_request`), without searching for the model.
+
+    Raises:
+        UserError: the recipe was written with another version of the recipe schema.
+    """
+    if stored.get("schema") != CAPTIONS_SCHEMA or stored.get("column") != CAPTIONS:
+        raise UserError(
+            f"the recipe has schema {stored.get('schema')!r}, but this version supports {CAPTIONS_SCHEMA}",
+            hint="run `prep captions` with the desired settings to create a new variant",
+        )
+    names = {field.name for field in fields(CaptionsSettings)}
+    settings = {name: value for name, value in stored.items() if name in names and value is not None}
+    try:
+        return CaptionsRecipe(
+            settings=CaptionsSettings(**settings),
+            model=stored["model"],
+            model_sha256=stored["model_sha256"],
+            video=stored["video"],
+        )
+    except KeyError as error:
+        raise UserError(f"the recipe lacks {error}", hint="run `prep captions` again to rewrite it") from None

@@ -1,0 +1,126 @@
+"""Text and JSON reports of plans and runs of the `captions` column, and the estimate from the answers so far."""
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.units import duration_text
+from clipmill.prep.captions.answers import ANSWERS_FOLDER, Answer, answers_in
+from clipmill.prep.captions.column import COLUMN
+from clipmill.prep.captions.plan import CaptionsPlan
+from clipmill.prep.captions.recipe import CAPTIONS
+from clipmill.prep.captions.table import TABLE_FILE
+from clipmill.prep.core.chunk_shards import NO_CHUNKS
+from clipmill.prep.core.report import (
+    NOTHING_TO_DO,
+    Report,
+    changed_settings,
+    next_line,
+    states_lines,
+    states_values,
+    summary_report,
+)
+from clipmill.prep.core.run import Summary
+
+_MAX_ANSWERS = 10_000  # that an estimate looks at
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the answers of a variant took: tokens in and out, as far as the server said, and seconds."""
+
+    num_answers: int
+    tokens_in: int
+    tokens_out: int
+    seconds: float
+
+    @classmethod
+    def of(cls, answers: list[Answer]) -> "Cost":
+        """Add up the cost of answers."""
+        tokens_in, tokens_out = (
+            sum(getattr(one, name) or 0 for one in answers) for name in ("tokens_in", "tokens_out")
+        )
+        return cls(len(answers), tokens_in, tokens_out, sum(one.seconds for one in answers))
+
+    def values(self) -> dict[str, Any]:
+        """Return the JSON values."""
+        return {**vars(self)}
+
+    def line(self) -> str:
+        """Return the cost in words."""
+        each = f"; {self.seconds / self.num_answers:.2g} s each" if self.num_answers else ""
+        return f"{counted(self.num_answers, 'answer')}: {self.tokens_in:,} tokens in, {self.tokens_out:,} out{each}"
+
+
+def cost_of(variant_dir: Path, *, limit: int | None = None) -> Cost:
+    """Return what the answers of a variant took, or the first `limit` of them."""
+    return Cost.of(list(islice(answers_in(variant_dir / ANSWERS_FOLDER), limit)))
+
+
+def captions_report(plan: CaptionsPlan) -> Report:
+    """Return the report of a plan: the work by state and reason."""
+    recipe = plan.recipe
+    differences = changed_settings(plan.data_dir, CAPTIONS, variant=recipe.variant, recipe=recipe.as_dict())
+    num_chunks = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
+    cost = cost_of(plan.variant_dir, limit=_MAX_ANSWERS)
+    asked = {name: value for name in ("endpoint", "where") if (value := getattr(recipe.settings, name)) is not None}
+    command = COLUMN.command_line({**recipe.as_dict(), **asked}, data_dir=plan.data_dir)
+    lines = [f"variant  {recipe.variant}", f"video    {recipe.video}"]
+    if recipe.settings.where is not None:
+        lines.append(f"where    {recipe.settings.where}: {counted(plan.num_chunks, 'chunk')} selected")
+    lines += [f"setting  {difference}" for difference in differences]
+    lines += states_lines(plan.shards, verb="describe")
+    lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]
+    estimate: dict[str, Any] = {"num_chunks": num_chunks}
+    if num_chunks:
+        # Unchanged chunks of a changed shard, and those with an answer, are not asked about again.
+        lines.append(
+            f"estimate at most {counted(num_chunks, 'chunk')} to caption, {recipe.settings.frames} frames each"
+        )
+        if cost.num_answers:
+            share = num_chunks / cost.num_answers
+            tokens = (round(cost.tokens_in * share), round(cost.tokens_out * share))
+            estimate |= {"tokens_in": tokens[0], "tokens_out": tokens[1], "answer_s": cost.seconds * share}
+            time = duration_text(cost.seconds * share)
+            lines.append(f"         {tokens[0]:,} tokens in and {tokens[1]:,} out; {time} without requests in parallel")
+            lines.append(f"         ({cost.line()})")
+        else:
+            lines.append(
+                "         tokens and time are unknown: --trial 3 describes three chunks, and keeps the answers"
+            )
+        lines.append(next_line(command))
+    else:
+        lines.append(NOTHING_TO_DO)
+    values = {
+        "variant": recipe.variant,
+        "video": recipe.video,
+        "where": recipe.settings.where,
+        "changed_settings": differences,
+        "num_chunks": plan.num_chunks,
+        **states_values(plan.shards),
+        "unreadable": [failure.message for failure in plan.unreadable],
+        "estimate": estimate,
+        "answers": cost.values(),
+        "next": command if num_chunks else None,
+    }
+    return Report("\n".join(lines), values)
+
+
+def captions_summary(summary: Summary, *, listed: Path) -> Report:
+    """Return the report of a run; `listed` is the path of the list of failures."""
+    speed = None
+    if summary.encoded_s:
+        speed = f"{summary.encoded_s / summary.wall_s:.1f}x real time"
+    cost = cost_of(listed.parent)
+    nothing = None if summary.num_chunks else NO_CHUNKS
+    report = summary_report(
+        summary, listed=listed, speed=speed, nothing=nothing, verb="describe", answers=cost.values()
+    )
+    lines = [report.text]
+    if cost.num_answers:
+        lines.append(f"cost     {cost.line()}, in all runs of the variant")
+    if (listed.parent / TABLE_FILE).is_file():
+        lines.append(f"table    {listed.parent / TABLE_FILE}")
+    return Report("\n".join(lines), report.values)

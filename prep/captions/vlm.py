@@ -1,0 +1,213 @@
+"""The single interface to torch and transformers: captions by an image-text-to-text model in this process."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import on_one_line
+from clipmill.prep.captions.answers import Answer
+from clipmill.prep.captions.asking import Questions
+from clipmill.prep.captions.frames import Picture
+from clipmill.prep.captions.recipe import CaptionsSettings
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.shard_result import Stop
+
+Device = Literal["cpu", "cuda"]
+_DECODE_THREADS = 2
+
+
+class LocalModel:
+    """A model and its processor.
+
+    Args:
+        name: name under which its answers are recorded.
+    """
+
+    def __init__(self, model: Any, processor: Any, *, name: str, device: Device) -> None:
+        self._model, self._processor = model, processor
+        self._name, self._device = name, device
+        text = model.config.get_text_config()
+        self._context = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
+        ends = model.generation_config.eos_token_id
+        self._ends = frozenset(ends if isinstance(ends, list) else [ends])
+
+    def captions(
+        self, pictures: Sequence[Sequence[Picture]], *, settings: CaptionsSettings, seed: int
+    ) -> list[Answer | SourceFailure]:
+        """Return the answer about each chunk, given its pictures.
+
+        Raises:
+            MemoryError: the GPU does not have enough memory for the batch.
+        """
+        import torch
+
+        begin_s = time.monotonic()
+        inputs = self._inputs(pictures, prompt=settings.prompt)
+        lengths = inputs["attention_mask"].sum(1).tolist()
+        found: list[Answer | SourceFailure | None] = [self._too_long(length, settings) for length in lengths]
+        fitting = [number for number, problem in enumerate(found) if problem is None]
+        if len(fitting) < len(pictures):
+            made = self.captions([pictures[one] for one in fitting], settings=settings, seed=seed) if fitting else []
+            for number, answer in zip(fitting, made, strict=True):
+                found[number] = answer
+            return [one for one in found if one is not None]
+        torch.manual_seed(seed)
+        try:
+            with torch.inference_mode():
+                tokens = self._model.generate(
+                    **inputs,
+                    max_new_tokens=settings.max_tokens,
+                    do_sample=settings.temperature > 0,
+                    temperature=settings.temperature or None,
+                    top_p=settings.top_p,
+                    top_k=0 if settings.temperature else None,
+                )
+        except torch.OutOfMemoryError:
+            raise MemoryError(
+                f"{len(pictures)} chunks do not fit in GPU memory: use a smaller --batch, or fewer --frames"
+            ) from None
+        seconds = (time.monotonic() - begin_s) / len(pictures)
+        answers = tokens[:, inputs["input_ids"].shape[1] :].tolist()
+        return [
+            self._answer(one, tokens_in=length, seconds=seconds) for one, length in zip(answers, lengths, strict=True)
+        ]
+
+    def _inputs(self, pictures: Sequence[Sequence[Picture]], *, prompt: str) -> Any:
+        conversations = [
+            [
+                {
+                    "role": "user",
+                    "content": [
+                        *({"type": "image", "image": one} for one in of_chunk),
+                        {"type": "text", "text": prompt},
+                    ],
+                }
+            ]
+            for of_chunk in pictures
+        ]
+        inputs = self._processor.apply_chat_template(
+            conversations,
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True, "padding_side": "left"},
+        )
+        return inputs.to(self._device, dtype=self._model.dtype)
+
+    def _too_long(self, length: int, settings: CaptionsSettings) -> SourceFailure | None:
+        if length + settings.max_tokens <= self._context:
+            return None
+        message = (
+            f"{length} tokens of pictures and prompt and {settings.max_tokens} of the answer exceed the context of "
+            f"{self._context} tokens"
+        )
+        return SourceFailure(FailureCode.PROMPT_TOO_LONG, message)
+
+    def _answer(self, tokens: list[int], *, tokens_in: int, seconds: float) -> Answer:
+        end = next((number for number, token in enumerate(tokens) if token in self._ends), None)
+        own = tokens if end is None else tokens[:end]
+        return Answer(
+            text=self._processor.decode(own, skip_special_tokens=True),
+            finish_reason="length" if end is None else "stop",
+            tokens_in=tokens_in,
+            tokens_out=len(tokens) if end is None else end + 1,
+            seconds=round(seconds, 3),
+            model=self._name,
+        )
+
+
+class LocalCaptioner:
+    """Answers questions with a model, `batch` chunks at a time.
+
+    Batches are those of rows of a shard that follow each other, whichever of them are still to be captioned, so that a
+    killed run and its rerun have the same batches.
+    """
+
+    def __init__(self, model: LocalModel, settings: CaptionsSettings, *, batch: int) -> None:
+        self._model, self._settings, self._batch = model, settings, batch
+
+    def answer(self, questions: Questions) -> Stop | None:
+        """See `clipmill.prep.captions.asking.Captioner`."""
+        with ThreadPoolExecutor(_DECODE_THREADS) as pool:
+            decode = partial(_pictures_or_failure, questions.pictures)
+            for rows, waiting in _ahead(
+                self._batches(questions.rows), lambda rows: [pool.submit(decode, one) for one in rows]
+            ):
+                if (stop := questions.stop()) is not None:
+                    return stop
+                decoded = [(row, future.result()) for row, future in zip(rows, waiting, strict=True)]
+                shown = [(row, found) for row, found in decoded if not isinstance(found, SourceFailure)]
+                for row, found in decoded:
+                    if isinstance(found, SourceFailure):
+                        questions.keep(row, found)
+                if shown:
+                    seed = questions.seed(shown[0][0])
+                    answers = self._model.captions([found for _, found in shown], settings=self._settings, seed=seed)
+                    for (row, _), answer in zip(shown, answers, strict=True):
+                        questions.keep(row, answer)
+        return None
+
+    def _batches(self, rows: Iterator[int]) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for row in rows:
+            if batch and row // self._batch != batch[0] // self._batch:
+                yield batch
+                batch = []
+            batch.append(row)
+        if batch:
+            yield batch
+
+
+def _ahead(batches: Iterator[list[int]], begin: Callable[[list[int]], Any]) -> Iterator[tuple[list[int], Any]]:
+    """Yield each batch with what `begin` returned for it, which is called one batch ahead."""
+    running = [(batch, begin(batch)) for batch in islice(batches, 1)]
+    while running:
+        running += [(batch, begin(batch)) for batch in islice(batches, 1)]
+        yield running.pop(0)
+
+
+def _pictures_or_failure(pictures: Callable[[int], Sequence[Picture]], row: int) -> Sequence[Picture] | SourceFailure:
+    try:
+        return pictures(row)
+    except SourceFailure as failure:
+        return failure
+
+
+@lru_cache(maxsize=1)
+def open_model(directory: Path, *, name: str, device: Device, precision: str, num_threads: int) -> LocalModel:
+    """Load a model with its processor, once per process.
+
+    Raises:
+        UserError: torch or transformers is missing, or the folder does not have both, of a kind that transformers has.
+    """
+    try:
+        import torch
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+        from transformers.utils import logging
+    except ImportError as error:
+        raise UserError(f"{error.name} is not installed", hint="install clipmill[columns]") from None
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(num_threads)
+    try:
+        processor = AutoProcessor.from_pretrained(directory, local_files_only=True)
+        model = AutoModelForImageTextToText.from_pretrained(
+            directory, dtype=getattr(torch, precision), local_files_only=True, use_safetensors=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise UserError(
+            f"the model in {directory} cannot be loaded: {on_one_line(str(error).strip() or type(error).__name__)}",
+            hint="give a folder written by save_pretrained of an image-text-to-text model and of its processor",
+        ) from None
+    if getattr(processor, "chat_template", None) is None:
+        raise UserError(
+            f"the processor in {directory} has no chat template",
+            hint="give an instruction-tuned model, whose folder has chat_template.jinja",
+        )
+    return LocalModel(model.to(device).eval(), processor, name=name, device=device)

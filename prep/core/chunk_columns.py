@@ -1,0 +1,182 @@
+"""The plan of a column with one sample for each chunk: shard N holds the chunks of shard N of `video`.
+
+It covers the shards of `video` committed so far, even while `prep chunk` is running; a later plan covers the rest.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.chunk_shards import ChunkShard, read_chunk_shards
+from clipmill.prep.core.column import Pending, Stored
+from clipmill.prep.core.plan import ShardPlan, pending_of, plan_shards, stored_shards
+from clipmill.prep.core.selection import stored_request
+from clipmill.shards.columns import VIDEO
+from clipmill.shards.commits import Commit, Failure, read_commits
+from clipmill.shards.damage import DamagedIndex
+from clipmill.shards.dataset import current_variant, variant_dir
+from clipmill.shards.index import open_index
+from clipmill.shards.reader import Variant
+from clipmill.shards.selection import nothing_selected, selected_chunks
+from clipmill.shards.where import Where, parse_where
+
+
+class ChunkRecipe(Protocol):
+    """What a column of chunks depends on besides the chunks."""
+
+    @property
+    def video(self) -> str:
+        """Name of the variant of `video` whose chunks the column is made of."""
+        ...
+
+    @property
+    def variant(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+R = TypeVar("R", bound=ChunkRecipe)
+
+
+@dataclass(frozen=True)
+class ChunksPlan(Generic[R]):
+    """A plan and its inputs.
+
+    Attributes:
+        shards: the shards, in order of their ids.
+        chunk_shards: shards of `video` whose samples are wanted, by shard id.
+        num_videos: number of videos with committed chunks.
+        unreadable: shards of `video` that cannot be planned because their index is unreadable.
+    """
+
+    recipe: R
+    data_dir: Path
+    variant_dir: Path
+    video_dir: Path
+    video_commits: dict[int, Commit]
+    commits: dict[int, Commit]
+    shards: list[ShardPlan]
+    chunk_shards: dict[int, ChunkShard]
+    num_videos: int
+    unreadable: list[Failure]
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks whose samples are wanted."""
+        return sum(shard.num_chunks for shard in self.shards)
+
+    def video_ids(self, shard: ShardPlan) -> list[str]:
+        """Return the ids of the videos in a shard."""
+        ids: list[str] = self.chunk_shards[shard.shard_id].video_ids.to_pylist()
+        return ids
+
+
+def plan_chunks(
+    data_dir: Path,
+    recipe: R,
+    *,
+    column: str,
+    where: str | None = None,
+    retry_codes: frozenset[str] = frozenset(),
+) -> ChunksPlan[R]:
+    """Plan `recipe` for the committed shards of its `video` variant in `data_dir`.
+
+    Args:
+        where: condition on the chunks that are wanted; None for all.
+
+    Raises:
+        UserError: `where` selects nothing, or uses scores that chunks lack.
+    """
+    video_dir = variant_dir(data_dir, VIDEO, recipe.video)
+    folder = variant_dir(data_dir, column, recipe.variant)
+    video, own = read_commits(video_dir), stored_shards(folder)
+    chosen = None
+    if where is not None:
+        chosen = selected_rows(data_dir, video_dir, video.commits.values(), parse_where(where), column=column)
+    chunk_shards, unreadable = read_chunk_shards(video_dir, video.commits.values(), chosen=chosen)
+    unknown = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
+    fingerprint = recipe.fingerprint
+    shards = plan_shards(
+        (shard.wanted(recipe_fingerprint=fingerprint) for shard in chunk_shards),
+        own.without(unknown),
+        what_changed="its chunks",
+        orphaned_because="the chunks are no longer in the video column"
+        if where is None
+        else "none of its chunks is selected",
+        retry_codes=retry_codes,
+    )
+    return ChunksPlan(
+        recipe=recipe,
+        data_dir=data_dir,
+        variant_dir=folder,
+        video_dir=video_dir,
+        video_commits=video.commits,
+        commits=own.commits,
+        shards=list(shards),
+        chunk_shards={shard.shard_id: shard for shard in chunk_shards},
+        num_videos=len(pa.chunked_array([shard.video_ids for shard in chunk_shards], pa.string()).unique()),
+        unreadable=list(unreadable.values()),
+    )
+
+
+def pending_chunks(
+    data_dir: Path, variant: Variant, *, stored_recipe: Callable[[Stored], R], plan: Callable[[R], ChunksPlan[R]]
+) -> Pending:
+    """Return what remains to be made of a variant; nothing if the variant is not current.
+
+    Args:
+        stored_recipe: read a recipe.json; raises UserError if another version wrote it.
+        plan: plan a recipe.
+    """
+    column = variant.directory.parent.name
+    if current_variant(data_dir, column) != variant.directory.name:
+        return Pending()
+    try:
+        recipe = stored_recipe(stored_request(variant))
+    except UserError:
+        return Pending()  # its recipe is missing or of another version
+    if recipe.video != (video := current_variant(data_dir, VIDEO)):
+        return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
+    try:
+        return pending_of(plan(recipe).shards)
+    except UserError as error:
+        return Pending(stale_because=f"its --where cannot be evaluated: {error}")
+
+
+def selected_rows(
+    data_dir: Path, video_dir: Path, commits: Iterable[Commit], where: Where, *, column: str
+) -> dict[int, tuple[int, ...]]:
+    """Return the rows of the selected chunks of each shard whose index is readable."""
+    because = f"prep {column} takes chunks, whatever captions they have"
+    where.require(("chunk", "video"), because=because)
+    ids, starts, shard_ids, sizes = [], [], [], []
+    for commit in commits:
+        with suppress(DamagedIndex, OSError):  # reported by `read_chunk_shards`
+            if commit.files is not None:
+                index = open_index(video_dir / commit.files.index, columns=["video_id", "start_ms"])
+                ids.append(index["video_id"].combine_chunks())
+                starts.append(index["start_ms"].to_numpy())
+                shard_ids.append(commit.shard_id)
+                sizes.append(index.num_rows)
+    if not sizes:
+        return {}
+    coded = pa.chunked_array(ids).dictionary_encode().combine_chunks()
+    selected = selected_chunks(
+        where,
+        data_dir,
+        video_ids=coded.dictionary,
+        video_row=coded.indices.to_numpy(),
+        start_ms=np.concatenate(starts),
+    )
+    if not selected.any():
+        raise nothing_selected(where, what=counted(len(selected), "chunk"))
+    of_shards = np.split(selected, np.cumsum(sizes)[:-1])
+    return {one: tuple(np.flatnonzero(mask).tolist()) for one, mask in zip(shard_ids, of_shards, strict=True)}

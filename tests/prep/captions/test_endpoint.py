@@ -1,0 +1,341 @@
+"""`prep captions --endpoint`: what a server is asked, what is kept of its answers, and what its faults do."""
+
+import json
+import re
+import secrets
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clipmill.prep.captions.answers import Answer, Journal, answers_in, read_answers
+from clipmill.prep.captions.frames import frames_to_show, read_pictures
+from clipmill.prep.core.data_folder import column_lock
+from clipmill.shards.reader import Variant
+from tests.prep.captions.server import MODEL, Reply, Request, Server, completion, described, served
+from tests.prep.running import MARK, Ran, contents, identities, prep_here, processes, start, wait_until
+from tests.prep.sets import LEN, ShardSet, flip, rerun
+
+NUM_CHUNKS = 5
+Make = Callable[..., Ran]
+
+
+def flags(data: Path, server: Server, *settings: object) -> tuple[object, ...]:
+    asked = ("--frames", 2, "--size", 64, "--retries", 1) if "--frames" not in settings else ("--retries", 1)
+    return ("captions", "--endpoint", server.address, "--model", MODEL, "--data", data, *asked, *settings)
+
+
+def make(data: Path, server: Server, *settings: object, status: int = 0, workers: int = 1) -> Ran:
+    engine = ("--engine", "processes", "--workers", workers)
+    return prep_here(*flags(data, server, *settings), *engine, "--json", status=status)
+
+
+def variant_of(data: Path) -> Variant:
+    return Variant.open(data, column="captions")
+
+
+def rows(data: Path) -> dict[str, dict[str, Any]]:
+    shards = (shard.index.to_pylist() for shard in variant_of(data).shards())
+    return {row["key"]: row for of_shard in shards for row in of_shard}
+
+
+def journaled(data: Path) -> list[Answer]:
+    return [answer for folder in (data / "captions").glob("*/answers") for answer in answers_in(folder)]
+
+
+def test_the_server_is_sent_the_frames_that_are_decoded_and_its_log_equals_the_column(shard_set: ShardSet) -> None:
+    data = shard_set.data
+    with served() as server:
+        made = make(data, server, "--prompt", "What\nhappens?", "--max-tokens", 99, workers=2).summary
+    assert (made["num_chunks"], made["num_encoded"], made["failures"]) == (NUM_CHUNKS, NUM_CHUNKS, {})
+    assert len(server.log) == NUM_CHUNKS
+    body = server.log[0].body
+    assert (server.log[0].prompt, body["model"], body["max_tokens"]) == ("What\nhappens?", MODEL, 99)
+    assert body["temperature"] == 0 and "seed" not in body
+    stored = rows(data)
+    assert sum(row["tokens_in"] for row in stored.values()) == sum(one.tokens for one in server.log)
+    assert made["answers"]["tokens_out"] == sum(row["tokens_out"] for row in stored.values()) == 5 * NUM_CHUNKS
+    sent = [np.stack(one.pictures) for one in server.log]
+    for shard in Variant.open(data).shards():
+        for row in range(shard.num_samples):
+            frames = np.stack([picture[..., ::-1] for picture in read_pictures(shard, row, count=2, size=64)])
+            assert frames.shape == (2, 48, 64, 3)
+            differences = [np.abs(one.astype(int) - frames).mean() for one in sent]
+            nearest = int(np.argmin(differences))
+            assert differences[nearest] < 3, "JPEG of quality 90 changes them by less"
+            (reply,) = (described(server.log[nearest], 0),)
+            assert isinstance(reply, dict)
+            key = shard.index["key"][row].as_py()
+            assert stored[key]["caption_text"] == reply["choices"][0]["message"]["content"]
+            del sent[nearest]  # each was sent once
+            del server.log[nearest]
+
+
+def test_frames_are_in_the_middle_of_equal_parts() -> None:
+    assert frames_to_show(450, count=3) == [75, 225, 375]
+    assert frames_to_show(2, count=8) == [0, 1]
+
+
+def test_a_rerun_asks_nothing_and_another_prompt_makes_another_variant(shard_set: ShardSet, tmp_path: Path) -> None:
+    data = shard_set.data
+    with served() as server:
+        first = make(data, server).summary["variant"]
+        before = identities(data / "captions" / first)
+        assert make(data, server).summary["num_shards_made"] == 0 and len(server.log) == NUM_CHUNKS
+        assert identities(data / "captions" / first) == before
+        with served() as elsewhere:  # the address is not part of the recipe
+            assert make(data, elsewhere).summary["variant"] == first and not elsewhere.log
+        words = tmp_path / "prompt.txt"
+        words.write_text("Describe the light.\r\n")
+        second = make(data, server, "--prompt-file", words).summary["variant"]
+        assert second != first and len(server.log) == 2 * NUM_CHUNKS and server.log[-1].prompt == "Describe the light."
+        assert make(data, server, "--prompt", "Describe the light.").summary["num_shards_made"] == 0
+        line = prep_here("inspect", "--column", "captions", "--data", data).stdout
+        assert 'prompt="Describe the light."' in line and "endpoint=" not in line
+        flip(next((data / "captions" / second).glob("000000-*.tar")), 600)
+        command = re.findall(r"run: (prep captions .*)", prep_here("verify", "--data", data, status=1).stderr)[0]
+        assert server.address in command and "--prompt 'Describe the light.'" in command
+        prep_here(*command.replace("'Describe the light.'", "X").split()[1:-6], status=None)
+    gone = prep_here("gc", "--data", data).stdout
+    assert "captions: " in gone or first in gone
+
+
+def test_what_has_changed_is_asked_again_and_nothing_else(shard_set: ShardSet, prep: Callable[..., Ran]) -> None:
+    data = shard_set.data
+    with served() as server:
+        make(data, server)
+        whole = contents(variant_of(data).directory)
+        for tar in variant_of(data).directory.glob("*.tar"):
+            tar.unlink()
+        assert make(data, server).summary["num_shards_made"] == 2
+        assert len(server.log) == NUM_CHUNKS, "the answers were kept"
+        assert contents(variant_of(data).directory) == whole
+        rerun(prep, shard_set, *LEN, "--crf", 30)
+        stale = prep_here("status", "--data", data, "--json").summary["columns"]["captions"]["stale_because"]
+        assert "the current variant of video is" in stale
+        make(data, server)
+        assert len(server.log) == 2 * NUM_CHUNKS
+
+
+def test_answers_that_are_no_captions_fail_by_name_and_are_asked_again_on_request(shard_set: ShardSet) -> None:
+    data = shard_set.data
+
+    def bad(request: Request, number: int) -> Reply:
+        kinds: list[dict[str, Any]] = [
+            completion(" \x00\n", request),
+            completion("I cannot", request, refusal="I cannot help with that"),
+            completion("cut", request, finish_reason="length"),
+            completion("", request, finish_reason="content_filter"),
+        ]
+        return kinds[number] if number < 4 else completion("two\nlines\ud800 \x07here", request)
+
+    with served(bad) as server:
+        made = make(data, server, "--in-flight", 1, status=1).summary
+        assert made["failures"] == {"answer_refused": 2, "answer_empty": 1, "answer_truncated": 1}
+        assert [row["caption_text"] for row in rows(data).values()] == ["two lines here"]
+        assert make(data, server, status=1).summary["num_shards_made"] == 0 and len(server.log) == NUM_CHUNKS
+        retry = ("retry", "--column", "captions", "--engine", "processes", "--data", data, "--json")
+        retried = prep_here(*retry, "--only", "answer_truncated", status=1).summary
+        assert len(server.log) == NUM_CHUNKS + 1 and retried["num_chunks"] == 2
+        assert prep_here(*retry).summary["num_chunks"] == NUM_CHUNKS
+        assert len(server.log) == NUM_CHUNKS + 4, "a chunk that has a caption is not asked about again"
+    assert len(journaled(data)) == NUM_CHUNKS + 4
+    assert "checked rows: OK" in prep_here("verify", "--deep", "--data", data).stdout
+
+
+FAULTS: tuple[Reply, ...] = (429, 500, b'{"choices": [', b"", None, {"choices": None}, {"object": "error"})
+
+
+def test_faults_of_the_server_are_tried_again(shard_set: ShardSet) -> None:
+    faulty: list[int] = []
+
+    def sometimes(request: Request, number: int) -> Reply:
+        if number % 3:
+            faulty.append(number)
+            return FAULTS[len(faulty) % len(FAULTS)]
+        return described(request, number)
+
+    with served(sometimes) as server:
+        made = make(shard_set.data, server, "--in-flight", 1, "--retries", 3).summary
+    assert (made["num_chunks"], made["failures"]) == (NUM_CHUNKS, {})
+    assert len(faulty) > len(FAULTS) and len(server.log) - len(faulty) == NUM_CHUNKS == len(journaled(shard_set.data))
+
+
+def test_a_server_that_stays_away_fails_by_name_and_the_rerun_asks_only_for_the_rest(shard_set: ShardSet) -> None:
+    data = shard_set.data
+    with served(lambda request, number: described(request, number) if number < 2 else 500) as server:
+        made = make(data, server, "--in-flight", 1, "--retries", 0, status=1).summary
+        assert made["failures"] == {"endpoint_failed": 3} and made["num_chunks"] == 2
+        server.script = described
+        again = make(data, server).summary
+        assert (again["num_chunks"], again["num_reused"]) == (NUM_CHUNKS, 2) and len(server.log) == 2 + 3 + 3
+    http = Server().begin()
+    away = Server(address=f"http://127.0.0.1:{http.server_port}/v1")
+    http.server_close()
+    made = make(data, away, "--prompt", "Other", "--retries", 0, status=1).summary
+    assert made["failures"] == {"endpoint_failed": NUM_CHUNKS}
+    port = int(away.address.split(":")[2].removesuffix("/v1"))
+    back = Server()
+    http = back.begin(port)
+    try:
+        assert make(data, back, "--prompt", "Other").summary["num_chunks"] == NUM_CHUNKS
+    finally:
+        http.shutdown()
+        http.server_close()
+
+
+def test_a_key_is_sent_and_shown_nowhere(shard_set: ShardSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, key = shard_set.data, f"sk-{secrets.token_hex(8)}"
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    seen: list[str] = []
+
+    def refuses(request: Request, number: int) -> Reply:
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                with_arguments = folder / "cmdline"
+                try:
+                    seen.append(with_arguments.read_text(errors="replace"))
+                except OSError:
+                    pass
+        return 401 if number else completion(f"your key is {key}", request)
+
+    with served(refuses) as server:
+        ran = make(data, server, "--in-flight", 1, status=1)
+        assert server.log[0].key == key and len(server.log) == 2, "it does not go on asking"
+    assert ran.summary["gave_up"].startswith("stopped: ") and "for the key Bearer ***" in ran.summary["gave_up"]
+    assert ran.summary["failures"] == {"endpoint_refused": 1, "shard_missing": 1}
+    texts = [ran.stdout, ran.stderr, *seen, prep_here("status", "--data", data, status=None).stdout]
+    assert not [text for text in texts if key in text]
+    assert not [path for path in data.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+    with served() as server:
+        assert make(data, server).summary["num_chunks"] == NUM_CHUNKS and len(server.log) == NUM_CHUNKS - 1
+
+
+def test_another_model_is_refused_and_a_dated_one_is_the_same(shard_set: ShardSet) -> None:
+    data = shard_set.data
+    with served(lambda request, number: completion("a dog", request, model=f"{MODEL}-mini")) as server:
+        ran = make(data, server, "--in-flight", 1, status=1)
+        assert f'answered with the model "{MODEL}-mini"' in ran.summary["gave_up"] and len(server.log) == 1
+        server.script = lambda request, number: completion("a dog", request, model=f"{MODEL}-2026-05-13")
+        assert make(data, server).summary["num_chunks"] == NUM_CHUNKS
+    shown = prep_here("inspect", next(iter(rows(data))), "--column", "captions", "--data", data, "--json").summary
+    assert shown["answered_by"] == f"{MODEL}-2026-05-13" and shown["seconds"] >= 0
+
+
+def test_the_budget_ends_a_run_and_counts_the_answers_of_earlier_ones(shard_set: ShardSet) -> None:
+    data = shard_set.data
+    with served() as server:
+        each = 0
+        ran = make(data, server, "--in-flight", 1, "--max-tokens-total", 100, status=1)
+        each = journaled(data)[0].tokens
+        num_paid = -(-100 // each)
+        assert len(server.log) == num_paid < NUM_CHUNKS
+        assert "budget_spent" in ran.summary["failures"]
+        make(data, server, "--in-flight", 1, "--max-tokens-total", 100, status=1)
+        assert len(server.log) == num_paid
+        assert make(data, server, "--max-tokens-total", each * NUM_CHUNKS).summary["num_chunks"] == NUM_CHUNKS
+        assert len(server.log) == NUM_CHUNKS
+        error = prep_here(*flags(data, server, "--max-tokens-total", 9, "--part", "1/2"), status=2).error
+    assert "does not apply to --part" in error
+
+
+def test_a_plan_asks_only_on_request_and_the_run_keeps_what_it_got(shard_set: ShardSet) -> None:
+    data = shard_set.data
+    with served() as server:
+        plan = ("plan", "captions", "--endpoint", server.address, "--model", MODEL, "--frames", 2, "--size", 64)
+        assert "--trial 3" in prep_here(*plan, "--data", data).stdout and not server.log
+        assert not (data / "captions").exists()
+        planned = prep_here(*plan, "--data", data, "--trial", 3, "--json").summary
+        assert len(server.log) == 3 and planned["answers"]["num_answers"] == 3
+        tokens_in = sum(one.tokens for one in server.log) * NUM_CHUNKS / 3
+        assert planned["estimate"]["tokens_in"] == round(tokens_in) and planned["estimate"]["answer_s"] > 0
+        assert make(data, server).summary["num_chunks"] == NUM_CHUNKS and len(server.log) == NUM_CHUNKS
+
+
+def is_worker(arguments: list[str]) -> bool:
+    return "multiprocessing.spawn" in " ".join(arguments)
+
+
+def test_a_killed_run_is_finished_by_ray_with_the_same_bytes(shard_set: ShardSet, tmp_path: Path) -> None:
+    data, mark = shard_set.data, secrets.token_hex(8)
+    with served() as server:
+        other = tmp_path / "whole"
+        subprocess.run(["cp", "-r", data, other], check=True)
+        make(other, server)
+        server.log.clear()
+        server.seconds = 0.2
+        engine = ("--engine", "processes", "--workers", 1, "--in-flight", 1)
+        killed = start(*flags(data, server), *engine, **{MARK: mark})
+        wait_until(lambda: len(journaled(data)) >= 2 or killed.poll() is not None, seconds=120)
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate(timeout=60)
+        assert killed.returncode == -signal.SIGKILL
+        wait_until(lambda: not [one for one in processes(mark) if is_worker(one.arguments)])
+        assert not list(data.glob("captions/*/commits/*.json"))
+        num_kept, num_asked = len(journaled(data)), len(server.log)
+        assert num_asked - num_kept <= 1, "what was in flight"
+        (journal,) = data.glob("captions/*/answers/000000.jsonl")
+        with journal.open("ab") as file:
+            file.write(b"\n0123abcd {cut sho")  # as a kill may leave it
+        server.seconds = 0.0
+        again = start(*flags(data, server), "--workers", 1, "--json")
+        stdout, stderr = again.communicate(timeout=240)
+        assert again.returncode == 0, stderr
+        assert json.loads(stdout)["num_chunks"] == NUM_CHUNKS
+        assert len(server.log) == num_asked + NUM_CHUNKS - num_kept, "no answer is asked for twice"
+    assert shards(data) == shards(other)
+
+
+def shards(data: Path) -> dict[str, str]:
+    """The column without its journals, which have times."""
+    return {name: one for name, one in contents(data / "captions").items() if "/answers/" not in name}
+
+
+def test_two_runs_at_once_are_refused(shard_set: ShardSet) -> None:
+    with served() as server:
+        with column_lock(shard_set.data, column="captions"):
+            assert "another command is writing" in make(shard_set.data, server, status=2).stderr
+            plan = ("plan", "captions", "--endpoint", server.address, "--model", MODEL, "--trial", 1)
+            assert "another command is writing" in prep_here(*plan, "--data", shard_set.data, status=2).stderr
+        assert not server.log
+
+
+def test_requests_are_sent_at_once_up_to_the_limit(shard_set: ShardSet) -> None:
+    with served(seconds=0.3) as server:
+        make(shard_set.data, server, "--in-flight", 2)
+    assert server.most_at_once == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--prompt", "a\x1bb"), "--prompt has a control character: character 2 is U+001B"),
+        (("--prompt", "  "), "--prompt is empty"),
+        (("--prompt-file", "/nowhere/x"), "--prompt-file /nowhere/x cannot be read"),
+        (("--frames", "0"), "--frames 0 is out of range"),
+        (("--seed", "1"), "--top-p and --seed have no effect"),
+        (("--in-flight", "0"), "--in-flight 0 is out of range"),
+        (("--endpoint", "http://me:secret@host/v1"), "--endpoint has a password"),
+        (("--endpoint", "localhost:8000"), "--endpoint is not an address"),
+        (("--where", "caption_words >"), "--where"),
+    ],
+)
+def test_bad_requests_name_the_flag(given: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    server = ("--endpoint", "http://localhost:1/v1")
+    ran = prep_here("captions", "--model", MODEL, *server, *given, "--data", tmp_path, status=2)
+    assert message in ran.error and "secret" not in ran.stderr
+
+
+def test_a_damaged_journal_loses_only_the_damaged_lines(tmp_path: Path) -> None:
+    path = tmp_path / "answers" / "000000.jsonl"
+    answer = Answer(text="a", finish_reason="stop", tokens_in=None, tokens_out=1, seconds=0.1, model="m")
+    with Journal(path) as journal:
+        for name in "abc":
+            journal.add(name, answer)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"b"', b'"x"'))
+    assert read_answers(path) == {"a": answer, "c": answer}
