@@ -16,7 +16,7 @@ from clipmill.train.tasks.caption.videos.run import open_captioner
 from tests.train.caption.language.test_language_runs import LM
 from tests.train.running import train
 
-ADAPTED = ("--lora.rank", 2, "--lora.alpha", 8, "--lora.towers", "decoder", "--lr", "1e-2")
+ADAPTED = ("--decoding.min-tokens", 4, "--lora.rank", 2, "--lora.alpha", 8, "--lora.towers", "decoder", "--lr", "1e-2")
 
 
 WAYS = [("llama", ADAPTED), ("qwen3", ("--decoder.reducer", "attention"))]
