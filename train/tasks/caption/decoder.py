@@ -98,7 +98,7 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
     """
     if settings.lm is not None:
         its = decoder_folder(settings.lm, flag="--decoder.lm", files=LANGUAGE_FILES, say=say)
-        return open_language(its, settings, tokenizer_folder=Path(settings.tokenizer or its))
+        return open_language(its, settings, tokenizer_folder=Path(settings.tokenizer or its)).with_weights()
     folder = None if settings.weights is None else decoder_folder(settings.weights, say=say)
     named = Path(settings.tokenizer) if settings.tokenizer is not None else folder
     if named is not None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3ForCausalLM
 
-from tests.train.running import losses, steps, train, weights_of
+from tests.train.running import facts, losses, steps, train, weights_of
 
 SMALL = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 8 --lr 1e-3 --warmup-steps 2 --device cpu"
 LM = (*SMALL.split(), "--decoder.visual-tokens", 4, "--decoder.max-tokens", 16)
@@ -46,3 +47,32 @@ def test_a_run_is_scored_without_the_folder_of_the_language_model(
     assert "exact match" in capsys.readouterr().out
     beams = ("--decoding.method", "beam", "--decoding.num-beams", 3)
     assert train("eval", "caption", tmp_path / "run", "--split", "train", *beams) == 0
+
+
+def test_stages_of_training_start_from_each_other(
+    data_dir: Path, language_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """As LLaVA is trained: the projector alone, then all; and a tower goes on without the decoder that it had."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    shards = ("caption", "--shards", data_dir, "--steps", 2)
+    prompt = ("--decoder.prompt", "see {video} of ")
+    frozen = ("--decoder.lm", language_models["qwen3"], *LM, *prompt, "--freeze", "video", "decoder")
+    assert train(*shards, "--out", first, *frozen) == 0
+    before = weights_of(first)
+    own = Qwen3ForCausalLM.from_pretrained(language_models["qwen3"]).state_dict()
+    assert all(torch.equal(before[f"decoder.{name}"], one) for name, one in own.items())
+    still = [one if one != "1e-3" else "1e-12" for one in SMALL.split()]
+    adapted = ("--decoder.max-tokens", 16, "--lora.rank", 2, "--lora.towers", "decoder")
+    assert train(*shards, "--out", second, *still, "--init.weights", first, *adapted) == 0
+    assert facts(second)["decoder"] == facts(first)["decoder"]
+    for name, one in weights_of(second).items():
+        if ".lora_" not in name:
+            torch.testing.assert_close(one, before[name.replace(".base_layer.", ".")], atol=1e-9, rtol=0)
+    other = ("--decoder.lm", language_models["llama"], *LM, "--freeze", "video", "--init.weights", second)
+    assert train(*shards, "--out", tmp_path / "no", *other) == 2
+    gpt2 = ("--decoder.name", "tiny", "--decoder.max-tokens", 16, "--decoder.vocabulary", 280)
+    assert train(*shards, "--out", third, *SMALL.split(), *gpt2) == 0
+    onward = ("--decoder.lm", language_models["llama"], *LM, "--freeze", "video", "--init.weights", third)
+    assert train(*shards, "--out", tmp_path / "fourth", *onward) == 0
+    tower = {name: one for name, one in weights_of(third).items() if name.startswith("video.")}
+    assert all(torch.equal(weights_of(tmp_path / "fourth")[name], one) for name, one in tower.items())

@@ -4,7 +4,7 @@ A run keeps configuration and tokenizer in RUN/language_model, as transformers w
 be used without the folder that `--decoder.lm` named. The weights are in the checkpoints.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ class LanguageDecoder:
         files: configuration and tokenizer by name.
         source: as the user named it.
         folder: with the weights; None if a checkpoint has them.
+        loaded: the model with these weights, until the first captioner is built with it.
     """
 
     config: "PreTrainedConfig"
@@ -56,6 +57,7 @@ class LanguageDecoder:
     files: dict[str, bytes]
     source: str
     folder: Path | None = None
+    loaded: "list[PreTrainedModel]" = field(default_factory=list, repr=False)
 
     @property
     def prefix_length(self) -> int:
@@ -74,39 +76,48 @@ class LanguageDecoder:
         }
 
     def new_model(self) -> "PreTrainedModel":
-        """The library's model in float32, with the weights of `folder` if there is one.
-
-        On the meta device, nothing is read.
-
-        Raises:
-            UserError: the weights are missing, damaged, or do not fit the configuration.
-        """
+        """The library's model in float32, with the weights of `folder` if there is one; without any on meta."""
         from transformers import AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()
         if self.folder is None or torch.get_default_device().type == "meta":
             return AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)  # type: ignore[no-any-return]
-        again = "get the folder of --decoder.lm again"
-        try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                self.folder,
-                config=self.config,
-                dtype=torch.float32,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
-            raise UserError(
-                f"cannot read the weights of {self.folder} (--decoder.lm): {_first_line(error)}",
-                hint=f"weights are read from safetensors files alone; {again}",
-            ) from error
-        if lacks := sorted({*report["missing_keys"], *(one[0] for one in report["mismatched_keys"])}):
-            raise UserError(
-                f"the weights of {self.folder} do not fit its config.json: {', '.join(map(str, lacks[:3]))}", hint=again
-            )
-        return model  # type: ignore[no-any-return]
+        return self.loaded.pop() if self.loaded else _read_weights(self.folder, self.config)
+
+    def with_weights(self) -> "LanguageDecoder":
+        """The decoder with its weights in memory, so that a mistake in them ends a command before a run begins.
+
+        Raises:
+            UserError: they are missing, damaged, or do not fit the configuration.
+        """
+        return replace(self, loaded=[self.new_model()])
+
+
+def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel":
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()  # what does not fit is reported below
+    again = "get the folder of --decoder.lm again"
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise UserError(
+            f"cannot read the weights of {folder} (--decoder.lm): {_first_line(error)}",
+            hint=f"weights are read from safetensors files alone; {again}",
+        ) from error
+    if lacks := sorted({*report["missing_keys"], *(one[0] for one in report["mismatched_keys"])}):
+        raise UserError(f"the weights of {folder} do not fit its config.json: {', '.join(lacks[:3])}", hint=again)
+    return model  # type: ignore[no-any-return]
 
 
 def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: Path) -> LanguageDecoder:
@@ -172,6 +183,7 @@ def read_language(run: RunFolder, facts: dict[str, Any]) -> LanguageDecoder:
 
 
 def _config_of(folder: Path) -> "PreTrainedConfig":
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -195,7 +207,7 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
         )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)  # type: ignore[no-any-return]
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(
             f"cannot read {folder / 'config.json'}: {_first_line(error)}", hint="get the folder of --decoder.lm again"
         ) from error
