@@ -19,7 +19,7 @@ from clipmill.train.distributed.step import Step
 from clipmill.train.losses.objective import Objective, backward_microbatches
 from clipmill.train.tasks.caption.tokenizer import NO_TOKEN
 
-_NUM_BUCKETS, _MIN_BUCKET = 4, 8
+_NUM_BUCKETS, _MIN_BUCKET = 8, 8
 
 
 class CaptionLoss(Objective):
