@@ -82,7 +82,7 @@ def modules_from_outside(repository: Path, package: str) -> set[str]:
     requirements = (
         project["dependencies"]
         + extras[package]
-        + (extras["columns"] if package == "prep" else extras["track"] + extras["caption-metrics"])
+        + (extras["columns"] if package == "prep" else extras["track"] + extras["caption-metrics"] + extras["lora"])
     )
     distributions = [Requirement(requirement).name for requirement in requirements]
     return {MODULES_OF_DISTRIBUTION.get(name, name) for name in distributions}

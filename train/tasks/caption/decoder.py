@@ -250,18 +250,17 @@ def decoder_files(decoder: Decoder) -> dict[str, bytes]:
 def start_facts(model: nn.Module, parts: Decoder) -> dict[str, Any]:
     """Entry of run.json about the decoder's initial weights; `model` is the captioner, also on the meta device."""
     wanted = {name: one for name, one in model.state_dict().items() if name.startswith("decoder.")}
-    changes: list[Change] = []
     if isinstance(parts, LanguageDecoder):
-        if parts.folder is None:
-            return {}
-    elif not parts.tensors:
-        return {}
+        copied = {} if parts.folder is None else wanted
     else:
-        changes = [
-            Change(kind="created", name=name, new=tuple(one.shape), why="a plain GPT-2 has no cross-attention")
-            for name, one in wanted.items()
-            if name not in parts.tensors
-        ]
+        copied = parts.tensors
+    if not copied:
+        return {}
+    changes = [
+        Change(kind="created", name=name, new=tuple(one.shape), why="a plain GPT-2 has no cross-attention")
+        for name, one in wanted.items()
+        if name not in copied
+    ]
     start = {
         "source": parts.source,
         "num_copied": len(wanted) - len(changes),

@@ -107,6 +107,7 @@ def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel"
             dtype=torch.float32,
             use_safetensors=True,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
@@ -206,7 +207,7 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
             f"the weights of {folder} are quantized (--decoder.lm)", hint="name the model in bfloat16 or float32"
         )
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)  # type: ignore[no-any-return]
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # type: ignore[no-any-return]
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(
             f"cannot read {folder / 'config.json'}: {_first_line(error)}", hint="get the folder of --decoder.lm again"
@@ -220,7 +221,7 @@ def _tokenizer_of(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise UserError(f"there is no tokenizer in {folder}", hint=again)
     try:
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises whatever a damaged file leads to
         raise UserError(f"cannot read the tokenizer of {folder}: {_first_line(error)}", hint=again) from error
     if getattr(found, "backend_tokenizer", None) is None:
