@@ -250,10 +250,7 @@ def decoder_files(decoder: Decoder) -> dict[str, bytes]:
 def start_facts(model: nn.Module, parts: Decoder) -> dict[str, Any]:
     """Entry of run.json about the decoder's initial weights; `model` is the captioner, also on the meta device."""
     wanted = {name: one for name, one in model.state_dict().items() if name.startswith("decoder.")}
-    if isinstance(parts, LanguageDecoder):
-        copied = {} if parts.folder is None else wanted
-    else:
-        copied = parts.tensors
+    copied = parts.tensors if isinstance(parts, DecoderParts) else wanted if parts.folder is not None else {}
     if not copied:
         return {}
     changes = [
