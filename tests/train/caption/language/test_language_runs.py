@@ -1,12 +1,16 @@
 """`train caption --decoder.lm` from outside: runs, exact resumption, and what reads their captions."""
 
+import json
 import shutil
+from fractions import Fraction
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from tests.train.running import facts, losses, steps, train, weights_of
 
 SMALL = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 8 --lr 1e-3 --warmup-steps 2 --device cpu"
@@ -47,6 +51,18 @@ def test_a_run_is_scored_without_the_folder_of_the_language_model(
     assert "exact match" in capsys.readouterr().out
     beams = ("--decoding.method", "beam", "--decoding.num-beams", 3)
     assert train("eval", "caption", tmp_path / "run", "--split", "train", *beams) == 0
+
+
+@pytest.mark.parametrize("run", ["llama"], indirect=True)
+def test_videos_and_chunks_are_captioned_with_likelihoods(run: Path, data_dir: Path, tmp_path: Path) -> None:
+    FrameNumberVideo(num_frames=30, fps=Fraction(10), width=64, height=48).write(tmp_path / "film.mp4")
+    assert train("caption-video", run, tmp_path / "film.mp4", "--len", "1s", "--out", tmp_path / "film.json") == 0
+    of_film = json.loads((tmp_path / "film.json").read_text())
+    assert len(of_film) == 3 and all(one["likelihood"] < 0 for one in of_film)
+    chunks = ("caption-chunks", run, "--shards", data_dir, "--split", "train", "--num-samples", 2, "--min-tokens", 2)
+    assert train(*chunks, "--out", tmp_path / "chunks.parquet") == 0
+    table = pq.read_table(tmp_path / "chunks.parquet")
+    assert len(table) > 4 and all(one < 0 for one in table["likelihood"].to_pylist())
 
 
 def test_stages_of_training_start_from_each_other(
