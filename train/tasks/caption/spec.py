@@ -116,7 +116,7 @@ TASK = TaskSpec(
     start_lines=late("clipmill.train.tasks.caption.decoder:start_lines"),
     formats={
         "hf": "VisionEncoderDecoderModel.from_pretrained('OUT')",
-        "lm": "AutoModelForCausalLM.from_pretrained('OUT/lm'), of --decoder.lm",
+        "lm": "AutoModelForCausalLM.from_pretrained('OUT/lm')",
     },
     export=late("clipmill.train.tasks.caption.export:exported_captioner"),
     adopt=late("clipmill.train.tasks.caption.export:adopted_captioner"),
