@@ -59,6 +59,9 @@ print(caption)"""
 
 
 class _Prefix(nn.Module):
+    before: Tensor
+    after: Tensor
+
     def __init__(self, captioner: LanguageCaptioner) -> None:
         super().__init__()
         self.video, self.projection = captioner.video, captioner.projection

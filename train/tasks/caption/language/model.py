@@ -96,6 +96,9 @@ class LanguageCaptioner(nn.Module):
         before, after: token ids of the prompt around the visual tokens.
     """
 
+    prompt_before: Tensor
+    prompt_after: Tensor
+
     def __init__(
         self,
         video: nn.Module,
