@@ -177,7 +177,7 @@ def checkpoint_language_blocks(decoder: "PreTrainedModel") -> None:
     Raises:
         UserError: the library has none for it.
     """
-    # The second is its name before transformers 5.20.
+    # The second is its name in older versions of transformers.
     enable = getattr(decoder, "activation_checkpointing_enable", None) or decoder.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
