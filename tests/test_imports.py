@@ -22,7 +22,7 @@ OUTSIDE = {
     "manifests": {"cyclopts", "numpy", "obstore", "pyarrow", "rich"},
     "shards": {"av", "duckdb", "jinja2", "markupsafe", "numpy", "pyarrow"},  # pages: parts of both extras
 }
-BESIDE = {"prep": ("columns", "endpoint", "zarr"), "train": ("track", "caption-metrics")}  # further extras
+BESIDE = {"prep": ("columns", "endpoint", "zarr"), "train": ("track", "caption-metrics", "lora")}  # further extras
 MODULES_OF_DISTRIBUTION = {
     "ffmpeg-python": "ffmpeg",
     "huggingface-hub": "huggingface_hub",

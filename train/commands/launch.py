@@ -165,6 +165,7 @@ def _train(
     }
     if world.is_first:
         for name, content in task.files().items():
+            (run.path / name).parent.mkdir(exist_ok=True)
             publish_bytes(run.path / name, content)
         publish_json(run.facts, facts)
     train(task, samples, settings, run=run, world=world, device=device, progress=progress)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,11 @@ from clipmill.manifests.quoting import counted
 from clipmill.train.config.data import parse_weights
 from clipmill.train.data.node_cache import index_type, scratch
 from clipmill.train.device.random import integers_below, uniform
+
+if TYPE_CHECKING:
+    from clipmill.train.models.text import Tokenize
+
+_MAX_TOKENIZED = 20_000
 
 
 @dataclass(frozen=True)
@@ -257,11 +262,38 @@ class CaptionTexts:
         """Raise a UserError if these captions all have the same text."""
         require_different(self._texts, np.searchsorted(self._caption_id, caption_id), split=split)
 
+    def describe_cut(self, caption_id: NDArray[np.integer], tokenize: "Tokenize") -> str:
+        """How many of these captions a tokenizer cuts; see `describe_cut`."""
+        return describe_cut(self._texts, np.searchsorted(self._caption_id, np.unique(caption_id)), tokenize)
+
 
 def require_different(texts: pa.ChunkedArray, rows: NDArray[np.integer], *, split: str) -> None:
     """Raise a UserError if the texts at `rows` are all the same, so that there is nothing to tell apart."""
     if same_text(texts, np.unique(rows)) is not None:
         raise all_the_same(texts[int(rows[0])].as_py(), len(rows), split=split)
+
+
+def describe_cut(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "Tokenize") -> str:
+    """How many of the texts at `rows` fill the context of a tokenizer, which cuts what is longer; '' for none.
+
+    A token is a byte at least, and a word is a token at least, so that few texts have to be tokenized. Of very many,
+    evenly spaced ones are.
+    """
+    empty = tokenize("")
+    context, padding = len(empty), empty[-1]
+    num_bytes = pc.binary_length(texts).to_numpy()[rows]
+    uncertain = rows[num_bytes >= context - 2]
+    looked_at = uncertain[:: max(1, len(uncertain) // _MAX_TOKENIZED)]
+    if not len(looked_at):
+        return ""
+    found = 0
+    for row in looked_at.tolist():
+        text = str(texts[row].as_py())
+        found += len(text.split()) >= context - 2 or tokenize(text)[-1] != padding
+    if not found:
+        return ""
+    about = "" if len(looked_at) == len(uncertain) else "about "
+    return f"{about}{round(found / len(looked_at) * len(uncertain)):,} of {context} tokens or more, cut to {context}"
 
 
 def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -> str | None:

@@ -76,7 +76,7 @@ class StartableTask(Task, Protocol):
         ...
 
     def files(self) -> dict[str, bytes]:
-        """Files by name that a run keeps beside run.json, so that its weights can be used without the data."""
+        """Files by path that a run keeps beside run.json, so that its weights can be used without the data."""
         ...
 
 

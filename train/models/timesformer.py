@@ -196,9 +196,8 @@ def linear_of(layer: Callable[[Tensor], Tensor], prepare: Callable[..., Tensor],
     def product(*inputs: Tensor) -> Tensor:
         return layer(prepare(*inputs))
 
-    is_small = inputs[-1].numel() < SMALL
-    # torch.compile decides by itself what to save.
-    if is_small or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    # torch.compile decides by itself what to save, and torch.export must not see a condition on the batch size.
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or inputs[-1].numel() < SMALL:
         return product(*inputs)
     out: Tensor = checkpoint(product, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out

@@ -101,7 +101,13 @@ class LatentLoader(BatchLoader):
 
     def describe(self) -> str:
         """One line for the log: what the set contains, what was excluded and why."""
-        return self.samples.describe()
+        captions, described = self.samples.captions, self.samples.describe()
+        cut = (
+            ""
+            if self._tokenize is None or captions is None
+            else self._texts.describe_cut(captions.caption_id, self._tokenize)
+        )
+        return "; ".join(filter(None, [described, cut]))
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         return self.batches()
