@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.model import kind_of
-from clipmill.train.models.captioner import VideoTower
+from clipmill.train.models.library_towers import LibraryTower
+from clipmill.train.models.video_vit import TokenTower
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, MEANS, STDS
 
 # Settings, besides tensors and kind of task, on which an output depends.
@@ -45,4 +46,8 @@ def _unseen(model: nn.Module) -> dict[str, Any]:
         name: [value for one in model.modules() if isinstance(value := getattr(one, name, None), int | float)]
         for name in ("num_heads", "eps")
     }
-    return {**found, "activation": cast(VideoTower, model.video).size.trunk.activation}
+    video, text = model.video, getattr(model, "text", None)
+    if isinstance(video, TokenTower):
+        found["activation"] = video.size.trunk.activation
+    towers = (one for one in (video, text) if isinstance(one, LibraryTower))
+    return found | {f"tower {one.reference}": getattr(one, "pooling", "") for one in towers}

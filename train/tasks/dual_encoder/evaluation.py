@@ -20,6 +20,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.by_class import Predictions, majority_baseline
 from clipmill.train.evaluation.player import PicturedSamples, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
+from clipmill.train.models.text import CONTEXT_LENGTH, Tokenize
 from clipmill.train.run.counted_batches import counted_batches
 from clipmill.train.tasks.dual_encoder.embeddings import (
     Embeddings,
@@ -162,7 +163,12 @@ class ZeroShotScorer:
 
 
 def make_scorer(
-    settings: DualEncoderEvaluation, *, data_dir: Path | None, has_text_tower: bool, sources: str | None = None
+    settings: DualEncoderEvaluation,
+    *,
+    data_dir: Path | None,
+    has_text_tower: bool,
+    sources: str | None = None,
+    context_length: int | None = None,
 ) -> Scorer:
     """The scorer of `settings.protocol`, with its files read.
 
@@ -170,6 +176,7 @@ def make_scorer(
         data_dir: the data folder; None for tars, which have no manifest.
         has_text_tower: whether the run has a text tower, which embeds prompts.
         sources: `--captions.sources`, for named protocols.
+        context_length: number of tokens of a text of CLIP's tokenizer; None for those of others.
 
     Raises:
         UserError: a file cannot be read or does not fit, or the data lacks what the protocol needs.
@@ -192,7 +199,7 @@ def make_scorer(
         return MirScorer(table)
     if protocol != "zero-shot":
         captions = protocol_captions(data_dir, protocol, split=split, sources=sources)
-        return RetrievalScorer(protocol, captions, settings.dual_softmax)
+        return RetrievalScorer(protocol, captions, settings.dual_softmax, context_length)
     classes = open_class_prompts(
         data_dir, split=split, classes=settings.classes, templates=settings.templates, label=settings.label
     )
@@ -201,6 +208,8 @@ def make_scorer(
 
 class EmbedsTexts(Protocol):
     """A model with a text tower of its own."""
+
+    tokenize: Tokenize
 
     def embed_text(self, text: torch.Tensor) -> torch.Tensor:
         """Token ids [B, L] to unit-length embeddings [B, E]."""
@@ -274,14 +283,17 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings) ->
     if wanted.protocol != "retrieval" and not names_tars(settings.folder):
         data_dir = open_data_folder(settings.folder, cache=settings.cache, column=None).path
     has_text_tower, sources = settings.text_tower == "trained", settings.captions.sources
-    return make_scorer(wanted, data_dir=data_dir, has_text_tower=has_text_tower, sources=sources)
+    context_length = (settings.towers.context_length or CONTEXT_LENGTH) if settings.towers.text is None else None
+    return make_scorer(
+        wanted, data_dir=data_dir, has_text_tower=has_text_tower, sources=sources, context_length=context_length
+    )
 
 
 def text_embedder(model: nn.Module, *, device: torch.device) -> EmbedTexts:
     """Unit-length embeddings of texts by the text tower of `model`."""
     # A wrapper such as DDP forwards calls of the model, but not its other methods.
     towers = cast(EmbedsTexts, getattr(model, "module", model))
-    return lambda texts: embed_texts(towers.embed_text, texts, device=device)
+    return lambda texts: embed_texts(towers.embed_text, texts, tokenize=towers.tokenize, device=device)
 
 
 def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | ZeroShotFlags) -> Score:
