@@ -29,6 +29,8 @@ def identity_of(model: nn.Module, settings: ClipSettings, *, task: str) -> str:
     decisive |= {"task": task, "normalisation": normalisation_of(settings), **_unseen(model)}
     digest.update(json.dumps(decisive, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
+        if not tensor.is_floating_point():  # a counter, which decides nothing
+            continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -9,7 +9,6 @@ our parts around its own: `video.proj`, `video.pool.*`, `video.temporal_embeddin
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,7 @@ import torch
 
 from clipmill.train.config.model import Towers
 from clipmill.train.models.libraries import image_outline, preprocessing_of, text_outline
-from clipmill.train.weights.conversion import (
-    ConvertedStateDict,
-    Format,
-    SourceFacts,
-    Tensors,
-    any_begins,
-)
+from clipmill.train.weights.conversion import LOGIT_SCALE, ConvertedStateDict, Format, SourceFacts, Tensors, any_begins
 from clipmill.train.weights.files import colours, read_config
 from clipmill.train.weights.hf_clip import from_hf
 from clipmill.train.weights.open_clip import BUFFERS, TEXT_ROOTS, from_open_clip
@@ -49,39 +42,30 @@ def library_format(towers: Towers) -> Format | None:
 
 
 def _converted(names: Mapping[str, frozenset[str]], state: Tensors) -> ConvertedStateDict:
-    tensors, origins, rest = dict[str, torch.Tensor](), dict[str, str](), dict[str, torch.Tensor]()
-    is_clip = any_begins(state, "visual.", "token_embedding.", *(f"{root}." for root in (*_OF_TEXT, *_OF_IMAGE)))
-    ignored = [name for name, one in state.items() if not one.is_floating_point() or name.endswith(BUFFERS)]
-    ignored += [name for name in (LOGIT_BIAS,) if name in state]
+    tensors, origins = dict[str, torch.Tensor](), dict[str, str]()
+    unknown, rest, ignored = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[str]()
+    # Of a model with two towers, the first part of a name says which.
+    has_both = any_begins(state, "token_embedding.", *(f"{root}." for root in (*_OF_TEXT, *_OF_IMAGE)))
     for name, tensor in state.items():
-        ours = _our_name(name, names, is_clip=is_clip)
-        if name in ignored:
-            continue
-        if ours is None or ours in tensors:
-            rest[name] = tensor
-        else:
+        root = name.partition(".")[0]
+        sides = list(names)
+        if has_both:
+            sides = [TEXT] if root in (*_OF_TEXT, *TEXT_ROOTS) else [IMAGE] if root in _OF_IMAGE else []
+        sides = [side for side in sides if side in names and root != LOGIT_SCALE]
+        ours = next((f"{side}{part}" for side in sides for part in _endings(name) if part in names[side]), None)
+        if not tensor.is_floating_point() or name.endswith(BUFFERS) or name == LOGIT_BIAS:
+            ignored.append(name)
+        elif ours is not None and ours not in tensors:
             tensors[ours], origins[ours] = tensor, name
+        else:
+            (unknown if sides else rest)[name] = tensor
     other = from_hf(rest) if any_begins(rest, "text_model.", "vision_model.") else from_open_clip(rest)
-    return replace(
-        other,
+    return ConvertedStateDict(
         tensors={**other.tensors, **tensors},
         origins={**other.origins, **origins},
+        unknown={**other.unknown, **unknown},
         ignored=(*other.ignored, *ignored),
     )
-
-
-def _our_name(name: str, names: Mapping[str, frozenset[str]], *, is_clip: bool) -> str | None:
-    """The name of a tensor of a library's tower; None for others. Prefixes may be the library's or a larger model's."""
-    root = name.partition(".")[0]
-    if is_clip:
-        sides = [TEXT] if root in _OF_TEXT or root in TEXT_ROOTS else [IMAGE] if root in _OF_IMAGE else []
-    else:
-        sides = list(names)
-    for side in sides:
-        found = next((part for part in _endings(name) if part in names.get(side, ())), None)
-        if found is not None:
-            return f"{side}{found}"
-    return None
 
 
 def _endings(name: str) -> Iterator[str]:

@@ -196,7 +196,7 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
         converted=ConvertedStateDict(tensors=tensors, origins={name: name for name in tensors}),
         facts=SourceFacts(
             activation=size.video.trunk.activation,
-            video_eps=size.video.trunk.norm_eps,
+            video_eps=None if kind == LIBRARY else size.video.trunk.norm_eps,
             text_eps=NORM_EPS,
             mean=_triple(settings["init.pixel_mean"]) or MEANS.get(kind),
             std=_triple(settings["init.pixel_std"]) or STDS.get(kind),

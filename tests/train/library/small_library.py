@@ -67,7 +67,7 @@ def train_tokenizer(folder: Path) -> Path:
 
 
 def save_hf(folder: Path, kind: str) -> nn.Module:
-    """A tiny model of transformers with random weights, saved with its processor: siglip2, siglip, clip, dinov2, bert."""
+    """A tiny model of transformers with random weights and its processor: siglip2, siglip, clip, dinov2 or bert."""
     import transformers as hf
 
     wide = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -1,31 +1,20 @@
 """Towers of libraries give what their library gives, in float64 with random weights, for one frame."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import open_clip
 import pytest
 import timm
 import torch
-from open_clip import factory
 
 from clipmill.train.config.model import DualEncoderTowers
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import DualEncoder, size_of
 from clipmill.train.models.libraries import tokenizer_of
 from clipmill.train.weights.library import library_format
-from tests.train.library.small_library import CLIP, PX, RESNET, SIGLIP2, add_open_clip, save_hf, train_tokenizer
+from tests.train.library.small_library import CLIP, PX, RESNET, SIGLIP2, save_hf
 
 TEXTS = ["a dog catches a frisbee", "two people talk"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("models")
-    before = list(factory._MODEL_CONFIG_PATHS), dict(factory._MODEL_CONFIGS)
-    add_open_clip(folder, tokenizer=train_tokenizer(folder / "tokenizer"))
-    yield folder
-    factory._MODEL_CONFIG_PATHS[:], factory._MODEL_CONFIGS = before
 
 
 def pictures(num: int) -> torch.Tensor:
@@ -62,7 +51,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", [RESNET, SIGLIP2, CLIP])
-def test_both_towers_of_open_clip_are_its_own(folder: Path, name: str) -> None:
+def test_both_towers_of_open_clip_are_its_own(models: Path, name: str) -> None:
     torch.manual_seed(0)
     theirs = open_clip.create_model(name, precision="fp32").double().eval()
     ours = encoder(theirs.state_dict(), image=f"open_clip:{name}", text=f"open_clip:{name}")

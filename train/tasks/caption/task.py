@@ -35,7 +35,7 @@ from clipmill.train.tasks.caption.samples import CaptionedClips
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
 from clipmill.train.tasks.caption.stages import layers_of, part_of, whole_captioner
 from clipmill.train.tasks.caption.tokenizer import TOKENIZER_FILE, CaptionTokenizer
-from clipmill.train.weights.conversion import MEANS, STDS
+from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, MEANS, STDS
 from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.sources import Say, Source
 
@@ -171,7 +171,9 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
             # On later pipeline stages, only the number of clips matters.
             return torch.empty(len(batch["position"][rows]), 0, device=self._device)
         kind = kind_of(self._settings.towers)
-        return self.pixels(batch, rows, mean=MEANS[kind], std=STDS[kind], is_training=is_training)
+        return self.pixels(
+            batch, rows, mean=MEANS.get(kind, CLIP_MEAN), std=STDS.get(kind, CLIP_STD), is_training=is_training
+        )
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
         """Loss, metrics and exact matches on the data that the settings name, as `<name>/<metric>`."""
