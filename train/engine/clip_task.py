@@ -172,7 +172,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         for name in adapted_towers(settings):
             tower = model.get_submodule(name)
             before = {id(one) for one in tower.parameters() if not one.requires_grad}
-            kind = {"rank": lora.rank, "scale": lora.scale, "targets": lora.targets, "frozen": before}
+            kind: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "targets": lora.targets, "frozen": before}
             if isinstance(tower, LibraryTower):
                 tower.requires_grad_(False)
                 add_library_adapters(tower.model, blocks=tower.blocks(), **kind)

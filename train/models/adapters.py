@@ -150,8 +150,8 @@ def remove_adapters(model: nn.Module) -> None:
         if isinstance(module, Adaptable):
             module.lora = None
         for name, child in module.named_children():
-            while hasattr(child, "lora_A") and hasattr(child, "base_layer"):  # of peft
-                child = child.base_layer
+            while hasattr(child, "lora_A") and isinstance(inner := getattr(child, "base_layer", None), nn.Module):
+                child = inner  # of peft
                 setattr(module, name, child)
 
 

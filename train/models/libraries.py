@@ -123,7 +123,7 @@ class _OpenClip:
         found = model(pictures_BCHW)
         return found[0] if isinstance(found, tuple) else found
 
-    def tokens(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
+    def tokens(self, model: Any, pictures_BCHW: Tensor) -> Tensor:
         if (trunk := getattr(model, "trunk", None)) is not None:
             return _Timm().tokens(trunk, pictures_BCHW)
         options = {"indices": 1, "intermediates_only": True, "normalize_intermediates": True}
@@ -227,7 +227,7 @@ class _Timm:
     def text(self, name: str, context_length: int | None) -> nn.Module:
         raise NotImplementedError  # refused with the flags
 
-    embed_text = context_length = tokenizer = text  # type: ignore[assignment]
+    embed_text = context_length = tokenizer = text
 
 
 class _HuggingFace:
@@ -324,14 +324,34 @@ def _half(config: Any, part: str) -> nn.Module:
     """A new model: of the configuration itself, or of its vision_config or text_config."""
     import transformers
 
-    own = getattr(config, part, None)
-    if own is None:
-        auto = transformers.AutoModelForTextEncoding if part == "text_config" else transformers.AutoModel
-        auto = auto if type(config) in auto._model_mapping else transformers.AutoModel
-        return auto.from_config(config)
+    own = getattr(config, part, config)
     name = type(own).__name__.removesuffix("Config")
-    kind = getattr(transformers, f"{name}ModelWithProjection", None) or getattr(transformers, f"{name}Model", None)
-    return transformers.AutoModel.from_config(own) if kind is None else kind(own)
+    if name.endswith(("Vision", "Text")):  # half of a CLIP or SigLIP
+        kinds = (getattr(transformers, f"{name}{end}", None) for end in ("ModelWithProjection", "Model"))
+        if (kind := next(filter(None, kinds), None)) is not None:
+            return kind(own)
+    auto = transformers.AutoModelForTextEncoding if part == "text_config" else transformers.AutoModel
+    return (auto if type(own) in auto._model_mapping else transformers.AutoModel).from_config(own)
+
+
+def read_hf(folder: Path) -> dict[str, Tensor]:
+    """The weights in a folder of transformers by the names of its modules, as its own loader converts them.
+
+    Tensors that its model has no place for are there too, empty.
+
+    Raises:
+        UserError: transformers cannot load them.
+    """
+    import transformers
+
+    config, kind = _HuggingFace().config(str(folder)), transformers.AutoModel
+    if not hasattr(config, "vision_config"):
+        with torch.device("meta"):
+            kind = type(_half(config, "text_config"))
+    with _files(f"hf:{folder}", "model"):
+        model, info = kind.from_pretrained(folder, output_loading_info=True, use_safetensors=True)
+    found = {name: one for name, one in model.state_dict().items() if name not in info["missing_keys"]}
+    return found | {name: torch.empty(0) for name in info["unexpected_keys"]}
 
 
 def _pictures(model: nn.Module, pictures_BCHW: Tensor) -> dict[str, Tensor]:
@@ -358,7 +378,7 @@ def _not_padding(tokens_BL: Tensor, config: Any) -> Tensor | None:
     return (tokens_BL != config.pad_token_id).to(torch.int64)
 
 
-_LIBRARIES: dict[str, Library] = {"open_clip": _OpenClip(), "timm": _Timm(), "hf": _HuggingFace()}
+_LIBRARIES: dict[str, Any] = {"open_clip": _OpenClip(), "timm": _Timm(), "hf": _HuggingFace()}
 
 
 @cache
@@ -398,10 +418,10 @@ def image_outline(reference: str, size_px: int) -> Outline:
         pictures = torch.zeros(1, 3, size_px, size_px)
         try:
             found, tokens = library.embed(model, pictures), library.tokens(model, pictures)
-        except (RuntimeError, ValueError, AssertionError) as error:
+        except (RuntimeError, ValueError, AssertionError, TypeError) as error:
             native = preprocessing_of(reference).size_px
             if native in (None, size_px):
-                raise
+                raise _no_tower(reference, "of images", error) from error
             raise UserError(
                 f"--size-px is {size_px}, and {reference} takes pictures of {native} px", hint=f"use --size-px {native}"
             ) from error
@@ -416,8 +436,15 @@ def text_outline(reference: str, pooling: Pooling) -> Outline:
         model = library.text(name, None).eval()
         # Only open_clip's towers have a fixed length; that of the others may need a tokenizer.
         length = library.context_length(name) if isinstance(library, _OpenClip) else 4
-        found = library.embed_text(model, torch.zeros(1, length, dtype=torch.int64), pooling)
+        try:
+            found = library.embed_text(model, torch.zeros(1, length, dtype=torch.int64), pooling)
+        except (TypeError, AttributeError, ValueError) as error:
+            raise _no_tower(reference, "of texts", error) from error
     return Outline(width=found.shape[-1], names=frozenset(model.state_dict()))
+
+
+def _no_tower(reference: str, what: str, error: Exception) -> UserError:
+    return UserError(f"{reference} is not a tower {what}: {first_line(error)}", hint="name another tower")
 
 
 @cache

@@ -14,6 +14,7 @@ from clipmill.train.config.model import LIBRARY, DualEncoderTowers, FormatChoice
 from clipmill.train.config.places import NAME_AND_TAG
 from clipmill.train.models.adapters import merged
 from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.models.libraries import read_hf
 from clipmill.train.models.transformer import NORM_EPS
 from clipmill.train.run.checkpoint import content_of, read_metadata, read_weights
 from clipmill.train.run.folder import RunFolder, is_run
@@ -156,7 +157,8 @@ def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
         file, facts = path, None
     else:
         file, facts = file_of_tag(match[1], match[2], read_facts=None if library is None else facts_of_entry)
-    state = without_prefixes(read_tensors(file))
+    is_hf = library is not None and "model_type" in (read_config(path / "config.json") or {})
+    state = read_hf(path) if is_hf else without_prefixes(read_tensors(file))
     require_float_weights(state, source=file)
     form = library or (FORMATS[init.format] if init.format != "auto" else detect_format(state))
     converted = form.convert(state)

@@ -1,6 +1,7 @@
 """Towers of libraries give what their library gives, in float64 with random weights, for one frame."""
 
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import pytest
@@ -105,7 +106,7 @@ def test_an_encoder_of_texts_is_pooled_without_its_padding(tmp_path: Path) -> No
             "first": lambda x: x[:, 0],
             "last": lambda x: x[:, -1],
         }.items():
-            named = {"text": f"hf:{tmp_path / 'bert'}", "text_pooling": pooling}
+            named: dict[str, Any] = {"text": f"hf:{tmp_path / 'bert'}", "text_pooling": pooling}
             state = {f"text_model.{name}": one for name, one in theirs.state_dict().items()}
             ours = (
                 DualEncoder(

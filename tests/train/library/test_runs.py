@@ -9,7 +9,8 @@ import pytest
 import timm
 import torch
 
-from clipmill.train.inference.model import load_model
+from clipmill.train.inference.model import LoadedModel, load_model
+from clipmill.train.models.dual_encoder import DualEncoder
 from tests.train.library.conftest import TINY, TOWERS
 from tests.train.library.small_library import PX, RESNET, SIGLIP2, save_hf
 from tests.train.running import facts, losses, train
@@ -17,6 +18,11 @@ from tests.train.tuning.runs import killed, latest, stored, weights
 
 CLIPS = np.random.default_rng(0).integers(0, 256, (3, 2, PX, PX, 3), dtype=np.uint8)
 TEXTS = ["a dog catches a frisbee", "two people talk"]
+
+
+def encoder(model: LoadedModel) -> DualEncoder:
+    assert isinstance(model.model, DualEncoder)
+    return model.model
 
 
 def test_a_run_starts_from_all_weights_of_its_library(siglip2: Path, run: Path) -> None:
@@ -56,13 +62,13 @@ def test_an_export_is_what_open_clip_loads_and_what_clipmill_loads(run: Path, tm
     assert train("export", run, "--format", "open_clip", "--out", out) == 0
     theirs = open_clip.create_model(f"local-dir:{out}").eval()
     ours = load_model(run, device="cpu")
-    tokens = torch.from_numpy(np.stack([ours.model.tokenize(text) for text in TEXTS]))
+    tokens = torch.from_numpy(np.stack([encoder(ours).tokenize(text) for text in TEXTS]))
     frames = torch.randn(2, 3, PX, PX)
     with torch.no_grad():
         found = theirs.encode_image(frames, normalize=True), theirs.encode_text(tokens, normalize=True)
-        clips = ours.model.embed_video(frames[:, :, None].expand(-1, -1, 2, -1, -1))
+        clips = encoder(ours).embed_video(frames[:, :, None].expand(-1, -1, 2, -1, -1))
         torch.testing.assert_close(clips, found[0], rtol=0, atol=1e-5)
-        torch.testing.assert_close(ours.model.embed_text(tokens), found[1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(encoder(ours).embed_text(tokens), found[1], rtol=0, atol=1e-5)
     back = load_model(out, device="cpu")
     assert back.identity == ours.identity
     assert torch.equal(back.encode_video(CLIPS), ours.encode_video(CLIPS))
@@ -117,7 +123,7 @@ def test_towers_of_timm_and_of_transformers_go_back_to_their_libraries(data_dir:
                 from transformers import AutoModel
 
                 found = AutoModel.from_pretrained(exported).eval().get_image_features(frames).pooler_output
-            clips = ours.model.embed_video(frames[:, :, None].expand(-1, -1, 2, -1, -1))
+            clips = encoder(ours).embed_video(frames[:, :, None].expand(-1, -1, 2, -1, -1))
         torch.testing.assert_close(clips, torch.nn.functional.normalize(found, dim=-1), rtol=0, atol=1e-5)
         back = load_model(exported, device="cpu")
         assert back.identity == ours.identity, name

@@ -1,5 +1,6 @@
 """Divided attention over time and space trains: from weights of images, from its own, and from LaViLa's."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,7 @@ def test_it_starts_from_images_from_its_own_weights_and_from_lavilas(
 
     # Divided, because the weights are.
     assert train(*some, "--init.weights", divided, *LORA, "--out", again) == 0
-    assert changes(again) == set() and f"model.{block}temporal_attn.lora.B" in {
-        f"model.{n}" for n in stored(again, "model.")
-    }
+    assert changes(again) == set() and f"{block}temporal_attn.lora.B" in stored(again, "model.")
     file = tmp_path / "clip.pt"
     torch.save({"state_dict": renamed(load_model(divided, device="cpu").model, LAVILA, LAVILA_PARTS)}, file)
     assert train(*some, "--init.weights", file, "--out", theirs) == 0
@@ -63,8 +62,6 @@ def test_it_starts_from_images_from_its_own_weights_and_from_lavilas(
 
 
 def test_its_gradients_are_those_of_lavilas_tower(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     state = lavila_state()
     torch.save(training_checkpoint(state), tmp_path / "clip.pt")
     divided = replace(small.SIZE, video=replace(small.SIZE.video, is_divided=True))

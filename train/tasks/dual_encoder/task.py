@@ -267,8 +267,8 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     settings = with_towers_of(replace(settings, towers=_of_dual_encoder(settings.towers)), source, say=say)
     if (has_text := settings.text_tower == "trained") and library_width(settings.towers) is not None:
         # As the run had it, whatever the library's configuration says later.
-        width = size_of(settings.model, settings.towers).embedding_width
-        settings = replace(settings, towers=replace(settings.towers, embedding_width=width))
+        own = size_of(settings.model, settings.towers).embedding_width
+        settings = replace(settings, towers=replace(settings.towers, embedding_width=own))
     if source is None:
         return settings
     towers, projection = settings.towers, source.converted.tensors.get(PROJECTION)
