@@ -31,8 +31,9 @@ _OF_CLIP_ALONE = {"embedding_width": None, "patch_dropout": 0.0, "attention": No
 # The kind of a tower that a library builds, and what libraries decide by the name of a tower.
 LIBRARY = "library"
 _REFERENCE = re.compile(r"(open_clip|timm|hf):\S.*")
-_OF_OUR_IMAGE = ("tubelet", "width", "depth", "heads", "patch_px", "video_norm_eps", "attention", "patch_dropout")
-_OF_OUR_IMAGE += ("drop_path",)
+_OF_OUR_IMAGE = (
+    *("tubelet", "width", "depth", "heads", "patch_px", "video_norm_eps", "attention", "patch_dropout", "drop_path"),
+)
 _OF_OUR_TEXT = ("text_width", "text_depth", "text_heads")
 _WIDEST = 65_536
 SIZE = Range(1, _WIDEST)

@@ -10,7 +10,7 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.model import kind_of
 from clipmill.train.models.library_towers import LibraryTower
 from clipmill.train.models.video_vit import TokenTower
-from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, MEANS, STDS
+from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, MEANS, STDS, Mean
 
 # Settings, besides tensors and kind of task, on which an output depends.
 _DECISIVE = ("num_frames", "sampling", "stride", "size_px", "input", "segment")
@@ -36,7 +36,7 @@ def identity_of(model: nn.Module, settings: ClipSettings, *, task: str) -> str:
     return digest.hexdigest()
 
 
-def normalisation_of(settings: ClipSettings) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
     """Means and standard deviations by which pixels are normalised."""
     init, kind = settings.init, kind_of(settings.towers)
     return init.pixel_mean or MEANS.get(kind, CLIP_MEAN), init.pixel_std or STDS.get(kind, CLIP_STD)

@@ -14,7 +14,7 @@ from clipmill.train.config.model import LIBRARY, DualEncoderTowers, FormatChoice
 from clipmill.train.config.places import NAME_AND_TAG
 from clipmill.train.models.adapters import merged
 from clipmill.train.models.dual_encoder import size_of
-from clipmill.train.models.libraries import read_hf
+from clipmill.train.models.hugging_face import read_hf
 from clipmill.train.models.transformer import NORM_EPS
 from clipmill.train.run.checkpoint import content_of, read_metadata, read_weights
 from clipmill.train.run.folder import RunFolder, is_run

@@ -71,8 +71,8 @@ def save_hf(folder: Path, kind: str) -> nn.Module:
     import transformers as hf
 
     wide = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision = {**wide, "image_size": PX, "patch_size": 8}
-    text = {**wide, "vocab_size": 200, "max_position_embeddings": 16}
+    vision: dict[str, Any] = {**wide, "image_size": PX, "patch_size": 8}
+    text: dict[str, Any] = {**wide, "vocab_size": 200, "max_position_embeddings": 16}
     torch.manual_seed(0)
     if kind == "bert":
         model = hf.BertModel(hf.BertConfig(**text, pad_token_id=0))

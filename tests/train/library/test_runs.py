@@ -141,6 +141,21 @@ def test_other_tasks_take_the_image_tower_of_a_run(data_dir: Path, run: Path, tm
     assert latest(words)
 
 
+def test_an_encoder_of_pictures_and_one_of_texts_are_paired(data_dir: Path, tmp_path: Path) -> None:
+    """DINOv2's files have other names than its modules, which transformers' own loader knows."""
+    theirs = save_hf(tmp_path / "dino", "dinov2")
+    save_hf(tmp_path / "bert", "bert")
+    towers = ("--towers.image", f"hf:{tmp_path / 'dino'}", "--towers.text", f"hf:{tmp_path / 'bert'}")
+    some = ("--towers.text-pooling", "mean", "--towers.activation-checkpointing", "--steps", 1, "--lr", "1e-12")
+    given = ("--init.weights", tmp_path / "dino", "--init.allow", "text.*", "--shards", data_dir)
+    assert train("dual-encoder", *TINY, *towers, *some, *given, "--out", tmp_path / "run") == 0
+    after = weights(tmp_path / "run")
+    for name, one in theirs.state_dict().items():
+        torch.testing.assert_close(after[f"video.model.{name}"], one, rtol=0, atol=1e-9)
+    assert train("export", tmp_path / "run", "--format", "hf", "--out", tmp_path / "out") == 0
+    assert load_model(tmp_path / "out").identity == load_model(tmp_path / "run").identity
+
+
 REFUSED = [
     (("--towers.image", "open_clip:RN51"), "open_clip has no tower open_clip:RN51", "nearest: RN50, RN50x16, RN101"),
     (("--towers.image", "timm:vit_base_patch16_siglip_22"), "timm has no tower", "vit_base_patch16_siglip_224"),
@@ -148,6 +163,11 @@ REFUSED = [
     (("--towers.image", f"open_clip:{SIGLIP2}", "--size-px", 48), "--size-px is 48", "use --size-px 32"),
     (("--towers.image", f"open_clip:{SIGLIP2}", "--towers.width", 64), "--towers.width is 64", "leave out"),
     (("--towers.text", "timm:resnet10t"), "--towers.text is timm:resnet10t", "open_clip"),
+    (
+        ("--towers.attention", "divided", "--towers.image", f"open_clip:{RESNET}"),
+        "--towers.attention is div",
+        "leave out",
+    ),
     (("--towers.text", "hf:nowhere/nothing"), "the configuration of hf:nowhere/nothing is not here", "hf download"),
 ]
 
