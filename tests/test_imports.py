@@ -82,7 +82,7 @@ def modules_from_outside(repository: Path, package: str) -> set[str]:
     requirements = (
         project["dependencies"]
         + extras[package]
-        + (extras["columns"] if package == "prep" else extras["track"] + extras["caption-metrics"])
+        + (extras["columns"] if package == "prep" else extras["track"] + extras["caption-metrics"] + extras["lora"])
     )
     distributions = [Requirement(requirement).name for requirement in requirements]
     return {MODULES_OF_DISTRIBUTION.get(name, name) for name in distributions}
@@ -187,7 +187,7 @@ def test_a_package_loads_on_a_machine_without_the_other_sides_parts(
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_run_loads_no_other_task_and_at_most_261_modules(repository: Path, tmp_path: Path) -> None:
+def test_a_run_loads_no_other_task_and_at_most_266_modules(repository: Path, tmp_path: Path) -> None:
     script = (
         "import sys\n"
         f"sys.argv = ['train', 'dual-encoder', '--shards', {str(tmp_path)!r}, '--device', 'cpu']\n"
@@ -205,4 +205,4 @@ def test_a_run_loads_no_other_task_and_at_most_261_modules(repository: Path, tmp
     ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
     count, *tasks = ran.stdout.splitlines()[-1].split()
     assert tasks == ["dual_encoder"], ran.stderr
-    assert int(count) <= 261
+    assert int(count) <= 266

@@ -16,8 +16,12 @@ RESNET, SIGLIP2, CLIP = "test-RN", "test-SigLIP2", "test-CLIP"
 _VIT: dict[str, Any] = {"img_size": PX, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 _TEXT: dict[str, Any] = {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
 _SIGLIP_TEXT: dict[str, Any] = {
-    **{"no_causal_mask": True, "proj_bias": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}},
-    **{"act_kwargs": {"approximate": "tanh"}, "tokenizer_kwargs": {"clean": "canonicalize"}},
+    "no_causal_mask": True,
+    "proj_bias": True,
+    "pool_type": "last",
+    "norm_kwargs": {"eps": 1e-6},
+    "act_kwargs": {"approximate": "tanh"},
+    "tokenizer_kwargs": {"clean": "canonicalize"},
 }
 
 

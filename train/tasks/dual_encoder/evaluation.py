@@ -1,6 +1,6 @@
 """Evaluations of a dual encoder: of a trained run, and in the training loop by all ranks together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -163,12 +163,7 @@ class ZeroShotScorer:
 
 
 def make_scorer(
-    settings: DualEncoderEvaluation,
-    *,
-    data_dir: Path | None,
-    has_text_tower: bool,
-    sources: str | None = None,
-    context_length: int | None = None,
+    settings: DualEncoderEvaluation, *, data_dir: Path | None, has_text_tower: bool, sources: str | None = None
 ) -> Scorer:
     """The scorer of `settings.protocol`, with its files read.
 
@@ -176,7 +171,6 @@ def make_scorer(
         data_dir: the data folder; None for tars, which have no manifest.
         has_text_tower: whether the run has a text tower, which embeds prompts.
         sources: `--captions.sources`, for named protocols.
-        context_length: number of tokens of a text of CLIP's tokenizer; None for those of others.
 
     Raises:
         UserError: a file cannot be read or does not fit, or the data lacks what the protocol needs.
@@ -199,7 +193,7 @@ def make_scorer(
         return MirScorer(table)
     if protocol != "zero-shot":
         captions = protocol_captions(data_dir, protocol, split=split, sources=sources)
-        return RetrievalScorer(protocol, captions, settings.dual_softmax, context_length)
+        return RetrievalScorer(protocol, captions, settings.dual_softmax)
     classes = open_class_prompts(
         data_dir, split=split, classes=settings.classes, templates=settings.templates, label=settings.label
     )
@@ -282,11 +276,11 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings) ->
     data_dir: Path | None = None
     if wanted.protocol != "retrieval" and not names_tars(settings.folder):
         data_dir = open_data_folder(settings.folder, cache=settings.cache, column=None).path
-    has_text_tower, sources = settings.text_tower == "trained", settings.captions.sources
-    context_length = (settings.towers.context_length or CONTEXT_LENGTH) if settings.towers.text is None else None
-    return make_scorer(
-        wanted, data_dir=data_dir, has_text_tower=has_text_tower, sources=sources, context_length=context_length
-    )
+    has_text, sources, towers = settings.text_tower == "trained", settings.captions.sources, settings.towers
+    scorer = make_scorer(wanted, data_dir=data_dir, has_text_tower=has_text, sources=sources)
+    if not isinstance(scorer, RetrievalScorer):
+        return scorer
+    return replace(scorer, context_length=None if towers.text else towers.context_length or CONTEXT_LENGTH)
 
 
 def text_embedder(model: nn.Module, *, device: torch.device) -> EmbedTexts:
