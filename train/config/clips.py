@@ -115,6 +115,8 @@ class LatentSettings(ClipSettings):
     def rules(self) -> Iterator[UserError]:
         """Yields patches of pixels for latents, which have their own."""
         yield from super().rules()
+        if self.reads_latents and self.towers.image is not None:
+            yield UserError(f"--towers.image is {self.towers.image}, which takes pixels", hint="use --input pixels")
         if self.reads_latents and self.towers.patch_px is not None:
             yield UserError(
                 f"--towers.patch-px is {self.towers.patch_px}, and latents have patches of their own",

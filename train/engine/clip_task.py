@@ -23,11 +23,12 @@ from clipmill.train.data.held_out import EvaluatedClips, held_out
 from clipmill.train.data.inputs import Mixture, open_mixed
 from clipmill.train.engine.rank_consistency import NamedSamples
 from clipmill.train.engine.task import Task
-from clipmill.train.models.adapters import add_adapters
+from clipmill.train.models.adapters import add_adapters, add_library_adapters
 from clipmill.train.models.attention import AttentionBackend
 from clipmill.train.models.dual_encoder import ModelShape, size_of
+from clipmill.train.models.library_towers import LibraryTower
 from clipmill.train.models.transformer import blocks_of, compile_blocks
-from clipmill.train.optim.parameters import freeze
+from clipmill.train.optim.parameters import freeze, plain_name
 from clipmill.train.run.result_names import data_facts
 from clipmill.train.weights.conversion import LOGIT_SCALE
 from clipmill.train.weights.loading import Loaded, copy_into, fit_to
@@ -147,7 +148,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
                     hint="name other weights, or other --lora.towers",
                 )
         # Resized tensors are not the same objects: they are in the checkpoints, so that no rule of resizing matters.
-        frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
+        frozen = [plain_name(name) for name, one in model.named_parameters() if not one.requires_grad]
         names = [name for name in frozen if name in theirs and fitted.get(name) is theirs[name]]
         return base_of(source, self._settings.init, names=names, scale=self._settings.lora.scale)
 
@@ -176,9 +177,14 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """Add adapters to a tower of a new model."""
         lora, module = self._settings.lora, model.get_submodule(tower)
         before = {id(one) for one in module.parameters() if not one.requires_grad}
-        add_adapters(module, rank=lora.rank, scale=lora.scale, targets=lora.targets, frozen=before)
+        kind: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "targets": lora.targets, "frozen": before}
+        if isinstance(module, LibraryTower):
+            module.requires_grad_(False)
+            add_library_adapters(module.model, blocks=module.blocks(), **kind)
+        else:
+            add_adapters(module, **kind)
         for inner, parameter in module.named_parameters():
-            is_new = self._start is not None and f"{tower}.{inner}" not in self._start.fitted.tensors
+            is_new = self._start is not None and f"{tower}.{plain_name(inner)}" not in self._start.fitted.tensors
             if is_new and id(parameter) not in before:
                 parameter.requires_grad_(True)
 

@@ -17,15 +17,19 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.tuning import FrozenPart
 from clipmill.train.models.gpt2 import CROSS_ATTENTION
 
-# Prefixes added by DDP, torch.compile and activation checkpointing.
-_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|module)\.")
-_BLOCK = re.compile(r"(?P<tower>(?:.*?\.)??)(?:transformer\.)?(?:resblocks|blocks|layers|h)\.(?P<number>\d+)\.")
-# Layers before the first block of a tower; all others outside of blocks come after the last block.
-# With the names that transformers give to the embeddings of language models.
-_STEM = re.compile(
-    r"(?:^|\.)(?:\w*embedding\w*|\w*token|conv1|ln_pre|patch\w*|embed|embed_\w+|wte|wpe|word_embeddings)(?:\.|$)"
+# Parts of names added by DDP, torch.compile, activation checkpointing and peft.
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|module|base_layer)\.")
+# Names of ours and of libraries; stages of convolutional networks (`stages.0`, `layer1`) count as blocks.
+_BLOCK = re.compile(
+    r"(?P<tower>(?:.*?\.)??)(?:(?:transformer|encoder)\.)?"
+    r"(?:(?:resblocks|blocks|layers?|stages|block|h)\.|layer(?=\d))(?P<number>\d+)\."
 )
-_EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*_token|embed_\w+|wte|wpe|embed_in)(?:\.weight)?$")
+# Layers before the first block of a tower; all others outside of blocks come after the last block.
+_STEM = re.compile(
+    r"(?:^|\.)(?:\w*embedding\w*|\w*token|conv\d|bn\d|ln_pre|norm_pre|pre_\w*norm|patch\w*|pos_embed|embedder"
+    r"|embed|embed_\w+|wte|wpe|word_embeddings)(?:\.|$)"
+)
+_EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*_token|pos_embed|embed_\w+|wte|wpe|embed_in)(?:\.weight)?$")
 
 
 def parameter_groups(
@@ -122,7 +126,7 @@ def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
     above = layers_above(parameters, depths=depths)
     for part in parts:
         prefix = f"{part.tower}."
-        # The blocks of a language model are deeper in it.
+        # The blocks of a language model and of a library's tower are deeper in it.
         depth = max((count for tower, count in depths.items() if tower.startswith(prefix)), default=0)
         if part.num_blocks is not None and part.num_blocks > depth:
             raise UserError(

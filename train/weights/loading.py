@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.optim.parameters import plain_name
 from clipmill.train.weights.conversion import CONV, TEMPORAL_EMBEDDING, SourceFacts, require_finite
 from clipmill.train.weights.fitting import Change, Fitted, Shape
 from clipmill.train.weights.fitting import fit as fit_tensors
@@ -55,7 +56,7 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
         UserError: a tensor is missing, unexpected or of another shape without a reason, or not finite; or the number of
             attention heads differs.
     """
-    here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    here = {name: tuple(tensor.shape) for name, tensor in _tensors_of(model).items()}
     there = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     _check_heads(model, source.facts, there=there, here=here, title=source.title)
     fitted = fit_tensors(source.converted, here, allow=allow)
@@ -77,10 +78,20 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     return Loaded(title=source.title, fitted=fitted)
 
 
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that weights may have: neither counters nor second names of tied ones."""
+    found, seen = dict[str, torch.Tensor](), set[int]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and id(tensor) not in seen:
+            found[name] = tensor
+            seen.add(id(tensor))
+    return found
+
+
 @torch.no_grad()
 def copy_into(model: nn.Module, loaded: Loaded) -> None:
     """Copies fitted weights into a model; parameters that they lack stay as they are."""
-    parameters = model.state_dict()
+    parameters = {plain_name(name): one for name, one in model.state_dict().items()}
     for name, tensor in loaded.fitted.tensors.items():
         parameters[name].copy_(tensor)
 

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import kind_of
+from clipmill.train.config.model import LIBRARY, kind_of
 from clipmill.train.engine.clip_task import UNUSED_PARTS, without_parts
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.captioner import Captioner, VideoTower
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.gpt2 import CROSS_ATTENTION, Gpt2
+from clipmill.train.models.library_towers import image_tower
 from clipmill.train.models.timesformer import TimeSformer, nearest_places, nearest_times
 from clipmill.train.models.transformer import checkpoint_blocks, drop_path_of
 from clipmill.train.models.video_vit import clip_tower
@@ -96,8 +97,9 @@ def _tower(settings: CaptionerSettings, *, attend: Attend) -> nn.Module:
             )
         case "videomae":
             return VideoMAEEncoder(size, image_px=image_px, num_frames=num_frames, attend=attend, drop_path=drop_path)
-        case _:
-            return clip_tower(
+        case kind:
+            build = image_tower if kind == LIBRARY else clip_tower
+            return build(
                 size, image_px=image_px, num_frames=num_frames, embedding_width=None, attend=attend, towers=towers
             )
 
@@ -129,7 +131,8 @@ def effective_settings(settings: CaptionerSettings, source: Source | None, *, sa
     Raises:
         UserError: the settings contradict the weights.
     """
-    if settings.towers.kind is None and (source is None or source.kind is None):
+    has_kind = settings.towers.kind is not None or settings.towers.image is not None
+    if not has_kind and (source is None or source.kind is None):
         settings = replace(settings, towers=replace(settings.towers, kind="timesformer"))
     if (kind := settings.towers.kind) not in (None, *KINDS):
         raise UserError(

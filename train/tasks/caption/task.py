@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from clipmill.shards.columns import VIDEO
-from clipmill.train.config.model import kind_of
 from clipmill.train.config.tuning import Tower
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.inputs import Mixture, clip_query, loader_settings, open_folder
@@ -19,6 +18,7 @@ from clipmill.train.data.prefetch import batches_on_all_stages
 from clipmill.train.distributed.stages import LayerCost
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
+from clipmill.train.evaluation.identity import normalisation_of
 from clipmill.train.evaluation.runner import every_for, split_metrics
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.captioner import Captioner
@@ -40,7 +40,6 @@ from clipmill.train.tasks.caption.samples import CaptionedClips
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
 from clipmill.train.tasks.caption.stages import layers_of, part_of, whole_captioner
 from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer
-from clipmill.train.weights.conversion import MEANS, STDS
 from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.sources import Say, Source
 
@@ -200,8 +199,8 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, AnyCaptioner]):
         if "video" not in batch:
             # On later pipeline stages, only the number of clips matters.
             return torch.empty(len(batch["position"][rows]), 0, device=self._device)
-        kind = kind_of(self._settings.towers)
-        return self.pixels(batch, rows, mean=MEANS[kind], std=STDS[kind], is_training=is_training)
+        mean, std = normalisation_of(self._settings)
+        return self.pixels(batch, rows, mean=mean, std=std, is_training=is_training)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float | list[float]]:
         """Loss, metrics and exact matches on the data that the settings name, as `<name>/<metric>`."""

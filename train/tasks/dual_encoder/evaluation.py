@@ -1,6 +1,6 @@
 """Evaluations of a dual encoder: of a trained run, and in the training loop by all ranks together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -20,6 +20,7 @@ from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import PicturedSamples, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
+from clipmill.train.models.text import CONTEXT_LENGTH, Tokenize
 from clipmill.train.run.counted_batches import counted_batches
 from clipmill.train.tasks.dual_encoder.embeddings import (
     Embeddings,
@@ -170,6 +171,8 @@ def _without_text_tower(protocol: str) -> UserError:
 class EmbedsTexts(Protocol):
     """A model with a text tower of its own."""
 
+    tokenize: Tokenize
+
     def embed_text(self, text: torch.Tensor) -> torch.Tensor:
         """Token ids [B, L] to unit-length embeddings [B, E]."""
         ...
@@ -255,15 +258,18 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, sa
     data_dir: Path | None = None
     if wanted.protocol != "retrieval" and not names_tars(settings.folder):
         data_dir = open_data_folder(settings.folder, cache=settings.cache, column=None).path
-    has_text_tower, sources = settings.text_tower == "trained", settings.captions.sources
-    return make_scorer(wanted, data_dir=data_dir, has_text_tower=has_text_tower, sources=sources)
+    has_text, sources, towers = settings.text_tower == "trained", settings.captions.sources, settings.towers
+    scorer = make_scorer(wanted, data_dir=data_dir, has_text_tower=has_text, sources=sources)
+    if not isinstance(scorer, RetrievalScorer):
+        return scorer
+    return replace(scorer, context_length=None if towers.text else towers.context_length or CONTEXT_LENGTH)
 
 
 def text_embedder(model: nn.Module, *, device: torch.device) -> EmbedTexts:
     """Unit-length embeddings of texts by the text tower of `model`."""
     # A wrapper such as DDP forwards calls of the model, but not its other methods.
     towers = cast(EmbedsTexts, getattr(model, "module", model))
-    return lambda texts: embed_texts(towers.embed_text, texts, device=device)
+    return lambda texts: embed_texts(towers.embed_text, texts, tokenize=towers.tokenize, device=device)
 
 
 def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags | ZeroShotFlags) -> Score:

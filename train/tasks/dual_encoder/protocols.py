@@ -201,6 +201,7 @@ class RetrievalScorer:
     name: RetrievalName = "retrieval"
     captions: pa.Table | None = None
     temperature: float | None = None
+    context_length: int | None = CONTEXT_LENGTH
 
     @property
     def definition(self) -> str:
@@ -274,7 +275,7 @@ class RetrievalScorer:
             row_M=clip_N[is_right_NM.argmax(axis=0)],
             texts=texts,
             incomplete=_missing(PROTOCOLS[self.name], num_videos=len(clip_N), num_texts=len(texts)),
-            notes=tuple(_notes(texts, source=captions["source"][0].as_py())),
+            notes=tuple(_notes(texts, source=captions["source"][0].as_py(), context_length=self.context_length)),
         )
 
 
@@ -290,15 +291,17 @@ def _missing(protocol: RetrievalProtocol, *, num_videos: int, num_texts: int) ->
     )
 
 
-def _notes(texts: tuple[str, ...], *, source: str) -> list[str]:
-    tokenize = load_tokenizer()
-    num_cut = sum(bool(tokenize(text)[-1]) for text in texts)
+def _notes(texts: tuple[str, ...], *, source: str, context_length: int | None) -> list[str]:
+    num_cut = 0
+    if context_length is not None:
+        tokenize = load_tokenizer(context_length)
+        num_cut = sum(bool(tokenize(text)[-1]) for text in texts)
     num_equal = len(texts) - len(set(texts))
     notes = [f"captions of source {source}"]
     if num_equal:
         notes.append(f"{counted(num_equal, 'text')} equal to an earlier one")
     if num_cut:
         notes.append(
-            f"{counted(num_cut, 'text')} with {CONTEXT_LENGTH} tokens or more, which are cut after {CONTEXT_LENGTH}"
+            f"{counted(num_cut, 'text')} with {context_length} tokens or more, which are cut after {context_length}"
         )
     return notes
