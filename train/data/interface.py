@@ -197,7 +197,6 @@ def open_clips(
             return VideoCaptions(query, tokenize=None, captions=shown, has_stored_text=captions == "embedding")
 
         samples = open_mixed(open_one, settings)
-
     finish = FinishedClips(
         samples=samples,
         settings=settings,
@@ -307,13 +306,14 @@ def open_latents(
 
 
 def _require_plain(settings: DataSettings, *, where: str | None, has_one_caption: bool) -> None:
-    """Raise a UserError if tars are asked for what only data folders have."""
     for address in filter(names_tars, settings.folders):
         if where is not None:
             raise UserError(f"{address} names tars, without scores", hint="name the data folder that prep made")
         if not has_one_caption:
-            hint = "leave out captions=, sources= and min_relevancy=, or name a data folder that prep made"
-            raise UserError(f"{address} names tars: each clip has the one caption that its tar gives it", hint=hint)
+            raise UserError(
+                f"{address} names tars: each clip has the one caption that its tar gives it",
+                hint="leave out captions=, sources= and min_relevancy=, or name a data folder that prep made",
+            )
 
 
 def _ranks(rank: int | None, world: int | None) -> World | None:
