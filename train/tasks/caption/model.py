@@ -196,8 +196,14 @@ def _with_language_of(settings: CaptionerSettings, source: Source, folder: Path)
             f"{decoder.context_length}",
             hint="use fewer",
         )
-    its = {"visual_tokens": decoder.num_visual, "reducer": decoder.reducer, "prompt": decoder.prompt}
-    return replace(settings, decoder=replace(wanted, lm=decoder.source, **its))
+    its = replace(
+        wanted,
+        lm=decoder.source,
+        visual_tokens=decoder.num_visual,
+        reducer=decoder.reducer,
+        prompt=decoder.prompt,
+    )
+    return replace(settings, decoder=its)
 
 
 def has_decoder(tensors: Mapping[str, torch.Tensor]) -> bool:
