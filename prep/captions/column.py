@@ -124,8 +124,7 @@ def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> 
 def _flags(stored: Mapping[str, Any]) -> list[str]:
     settings = captions_recipe_from_dict(stored).settings
     default = asdict(CaptionsSettings(model=settings.model))
-    default["seed"] = settings.seed if not settings.seed else None  # 0 is what a model here takes without the flag
-    return ["--model", settings.model, *changed_flags(asdict(settings), {**default, "model": settings.model})]
+    return ["--model", settings.model, *changed_flags(asdict(settings), default)]
 
 
 def _settings_line(stored: Mapping[str, Any]) -> str:

@@ -99,9 +99,10 @@ def test_a_rerun_asks_nothing_and_another_prompt_makes_another_variant(shard_set
         flip(next((data / "captions" / second).glob("000000-*.tar")), 600)
         command = re.findall(r"run: (prep captions .*)", prep_here("verify", "--data", data, status=1).stderr)[0]
         assert server.address in command and "--prompt 'Describe the light.'" in command
-        prep_here(*command.replace("'Describe the light.'", "X").split()[1:-6], status=None)
-    gone = prep_here("gc", "--data", data).stdout
-    assert "captions: " in gone or first in gone
+        made = make(data, server, "--prompt", "Describe the light.").summary
+        assert made["num_shards_made"] == 1 and len(server.log) == 2 * NUM_CHUNKS, "it is made of the answers"
+    prep_here("gc", "--data", data)
+    assert not (data / "captions" / first).exists() and (data / "captions" / second / "answers").is_dir()
 
 
 def test_what_has_changed_is_asked_again_and_nothing_else(shard_set: ShardSet, prep: Callable[..., Ran]) -> None:
@@ -304,10 +305,11 @@ def test_two_runs_at_once_are_refused(shard_set: ShardSet) -> None:
         assert not server.log
 
 
-def test_requests_are_sent_at_once_up_to_the_limit(shard_set: ShardSet) -> None:
-    with served(seconds=0.3) as server:
-        make(shard_set.data, server, "--in-flight", 2)
+def test_requests_are_sent_at_once_up_to_the_limit_and_one_that_is_rejected_is_no_other(shard_set: ShardSet) -> None:
+    with served(lambda request, number: described(request, number) if number else 400, seconds=0.3) as server:
+        made = make(shard_set.data, server, "--in-flight", 2, status=1).summary
     assert server.most_at_once == 2
+    assert made["failures"] == {"request_invalid": 1} and made["num_chunks"] == NUM_CHUNKS - 1 == len(server.log) - 1
 
 
 @pytest.mark.parametrize(
