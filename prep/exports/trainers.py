@@ -215,8 +215,10 @@ def write_cache(
     wanted = [parts(segment, number) for number, segment in enumerate(segments)]
     left_out = {"segments without a caption that has a sequence": segments.left_out}
     if not wanted:
-        hint = f"make them by prep {command_for(TEXT)}, or give another --split"
-        raise UserError("no segment has a caption with a stored sequence", hint=hint)
+        raise UserError(
+            "no segment has a caption with a stored sequence",
+            hint=f"make them by prep {command_for(TEXT)}, or give another --split",
+        )
     record = {
         part.path: hashlib.sha256(f"{_SCHEMA} {form} {part.mark}".encode()).hexdigest()
         for own in wanted
