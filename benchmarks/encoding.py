@@ -2,10 +2,10 @@
 
     python -m benchmarks.encoding [VIDEOS] [--rounds 3] [--json FILE]
 
-The chunks of a folder of videos are encoded by two VAEs, on one thread: `tiny`, for which the overhead outside the
-model matters most, and one of Stable Diffusion's architecture (84 M parameters) with random weights, at a size and
-frame rate that a CPU can handle. A text tower of ViT-B-32's architecture with random weights encodes captions of 5 to
-20 words, and of 90.
+The chunks of a folder of videos are encoded by three VAEs, on one thread: `tiny`, for which the overhead outside the
+model matters most, one of Stable Diffusion's architecture (84 M parameters) with random weights, at a size and frame
+rate that a CPU can handle, and a narrow one of Wan's, which encodes one segment at a time. A text tower of ViT-B-32's
+architecture with random weights encodes captions of 5 to 20 words, and of 90.
 
 The plain loops (benchmarks.plain_loops) are minimal scripts with the same weights: decode each chunk whole by PyAV,
 pick the frames, crop, resize, collect a batch, encode, save; tokenise a batch by open_clip, encode, normalise, save.
@@ -14,7 +14,6 @@ take turns, figures are medians, ratios are medians of the ratios within each ro
 rate of the plain loop.
 """
 
-import json
 import shutil
 import statistics
 import sys
@@ -27,6 +26,7 @@ import numpy as np
 
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
+from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
 from clipmill.shards.reader import Variant
 
 BATCH = 16
@@ -38,6 +38,7 @@ ENGINE = ("--engine", "processes", "--workers", "1", "--num-gpus", "0")
 LATENTS = {
     TINY: ("tiny, 256 px, 4 a second", 256, "4", "5s"),
     "sd": ("Stable Diffusion's shape, 64 px, one in 4 s", 64, "1/4", "4s"),
+    "wan": ("Wan's shape with a sixth of its width, 64 px, segments of 9 frames at 8 a second", 64, "8", "9f"),
 }
 TEXTS = {"short": ("5 to 20 words", (5, 20), 600), "long": ("90 words", (90, 90), 600)}
 _WORDS = ("a", "the", "person", "dog", "opens", "cuts", "onion", "door", "red", "small", "slowly", "kitchen", "onto")
@@ -57,10 +58,20 @@ def make_vae() -> Any:
     )
 
 
-def save_vae(folder: Path) -> Path:
-    """Save the VAE of `make_vae`."""
-    make_vae().save_pretrained(folder / "sd-shaped")
-    return folder / "sd-shaped"
+def make_wan() -> Any:
+    """Create a narrow VAE of Wan's architecture with random weights."""
+    import torch
+    from diffusers import AutoencoderKLWan
+
+    torch.manual_seed(0)
+    return AutoencoderKLWan(base_dim=16)
+
+
+def save_vae(folder: Path, case: str) -> Path:
+    """Save the VAE of a case."""
+    model = make_wan() if case == "wan" else make_vae()
+    model.save_pretrained(folder / f"{case}-shaped")
+    return folder / f"{case}-shaped"
 
 
 def save_clip(folder: Path) -> Path:
@@ -132,17 +143,18 @@ def forget_column(data: Path, column: str) -> None:
     shutil.rmtree(data / column, ignore_errors=True)
     path = data / "dataset.json"
     if path.exists():
-        content = json.loads(path.read_bytes())
+        content = read_checked_json(path)
         content["columns"].pop(column, None)
-        path.write_text(json.dumps(content))
+        publish_checked_json(path, content)
 
 
 def latents_rows(folder: Path, videos: Path | None, *, case: str, num_rounds: int) -> list[dict[str, object]]:
     """Return the rows of one VAE for the chunks of `videos`, or of a short synthetic video."""
     what, size, fps, segment = LATENTS[case]
-    vae = TINY if case == TINY else str(save_vae(folder))
+    vae = TINY if case == TINY else str(save_vae(folder, case))
     data = folder / f"{case}-data"
-    made = ("synthetic", "--videos", "1", "--minutes", "0.05") if videos is None else ("folder", videos.resolve())
+    minutes = "0.25" if case == "wan" else "0.05"
+    made = ("synthetic", "--videos", "1", "--minutes", minutes) if videos is None else ("folder", videos.resolve())
     run_measured(prep_command("manifest", *made, "--data", data))
     run_measured(prep_command("chunk", "--len", "15s", "--data", data, "--engine", "processes"))
     settings = ("--vae", vae, "--size", str(size), "--fps", fps, "--segment", segment, "--batch", str(BATCH))

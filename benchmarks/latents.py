@@ -43,6 +43,7 @@ from benchmarks.peer_process import PEERS_PYTHON, NotInstalled, PeerProcess
 from benchmarks.report import parser_for, print_report
 
 OURS, FIRST_VISITS, MEMCPY = "LatentLoader", "LatentLoader, first visits", "memcpy"
+VIDEO = "LatentLoader, video VAE"
 SEEDS = ("seed, 1 worker", "seed, 2 workers")
 AT_LEAST_S = 0.5  # duration of a turn
 Rates = dict[str, list[float]]  # segments per second by loader, one value per round
@@ -60,6 +61,7 @@ class Entry:
 VARIANTS = {
     OURS: Entry("latent_loader"),
     FIRST_VISITS: Entry("latent_loader", ("--first-visits",)),
+    VIDEO: Entry("latent_loader", ("--video",)),
     SEEDS[0]: Entry("seed_zarr", ("--workers", "1"), PEERS_PYTHON),
     SEEDS[1]: Entry("seed_zarr", ("--workers", "2"), PEERS_PYTHON),
     "webdataset": Entry("tar_webdataset"),
@@ -82,7 +84,7 @@ def start_variants(
                 entry.python,
                 f"benchmarks.latent_peers.{entry.module}",
                 folder / "set",
-                folder / entry.module,
+                folder / f"{entry.module}{'-video' if '--video' in entry.words else ''}",
                 *entry.words,
                 folder=folder / "set",
             )

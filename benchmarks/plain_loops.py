@@ -4,6 +4,7 @@ python -m benchmarks.plain_loops latents DATA VAE SIZE FPS BATCH OUT
 python -m benchmarks.plain_loops text DATA WEIGHTS BATCH OUT
 """
 
+import json
 import sys
 from fractions import Fraction
 from io import BytesIO
@@ -18,6 +19,8 @@ from clipmill.shards.reader import Variant
 if TYPE_CHECKING:
     import torch
 
+SEGMENT_FRAMES = 9  # of benchmarks.encoding's case for a VAE of videos
+
 
 def latents(data: Path, vae: str, *, size: int, fps: Fraction, batch: int, out: Path) -> None:
     """Decode every chunk completely, keep the selected frames, and encode them in batches."""
@@ -29,10 +32,13 @@ def latents(data: Path, vae: str, *, size: int, fps: Fraction, batch: int, out: 
     model = _vae(vae)
     waiting, found = [], []
 
+    is_video = not hasattr(model.config, "scaling_factor")
+
     def encode(pictures: list[torch.Tensor]) -> None:
-        found.append(encode_pictures(model, torch.stack(pictures)))
+        found.append((encode_segment if is_video else encode_pictures)(model, torch.stack(pictures)))
 
     for sample in Variant.open(data).iterate():
+        waiting = [] if is_video else waiting
         with av.open(BytesIO(sample["mp4"]), "r") as container:
             container.streams.video[0].codec_context.thread_count = 1
             rate = container.streams.video[0].average_rate or Fraction(30)
@@ -47,10 +53,10 @@ def latents(data: Path, vae: str, *, size: int, fps: Fraction, batch: int, out: 
                 square = picture[None, :, top : top + side, left : left + side]
                 small = functional.interpolate(square, size=(size, size), mode="bilinear", antialias=True)
                 waiting.append(small[0])
-                if len(waiting) == batch:
+                if len(waiting) == (SEGMENT_FRAMES if is_video else batch):
                     encode(waiting)
-                    waiting = []
-    if waiting:
+                    waiting = waiting[-1:] if is_video else []
+    if waiting and not is_video:
         encode(waiting)
     np.save(out, np.concatenate(found))
 
@@ -62,6 +68,18 @@ def encode_pictures(model: Any, pictures: "torch.Tensor") -> np.ndarray:
     with torch.inference_mode():
         latents = model.encode(pictures.to(model.device, model.dtype) / 127.5 - 1).latent_dist.mean
     scaled: np.ndarray = (latents * model.config.scaling_factor).half().cpu().numpy()
+    return scaled
+
+
+def encode_segment(model: Any, pictures: "torch.Tensor") -> np.ndarray:
+    """Encode a segment uint8 [F, 3, H, W] with a VAE of Wan, normalised per channel: [1, C, T', h, w]."""
+    import torch
+
+    mean, std = (torch.tensor(one).view(-1, 1, 1, 1) for one in (model.config.latents_mean, model.config.latents_std))
+    with torch.inference_mode():
+        segment = (pictures.to(model.device, model.dtype) / 127.5 - 1).transpose(0, 1)[None]
+        latents = model.encode(segment).latent_dist.mean
+    scaled: np.ndarray = ((latents - mean) / std).half().cpu().numpy()
     return scaled
 
 
@@ -90,10 +108,11 @@ def text(data: Path, weights: Path, *, batch: int, out: Path) -> None:
 
 
 def _vae(name: str):  # type: ignore[no-untyped-def]
-    from diffusers import AutoencoderKL
+    import diffusers
 
     if name != "tiny":
-        model = AutoencoderKL.from_pretrained(name)
+        kind = json.loads((Path(name) / "config.json").read_bytes())["_class_name"]
+        model = getattr(diffusers, kind).from_pretrained(name)
     else:
         from clipmill.prep.latents.vae import tiny_vae
 

@@ -10,6 +10,7 @@ clips already on the GPU. The variants differ in attention and in the activation
     fused, checkpointed     the same, each block computed twice (--towers.activation-checkpointing)
     fused, compiled         --compile: attention by SDPA, blocks by torch.compile
     fused, half dropped     half of the cubes dropped (--towers.patch-dropout 0.5)
+    divided                 fused, attention over time and space in turn (--towers.attention divided: TimeSformer)
     one frame               fused, four times as many clips of one frame
     open_clip               open_clip's ViT-B-16 on single frames, four times as many of them
     open_clip, checkpointed  the same with its own checkpointing

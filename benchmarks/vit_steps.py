@@ -1,6 +1,6 @@
 """Training steps of the variants of the video tower that `benchmarks.vit` compares."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ class TowerVariant:
     patch_dropout: float = 0.0
     is_open_clip: bool = False
     takes_frames: bool = False  # each frame is a clip
+    is_divided: bool = False
 
 
 VARIANTS = {
@@ -39,6 +40,7 @@ VARIANTS = {
     "fused, checkpointed": TowerVariant(checkpoints=True),
     "fused, compiled": TowerVariant(compiles=True),
     "fused, half dropped": TowerVariant(patch_dropout=0.5),
+    "divided": TowerVariant(is_divided=True),
     "one frame": TowerVariant(takes_frames=True),
     OPEN_CLIP: TowerVariant(is_open_clip=True, takes_frames=True),
     "open_clip, checkpointed": TowerVariant(is_open_clip=True, takes_frames=True, checkpoints=True),
@@ -143,7 +145,7 @@ def _tower(variant: TowerVariant, setup: Setup) -> nn.Module:
         attend = open_attention(variant.attention, device_type=setup.device.type, compiles=variant.compiles).attend
     size = SIZES[setup.model]
     tower = VideoViT(
-        size.video,
+        replace(size.video, is_divided=variant.is_divided),
         image_px=setup.image_px,
         num_frames=1 if variant.takes_frames else setup.num_frames,
         embedding_width=size.embedding_width,

@@ -168,7 +168,7 @@ def write_manifest(
 
 def _too_many(removed: list[str], num_before: int, dataset: str, *, num_further: int) -> UserError:
     more = f", and {len(removed) - _MAX_NAMED:,} more" if len(removed) > _MAX_NAMED else ""
-    captions = f", and {counted(num_further, 'caption')} of further sources with them" if num_further else ""
+    captions = f", and {counted(num_further, 'caption')} of added sources with them" if num_further else ""
     return UserError(
         f"{len(removed):,} of {num_before:,} videos of dataset {dataset} would be removed from the manifest{captions}: "
         f"{', '.join(removed[:_MAX_NAMED])}{more}",

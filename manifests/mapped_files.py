@@ -68,7 +68,7 @@ def map_arrow_file(path: Path) -> Any:
 def map_descriptor(descriptor: int, size: int) -> memoryview:
     """Map `size` bytes of an open file read-only, for as long as the view or a part of it is in use.
 
-    The descriptor may be closed: `mmap.mmap` would keep one for each file (until Python 3.13), and a data set may have
+    The descriptor may be closed: `mmap.mmap` would keep one for each file (until Python 3.13), and a dataset may have
     more files than a process may have open. A lock of the open file is kept by the map.
 
     Raises:

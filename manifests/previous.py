@@ -57,7 +57,7 @@ class PreviousManifest:
             return
         others = f" ({', '.join(self.datasets)})" if self.datasets else ""
         if self.further:
-            others += f", then `prep manifest captions` for the further sources ({', '.join(self.further)}),"
+            others += f", then `prep manifest captions` for the added sources ({', '.join(self.further)}),"
         raise UserError(
             f"{self.damage}; this command alone cannot restore the manifest: caption IDs would change",
             hint=f"restore {self.damage.path.parent} from a backup, or remove it and run `prep manifest` again "

@@ -55,7 +55,7 @@ def usage_error(error: "CycloptsError", app: "App", words: Sequence[str]) -> Use
 
 def usage_message(error: "CycloptsError") -> str:
     """Return what is wrong, on one line."""
-    from cyclopts import UnknownOptionError, UnusedCliTokensError
+    from cyclopts import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         several = "s" if len(error.unused_tokens) > 1 else ""
@@ -65,6 +65,9 @@ def usage_message(error: "CycloptsError") -> str:
             return _unknown_key(error)
         if flag := _called_here(error):
             return f"unknown option: {on_one_line(_word(error))}. Did you mean --{flag}?"
+    if isinstance(error, MissingArgumentError) and error.argument is not None and error.keyword is None:
+        name = error.argument.name
+        return f"{name.lstrip('-').upper() if error.argument.index is not None else name} is required"
     message = " ".join(str(error).split())
     return message[:1].lower() + message[1:]
 

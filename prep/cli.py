@@ -49,7 +49,7 @@ def build_app() -> App:
     app.command(plan)
     app.command(export.app)
     app.command(retry.retry)
-    for command in (upkeep.status, upkeep.verify, upkeep.inspect, upkeep.gc):
+    for command in (upkeep.status, upkeep.verify, upkeep.inspect, upkeep.diff, upkeep.gc):
         app.command(command)
     app.command(advise.advise)
     register_completion(app)

@@ -15,7 +15,20 @@ COLUMNS = Parts(
     kind=ColumnSpec,
     own={column.name: column for column in (VIDEO, LATENTS, TEXT, SCORES, CAPTIONS)},
     # Other commands of `prep`, and folders of a data folder.
-    taken=("advise", "chunk", "export", "gc", "inspect", "manifest", "plan", "retry", "status", "synthetic", "verify"),
+    taken=(
+        "advise",
+        "chunk",
+        "diff",
+        "export",
+        "gc",
+        "inspect",
+        "manifest",
+        "plan",
+        "retry",
+        "status",
+        "synthetic",
+        "verify",
+    ),
     form=COLUMN_NAME,
 )
 

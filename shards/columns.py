@@ -46,7 +46,7 @@ COLUMNS = {
             command="text",
             needs="--clip NAME",
             members=("text.npy",),
-            merged=("num_rows", "width", "caption_id", "caption_row"),
+            merged=("num_rows", "width", "row_tokens", "caption_id", "caption_row"),
         ),
         StoredColumn(name=SCORES, command="scores"),
         StoredColumn(

@@ -166,6 +166,11 @@ class _Parser:
         place = node["query_location"]
         if node["class"] not in _CLASSES or (node["class"] == "OPERATOR" and node["type"] not in _OPERATORS):
             self._fail(f"{node['type'].lower().replace('_', ' ')} is not part of the language", place)
+        if node["class"] == "FUNCTION" and node["function_name"] == "row":  # (a, b), or ()
+            if not node["arguments"]:
+                self._fail("a value or a condition is missing", place)
+            hint = "decimals have a point, such as 0.02; conditions are joined by and, or"
+            self._fail("a comma separates only the arguments of a function and the values of in (...)", hint=hint)
         if node["class"] == "FUNCTION" and node["function_name"] not in (*_ARITHMETIC, *_LIKE, *FUNCTIONS):
             hint = f"functions: {', '.join(FUNCTIONS)}"
             self._fail(f"there is no function {node['function_name']}", place, hint=hint)
@@ -238,7 +243,8 @@ class _Parser:
         return self._database.execute(query, values).fetchone() or ()
 
     def _fail(self, problem: str, place: int | None = None, *, hint: str | None = None) -> NoReturn:
-        if place is not None and place < 1 << 63:  # DuckDB counts bytes; nodes that it adds have no place
+        # DuckDB counts bytes; nodes that it adds have no place.
+        if place is not None and len(_BEFORE) <= place < 1 << 63:
             before = f"{_BEFORE}{self._text}".encode()[:place].decode(errors="ignore")
             number = len(before) - len(_BEFORE)
             if number >= len(self._text):

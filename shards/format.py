@@ -47,7 +47,7 @@ chunks.arrow, ordered by video (as in the manifest) and start. Columns:
   extension in the schema's metadata `member` (`mp4`, `latents.npy` or `latents.npy.zst`, `text.npy`, `caption.json`);
 - `video`, `latents`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `width`, `height`; `latents`: `channels`, `dtype`
   (a dictionary). The npy header of an array is `size` less the bytes of the array;
-- `text`: `num_rows`, `width`, and the lists `caption_id` and `caption_row`;
+- `text`: `num_rows`, `width`, and the lists `row_tokens`, `caption_id` and `caption_row`;
 - `captions`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `caption_text`, `caption_words`;
 - `scores`: in place of shard, row and member the values of its index rows (clipmill.shards.scores).
 The schema's metadata has `commits_sha256`, a digest of the commits that the file was made of, for a part those of its
@@ -130,7 +130,7 @@ VIDEO_FIELDS = [
 LATENTS_FIELDS = [
     pa.field("video_id", pa.string(), nullable=False),
     pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
-    pa.field("num_frames", pa.int32(), nullable=False),  # F
+    pa.field("num_frames", pa.int32(), nullable=False),  # F; of a VAE of videos S x T'
     pa.field("fps_num", pa.int32(), nullable=False),  # of the latents
     pa.field("fps_den", pa.int32(), nullable=False),
     pa.field("channels", pa.int32(), nullable=False),
@@ -141,14 +141,18 @@ LATENTS_FIELDS = [
     ),  # float16, or bfloat16 (stored as uint16 bits, since npy does not support it)
     # left, top, width and height in pixels of the chunk, concatenated for all segments of the recipe
     pa.field("crops", pa.list_(pa.int32()), nullable=False),
-    pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was encoded
+    # of a VAE of videos, how many frames of the video each of the S segments has; the others repeat the last one
+    pa.field("source_frames", pa.list_(pa.int32()), nullable=False),
+    pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was encoded, and of the next one
 ]
 
 # Fields of a `text` index row.
 TEXT_FIELDS = [
     pa.field("video_id", pa.string(), nullable=False),
-    pa.field("num_rows", pa.int32(), nullable=False),  # R
+    pa.field("num_rows", pa.int32(), nullable=False),  # R, unique texts
     pa.field("width", pa.int32(), nullable=False),  # D
+    # of sequences, the number of tokens of each of the R texts, whose vectors follow one another: [sum, D]
+    pa.field("row_tokens", pa.list_(pa.int32()), nullable=False),
     pa.field("text_digest", pa.list_(pa.binary(16)), nullable=False),  # BLAKE2b-128 of the UTF-8 text, one per row
     # The captions of the video, ascending by ID, and the row of each.
     pa.field("caption_id", pa.list_(pa.int64()), nullable=False),

@@ -1,4 +1,4 @@
-"""A limit on mapped files: the kernel allows a process 65,530 maps (`vm.max_map_count`), and a data set may have more
+"""A limit on mapped files: the kernel allows a process 65,530 maps (`vm.max_map_count`), and a dataset may have more
 shards. Maps beyond the limit are closed, the least recently used first; their owners map them again when needed.
 """
 

@@ -35,6 +35,7 @@ TINY = {
     "object_storage": ["--requests", "2", "--videos", "1", "--rounds", "1", "--latency-ms", "1"],
     "open": ["--chunks", "300", "--ranks", "1", "--sets", "chunks", "--indexes-up-to", "0"],
     "plan": ["--chunks", "80", "--runs", "1"],
+    "images": ["--images", "8", "--short-side", "32", "--batch", "2", "--rounds", "1"],
     "python_loader": ["--pieces", "1", "--batch", "2", "--batches", "1", "--segments", "80", "--rounds", "1"],
     "remote": [
         *("--pieces", "1", "--batches", "1", "--segments", "40", "--rounds", "1"),

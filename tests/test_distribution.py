@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import clipmill
+from tests.plugins import EXAMPLE
 
 ROOT = Path(__file__).parents[1]
 # As installers write it.
@@ -204,9 +205,32 @@ def test_every_command_starts_where_the_user_has_modules_of_our_names(environmen
     assert {"prep manifest folder", "prep chunk", "prep status", "train dual-encoder", "train eval mir"} <= {*listed}
 
 
+def test_the_example_of_plug_ins_is_built_and_known_to_both_programs(built: Path, tmp_path: Path) -> None:
+    [wheel] = built.glob("*.whl")
+    programs = installed(wheel, tmp_path / "environment").parent
+    [packages] = programs.parent.glob("lib/python3*/site-packages")
+    with zipfile.ZipFile(wheel_of(EXAMPLE, out=tmp_path / "example")) as example:
+        example.extractall(packages)
+    for command, part in (
+        ("prep", "brightness"),
+        ("prep manifest", "names"),
+        ("train", "frame-order"),
+        ("train dual-encoder", "decoupled"),
+        ("train dual-encoder", "mean-frame"),
+    ):
+        program, *words = command.split()
+        assert part in run(programs / program, *words, "--help-all", cwd=tmp_path), part
+
+
 def test_chunks_are_made_by_ray_and_trained_on_there(environment: Path, own_folder: Path) -> None:
+    # What a user's own program imports from its folder, the commands and Ray's workers do not.
+    theirs = [own_folder / f"{name}.py" for name in ("clipmill", "numpy", "ray")]
+    for module in theirs:
+        module.write_text(f"raise SystemExit('{module.name} of the user was imported')\n")
     run(environment / "prep", "manifest", "synthetic", "--videos", "2", "--minutes", "0.1", cwd=own_folder)
     assert "2 chunks encoded" in run(environment / "prep", "chunk", "--workers", "1", cwd=own_folder)
+    for module in theirs:
+        module.unlink()
     (own_folder / "program.py").write_text(_TRAINS)
     assert run(environment / "python", "program.py", cwd=own_folder).endswith("[(2, 128)]\n")
 

@@ -22,11 +22,12 @@ OUTSIDE = {
     "manifests": {"cyclopts", "numpy", "obstore", "pyarrow", "rich"},
     "shards": {"av", "duckdb", "jinja2", "markupsafe", "numpy", "pyarrow"},  # pages: parts of both extras
 }
-BESIDE = {"prep": ("columns", "endpoint", "zarr"), "train": ("track", "caption-metrics")}  # further extras
+BESIDE = {"prep": ("columns", "endpoint", "zarr"), "train": ("track", "caption-metrics", "lora")}  # further extras
 MODULES_OF_DISTRIBUTION = {
     "ffmpeg-python": "ffmpeg",
     "huggingface-hub": "huggingface_hub",
     "imageio-ffmpeg": "imageio_ffmpeg",
+    "nvidia-ml-py": "pynvml",
     "open-clip-torch": "open_clip",
     "opencv-python-headless": "cv2",
     "pyyaml": "yaml",
@@ -36,8 +37,8 @@ MODULES_OF_DISTRIBUTION = {
 # Submodules of torch that have one interface each; whole packages are held by import-linter too.
 INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/charts.py"}}
 TORCH_IN_PREP = {
-    *("prep/captions/vlm.py", "prep/latents/vae.py", "prep/text/tower.py"),
-    "prep/engines/choice.py",
+    *("prep/latents/vae.py", "prep/text/tower.py", "prep/text/t5.py", "prep/captions/vlm.py", "prep/engines/choice.py"),
+    *("prep/exports/trainers.py", "prep/exports/finetrainers.py"),  # whose formats are torch's
 }
 # Programs are started in one place of each side, which has the time limit and ends the whole process group.
 MAY_START_PROGRAMS = {
@@ -189,7 +190,7 @@ def test_a_package_loads_on_a_machine_without_the_other_sides_parts(
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_run_loads_no_other_task_and_at_most_261_modules(repository: Path, tmp_path: Path) -> None:
+def test_a_run_loads_no_other_task_and_at_most_267_modules(repository: Path, tmp_path: Path) -> None:
     script = (
         "import sys\n"
         f"sys.argv = ['train', 'dual-encoder', '--shards', {str(tmp_path)!r}, '--device', 'cpu']\n"
@@ -207,4 +208,4 @@ def test_a_run_loads_no_other_task_and_at_most_261_modules(repository: Path, tmp
     ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
     count, *tasks = ran.stdout.splitlines()[-1].split()
     assert tasks == ["dual_encoder"], ran.stderr
-    assert int(count) <= 261
+    assert int(count) <= 267

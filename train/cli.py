@@ -95,7 +95,7 @@ def overview(
     out
         HTML file to write.
     link
-        Further page to link to, such as one of train search. May be repeated.
+        Another page to link to, such as one of train search. May be repeated.
     """
     with Activity(f"writing {out}"):
         from clipmill.train.report.overview import write_overview

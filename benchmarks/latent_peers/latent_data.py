@@ -38,8 +38,12 @@ _FINGERPRINT = "0" * 64
 _LATENTS_VARIANT, _TEXT_VARIANT = "made-0a0a0a0a", "made-0b0b0b0b"
 
 
-def write_columns(data: Path, segments: SegmentSet, *, num_copies: int = 1) -> int:
-    """Write manifest, latents and text of the dataset `num_copies` times; return the number of chunks."""
+def write_columns(data: Path, segments: SegmentSet, *, num_copies: int = 1, is_video: bool = False) -> int:
+    """Write manifest, latents and text of the dataset `num_copies` times; return the number of chunks.
+
+    Args:
+        is_video: store segments as a VAE of videos gives them, with the channels before the frames.
+    """
     lengths = np.bincount(segments.video_of_segment)
     captions = _write_manifest(data, lengths=lengths, num_copies=num_copies)
     _write_text(data, segments, captions=captions, num_copies=num_copies)
@@ -60,13 +64,15 @@ def write_columns(data: Path, segments: SegmentSet, *, num_copies: int = 1) -> i
         "posterior": "mean",
         "dtype": "float16",
     }
+    if is_video:
+        recipe["latent_frames"] = SEGMENT_SHAPE[0]
     _start_variant(data, "latents", _LATENTS_VARIANT, recipe)
     chunks = list(_chunks(segments, lengths))
     first_copy = []
     for shard_id, begin in enumerate(range(0, len(chunks), _CHUNKS_PER_SHARD)):
         with ShardWriter(folder, shard_id=shard_id, extensions=["latents.npy"], fields=LATENTS_FIELDS) as writer:
             for video, first, end in chunks[begin : begin + _CHUNKS_PER_SHARD]:
-                writer.add(_latents_sample(segments, video, first, end))
+                writer.add(_latents_sample(segments, video, first, end, is_video=is_video))
             first_copy.append(writer.publish(_FINGERPRINT))
             _commit(folder, "latents", shard_id, first_copy[-1])
     for copy in range(1, num_copies):
@@ -96,7 +102,7 @@ def _write_manifest(data: Path, *, lengths: np.ndarray, num_copies: int) -> pa.T
 
 def _write_text(data: Path, segments: SegmentSet, *, captions: pa.Table, num_copies: int) -> None:
     folder = variant_dir(data, "text", _TEXT_VARIANT)
-    recipe = {"schema": 1, "column": "text", "clip": "none: made numbers", "clip_sha256": _FINGERPRINT}
+    recipe = {"schema": 1, "column": "text", "encoder": "none: made numbers", "encoder_sha256": _FINGERPRINT}
     _start_variant(data, "text", _TEXT_VARIANT, {**recipe, "width": TEXT_WIDTH, "dtype": "float16"})
     with ShardWriter(folder, shard_id=0, extensions=["text.npy", "json"], fields=TEXT_FIELDS) as writer:
         for number, caption in enumerate(captions.to_pylist()):
@@ -109,6 +115,7 @@ def _write_text(data: Path, segments: SegmentSet, *, captions: pa.Table, num_cop
                 "width": TEXT_WIDTH,
                 "text_digest": [hashlib.blake2b(text.encode(), digest_size=16).digest()],
                 "caption_id": [caption_id],
+                "row_tokens": [],
                 "caption_row": [0],
             }
             members = {"text.npy": npy_bytes(row[np.newaxis]), "json": json.dumps(record).encode()}
@@ -125,14 +132,15 @@ def _chunks(segments: SegmentSet, lengths: np.ndarray) -> Iterator[tuple[int, in
         begin += length
 
 
-def _latents_sample(segments: SegmentSet, video: int, first: int, end: int) -> Sample:
-    frames = segments.latents[first:end].reshape(-1, *SEGMENT_SHAPE[1:])
+def _latents_sample(segments: SegmentSet, video: int, first: int, end: int, *, is_video: bool) -> Sample:
+    stored = segments.latents[first:end]
+    array = np.ascontiguousarray(stored.swapaxes(1, 2)) if is_video else stored.reshape(-1, *SEGMENT_SHAPE[1:])
     first_of_video = int(np.searchsorted(segments.video_of_segment, video))
     start_ms = (first - first_of_video) * SEGMENT_SHAPE[0] * 1000 // FPS
     fields = {
         "video_id": _video_id(video, copy=0),
         "start_ms": start_ms,
-        "num_frames": len(frames),
+        "num_frames": len(stored) * SEGMENT_SHAPE[0],
         "fps_num": FPS,
         "fps_den": 1,
         "channels": SEGMENT_SHAPE[1],
@@ -140,10 +148,11 @@ def _latents_sample(segments: SegmentSet, video: int, first: int, end: int) -> S
         "width": SEGMENT_SHAPE[3],
         "dtype": "float16",
         "crops": [0, 0, 256, 256] * (end - first),
+        "source_frames": [0] * len(stored) if is_video else [],
         "chunk_fingerprint": _FINGERPRINT,
     }
     key = chunk_key(_video_id(video, copy=0), start_ms)
-    return Sample(key=key, members={"latents.npy": npy_bytes(frames)}, fields=fields)
+    return Sample(key=key, members={"latents.npy": npy_bytes(array)}, fields=fields)
 
 
 def _linked(folder: Path, files: ShardFiles, *, shard_id: int, copy: int) -> ShardFiles:

@@ -1,6 +1,7 @@
 """clipmill's LatentLoader on clipmill's columns, with its default settings.
 
-With `--first-visits` every epoch is like the first one of a process: the checksums of all records are verified.
+With `--first-visits` every epoch is like the first one of a process: the checksums of all records are verified. With
+`--video` the same segments are stored as a VAE of videos gives them, with the channels before the frames.
 """
 
 import argparse
@@ -51,16 +52,16 @@ class FirstVisits(OurLoader):
         yield from super().epoch(number)
 
 
-def make(segments: SegmentSet, folder: Path) -> None:
-    """Write the columns."""
-    write_columns(folder, segments)
-
-
 def main() -> None:
     """Answer requests for the loader named in the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--first-visits", action="store_true")
-    kind = FirstVisits if parser.parse_known_args()[0].first_visits else OurLoader
+    parser.add_argument("--video", action="store_true")
+    arguments = parser.parse_known_args()[0]
+    kind = FirstVisits if arguments.first_visits else OurLoader
+
+    def make(segments: SegmentSet, folder: Path) -> None:
+        write_columns(folder, segments, is_video=arguments.video)
 
     def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:
         return kind(folder, batch)

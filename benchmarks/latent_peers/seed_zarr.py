@@ -98,7 +98,7 @@ def work(store: Path, names: list[str], batch: int, asked: "Queue[Any]", done: "
     """Run a worker process."""
     import zarr
 
-    group = zarr.open_group(str(store), mode="r")
+    group: Any = zarr.open_group(str(store), mode="r")
     frames, clip_emb, segment_to_video = group["base_frames"], group["clip_emb"][:], group["segment_to_video"][:]
     blocks = [block_in(SharedMemory(name=name), batch) for name in names]
     while (job := asked.get()) is not None:
@@ -115,7 +115,7 @@ def make(segments: SegmentSet, folder: Path) -> None:
     import zarr
     from numcodecs import Blosc
 
-    group = zarr.open_group(str(folder), mode="w")
+    group: Any = zarr.open_group(str(folder), mode="w")
     zstd = Blosc(cname="zstd", clevel=5, shuffle=Blosc.SHUFFLE)
     arrays = {"clip_emb": segments.text, "segment_to_video": segments.video_of_segment}
     for name, values in arrays.items():

@@ -85,7 +85,7 @@ def texts_of(value: object) -> tuple[str | None, ...]:
     """Return the captions of a cell.
 
     Raises:
-        Unusable: it is neither a text nor a list of texts, or it begins like such a list and is none.
+        Unusable: it is neither a text nor a list of texts, or it begins like such a list and is not one.
     """
     if isinstance(value, str) and _LIST_BEGIN.match(stripped := value.strip()):
         value = _listed(stripped)
@@ -116,7 +116,7 @@ def _listed(cell: str) -> list[Any]:
             return [ast.literal_eval(item) for item in re.findall(_STRING, cell, re.DOTALL)]
         except (ValueError, SyntaxError):
             pass
-    raise Unusable(Reason.MALFORMED_ROW, f"text begins like a list of captions, but is none: {quoted(cell)}")
+    raise Unusable(Reason.MALFORMED_ROW, f"text begins like a list of captions, but is not one: {quoted(cell)}")
 
 
 def _labels(values: Mapping[str, Any]) -> dict[str, str]:

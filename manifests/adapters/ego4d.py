@@ -29,7 +29,8 @@ from typing import Any, TypeGuard
 import numpy as np
 import pyarrow as pa
 
-from clipmill.manifests.adapters.egovlp import add_pairs, add_questions, has_questions, leave_out
+from clipmill.manifests.adapters.egomcq import has_questions
+from clipmill.manifests.adapters.egovlp import add_pairs, add_questions, leave_out
 from clipmill.manifests.adapters.json_stream import object_items
 from clipmill.manifests.adapters.plain_pickle import load_plain_pickle
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, encodable, printable

@@ -79,7 +79,7 @@ def read_folder(
         names = distinct(row.video for row in read_caption_rows(captions, required=required, note=_silent))
         scan = builder.use_scan(named_videos(names, base=base))
     elif directory is None:
-        raise UserError("no videos are given", hint="give a folder, or --captions and a table with URLs of videos")
+        raise UserError("VIDEOS is required", hint="give a folder, or --captions and a table with URLs of videos")
     else:
         scan = builder.scan(directory, skip=skip, beside=SUFFIXES)
     files = scan.files

@@ -130,7 +130,7 @@ def _column_rows(columns: Mapping[str, Any], *, path: Path) -> Iterator[Row]:
     lengths = {name: len(column) if isinstance(column, list) else None for name, column in columns.items()}
     if len(set(lengths.values())) > 1 or None in lengths.values():
         found = ", ".join(
-            f"{on_one_line(name)} {'is no list' if length is None else f'has {length:,} values'}"
+            f"{on_one_line(name)} {'is not a list' if length is None else f'has {length:,} values'}"
             for name, length in lengths.items()
         )
         raise UserError(f"{path}: its columns are not lists of the same length: {found}", hint=_SHAPES)

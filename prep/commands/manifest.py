@@ -68,7 +68,7 @@ _ADAPTERS = (
         """Read all video files in a folder, with an optional caption table.
 
         The table has the columns video and text, and optionally begin_s, end_s or duration_s (in seconds), source,
-        likelihood, split (train, val or test), label, and label_NAME for further labels; with a label, text may be
+        likelihood, split (train, val or test), label, and label_NAME for other labels; with a label, text may be
         missing. Common other names of these columns, separators and encodings are recognized. If none of its rows is
         valid, the manifest is not changed.
 

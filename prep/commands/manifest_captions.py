@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 
 
 def captions(
-    tables: Annotated[list[Path] | None, Parameter(negative="")] = None,
+    tables: Annotated[
+        list[Path] | None,
+        Parameter(
+            negative="",
+            help="CSV, JSON or Parquet files with the columns video and text, and optionally begin_s, end_s or "
+            "duration_s (in seconds), source and likelihood.",
+        ),
+    ] = None,
     /,
     *,
     remove: Annotated[
@@ -67,12 +74,6 @@ def captions(
 
         prep manifest captions captions.parquet --min-likelihood -1.5
         prep manifest captions --remove captioner
-
-    Parameters
-    ----------
-    tables
-        CSV, JSON or Parquet files with the columns video and text, and optionally begin_s, end_s or duration_s (in
-        seconds), source and likelihood.
     """
     from clipmill.manifests.adapters.further import Limits, read_caption_tables
     from clipmill.manifests.further_sources import SOURCE_CHARS, is_source_name
@@ -214,9 +215,7 @@ def _lines(written: "FurtherResult", values: dict[str, Any], *, rejected: "Seque
     from clipmill.manifests.adapters.reasons import Reason
     from clipmill.manifests.caption_spans import is_of_model
     from clipmill.manifests.further_sources import source_name
-    from clipmill.manifests.table_files import REJECTED_LIST
-    from clipmill.prep.commands.manifest_text import advice_on
-    from clipmill.prep.core.failure_list import named_lines
+    from clipmill.prep.commands.manifest_text import advice_on, rejected_lines
 
     for name, count in written.num_captions.items():
         changes = f"{written.num_added[name]:,} new"
@@ -234,11 +233,7 @@ def _lines(written: "FurtherResult", values: dict[str, Any], *, rejected: "Seque
     if values["num_dropped"]:
         yield "dropped: " + ", ".join(f"{count:,} {reason}" for reason, count in values["num_dropped"].items())
     if reasons := values["num_rejected"]:
-        total = sum(reasons.values())
-        lost = counted(values["num_captions_lost"], "caption")
-        yield f"rejected: {counted(total, 'row')}, and {lost} of unavailable videos"
-        yield from (f"  {reason}: {count}" for reason, count in sorted(reasons.items()))
-        yield from named_lines(rejected, num_all=total, listed=written.folder / REJECTED_LIST, indent="  ")
+        yield from rejected_lines(reasons, values["num_captions_lost"], rejected, folder=written.folder)
         if Reason.MISSING_CHUNK in reasons:
             yield f"  hint: {advice_on(Reason.MISSING_CHUNK)}"
     yield f"manifest: {written.folder}"

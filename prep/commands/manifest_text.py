@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,19 +62,32 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
     )
     lines.append(f"splits: {', '.join(of_splits)}")
     if written.num_rejected:
-        total = sum(written.num_rejected.values())
-        lost = counted(written.num_captions_lost, "caption")
-        lines.append(f"rejected: {counted(total, 'row')}, and {lost} of unavailable videos")
-        lines += [f"  {reason}: {count}" for reason, count in sorted(written.num_rejected.items())]
-        lines += named_lines(rejected, num_all=total, listed=written.folder / REJECTED_LIST, indent=_INDENT)
+        lines += rejected_lines(written.num_rejected, written.num_captions_lost, rejected, folder=written.folder)
     lines += [f"note: {on_one_line(note)}" for note in notes]
     if written.num_further_kept or written.num_further_removed:
         lines.append(
-            f"further sources: {counted(written.num_further_kept, 'caption')} kept"
+            f"added sources: {counted(written.num_further_kept, 'caption')} kept"
             + (f", {written.num_further_removed:,} removed with their videos" if written.num_further_removed else "")
         )
     lines.append(f"manifest: {written.folder}")
     return "\n".join(lines)
+
+
+def rejected_lines(
+    num_rejected: Mapping[str, int], num_captions_lost: int, rejected: Sequence[FailureEntry], *, folder: Path
+) -> list[str]:
+    """Return the numbers of rejected rows by reason, and the first of the rows.
+
+    Args:
+        folder: of the manifest.
+    """
+    total = sum(num_rejected.values())
+    lost = f", and {counted(num_captions_lost, 'caption')} of unavailable videos" if num_captions_lost else ""
+    return [
+        f"rejected: {counted(total, 'row')}{lost}",
+        *(f"{_INDENT}{reason}: {count}" for reason, count in sorted(num_rejected.items())),
+        *named_lines(rejected, num_all=total, listed=folder / REJECTED_LIST, indent=_INDENT),
+    ]
 
 
 def advice_on(reason: Reason) -> str:

@@ -1,4 +1,4 @@
-"""`prep status`, `verify`, `inspect` and `gc`: maintenance of a shard set."""
+"""`prep status`, `verify`, `inspect`, `diff` and `gc`: maintenance of a shard set."""
 
 import json as json_module
 import os
@@ -172,9 +172,10 @@ def inspect(
         from clipmill.prep.core.work import work_of
 
         if key is not None:
+            is_column = key in {each.name for each in columns()}
             raise UserError(
                 f"--html shows all chunks and cannot be combined with the key {key}",
-                hint="omit the key, or omit --html",
+                hint=f"use --column {key}" if is_column else "omit the key, or omit --html",
             )
         write_page = work_of(known).write_page
         if write_page is None:
@@ -198,6 +199,29 @@ def inspect(
             report = set_report(opened, column=known)
         else:
             report = sample_report(opened, key, column=known, data_dir=data_dir)
+    show(report, json=json)
+
+
+def diff(
+    first: Annotated[str, Parameter(help="Variant, by the name of its folder.")],
+    second: Annotated[str, Parameter(help="Another variant of the same column.")],
+    *,
+    data: Data = Path("data"),
+    json: Json = False,
+) -> None:
+    """Show what differs between two variants of a column: settings, samples, bytes, and values of 16 arrays.
+
+    Example:
+
+        prep diff b32-laion2b_s34b_b79k-0a1b2c3d tiny-4e5f6a7b
+    """
+    from clipmill.manifests.progress import Activity
+    from clipmill.prep.core.data_folder import require_data_folder
+    from clipmill.prep.core.report import show
+    from clipmill.prep.upkeep.differences import variants_report
+
+    with Activity("comparing the variants"):
+        report = variants_report(require_data_folder(data), first, second)
     show(report, json=json)
 
 

@@ -108,7 +108,7 @@ def plan_chunks(
         (shard.wanted(recipe_fingerprint=fingerprint) for shard in chunk_shards),
         own.without(unknown),
         what_changed="its chunks",
-        orphaned_because="its chunks are no longer in the video column"
+        orphaned_because="the chunks are no longer in the video column"
         if where is None
         else "none of its chunks is selected",
         retry_codes=retry_codes,

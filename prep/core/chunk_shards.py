@@ -28,8 +28,8 @@ from clipmill.shards.writer import Sample
 
 # Why a column that is made of chunks had nothing to do.
 NO_CHUNKS = f"there are no committed chunks yet; run it again after `prep {command_for(VIDEO)}`"
-_FINGERPRINT_COLUMNS = ["key", "span_fingerprint", "mp4_size", "mp4_crc32"]
-_COLUMNS = [*_FINGERPRINT_COLUMNS, "video_id", "num_frames", "fps_num", "fps_den"]
+FINGERPRINT_COLUMNS = ["key", "span_fingerprint", "mp4_size", "mp4_crc32"]
+_COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", "num_frames", "fps_num", "fps_den"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ class ChunkShard:
     def seconds(self) -> float:
         """Total duration of its chunks."""
         return float(sum(frames / fps * count for (frames, fps), count in self.lengths.items()))
+
+    @property
+    def longest_s(self) -> Fraction:
+        """Duration of its longest chunk in seconds."""
+        return max((frames / fps for frames, fps in self.lengths), default=Fraction(0))
 
     def wanted(self, *, recipe_fingerprint: str) -> WantedShard:
         """Return the shard that a recipe wants to have made from these chunks."""
@@ -124,7 +129,7 @@ def _read_chunk_shard(
 
 def chunk_fingerprints(index: pa.Table) -> list[str]:
     """Return one hash (hex) per chunk of a `video` index over its key and bytes."""
-    columns = [index[name].to_pylist() for name in _FINGERPRINT_COLUMNS]
+    columns = [index[name].to_pylist() for name in FINGERPRINT_COLUMNS]
     lines = ("\0".join(map(str, line)) for line in zip(*columns, strict=True))
     return [hashlib.blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
 

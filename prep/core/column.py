@@ -143,7 +143,8 @@ def short_path(path: Path) -> str:
 def changed_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """Return the flags for all settings that differ from their defaults."""
     given = {name: value for name, value in values.items() if value is not None and value != defaults[name]}
-    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+    return [word for flag, value in flags.items() for word in ((flag,) if value is True else (flag, str(value)))]
 
 
 def recipe_fingerprint(values: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
                     hint="set RAY_TMPDIR to a writable folder with a short path, or use --engine processes",
                 ) from None
             raise FailedWork(  # for example, one of its processes was killed
-                f"Ray did not start on this machine: {first_line(error)}; run the same command again"
+                f"Ray did not start on this machine: {first_line(error).rstrip('.')}; run the same command again"
             ) from None
         end_agents_with_this_process(ray)
         return

@@ -77,6 +77,14 @@ class ZarrFlags:
             raise UserError(f"--level {self.level} is out of range", hint="give 0 (no compression) to 9")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainerFlags:
+    """The flags of exports for trainers of video models."""
+
+    split: str = "train"
+    """Split of the manifest."""
+
+
 KINDS = (
     ExportKind(
         "zarr",
@@ -93,6 +101,40 @@ KINDS = (
         ----------
         destination
             Folder of the store. An existing one is replaced if prep export wrote it.
+        """,
+    ),
+    ExportKind(
+        "musubi",
+        TrainerFlags,
+        "clipmill.prep.exports.musubi:write_musubi_cache",
+        """Write latents and texts as a cache of musubi-tuner: Wan, and the latents of HunyuanVideo and -1.5.
+
+        Each segment has the first caption that overlaps it. A rerun links the files of segments that have not changed.
+
+        Example: prep export musubi cache
+
+        Parameters
+        ----------
+        destination
+            Folder of the cache: cache_directory of musubi-tuner's dataset. An existing one is replaced if prep export
+            wrote it.
+        """,
+    ),
+    ExportKind(
+        "finetrainers",
+        TrainerFlags,
+        "clipmill.prep.exports.finetrainers:write_finetrainers_data",
+        """Write latents and texts as precomputed data of finetrainers: Wan, LTX-Video and CogVideoX.
+
+        Each segment has the first caption that overlaps it. A rerun links the files of segments that have not changed.
+
+        Example: prep export finetrainers precomputed
+
+        Parameters
+        ----------
+        destination
+            Folder of the data: --precomputation_dir of finetrainers, with --precomputation_reuse. An existing one is
+            replaced if prep export wrote it.
         """,
     ),
 )

@@ -9,14 +9,8 @@ zarr library read; chunks are compressed by Blosc with Zstandard.
 """
 
 import hashlib
-import os
-import shutil
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from fractions import Fraction
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,67 +21,18 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.locks import try_lock
-from clipmill.manifests.publish import TEMPORARY_PREFIX, rename, target_of, temporary_path
 from clipmill.manifests.store import read_videos
 from clipmill.manifests.units import parse_length
-from clipmill.prep.core.bucket_tars import tars_of
+from clipmill.prep.core.column_arrays import ColumnArrays
 from clipmill.prep.exports.kinds import Exported, Progress, ZarrFlags
-from clipmill.shards.chunk_table import ChunkRows, read_chunk_rows
-from clipmill.shards.columns import LATENTS, TEXT, how_to_make, how_to_repair
-from clipmill.shards.format import BLOCK_BYTES
-from clipmill.shards.npy import decompressed, load_npy
-from clipmill.shards.reader import Variant
+from clipmill.prep.exports.replacing import replaced_folder
+from clipmill.shards.columns import LATENTS, TEXT, how_to_make
 
 FRAMES, EMBEDDINGS, VIDEOS = "base_frames", "clip_emb", "segment_to_video"
 _MARK = "clipmill"  # attribute of a store that was written here: what it was made of
 _SCHEMA = 1
 _WRITTEN_AT_ONCE = 64  # segments, rounded to whole chunks; zarr compresses the chunks of one call in parallel
 _ROWS_AT_ONCE = 1 << 14  # of a chunk of the small arrays
-
-
-@dataclass(frozen=True)
-class _Column:
-    """The samples of a column and what reads their arrays."""
-
-    name: str
-    variant: Variant
-    rows: ChunkRows
-
-    @classmethod
-    def open(cls, data_dir: Path, name: str) -> "_Column":
-        variant = Variant.open(data_dir, column=name, tars=tars_of(data_dir)).whole()
-        return cls(name, variant, read_chunk_rows(variant))
-
-    def numbers(self, name: str) -> NDArray[Any]:
-        values: NDArray[Any] = self.rows.table[name].to_numpy()
-        return values
-
-    def array(self, at: int) -> NDArray[np.float16]:
-        """The array of a sample, verified."""
-        row = self.rows.table.slice(at, 1).select(["shard", "row", "offset", "size", "crc32"]).to_pylist()[0]
-        shard = self.variant.shard(row["shard"])
-        payload = shard.read_range(row["offset"], row["size"])
-        array = None
-        if zlib.crc32(payload) == row["crc32"]:
-            array = load_npy(self._unpacked(payload, at))
-        if array is None:
-            raise UserError(
-                f"{shard.tar_name}: the array in row {row['row']} differs from its checksum",
-                hint=how_to_repair(self.name),
-            )
-        return array
-
-    def _unpacked(self, payload: bytes, at: int) -> bytes:
-        if not self.rows.member.endswith(".zst"):
-            return payload
-        shape = [int(self.numbers(name)[at]) for name in ("num_frames", "channels", "height", "width")]
-        return decompressed(payload, size_bytes=BLOCK_BYTES + 2 * prod(shape))
-
-    def video_rows(self, video_ids: pa.Array) -> NDArray[np.int64]:
-        """The row of each sample's video in `video_ids`, -1 for others."""
-        entries, codes = self.rows.coded("video_id")
-        return pc.fill_null(pc.index_in(entries, video_ids), -1).to_numpy().astype(np.int64)[codes]
 
 
 def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: Progress) -> Exported:
@@ -101,9 +46,18 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
         import zarr
     except ImportError:
         raise UserError("the package zarr is not installed", hint="pip install 'clipmill[zarr]'") from None
-    latents, text = (_Column.open(data_dir, name) for name in (LATENTS, TEXT))
+    latents, text = (ColumnArrays.open(data_dir, name) for name in (LATENTS, TEXT))
+    if text.variant.recipe.get("max_tokens"):
+        raise UserError(
+            f"{text.variant.directory} has sequences, not embeddings", hint=f"run {how_to_make(TEXT, data_dir)}"
+        )
+    if latents.variant.recipe.get("latent_frames"):
+        raise UserError(
+            f"a Zarr store has latents of frames, and {latents.variant.directory} has segments of a VAE of videos",
+            hint="make latents with a VAE of images, or export them for a trainer: prep export --help",
+        )
     made_of = [f"{one.variant.directory.name} {one.variant.commits.digest.decode()}" for one in (latents, text)]
-    mark = {
+    mark: dict[str, Any] = {
         "schema": _SCHEMA,
         LATENTS: latents.variant.directory.name,
         TEXT: text.variant.directory.name,
@@ -116,7 +70,7 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
     old = _mark_at(destination)
     if old == mark:
         return Exported("segment", num_segments, 0, segments.left_out)
-    with _replaced(destination) as folder:
+    with replaced_folder(destination) as folder:
         store = zarr.open_group(folder, mode="w", zarr_format=2, attributes={_MARK: mark})
         _write(store, segments, latents, flags, show)
     return Exported("segment", num_segments, num_segments, segments.left_out)
@@ -142,7 +96,7 @@ class _Segments:
     left_out: dict[str, int]
 
 
-def _find_segments(data_dir: Path, latents: _Column, text: _Column, flags: ZarrFlags) -> _Segments:
+def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, flags: ZarrFlags) -> _Segments:
     videos = read_videos(data_dir)
     video_ids, split = videos["video_id"].combine_chunks(), np.array(videos["split"].to_pylist())
     video_row = latents.video_rows(video_ids)
@@ -172,7 +126,7 @@ def _find_segments(data_dir: Path, latents: _Column, text: _Column, flags: ZarrF
     return _Segments((num_frames, *shape), sample, number * num_frames, video.astype(np.int64), rows, left_out)
 
 
-def _segment_shape(latents: _Column, own: NDArray[np.int64], segment: str) -> tuple[int, tuple[int, ...]]:
+def _segment_shape(latents: ColumnArrays, own: NDArray[np.int64], segment: str) -> tuple[int, tuple[int, ...]]:
     """Number of frames of a segment, and the shape of the latents of a frame."""
     names = ["fps_num", "fps_den", "channels", "height", "width", "dtype"]
     kinds = latents.rows.table.take(pa.array(own)).select(names).group_by(names).aggregate([]).to_pylist()
@@ -195,7 +149,7 @@ def _segment_shape(latents: _Column, own: NDArray[np.int64], segment: str) -> tu
     return int(num_frames), tuple(first[name] for name in ("channels", "height", "width"))
 
 
-def _embeddings(data_dir: Path, text: _Column, video_ids: pa.Array) -> dict[int, NDArray[np.float16]]:
+def _embeddings(data_dir: Path, text: ColumnArrays, video_ids: pa.Array) -> dict[int, NDArray[np.float16]]:
     """The embedding of the first caption (by time, source and row) of each video, by row of the video."""
     lists = [text.rows.table[name].combine_chunks() for name in ("caption_id", "caption_row")]
     ids, rows = (pc.list_flatten(one).to_numpy() for one in lists)
@@ -214,11 +168,12 @@ def _embeddings(data_dir: Path, text: _Column, video_ids: pa.Array) -> dict[int,
     return found
 
 
-def _write(store: Any, segments: _Segments, latents: _Column, flags: ZarrFlags, show: Progress) -> None:
+def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFlags, show: Progress) -> None:
     from zarr.registry import get_numcodec
 
     num_segments = len(segments.video)
-    blosc = get_numcodec({"id": "blosc", "cname": "zstd", "clevel": flags.level, "shuffle": 1})
+    codec: Any = {"id": "blosc", "cname": "zstd", "clevel": flags.level, "shuffle": 1}
+    blosc = get_numcodec(codec)
     for name, values in ((EMBEDDINGS, segments.embeddings), (VIDEOS, segments.video)):
         chunks = (min(len(values), _ROWS_AT_ONCE), *values.shape[1:])
         store.create_array(name, data=values, chunks=chunks, compressors=blosc)
@@ -263,28 +218,3 @@ def _mark_at(destination: Path) -> dict[str, Any] | None:
             f"{destination} exists and was not written by prep export zarr", hint="remove it, or give another name"
         )
     return mark
-
-
-@contextmanager
-def _replaced(folder: Path) -> Iterator[Path]:
-    """Yield a new folder, and rename it to `folder` once the block has succeeded; remove what killed runs left."""
-    for left in folder.parent.glob(f"{TEMPORARY_PREFIX}*"):
-        if target_of(left.name) == folder.name and (held := try_lock(left)) is not None:
-            shutil.rmtree(left)
-            os.close(held)
-    temporary = temporary_path(folder)
-    temporary.mkdir(parents=True)
-    held = try_lock(temporary)
-    try:
-        yield temporary
-        os.sync()  # thousands of files
-        if folder.exists():
-            old = rename(folder, temporary_path(folder))
-            rename(temporary, folder)
-            shutil.rmtree(old)
-        else:
-            rename(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if held is not None:
-            os.close(held)

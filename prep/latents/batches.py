@@ -16,7 +16,7 @@ P = TypeVar("P", bound="Pictures")
 
 
 class Pictures(Protocol):
-    """Pictures of the same size, in memory or on a device."""
+    """Pictures of the same size, or segments of equally many of them, in memory or on a device."""
 
     def __len__(self) -> int: ...
 
@@ -25,7 +25,7 @@ class Pictures(Protocol):
 
 @dataclass(frozen=True)
 class EncodedChunk(Generic[C]):
-    """The latents of one chunk, float32 [F, C, h, w], or the reason why there are none."""
+    """The latents of one chunk, float32 [F, C, h, w] or [S, C, T', h, w], or the reason why there are none."""
 
     chunk: C
     latents: NDArray[np.float32] | None
@@ -36,18 +36,18 @@ class EncodedChunk(Generic[C]):
 class _Growing(Generic[C]):
     chunk: C
     latents: list[NDArray[np.float32]] = field(default_factory=list)
-    num_frames: int = 0  # number of frames decoded so far
+    num_decoded: int = 0  # number of pictures decoded so far
     num_waiting: int = 0  # number of these that are not in a finished batch yet
     is_ended: bool = False
     failure: SourceFailure | None = None
 
 
 @dataclass(frozen=True)
-class FramesOfChunk(Generic[C, P]):
-    """The frames in a batch that belong to one chunk, starting with its frame `first_frame`."""
+class PicturesOfChunk(Generic[C, P]):
+    """The pictures in a batch that belong to one chunk, starting with its number `first`."""
 
     owner: _Growing[C]
-    first_frame: int
+    first: int
     pictures: P
 
     @property
@@ -55,22 +55,26 @@ class FramesOfChunk(Generic[C, P]):
         return self.owner.chunk
 
 
+Encode = Callable[[list[PicturesOfChunk[C, P]]], NDArray[np.float32]]
+
+
 def encoded_chunks(
     pieces: Iterable[Piece[C]],
     *,
     resized: Callable[[NDArray[np.uint8]], P],
-    encode: Callable[[list[FramesOfChunk[C, P]]], NDArray[np.float32]],
+    encode: Encode[C, P],
     batch: int,
 ) -> Iterator[EncodedChunk[C]]:
-    """Run the model over the pieces of many chunks, `batch` frames at a time, and yield the chunks in order.
+    """Run the model over the pieces of many chunks, `batch` pictures at a time, and yield the chunks in order.
 
     Args:
         pieces: pieces of one chunk after another; the last piece of each chunk has no crops.
-        resized: convert crops [N, S, S, 3] to pictures of the same size for all chunks.
+        resized: convert crops [N, S, S, 3] to N pictures of the same size for all chunks, or [N, F, S, S, 3] to N
+            segments.
         encode: return the latents of the pictures of all parts, concatenated.
     """
     growing: deque[_Growing[C]] = deque()
-    waiting: list[FramesOfChunk[C, P]] = []
+    waiting: list[PicturesOfChunk[C, P]] = []
     for piece in pieces:
         if not growing or growing[-1].is_ended:
             growing.append(_Growing(piece.chunk))
@@ -81,9 +85,9 @@ def encoded_chunks(
             pictures = resized(piece.crops)
             while len(pictures):
                 room = batch - sum(len(part.pictures) for part in waiting)
-                part = FramesOfChunk(owner, owner.num_frames, pictures[:room])
+                part = PicturesOfChunk(owner, owner.num_decoded, pictures[:room])
                 waiting.append(part)
-                owner.num_frames += len(part.pictures)
+                owner.num_decoded += len(part.pictures)
                 owner.num_waiting += len(part.pictures)
                 pictures = pictures[room:]
                 if len(part.pictures) == room:
@@ -95,7 +99,7 @@ def encoded_chunks(
     yield from _finished(growing)
 
 
-def _run(parts: list[FramesOfChunk[C, P]], encode: Callable[[list[FramesOfChunk[C, P]]], NDArray[np.float32]]) -> None:
+def _run(parts: list[PicturesOfChunk[C, P]], encode: Encode[C, P]) -> None:
     latents = encode(parts)
     for part in parts:
         own, latents = latents[: len(part.pictures)], latents[len(part.pictures) :]

@@ -1,4 +1,4 @@
-"""Which part of a chunk is encoded: choosing frames, and choosing a square crop for each segment.
+"""Which part of a chunk is encoded: choosing the frames of its segments, and a square crop for each of them.
 
 The crops are a function of settings, key and frame size; all randomness comes from `generator`.
 """
@@ -20,6 +20,46 @@ def frames_on_screen(num_frames: int, *, chunk_fps: Fraction, fps: Fraction) -> 
     """Return the indices of the frames that a chunk of `num_frames` shows at 0, 1 / fps, 2 / fps ... seconds."""
     num_moments = -(-num_frames * fps // chunk_fps)
     return [int(moment * chunk_fps // fps) for moment in range(num_moments)]
+
+
+@dataclass(frozen=True)
+class SegmentFrames:
+    """The frames of a chunk's segments, one segment after another.
+
+    Attributes:
+        frames: index of each frame in the chunk, ascending; a frame on the border of two segments is in both.
+        has_border: whether the frame at the beginning of the next chunk follows them.
+        num_repeated: how often the last frame is repeated to complete the last segment.
+        lengths: how many frames of the video each segment has; the others of a full segment are repeated.
+    """
+
+    frames: list[int]
+    has_border: bool = False
+    num_repeated: int = 0
+    lengths: tuple[int, ...] = ()
+
+
+def video_segments(shown: list[int], *, segment_frames: int, has_next: bool, tail: str) -> SegmentFrames:
+    """Cut the frames `shown` of a chunk (`frames_on_screen`) into segments for a VAE of videos.
+
+    Segments have `segment_frames` frames, and the last one of a segment is the first one of the next. At the end of a
+    chunk it comes from the next chunk. At the end of a video, where `has_next` is false, a segment that lacks frames is
+    left out by the tail `drop`, and completed by the tail `repeat`. What is shorter than a segment at the end of
+    another chunk is left out.
+    """
+    step = segment_frames - 1
+    count, rest = divmod(len(shown), step)
+    has_border = has_next and count > 0 and rest == 0
+    if not has_next and tail == "repeat":
+        count += rest > 1 or not count  # a single frame ends the segment before it
+    elif not has_next and rest == 0:
+        count = max(0, count - 1)
+    parts = [shown[begin : begin + segment_frames] for begin in range(0, count * step, step)]
+    lengths = [len(part) for part in parts]
+    if has_border:
+        lengths[-1] += 1
+    num_repeated = segment_frames - lengths[-1] if lengths else 0
+    return SegmentFrames([frame for part in parts for frame in part], has_border, num_repeated, tuple(lengths))
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ the speed of the model.
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import islice
+from itertools import chain, islice, repeat
 from queue import Full, Queue
 from typing import Generic, TypeVar
 
@@ -20,14 +20,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.prep.core.chunk_frames import decode_frames
-from clipmill.prep.core.failures import SourceFailure
+from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.latents.frames import Square
 
 PIECE_FRAMES = 16
-_PIECES_AHEAD = 4  # queue length per chunk: with 60 frames, the whole chunk
+_PIECES_AHEAD = 4  # queue length per chunk: with 60 frames, the whole chunk; of a video VAE, four segments
 _RETRY_S = 0.2
 
 C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class WantedFrames:
+    """Frames to decode of an MP4 file: `wanted` has their indices, ascending; one may occur several times."""
+
+    content: bytes
+    fps: Fraction
+    packet_frame: list[int]
+    packet_flags: list[int]
+    wanted: list[int]
+
+    def pictures(self) -> Iterator[NDArray[np.uint8]]:
+        """Yield the wanted frames, uint8 [H, W, 3]."""
+        counts = Counter(self.wanted)
+        frames = decode_frames(
+            self.content, [*counts], fps=self.fps, packet_frame=self.packet_frame, packet_flags=self.packet_flags
+        )
+        for decoded, count in zip(frames, counts.values(), strict=True):
+            yield from repeat(np.asarray(decoded.to_ndarray(format="rgb24"), np.uint8), count)
 
 
 @dataclass(frozen=True)
@@ -35,22 +55,26 @@ class ChunkVideo:
     """What to decode of a chunk.
 
     Attributes:
-        wanted: indices of the frames, ascending.
-        squares: crop of each segment; a segment has `segment_frames` wanted frames.
+        sources: the chunk, and perhaps the next one for a single frame.
+        num_repeated: how often the last frame is repeated.
+        segment_frames: number of frames in a segment.
+        squares: crop of each segment.
+        is_video: whether segments are encoded as a whole.
     """
 
-    content: bytes
-    fps: Fraction
-    packet_frame: list[int]
-    packet_flags: list[int]
-    wanted: list[int]
+    sources: list[WantedFrames]
+    num_repeated: int
     segment_frames: int
     squares: list[Square]
+    is_video: bool
 
 
 @dataclass(frozen=True)
 class Piece(Generic[C]):
-    """Frames of one chunk, in order: crops uint8 [N, S, S, 3]. The last piece of a chunk has no crops, or a failure."""
+    """Frames of one chunk, in order: crops uint8 [N, S, S, 3], or a segment, uint8 [1, F, S, S, 3].
+
+    The last piece of a chunk has no crops, or a failure.
+    """
 
     chunk: C
     crops: NDArray[np.uint8] | None
@@ -123,24 +147,27 @@ class _Decoding(Generic[C]):
 
 
 def cut(video: ChunkVideo) -> Iterator[NDArray[np.uint8]]:
-    """Yield the crops of the wanted frames, up to PIECE_FRAMES at a time: uint8 [N, S, S, 3].
+    """Yield the crops of the wanted frames: uint8 [N, S, S, 3] with N up to PIECE_FRAMES, or segment by segment.
 
     S is the same for the whole chunk.
     """
-    frames = decode_frames(
-        video.content,
-        video.wanted,
-        fps=video.fps,
-        packet_frame=video.packet_frame,
-        packet_flags=video.packet_flags,
-    )
     crops: list[NDArray[np.uint8]] = []
-    for number, decoded in enumerate(frames):
-        frame = np.asarray(decoded.to_ndarray(format="rgb24"), np.uint8)
+    size = video.segment_frames if video.is_video else PIECE_FRAMES
+    for number, frame in enumerate(_pictures(video)):
         square = video.squares[number // video.segment_frames]
         crops.append(frame[square.top : square.top + square.side, square.left : square.left + square.side])
-        if len(crops) == PIECE_FRAMES:
-            yield np.stack(crops)
+        if len(crops) == size:
+            yield np.stack(crops)[None] if video.is_video else np.stack(crops)
             crops = []
     if crops:
         yield np.stack(crops)
+
+
+def _pictures(video: ChunkVideo) -> Iterator[NDArray[np.uint8]]:
+    shape, frame = None, None
+    for frame in chain.from_iterable(source.pictures() for source in video.sources):
+        if frame.shape != (shape := shape or frame.shape):
+            raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the next chunk has frames of {frame.shape}, not {shape}")
+        yield frame
+    if frame is not None:
+        yield from repeat(frame, video.num_repeated)

@@ -10,6 +10,7 @@ from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import parse_length
 from clipmill.prep.core.column import recipe_fingerprint
 from clipmill.prep.latents.weights import Vae, find_vae
@@ -19,6 +20,9 @@ LATENTS = "latents"
 MODEL = Parameter(group=Group("Latents", sort_key=1))
 LATENTS_SCHEMA = 1  # incremented when the same settings begin to produce different bytes
 _MAX_SIZE_PX = 4096
+_FRAMES = re.compile(r"([1-9]\d{0,5})f", re.ASCII)
+_VIDEO_VAE = ("kind", "temporal_factor", "latents_mean", "latents_std")
+_OF_VIDEO_VAES = (*_VIDEO_VAE, "latent_frames", "tail")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
 
 
@@ -27,7 +31,8 @@ class LatentsSettings:
     """Settings of `prep latents` that affect the bytes of the latents."""
 
     vae: Annotated[str, MODEL, FIRST_RUN]
-    """VAE: folder or Hugging Face name of a diffusers AutoencoderKL, or tiny (small, random weights, for trials)."""
+    """VAE: folder or Hugging Face name of a diffusers VAE of images (AutoencoderKL) or videos (Wan, LTXVideo,
+    HunyuanVideo, HunyuanVideo15, CogVideoX, Cosmos), or tiny (small, random weights, for trials)."""
 
     fps: Annotated[str, MODEL, FIRST_RUN] = "4"
     """Sampling rate in frames per second, 1/60 to 240, such as 1/2 or 30000/1001."""
@@ -40,8 +45,13 @@ class LatentsSettings:
     side; exact: a random square per segment of --size pixels, which is not resized."""
 
     segment: Annotated[str, MODEL] = "5s"
-    """Length of a segment, whose frames share one random crop, with unit: 5s, 500ms. It must be a whole number of
-    frames at --fps."""
+    """Length of a segment, whose frames share one random crop: 5s, 500ms, or 81f for frames. It must be a whole number
+    of frames at --fps. A VAE of videos encodes each segment by itself, with the frame at its end: 5s at 16 fps are
+    81f."""
+
+    tail: Annotated[Literal["drop", "repeat"], MODEL] = "drop"
+    """Segments of a VAE of videos that lack frames at the end of a video. drop: they are left out; repeat: the last
+    frame is repeated."""
 
     seed: Annotated[int, MODEL] = 0
     """Random seed of --crop random, --crop exact and --posterior sample, 0 or more."""
@@ -59,6 +69,13 @@ class LatentsSettings:
     precision: Annotated[Literal["float32", "float16", "bfloat16"], MODEL] = "float32"
     """Precision of the VAE's computation."""
 
+    tiling: Annotated[bool, MODEL] = False
+    """Encode large frames in overlapping tiles, as diffusers does with enable_tiling. It takes less memory, and changes
+    values."""
+
+    slicing: Annotated[bool, MODEL] = False
+    """Encode the pictures or segments of a batch one by one, as diffusers does with enable_slicing."""
+
     where: Annotated[str | None, MODEL] = None
     """Condition that selects the chunks to encode, on their scores and videos, such as 'motion > 0.2 and not
     duplicate'. It is not part of the variant: another condition encodes what is missing, and drops what it does not
@@ -73,12 +90,7 @@ class LatentsSettings:
             raise UserError(f"--size {self.size} is out of range", hint=f"give 8 to {_MAX_SIZE_PX} pixels")
         if not 0 <= self.seed < 1 << 63:
             raise UserError(f"--seed {self.seed} is out of range", hint="give a whole number from 0 to 2^63 - 1")
-        if (self.segment_s * self.fps_exact).denominator != 1:
-            raise UserError(
-                f"a segment of {self.segment} at {self.fps} fps has {float(self.segment_s * self.fps_exact):g} frames",
-                hint="choose --segment and --fps for a whole number of frames per segment, for example "
-                "--segment 5s --fps 4",
-            )
+        self.segment_frames(is_video=False)
         check_where(self.where)
 
     @property
@@ -89,15 +101,22 @@ class LatentsSettings:
         except (ValueError, ZeroDivisionError):
             raise UserError(f'--fps "{self.fps}" is not a number', hint="write 4, 1/2 or 30000/1001") from None
 
-    @property
-    def segment_s(self) -> Fraction:
-        """Length of a segment in seconds, exact."""
-        return parse_length(self.segment, flag="--segment")
+    def segment_frames(self, *, is_video: bool) -> int:
+        """Return the number of frames in a segment; a length in seconds includes the frame at its end for a video VAE.
 
-    @property
-    def segment_frames(self) -> int:
-        """Number of frames in a segment."""
-        return int(self.segment_s * self.fps_exact)
+        Raises:
+            UserError: --segment is not a length, or not a whole number of frames.
+        """
+        if match := _FRAMES.fullmatch(self.segment):
+            return int(match[1])
+        num_frames = parse_length(self.segment, flag="--segment") * self.fps_exact
+        if num_frames.denominator != 1:
+            raise UserError(
+                f"a segment of {self.segment} at {self.fps} fps has {float(num_frames):g} frames",
+                hint="choose --segment and --fps for a whole number of frames per segment, for example "
+                "--segment 5s --fps 4",
+            )
+        return int(num_frames) + is_video
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +132,14 @@ class LatentsRecipe:
     video: str
 
     def __post_init__(self) -> None:
+        if self.vae.temporal_factor is not None:
+            self._require_segments()
+        if self.settings.tiling and not self.vae.row.can_tile:
+            raise UserError(f"{self.vae.kind} does not encode in tiles", hint="omit --tiling, or use a smaller --size")
+        if self.settings.posterior == "sample" and not self.vae.row.has_posterior:
+            raise UserError(
+                f"{self.vae.kind} has no posterior to sample: it is deterministic", hint="omit --posterior sample"
+            )
         if self.settings.size % self.vae.factor:
             raise UserError(
                 f"--size {self.settings.size} is not a multiple of the VAE's downsampling factor, {self.vae.factor}",
@@ -133,25 +160,71 @@ class LatentsRecipe:
         return f"{vae}-{settings.size}px-{fps}fps-{settings.crop}-{settings.posterior}-{self.fingerprint[:8]}"
 
     @property
-    def frame_shape(self) -> tuple[int, int, int]:
-        """Shape of the latents of one frame: channels, height and width."""
+    def segment_frames(self) -> int:
+        """Number of frames in a segment."""
+        return self.settings.segment_frames(is_video=self.vae.temporal_factor is not None)
+
+    @property
+    def segment_step(self) -> int:
+        """Number of frames from the beginning of a segment to that of the next, which shares a video VAE's last one."""
+        return self.segment_frames - (self.vae.temporal_factor is not None)
+
+    @property
+    def latent_frames(self) -> int | None:
+        """T', the number of latent frames of a segment; None for a VAE of images."""
+        factor = self.vae.temporal_factor
+        return None if factor is None else self.segment_step // factor + 1
+
+    @property
+    def latent_fps(self) -> Fraction:
+        """Latent frames per second."""
+        fps = self.settings.fps_exact
+        return fps if self.latent_frames is None else fps * self.latent_frames / self.segment_step
+
+    @property
+    def unit_shape(self) -> tuple[int, ...]:
+        """Shape of what the VAE makes of a frame, [C, h, w], or of a segment, [C, T', h, w]."""
         side = self.settings.size // self.vae.factor
-        return self.vae.channels, side, side
+        frames = () if self.latent_frames is None else (self.latent_frames,)
+        return (self.vae.channels, *frames, side, side)
+
+    def _require_segments(self) -> None:
+        """Raise UserError unless the VAE encodes all frames of a segment, and has the statistics to normalise them."""
+        num_frames, step, vae = self.segment_frames, self.vae.frames_step, self.vae
+        lower, upper = (max(1, count) * step + 1 for count in ((num_frames - 1) // step, -(-(num_frames - 1) // step)))
+        if num_frames != lower:
+            fps = self.settings.fps_exact
+            near = dict.fromkeys(f"--segment {one}f ({float((one - 1) / fps):g}s)" for one in (lower, upper))
+            raise UserError(
+                f"{vae.kind} encodes segments of {step}k + 1 frames; --segment {self.settings.segment} at"
+                f" {self.settings.fps} fps has {counted(num_frames, 'frame')}",
+                hint=f"use {' or '.join(near)}; a chunk of 15 s holds"
+                f" {' or '.join(str(15 * fps // (one - 1)) for one in dict.fromkeys((lower, upper)))} of them",
+            )
+        known = len(vae.latents_mean or ()) // vae.channels
+        if known > 1 and (self.latent_frames or 0) > known and vae.temporal_factor is not None:
+            raise UserError(
+                f"{vae.name} has statistics of {known} latent frames; --segment {self.settings.segment} has"
+                f" {self.latent_frames}",
+                hint=f"use --segment {(known - 1) * vae.temporal_factor + 1}f or less",
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the recipe as JSON values.
 
-        Settings that cannot affect the bytes are null, such as the seed if nothing is random.
+        Settings that cannot affect the bytes are null, such as the seed if nothing is random, or left out if a VAE of
+        images knows nothing of them.
         """
         settings = asdict(self.settings)
         del settings["where"]  # selects chunks, whose latents do not depend on it
-        is_random = settings["crop"] != "centre"
-        settings["segment"] = self.settings.segment if is_random else None
+        is_random, is_video = settings["crop"] != "centre", self.latent_frames is not None
+        settings["segment"] = f"{self.segment_frames}f" if is_video else self.settings.segment if is_random else None
         settings["seed"] = self.settings.seed if is_random or settings["posterior"] == "sample" else None
         settings["fps"] = str(self.settings.fps_exact)
-        if settings["compression"] == "none":
-            del settings["compression"]  # latents have been stored so since before the setting
-        return {
+        for name, plain in (("compression", "none"), ("tiling", False), ("slicing", False)):
+            if settings[name] == plain:
+                del settings[name]  # latents have been stored so since before the setting
+        found = {
             **settings,
             "schema": LATENTS_SCHEMA,
             "column": LATENTS,
@@ -162,7 +235,10 @@ class LatentsRecipe:
             "factor": self.vae.factor,
             "scaling_factor": self.vae.scaling_factor,
             "shift_factor": self.vae.shift_factor,
+            "latent_frames": self.latent_frames,
+            **{name: getattr(self.vae, name) for name in _VIDEO_VAE},
         }
+        return found if is_video else {name: value for name, value in found.items() if name not in _OF_VIDEO_VAES}
 
 
 def resolve(settings: LatentsSettings, *, video: str) -> LatentsRecipe:
@@ -189,6 +265,7 @@ def latents_recipe_from_dict(stored: Mapping[str, Any]) -> LatentsRecipe:
     names = {field.name for field in fields(LatentsSettings)}
     settings = {name: value for name, value in stored.items() if name in names and value is not None}
     of_vae = ("channels", "factor", "scaling_factor", "shift_factor")
+    of_video = {name: stored[name] for name in _VIDEO_VAE if name in stored}
     try:
         vae = Vae(
             name=stored["vae"],
@@ -196,6 +273,7 @@ def latents_recipe_from_dict(stored: Mapping[str, Any]) -> LatentsRecipe:
             directory=None,
             sha256=stored["vae_sha256"],
             **{name: stored[name] for name in of_vae},
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in of_video.items()},
         )
         return LatentsRecipe(settings=LatentsSettings(**settings), vae=vae, video=stored["video"])
     except KeyError as error:

@@ -1,10 +1,11 @@
 """Text and JSON reports of plans and runs of the `latents` column."""
 
+from fractions import Fraction
 from math import prod
 from pathlib import Path
 
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.units import size_text
+from clipmill.manifests.units import duration_text, size_text
 from clipmill.prep.core.chunk_shards import NO_CHUNKS
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.report import (
@@ -30,7 +31,8 @@ def latents_report(plan: LatentsPlan) -> Report:
     recipe = plan.recipe
     differences = changed_settings(plan.data_dir, LATENTS, variant=recipe.variant, recipe=recipe.as_dict())
     num_frames = plan.num_frames
-    size_bytes = num_frames * prod(recipe.frame_shape) * _BYTES_PER_NUMBER
+    is_video = recipe.latent_frames is not None
+    size_bytes = (plan.num_segments if is_video else num_frames) * prod(recipe.unit_shape) * _BYTES_PER_NUMBER
     trial = run_trial(plan) if num_frames else None
     disk = disk_use(
         plan.data_dir, column=LATENTS, variant=recipe.variant, added_bytes=(float(size_bytes), float(size_bytes))
@@ -40,6 +42,8 @@ def latents_report(plan: LatentsPlan) -> Report:
     lines = [f"variant  {recipe.variant}", f"video    {recipe.video}"]
     if recipe.settings.where is not None:
         lines.append(f"where    {recipe.settings.where}: {counted(plan.num_chunks, 'chunk')} selected")
+    if is_video:
+        lines += _segment_lines(plan)
     lines += [f"setting  {difference}" for difference in differences]
     lines += states_lines(plan.shards)
     lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]
@@ -57,11 +61,27 @@ def latents_report(plan: LatentsPlan) -> Report:
         "num_chunks": plan.num_chunks,
         **states_values(plan.shards),
         "unreadable": [failure.message for failure in plan.unreadable],
+        "segments": {"num_segments": plan.num_segments, "left_out_s": plan.left_out_s} if is_video else None,
         "estimate": {"num_frames": num_frames, "size_bytes": size_bytes, **time_values(trial, num_frames=num_frames)},
         "disk": disk.values(),
         "next": command if num_frames else None,
     }
     return Report("\n".join(lines), values)
+
+
+def _segment_lines(plan: LatentsPlan) -> list[str]:
+    """Return how the chunks are divided into segments, and what is in none of them."""
+    recipe, settings = plan.recipe, plan.recipe.settings
+    num_frames, fps = recipe.segment_frames, settings.fps_exact
+    length = next(iter(plan.chunk_shards.values())).longest_s if plan.chunk_shards else Fraction(0)
+    seconds = recipe.segment_step / fps
+    lines = [
+        f"segments {num_frames} frames at {settings.fps} fps, {float(seconds):g} s, become {recipe.latent_frames}"
+        f" latent frames; a chunk of {float(length):g} s holds {length // seconds}"
+    ]
+    if left_out_s := plan.left_out_s:
+        lines.append(f"         {duration_text(left_out_s)} at the ends of chunks and videos are in no segment")
+    return lines
 
 
 def latents_summary(summary: Summary, *, vae: str, listed: Path) -> Report:

@@ -1,4 +1,4 @@
-"""Samples of `latents`: what to decode of a chunk, the sample's member and index row, and checks.
+"""Samples of `latents`: their member and index row, and checks.
 
 Numbers are stored as float16, or as the bits of bfloat16 in uint16, since npy has no bfloat16.
 """
@@ -7,17 +7,14 @@ from math import prod
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.prep.core.chunk_shards import frame_rate, read_chunk
 from clipmill.prep.core.column import CheckedSample, DeepCode
-from clipmill.prep.latents.frames import Square, as_numbers, frames_on_screen, segment_squares
-from clipmill.prep.latents.pieces import ChunkVideo
-from clipmill.prep.latents.recipe import LatentsSettings
+from clipmill.prep.latents.chunk_reader import ChunkReader
+from clipmill.prep.latents.frames import as_numbers
+from clipmill.prep.latents.recipe import LatentsRecipe, LatentsSettings
 from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.npy import compressed, decompressed, load_npy, npy_bytes
-from clipmill.shards.reader import CommittedShard
 from clipmill.shards.writer import Sample
 
 _BFLOAT16_EXPONENT = 0x7F80
@@ -27,41 +24,23 @@ EXTENSION = "latents.npy"
 COMPRESSED = f"{EXTENSION}.zst"
 
 
-def read_chunk_video(video: CommittedShard, row: int, *, settings: LatentsSettings) -> ChunkVideo:
-    """Read a chunk and determine which frames and crops of it are wanted.
-
-    Raises:
-        SourceFailure: chunk_damaged, if its bytes differ from those committed.
-    """
-    index, content = video.index, read_chunk(video, row)
-    return ChunkVideo(
-        content=content,
-        fps=frame_rate(index, row),
-        packet_frame=index["packet_frame"][row].as_py(),
-        packet_flags=index["packet_flags"][row].as_py(),
-        wanted=_wanted(index, row, settings),
-        segment_frames=settings.segment_frames,
-        squares=_squares(index, row, settings),
-    )
-
-
-def latents_sample(
-    index: pa.Table, row: int, stored: NDArray[np.generic], *, fingerprint: str, settings: LatentsSettings
-) -> Sample:
-    """Return the sample of the chunk in `row` of a `video` index; `stored` is the output of `as_stored`."""
-    num_frames, channels, height, width = stored.shape
+def latents_sample(chunks: ChunkReader, row: int, stored: NDArray[np.generic], *, recipe: LatentsRecipe) -> Sample:
+    """Return the sample of the chunk in `row` of a `video` shard; `stored` is the output of `as_stored`."""
+    index, settings = chunks.video.index, recipe.settings
+    num_units, channels, *frames, height, width = stored.shape
     fields = {
         "video_id": index["video_id"][row].as_py(),
         "start_ms": index["start_ms"][row].as_py(),
-        "num_frames": num_frames,
-        "fps_num": settings.fps_exact.numerator,
-        "fps_den": settings.fps_exact.denominator,
+        "num_frames": num_units * prod(frames),
+        "fps_num": recipe.latent_fps.numerator,
+        "fps_den": recipe.latent_fps.denominator,
         "channels": channels,
         "height": height,
         "width": width,
         "dtype": settings.dtype,
-        "crops": as_numbers(_squares(index, row, settings)),
-        "chunk_fingerprint": fingerprint,
+        "crops": as_numbers(chunks.squares(row)),
+        "source_frames": chunks.segments(row).lengths,
+        "chunk_fingerprint": chunks.fingerprints[row],
     }
     extension, payload = extension_of(settings), npy_bytes(stored)
     members = {extension: compressed(payload) if extension == COMPRESSED else payload}
@@ -71,21 +50,6 @@ def latents_sample(
 def extension_of(settings: LatentsSettings) -> str:
     """The extension of the member of a sample."""
     return EXTENSION if settings.compression == "none" else COMPRESSED
-
-
-def _wanted(index: pa.Table, row: int, settings: LatentsSettings) -> list[int]:
-    return frames_on_screen(index["num_frames"][row].as_py(), chunk_fps=frame_rate(index, row), fps=settings.fps_exact)
-
-
-def _squares(index: pa.Table, row: int, settings: LatentsSettings) -> list[Square]:
-    num_segments = -(-len(_wanted(index, row, settings)) // settings.segment_frames)
-    return segment_squares(
-        num_segments,
-        key=index["key"][row].as_py(),
-        width=index["width"][row].as_py(),
-        height=index["height"][row].as_py(),
-        settings=settings,
-    )
 
 
 def as_stored(latents: NDArray[np.float32], *, dtype: Literal["float16", "bfloat16"]) -> NDArray[np.generic]:
@@ -109,7 +73,10 @@ def is_finite(stored: NDArray[np.generic]) -> bool:
 
 def check_latents(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
     """Load the array of a sample and compare it with its index row."""
-    wanted = tuple(row[name] for name in ("num_frames", "channels", "height", "width"))
+    num_frames, *picture = (row[name] for name in ("num_frames", "channels", "height", "width"))
+    wanted = (num_frames, *picture)
+    if num_segments := len(row["source_frames"]):
+        wanted = (num_segments, picture[0], num_frames // num_segments, *picture[1:])
     ((extension, payload),) = members.items()
     if extension == COMPRESSED:
         try:

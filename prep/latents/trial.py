@@ -13,15 +13,13 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.units import between, duration_text
+from clipmill.manifests.units import between, duration_text, size_text
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.engines.choice import count_gpus, num_cores
 from clipmill.prep.latents.pieces import cut
 from clipmill.prep.latents.plan import LatentsPlan
-from clipmill.prep.latents.sample import read_chunk_video
 from clipmill.prep.latents.vae import Device, open_encoder
 from clipmill.shards.damage import Damaged
-from clipmill.shards.reader import open_shard
 
 _SPREAD = 1.3  # chunks and machines vary; one chunk says little about the others
 _SECOND = 1 / 3600
@@ -34,11 +32,14 @@ class FrameCost:
 
     Attributes:
         num_workers: number of cores or GPUs of this machine.
+        segment_bytes: the most memory that a process took to encode one segment, libraries and weights included; None
+            for a VAE of images.
     """
 
     device: Device
     frame_s: float
     num_workers: int
+    segment_bytes: int | None = None
 
     def hours(self, num_frames: int) -> tuple[float, float]:
         """Return the least and the most hours that encoding takes on this machine."""
@@ -49,33 +50,41 @@ class FrameCost:
 
 
 def run_trial(plan: LatentsPlan) -> FrameCost | None:
-    """Encode a few frames of a chunk; None if its chunks or the model cannot be read, which the run reports."""
+    """Encode a few frames or a segment of a chunk; None if chunks or model cannot be read, which the run reports."""
     recipe = plan.recipe
     try:
         with Activity("encoding a few frames for the estimate"):
             num_gpus = count_gpus()
             device: Device = "cuda" if num_gpus else "cpu"
-            encoder = open_encoder(recipe.vae, device=device, precision=recipe.settings.precision, num_threads=1)
+            encoder = open_encoder(recipe, recipe.vae, device=device, num_threads=1)
+            size, is_video = recipe.settings.size, recipe.latent_frames is not None
             crops = next(_crops(plan))[: _GPU_FRAMES if num_gpus else _CPU_FRAMES]
-            pictures = encoder.resized(crops, size=recipe.settings.size)
-            noise = np.zeros((len(crops), *recipe.frame_shape), np.float32)
-            encoder.encode([pictures[:1]], noise=noise[:1])  # the first call sets up memory and kernels
+            num_frames = recipe.segment_frames if is_video else len(crops)
+            noise = np.zeros((len(crops), *recipe.unit_shape), np.float32)
+            noise_or_none = noise if recipe.settings.posterior == "sample" else None
+            pictures = encoder.resized(crops, size=size)
+            if not is_video:  # of a segment, the first frames set up memory and kernels
+                encoder.encode([pictures[:1]], noise=None)
             begin_s = time.monotonic()
             decoded: list[NDArray[np.uint8]] = list(islice(_crops(plan), 1))
-            decode_s = (time.monotonic() - begin_s) / len(decoded[0])
+            decode_s = (time.monotonic() - begin_s) / (num_frames if is_video else len(decoded[0]))
             begin_s = time.monotonic()
-            encoder.encode([encoder.resized(crops, size=recipe.settings.size)], noise=noise)
-            encode_s = (time.monotonic() - begin_s) / len(crops)
+            encoder.encode([encoder.resized(crops, size=size)], noise=noise_or_none)
+            encode_s = (time.monotonic() - begin_s) / num_frames
     except (UserError, SourceFailure, Damaged, MemoryError, OSError, StopIteration):
         return None
-    return FrameCost(device, decode_s + encode_s, num_gpus or num_cores())
+    segment_bytes = encoder.peak_bytes if is_video else None
+    return FrameCost(device, decode_s + encode_s, num_gpus or num_cores(), segment_bytes)
 
 
 def _crops(plan: LatentsPlan) -> Iterator[NDArray[np.uint8]]:
-    shard = next(shard for shard in plan.shards if shard.has_work)
-    video = open_shard(plan.video_dir, plan.video_commits[shard.shard_id])
-    rows = plan.chunk_shards[shard.shard_id].rows
-    return cut(read_chunk_video(video, 0 if rows is None else rows[0], settings=plan.recipe.settings))
+    for shard in plan.shards:
+        if shard.has_work:
+            chunks = plan.reader(shard.shard_id)
+            rows = plan.chunk_shards[shard.shard_id].rows
+            for row in range(chunks.video.num_samples) if rows is None else rows:
+                if chunks.segments(row).frames:
+                    yield from cut(chunks.read(row))
 
 
 def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
@@ -86,7 +95,11 @@ def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
     where = f"{counted(trial.num_workers, noun)} of this machine"
     hours = between(*(duration_text(3600 * hours) for hours in trial.hours(num_frames)))
     note = "" if trial.device == "cuda" else "; a GPU is many times faster"
-    return [f"         at most {hours} on the {where} ({1 / trial.frame_s:,.1f} frames/s per {noun}{note})"]
+    lines = [f"         at most {hours} on the {where} ({1 / trial.frame_s:,.1f} frames/s per {noun}{note})"]
+    if trial.segment_bytes is not None:
+        what = "GPU memory" if trial.device == "cuda" else "memory"
+        lines.append(f"         {size_text(trial.segment_bytes)} of {what} per worker to encode one segment at a time")
+    return lines
 
 
 def time_values(trial: FrameCost | None, *, num_frames: int) -> dict[str, Any]:

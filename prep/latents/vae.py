@@ -1,4 +1,4 @@
-"""The single interface to torch and diffusers: a VAE on a device that turns pictures into latents."""
+"""The single interface to torch and diffusers: a VAE on a device that turns pictures or segments into latents."""
 
 import logging
 from functools import lru_cache
@@ -9,74 +9,115 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.latents.frames import generator
+from clipmill.prep.latents.recipe import LatentsRecipe
 from clipmill.prep.latents.weights import TINY_CONFIG, Vae
 
 if TYPE_CHECKING:
     import torch
 
 Device = Literal["cpu", "cuda"]
-Precision = Literal["float32", "float16", "bfloat16"]
 
 # Epsilon of the normalisation layers of the tiny VAE: being untrained, it would otherwise amplify noise in flat areas.
 _TINY_EPS = 0.1
 
 
 class Encoder:
-    """The encoder of a VAE.
+    """The encoder of a VAE; for one thread, since some of these models keep a state while they encode.
 
     Args:
-        model: a diffusers AutoencoderKL.
+        model: a model of a class in clipmill.prep.latents.classes.
     """
 
-    def __init__(self, model: Any, *, vae: Vae, device: Device, precision: Precision) -> None:
+    def __init__(self, model: Any, recipe: LatentsRecipe, *, device: Device) -> None:
         import torch
 
+        vae, settings = recipe.vae, recipe.settings
         model.decoder = None  # not needed, and larger than the encoder
-        self._model = model.to(device=device, dtype=getattr(torch, precision)).eval().requires_grad_(False)
-        self._device, self._dtype = torch.device(device), getattr(torch, precision)
-        self._scale, self._shift = vae.scaling_factor, vae.shift_factor or 0.0
+        if settings.tiling:
+            model.enable_tiling()
+        if settings.slicing:
+            model.enable_slicing()
+        self._dtype, self._device = getattr(torch, settings.precision), torch.device(device)
+        self._model = model.to(device=device, dtype=self._dtype).eval().requires_grad_(False)
+        self._unit_shape, self._segment_frames = recipe.unit_shape, recipe.segment_frames
+        self._shift: Any = vae.shift_factor or 0.0
+        self._scale: Any = vae.scaling_factor
+        if vae.latents_mean is not None:
+            frames = recipe.latent_frames or 1
+            mean, std = (
+                torch.tensor(values, device=self._device).view(vae.channels, -1)[:, :frames, None, None]
+                for values in (vae.latents_mean, vae.latents_std)
+            )
+            self._shift, self._scale = mean, vae.scaling_factor / std
 
     def resized(self, crops: NDArray[np.uint8], *, size: int) -> "torch.Tensor":
-        """Resize square pictures [N, S, S, 3] to uint8 [N, 3, size, size] on the device (antialiased, bilinear)."""
+        """Resize square pictures [..., S, S, 3] to uint8 [..., 3, size, size] on the device (antialiased, bilinear)."""
         import torch
         from torch.nn import functional
 
-        pictures = torch.from_numpy(crops).permute(0, 3, 1, 2)
+        pictures = torch.from_numpy(crops).flatten(0, -4).permute(0, 3, 1, 2)
         if pictures.shape[-1] != size:
             # Always on the CPU: CUDA does not resize uint8, and in float32 a quarter of the bytes differ, which changes
             # the latents more than half precision does.
             pictures = functional.interpolate(pictures, size=(size, size), mode="bilinear", antialias=True)
-        return pictures.to(self._device)
+        return pictures.unflatten(0, crops.shape[:-3]).to(self._device)
 
     def encode(self, parts: "list[torch.Tensor]", *, noise: NDArray[np.float32] | None) -> NDArray[np.float32]:
-        """Return the latents [N, C, h, w] of the N uint8 pictures [3, H, W] in all parts, shifted and scaled.
+        """Return the latents of the N pictures uint8 [3, H, W] in all parts, or segments [F, 3, H, W], normalised.
 
         Args:
-            noise: standard normal [N, C, h, w] to sample the posterior; None for its mean.
+            noise: standard normal to sample the posterior, of the shape of the result; None for its mean.
+
+        Returns:
+            [N, C, h, w] or [N, C, T', h, w].
 
         Raises:
             MemoryError: the GPU does not have enough memory for the batch.
+            UserError: the VAE did not encode all frames.
         """
         import torch
 
         with torch.inference_mode():
             scaled = torch.cat(parts).to(self._dtype).div_(127.5).sub_(1)
+            if scaled.ndim == 5:
+                scaled = scaled.transpose(1, 2)
             try:
                 posterior = self._model.encode(scaled.contiguous()).latent_dist
             except torch.OutOfMemoryError:
                 raise MemoryError(
-                    f"a batch of {len(scaled)} frames does not fit in GPU memory: use a smaller --batch"
+                    f"a batch of {len(scaled)} {self._noun} does not fit in GPU memory: use a smaller --batch"
                 ) from None
-            latents = posterior.mean.float()
+            latents = posterior.mode().float()
+            if latents.shape != (len(scaled), *self._unit_shape):
+                raise UserError(
+                    f"the VAE gave latents of {tuple(latents.shape[1:])} for {self._noun}, where its configuration"
+                    f" promises {self._unit_shape}",
+                    hint="give a VAE whose config.json belongs to its weights",
+                )
             if noise is not None:
                 latents = latents + posterior.std.float() * torch.from_numpy(noise).to(self._device)
             found: NDArray[np.float32] = ((latents - self._shift) * self._scale).cpu().numpy()
             return found
 
+    @property
+    def _noun(self) -> str:
+        return "frames" if len(self._unit_shape) == 3 else f"segments of {self._segment_frames} frames"
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that this process has taken so far, on the GPU if it encodes there."""
+        import resource
+
+        import torch
+
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
 
 @lru_cache(maxsize=1)
-def open_encoder(vae: Vae, *, device: Device, precision: Precision, num_threads: int) -> Encoder:
-    """Load `vae`, once per process.
+def open_encoder(recipe: LatentsRecipe, vae: Vae, *, device: Device, num_threads: int) -> Encoder:
+    """Load `vae`, that of the recipe as this machine has it, once per process.
 
     Raises:
         UserError: torch or diffusers is missing, or the weights do not match the configuration.
@@ -84,8 +125,8 @@ def open_encoder(vae: Vae, *, device: Device, precision: Precision, num_threads:
     # diffusers imports xformers if it is installed; its warnings are irrelevant, since its attention is not used.
     logging.getLogger("xformers").setLevel(logging.ERROR)
     try:
+        import diffusers
         import torch
-        from diffusers import AutoencoderKL
         from diffusers.utils import logging as diffusers_logging
     except ImportError as error:
         raise UserError(f"{error.name} is not installed", hint="install clipmill[columns]") from None
@@ -97,7 +138,7 @@ def open_encoder(vae: Vae, *, device: Device, precision: Precision, num_threads:
         model = tiny_vae()
     else:
         try:
-            model = AutoencoderKL.from_pretrained(
+            model = getattr(diffusers, vae.kind).from_pretrained(
                 vae.directory, use_safetensors=True, local_files_only=True, low_cpu_mem_usage=False
             )
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
@@ -106,7 +147,7 @@ def open_encoder(vae: Vae, *, device: Device, precision: Precision, num_threads:
                 f"the VAE in {vae.directory} cannot be loaded: {reason}",
                 hint="give weights and config.json of the same model, as written by save_pretrained",
             ) from None
-    return Encoder(model, vae=vae, device=device, precision=precision)
+    return Encoder(model, recipe, device=device)
 
 
 def tiny_vae() -> Any:

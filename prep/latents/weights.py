@@ -10,18 +10,20 @@ from typing import Any
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.hub import hub_if_reachable
 from clipmill.manifests.json_text import parse_json
+from clipmill.prep.latents.classes import CLASSES, IN_CONFIG, IN_WEIGHTS, VaeClass
 
 TINY = "tiny"  # the small VAE with seeded weights; needs no download
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
-_CLASS = "AutoencoderKL"
+IMAGE_CLASS = "AutoencoderKL"
 _PIECE_BYTES = 1 << 20
 _SUGGESTION = "give a folder with an AutoencoderKL, a model such as stabilityai/sd-vae-ft-mse, or tiny"
+_STATISTICS = ("latents_mean", "latents_std")
 
 # Identifies the tiny VAE: change this name whenever the code that makes it (clipmill.prep.latents.vae) changes.
 _TINY_SHA256 = hashlib.sha256(b"clipmill tiny VAE, version 1").hexdigest()
 TINY_CONFIG: dict[str, Any] = {
-    "_class_name": _CLASS,
+    "_class_name": IMAGE_CLASS,
     "in_channels": 3,
     "out_channels": 3,
     "down_block_types": ["DownEncoderBlock2D"] * 4,
@@ -48,6 +50,10 @@ class Vae:
         channels: number of latent channels.
         factor: factor by which the VAE downsamples each side.
         scaling_factor, shift_factor: stored latents are (latents - shift_factor) x scaling_factor.
+        kind: class of diffusers, a row of clipmill.prep.latents.classes.
+        temporal_factor: a segment of k x temporal_factor + 1 frames has k + 1 latent frames; None for a VAE of images.
+        latents_mean, latents_std: of each channel, or of each channel and latent frame in turn. With them, stored
+            latents are (latents - latents_mean) x (scaling_factor / latents_std).
     """
 
     name: str
@@ -58,6 +64,20 @@ class Vae:
     factor: int
     scaling_factor: float
     shift_factor: float | None
+    kind: str = IMAGE_CLASS
+    temporal_factor: int | None = None
+    latents_mean: tuple[float, ...] | None = None
+    latents_std: tuple[float, ...] | None = None
+
+    @property
+    def row(self) -> VaeClass:
+        """What its class has in common."""
+        return CLASSES[self.kind]
+
+    @property
+    def frames_step(self) -> int:
+        """Segments have k x frames_step + 1 frames; 1 for a VAE of images."""
+        return self.row.frames_step or self.temporal_factor or 1
 
 
 def find_vae(name: str) -> Vae:
@@ -66,7 +86,7 @@ def find_vae(name: str) -> Vae:
     A folder may be that of the VAE itself, or that of a pipeline with the VAE in `vae/`.
 
     Raises:
-        UserError: it does not exist, or is not an AutoencoderKL with three input channels and safetensors weights.
+        UserError: it does not exist, or is not a VAE of CLASSES with three input channels and safetensors weights.
     """
     if name == TINY:
         return _described(name, name, None, _TINY_SHA256, TINY_CONFIG)
@@ -128,8 +148,11 @@ def _config(directory: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}", hint=_SUGGESTION) from None
     kind = config.get("_class_name") if isinstance(config, dict) else None
-    if kind != _CLASS:
-        raise UserError(f"{path} describes {kind or 'no model'}, not an {_CLASS}", hint=_SUGGESTION)
+    if kind not in CLASSES:
+        raise UserError(
+            f"{path} describes {kind or 'no model'}, not a VAE that prep latents knows",
+            hint=f"{_SUGGESTION}; classes of diffusers: {', '.join(CLASSES)}",
+        )
     return dict(config)
 
 
@@ -149,25 +172,59 @@ def _require_weights(path: Path) -> None:
 
 
 def _described(name: str, source: str, directory: Path | None, sha256: str, config: dict[str, Any]) -> Vae:
-    # Missing entries have the defaults of diffusers' AutoencoderKL.
-    if (channels := config.get("in_channels", 3)) != 3:
+    row = CLASSES[config["_class_name"]]
+    if (channels := config.get("in_channels", 3)) != row.in_channels(config):
         raise UserError(f"the VAE {name} expects {channels} input channels, but videos have 3", hint=_SUGGESTION)
-    blocks = config.get("block_out_channels", [64])
     shift = config.get("shift_factor")
     try:
-        scaling_factor = float(config.get("scaling_factor", 0.18215))
+        entry, default = row.channels
+        scaling_factor = float(config.get("scaling_factor", row.scaling_factor))
         shift_factor = None if shift is None else float(shift)
         if not (0 < scaling_factor < math.inf and math.isfinite(shift_factor or 0)):
             raise ValueError(f"its scaling_factor is {scaling_factor:g}, its shift_factor {shift_factor}")
+        num_channels = int(config.get(entry, default))
+        mean, std = _statistics(row, config, directory, num_channels=num_channels)
         return Vae(
             name=name,
             source=source,
             directory=directory,
             sha256=sha256,
-            channels=int(config.get("latent_channels", 4)),
-            factor=2 ** (len(blocks) - 1),
+            channels=num_channels,
+            factor=row.spatial(config),
             scaling_factor=scaling_factor,
             shift_factor=shift_factor,
+            kind=row.name,
+            temporal_factor=None if row.temporal is None else row.temporal(config),
+            latents_mean=mean,
+            latents_std=std,
         )
     except (TypeError, ValueError) as error:
         raise UserError(f"the configuration of the VAE {name} is damaged: {error}", hint=_SUGGESTION) from None
+
+
+def _statistics(
+    row: VaeClass, config: dict[str, Any], directory: Path | None, *, num_channels: int
+) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """Return the mean and standard deviation by which latents are normalised; raises ValueError if they do not fit."""
+    if row.statistics == IN_CONFIG:
+        mean, std = (config.get(name, "") for name in _STATISTICS)
+        if mean is None and std is None:
+            return None, None  # as the configuration says
+    elif row.statistics == IN_WEIGHTS and directory is not None:
+        from safetensors import safe_open
+
+        with safe_open(directory / WEIGHTS_FILE, framework="numpy") as file:
+            there = file.keys()
+            mean, std = (file.get_tensor(name).tolist() if name in there else "" for name in _STATISTICS)
+    else:
+        return None, None
+    if not mean or not std:
+        raise ValueError(f"{' and '.join(_STATISTICS)} are missing from its {row.statistics}, which normalise latents")
+    mean, std = tuple(map(float, mean)), tuple(map(float, std))
+    if len(mean) != len(std) or len(mean) % num_channels or not all(map(math.isfinite, mean)):
+        raise ValueError(
+            f"its latents_mean has {len(mean)} values, latents_std {len(std)}, for {num_channels} channels"
+        )
+    if not all(0 < one < math.inf for one in std):
+        raise ValueError("its latents_std is not positive")
+    return mean, std

@@ -5,7 +5,7 @@ recorded in the commit and does not affect the others.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.chunk_shards import OldSamples, chunk_fingerprints, seconds_of
+from clipmill.prep.core.chunk_shards import OldSamples, seconds_of
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.heartbeat import Heartbeat
 from clipmill.prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
 from clipmill.prep.engines import worker_threads
-from clipmill.prep.latents.batches import FramesOfChunk, encoded_chunks
+from clipmill.prep.latents.batches import PicturesOfChunk, encoded_chunks
+from clipmill.prep.latents.chunk_reader import ChunkReader, Following
 from clipmill.prep.latents.frames import generator
 from clipmill.prep.latents.pieces import pieces_in_order
 from clipmill.prep.latents.recipe import LATENTS, LatentsRecipe
@@ -29,14 +30,12 @@ from clipmill.prep.latents.sample import (
     extension_of,
     is_finite,
     latents_sample,
-    read_chunk_video,
 )
 from clipmill.prep.latents.vae import Device, Encoder, open_encoder
 from clipmill.prep.latents.weights import find_vae
 from clipmill.shards.commits import Commit, Failure, write_commit
 from clipmill.shards.damage import Damaged
 from clipmill.shards.format import LATENTS_FIELDS
-from clipmill.shards.reader import CommittedShard, open_shard
 from clipmill.shards.writer import Sample, ShardWriter
 
 
@@ -46,9 +45,10 @@ class LatentsTask:
 
     Attributes:
         video_dir: folder of the `video` variant to encode.
-        video_commit: commit of the shard with the chunks, as planned.
+        video_commits: commit of the shard with the chunks, as planned, and those of the shards in `following`.
+        following: the next chunks of a VAE of videos (clipmill.prep.latents.borders).
         old_commit: previous commit of the latents shard, for its unchanged chunks.
-        batch: batch size of the model, in frames.
+        batch: batch size of the model, in frames; a VAE of videos encodes one segment at least.
         num_threads: number of the model's threads, and of chunks decoded in parallel; None for what the engine has
             assigned to the worker.
         rows: the chunks to encode, as rows of the shard; None for all.
@@ -59,7 +59,8 @@ class LatentsTask:
     plan_fingerprint: str
     recipe: LatentsRecipe
     video_dir: Path
-    video_commit: Commit
+    video_commits: Mapping[int, Commit]
+    following: Following
     old_commit: Commit | None
     device: Device
     batch: int
@@ -74,25 +75,31 @@ def make_latents(task: LatentsTask) -> ShardResult:
         if found.sha256 != task.recipe.vae.sha256:
             message = f"the weights of {found.name} on this node differ from those of the plan"
             return stopped(task, FailureCode.MODEL_UNAVAILABLE, message)
-        encoder = open_encoder(
-            found, device=task.device, precision=task.recipe.settings.precision, num_threads=_threads(task)
-        )
+        encoder = open_encoder(task.recipe, found, device=task.device, num_threads=_threads(task))
+        return system_errors_as_results(partial(_make, encoder=encoder), task)
     except UserError as error:
         return stopped(task, FailureCode.MODEL_UNAVAILABLE, str(error))
-    return system_errors_as_results(partial(_make, encoder=encoder), task)
 
 
 def _make(task: LatentsTask, *, encoder: Encoder) -> ShardResult:
     begin_cpu_s = cpu_s()
     try:
-        video = open_shard(task.video_dir, task.video_commit)
-        fingerprints = chunk_fingerprints(video.index)
+        chunks = ChunkReader(
+            task.video_dir,
+            task.shard_id,
+            commits=task.video_commits,
+            following=task.following,
+            recipe=task.recipe,
+        )
     except (Damaged, FileNotFoundError) as error:
         return stopped(task, FailureCode.CHUNK_DAMAGED, f"the chunks cannot be read: {error}")
     old = OldSamples(task.variant_dir, task.old_commit, fields=LATENTS_FIELDS)
-    wanted = range(len(fingerprints)) if task.rows is None else task.rows
+    fingerprints = chunks.fingerprints
+    wanted: Sequence[int] = range(len(fingerprints)) if task.rows is None else task.rows
+    if task.recipe.latent_frames is not None:
+        wanted = [row for row in wanted if chunks.segments(row).lengths]
     missing = [row for row in wanted if fingerprints[row] not in old]
-    made = _make_samples(video, missing, fingerprints=fingerprints, task=task, encoder=encoder)
+    made = _make_samples(chunks, missing, task=task, encoder=encoder)
     failures: list[Failure] = []
     encoded_s, files = 0.0, None
     writer = ShardWriter(
@@ -108,7 +115,7 @@ def _make(task: LatentsTask, *, encoder: Encoder) -> ShardResult:
             writer.add(outcome)
             beat.show(writer.num_samples)
             if fingerprint not in old:
-                encoded_s += float(seconds_of(video.index, row))
+                encoded_s += float(seconds_of(chunks.video.index, row))
         num_chunks = writer.num_samples
         if num_chunks:
             content = hashlib.sha256(task.plan_fingerprint.encode())
@@ -117,7 +124,7 @@ def _make(task: LatentsTask, *, encoder: Encoder) -> ShardResult:
     commit = Commit(
         column=LATENTS,
         shard_id=task.shard_id,
-        split=task.video_commit.split,
+        split=task.video_commits[task.shard_id].split,
         plan_fingerprint=task.plan_fingerprint,
         files=files,
         failures=tuple(failures),
@@ -139,36 +146,37 @@ def _threads(task: LatentsTask) -> int:
 
 
 def _make_samples(
-    video: CommittedShard, rows: list[int], *, fingerprints: list[str], task: LatentsTask, encoder: Encoder
+    chunks: ChunkReader, rows: list[int], *, task: LatentsTask, encoder: Encoder
 ) -> Iterator[Sample | Failure]:
     """Yield the samples of the chunks in `rows` of the video shard, in order, or a failure for each that fails."""
-    settings = task.recipe.settings
-    keys = video.index["key"]
+    recipe, settings, index = task.recipe, task.recipe.settings, chunks.video.index
+    keys, is_video = index["key"], recipe.latent_frames is not None
 
-    def encode(parts: list[FramesOfChunk[int, Any]]) -> NDArray[np.float32]:
+    def encode(parts: list[PicturesOfChunk[int, Any]]) -> NDArray[np.float32]:
         noise = None
         if settings.posterior == "sample":
-            # The noise is drawn frame by frame, so that it does not depend on the batch.
+            # The noise is drawn frame by frame or segment by segment, so that it does not depend on the batch.
+            unit = "segment" if is_video else "frame"
             draws = [
-                generator(settings.seed, keys[part.chunk].as_py(), f"frame {frame}")
+                generator(settings.seed, keys[part.chunk].as_py(), f"{unit} {number}")
                 for part in parts
-                for frame in range(part.first_frame, part.first_frame + len(part.pictures))
+                for number in range(part.first, part.first + len(part.pictures))
             ]
-            shape = task.recipe.frame_shape
-            noise = np.stack([draw.standard_normal(shape, dtype=np.float32) for draw in draws])
+            noise = np.stack([draw.standard_normal(recipe.unit_shape, dtype=np.float32) for draw in draws])
         return encoder.encode([part.pictures for part in parts], noise=noise)
 
-    pieces = pieces_in_order(rows, read=partial(read_chunk_video, video, settings=settings), num_threads=_threads(task))
+    pieces = pieces_in_order(rows, read=chunks.read, num_threads=_threads(task))
+    batch = max(1, task.batch // recipe.segment_frames) if is_video else task.batch
     for done in encoded_chunks(
-        pieces, resized=partial(encoder.resized, size=settings.size), encode=encode, batch=task.batch
+        pieces, resized=partial(encoder.resized, size=settings.size), encode=encode, batch=batch
     ):
         row, failure = done.chunk, done.failure
         if done.latents is not None:
             stored = as_stored(done.latents, dtype=settings.dtype)
             if is_finite(stored):
-                yield latents_sample(video.index, row, stored, fingerprint=fingerprints[row], settings=settings)
+                yield latents_sample(chunks, row, stored, recipe=recipe)
                 continue
             message = f"the latents contain non-finite values in {settings.dtype}"
             failure = SourceFailure(FailureCode.NOT_FINITE, message)
         code, message = (failure.code, failure.message) if failure else (FailureCode.FRAMES_DIFFER, "no frames")
-        yield Failure(video.index["video_id"][row].as_py(), keys[row].as_py(), str(code), message)
+        yield Failure(index["video_id"][row].as_py(), keys[row].as_py(), str(code), message)

@@ -75,8 +75,8 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
     publish_page(
         request.path,
         Path(__file__).with_name("scores.html.j2"),
-        title=variant.directory.name,
-        settings=f"cut_threshold {variant.recipe['cut_threshold']:g}; {variant.recipe['libraries']}",
+        settings=f"{variant.directory.name}: cut_threshold {variant.recipe['cut_threshold']:g}; "
+        f"{variant.recipe['libraries']}",
         **_page(chunks, selection=selection, on_picture=request.on_sample),
     )
     num_chunks, html = scores.table.num_rows, os.fspath(request.path)

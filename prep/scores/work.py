@@ -50,7 +50,7 @@ def publish_table(summary: Summary, folder: Path) -> ScoresSummary:
 
 
 def _sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
-    """Return the key of the chunk that a chunk is a near duplicate of; None if it is none, nothing if it is unknown."""
+    """Return the key of the chunk that a chunk nearly duplicates; None if it is unique, nothing if that is unknown."""
     video_id, start_ms = split_key(key)
     try:
         table = open_scores(data_dir, columns=("video_id", "start_ms", "duplicate_of")).table

@@ -1,4 +1,4 @@
-"""The bank: text embeddings that are computed but not in their shard yet.
+"""The bank: text embeddings, or sequences, that are computed but not in their shard yet.
 
 It is stored in `<variant>/bank/` during a run. A block is an Arrow file of digests and rows, named after the hash of
 its content. The blocks of a killed run can therefore be verified and reused by the next run, even if that run divides
@@ -8,7 +8,7 @@ again.
 
 import hashlib
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,19 +24,21 @@ from clipmill.shards.damage import Damaged
 from clipmill.shards.npy import data_offset
 from clipmill.shards.reader import CommittedShard, Variant
 
-_ROWS_PER_BLOCK = 4096
+_BLOCK_BYTES = 1 << 25
 
 
-def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray) -> None:
+def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> None:
     """Publish one block.
 
     Args:
         folder: folder of the bank.
         digests: digests of the texts, DIGESTS [texts].
-        rows: embeddings, float16 [texts, width].
+        rows: embeddings or sequences, float16 [sum of lengths, width].
+        lengths: number of rows of each text, [texts].
     """
-    row_bytes = rows.shape[1] * rows.itemsize
-    columns = [_fixed(digests, size=DIGEST_BYTES), _fixed(rows, size=row_bytes)]
+    ends = np.concatenate([[0], np.cumsum(lengths)]) * rows.shape[1] * rows.itemsize
+    buffers = [None, pa.py_buffer(ends.astype(np.int64).tobytes()), pa.py_buffer(np.ascontiguousarray(rows).tobytes())]
+    columns = [_fixed(digests, size=DIGEST_BYTES), pa.Array.from_buffers(pa.large_binary(), len(digests), buffers)]
     table = pa.table(columns, names=["digest", "row"])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
@@ -68,7 +70,7 @@ class Bank:
     def add_not_finite(self, digests: Collection[bytes]) -> None:
         """Add texts that have no embedding, as rows of NaN, so that the part that makes the shards knows them."""
         added = np.frombuffer(b"".join(sorted(digests)), DIGESTS)
-        write_block(self.folder, added, np.full((len(added), self._width), np.nan, np.float16))
+        write_block(self.folder, added, np.full((len(added), self._width), np.nan, np.float16), np.ones(len(added)))
 
     def refresh(self) -> None:
         """Add blocks that were published since the last call."""
@@ -95,22 +97,31 @@ class Bank:
         return self._positions(digests) >= 0
 
     def rows(self, digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the embeddings of texts.
+        """Return the embeddings or sequences of texts.
 
         Args:
             digests: digests of the texts, DIGESTS [texts].
 
         Returns:
-            float16 [texts, width], and whether the bank contains each text, bool [texts].
+            float16 [sum of lengths, width], and the number of rows of each text, int64 [texts]; 0 if the bank does not
+            contain it.
         """
         positions = self._positions(digests)
-        embedded = np.zeros((len(digests), self._width), np.float16)
+        lengths = np.zeros(len(digests), np.int64)
         wanted = np.flatnonzero(positions >= 0)
         blocks = np.searchsorted(self._begins, positions[wanted], side="right") - 1
+        found = []
         for block in np.unique(blocks).tolist():
             here = wanted[blocks == block]
-            embedded[here] = self._read(self._files[block], positions[here] - self._begins[block])
-        return embedded, positions >= 0
+            values, lengths[here] = self._read(self._files[block], positions[here] - self._begins[block])
+            found.append((here, values))
+        embedded = np.empty((int(lengths.sum()), self._width), np.float16)
+        begins = np.cumsum(lengths) - lengths
+        for here, values in found:
+            own = lengths[here]
+            within = np.arange(len(values)) - np.repeat(np.cumsum(own) - own, own)
+            embedded[np.repeat(begins[here], own) + within] = values
+        return embedded, lengths
 
     def _positions(self, digests: np.ndarray) -> np.ndarray:
         if not len(self._digests):
@@ -130,11 +141,13 @@ class Bank:
         with suppress(OSError):  # the folder holds files that are not ours
             self.folder.rmdir()
 
-    def _read(self, path: Path, rows: np.ndarray) -> np.ndarray:
+    def _read(self, path: Path, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         with map_arrow_file(path) as file:
-            column = pa.ipc.open_file(file).read_all()["row"].combine_chunks()
-            stored = np.frombuffer(column.buffers()[1], np.float16).reshape(-1, self._width)
-            return np.asarray(stored[rows])
+            taken = pa.ipc.open_file(file).read_all()["row"].combine_chunks().take(pa.array(rows))
+            _, offsets, values = taken.buffers()
+            ends = np.frombuffer(offsets, np.int64)[taken.offset : taken.offset + len(taken) + 1]
+            stored = np.frombuffer(values, np.uint8)[ends[0] : ends[-1]].view(np.float16).reshape(-1, self._width)
+            return stored, np.diff(ends) // (self._width * stored.itemsize)
 
 
 def _fixed(array: np.ndarray, *, size: int) -> pa.Array:
@@ -163,23 +176,25 @@ def copy_embeddings(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, w
     is_missing = np.ones(len(missing), bool)
     digests: list[np.ndarray] = []
     rows: list[np.ndarray] = []
-    num_waiting = 0
+    lengths: list[np.ndarray] = []
+    num_bytes = 0
 
     def flush() -> None:
         if digests:
-            write_block(bank_dir, np.concatenate(digests), np.concatenate(rows))
-            digests.clear()
-            rows.clear()
+            write_block(bank_dir, np.concatenate(digests), np.concatenate(rows), np.concatenate(lengths))
+            for parts in (digests, rows, lengths):
+                parts.clear()
 
     for shard in Variant(variant_dir).shards():
         try:
-            for found, embedded in _wanted_rows(shard, missing=missing, is_missing=is_missing, width=width):
+            for found, embedded, own in _wanted_rows(shard, missing=missing, is_missing=is_missing, width=width):
                 digests.append(found)
                 rows.append(embedded)
-                num_waiting += len(found)
-                if num_waiting >= _ROWS_PER_BLOCK:
+                lengths.append(own)
+                num_bytes += embedded.nbytes
+                if num_bytes >= _BLOCK_BYTES:
                     flush()
-                    num_waiting = 0
+                    num_bytes = 0
         except (Damaged, pa.ArrowException, OSError, KeyError):
             continue
     flush()
@@ -188,7 +203,8 @@ def copy_embeddings(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, w
 
 def _wanted_rows(
     shard: CommittedShard, *, missing: np.ndarray, is_missing: np.ndarray, width: int
-) -> "list[tuple[np.ndarray, np.ndarray]]":
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield digests, rows and lengths of wanted texts, one sample after another."""
     column = shard.index["text_digest"].combine_chunks()
     offsets, stored = column.offsets.to_numpy(), from_arrow(column.values)
     positions = positions_in(missing, stored)
@@ -196,17 +212,16 @@ def _wanted_rows(
     is_wanted[is_wanted] = is_missing[positions[is_wanted]]
     samples = np.unique(np.searchsorted(offsets, np.flatnonzero(is_wanted), side="right") - 1)
     checksums = shard.index[f"{MEMBER}_crc32"]
-    found = []
     for sample in samples.tolist():
         payload = shard.read(sample, MEMBER)
         if zlib.crc32(payload) != checksums[sample].as_py():
             continue
         begin, end = int(offsets[sample]), int(offsets[sample + 1])
-        embedded = np.frombuffer(payload, np.float16, offset=data_offset(payload)).reshape(end - begin, width)
+        lengths = np.array(shard.index["row_tokens"][sample].as_py() or np.ones(end - begin), np.int64)
+        embedded = np.frombuffer(payload, np.float16, offset=data_offset(payload)).reshape(-1, width)
         # Another sample may have provided the same text already.
-        wanted = np.flatnonzero(positions[begin:end] >= 0)
-        wanted = wanted[is_missing[positions[begin:end][wanted]]]
-        if len(wanted):
-            is_missing[positions[begin:end][wanted]] = False
-            found.append((stored[begin:end][wanted].astype(DIGESTS), embedded[wanted]))
-    return found
+        own = positions[begin:end]
+        wanted = (own >= 0) & is_missing[own]
+        if wanted.any():
+            is_missing[own[wanted]] = False
+            yield stored[begin:end][wanted].astype(DIGESTS), embedded[np.repeat(wanted, lengths)], lengths[wanted]

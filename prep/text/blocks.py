@@ -12,8 +12,10 @@ from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.text.bank import write_block
 from clipmill.prep.text.captions import CaptionReader
 from clipmill.prep.text.digests import digests_of, positions_in
+from clipmill.prep.text.recipe import TextRecipe
 
 MAX_BLOCK_TEXTS = 2048
+_MAX_BLOCK_SEQUENCES = 64  # of 512 tokens of width 4096: 268 MB
 _MAX_BLOCK_CHARS = 1 << 20  # limits what is sent to a worker, since some texts may be very long
 
 
@@ -22,14 +24,14 @@ class TowerUse:
     """Which text tower the workers load, and how they use it.
 
     Attributes:
-        clip: name given by the user; a weights file is given by its path.
-        clip_sha256: hash of the weights used by the plan.
+        recipe: as given by the user; a weights file is given by its path.
+        sha256: hash of the weights used by the plan.
         batch: batch size in texts.
         device: cuda or cpu.
     """
 
-    clip: str
-    clip_sha256: str
+    recipe: TextRecipe
+    sha256: str
     batch: int
     device: str
 
@@ -63,23 +65,27 @@ class BlockResult:
 
 def encode_block(block: Block) -> BlockResult:
     """Encode the texts of a block and publish their embeddings in the bank."""
-    from clipmill.prep.text import tower
+    from clipmill.prep.text import t5, tower
 
     use = block.tower
     if use.device == "cpu":
         tower.use_threads(1)  # there is one worker per core
     try:
-        loaded = tower.load_tower(use.clip, sha256=use.clip_sha256, device=use.device)
-        encoded = loaded.encode(block.texts, batch=use.batch)
-        digests = digests_of(block.texts)
-        if encoded.is_finite.any():
-            write_block(block.bank_dir, digests[encoded.is_finite], encoded.rows[encoded.is_finite])
+        if use.recipe.clip is None:
+            encoded = t5.load_t5(use.recipe, sha256=use.sha256, device=use.device).encode(block.texts, batch=use.batch)
+        else:
+            loaded = tower.load_tower(use.recipe.clip, sha256=use.sha256, device=use.device)
+            encoded = loaded.encode(block.texts, batch=use.batch)
+        digests, is_finite = digests_of(block.texts), encoded.is_finite
+        if is_finite.any():
+            rows = encoded.rows[np.repeat(is_finite, encoded.lengths)]
+            write_block(block.bank_dir, digests[is_finite], rows, encoded.lengths[is_finite])
     except MemoryError as error:
         return BlockResult(stopped=(FailureCode.OUT_OF_MEMORY, str(error) or "the worker is out of memory"))
     except OSError as error:
         code = FailureCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureCode.IO_ERROR
         return BlockResult(stopped=(code, f"{error.strerror or error}: {error.filename or block.bank_dir}"))
-    not_finite = tuple(digests[row : row + 1].tobytes() for row in np.flatnonzero(~encoded.is_finite))
+    not_finite = tuple(digests[row : row + 1].tobytes() for row in np.flatnonzero(~is_finite))
     return BlockResult(len(block.texts), encoded.num_cut, not_finite)
 
 
@@ -88,6 +94,7 @@ def blocks_of(
 ) -> Iterator[Block]:
     """Yield blocks with the captions of `video_ids` whose digests are `missing` (ascending), each text exactly once."""
     is_waiting = np.ones(len(missing), bool)
+    max_texts = MAX_BLOCK_TEXTS if tower.recipe.encoder is None else _MAX_BLOCK_SEQUENCES
     texts: list[str] = []
     num_chars = num_blocks = 0
     for piece in reader.pieces(video_ids):
@@ -99,7 +106,7 @@ def blocks_of(
             is_waiting[position] = False
             texts.append(text)
             num_chars += len(text)
-            if len(texts) == MAX_BLOCK_TEXTS or num_chars >= _MAX_BLOCK_CHARS:
+            if len(texts) == max_texts or num_chars >= _MAX_BLOCK_CHARS:
                 yield Block(bank_dir, tower, tuple(texts), num_blocks)
                 texts, num_chars, num_blocks = [], 0, num_blocks + 1
     if texts:

@@ -1,19 +1,20 @@
 """The column `text`: its commands and its `ColumnSpec`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.core.column import ColumnSpec, changed_flags
 from clipmill.prep.core.make import make_column, plan_column
 from clipmill.prep.core.request import EXECUTION, Data, Json, ModelRequest, Request
-from clipmill.prep.text.recipe import TEXT, TextRecipe, text_recipe_from_dict
+from clipmill.prep.text.recipe import T5, TEXT, TextRecipe, text_recipe_from_dict
 
 Settings = Annotated[TextRecipe, Parameter(name="*")]
+NO_ENCODER = TextRecipe()  # the command asks for one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class TextRequest(ModelRequest):
     batch: Annotated[
         int | None,
         EXECUTION,
-        Parameter(help="Batch size of the text encoder, 1 or more. Default: 32 on a CPU, 256 on a GPU."),
+        Parameter(help="Batch size of the text encoder, 1 or more. Default: 32; 256 for --clip on a GPU."),
     ] = None
 
     def check(self) -> None:
@@ -33,13 +34,14 @@ class TextRequest(ModelRequest):
 
 
 def text(
-    recipe: Settings,
+    recipe: Settings = NO_ENCODER,
     request: Annotated[TextRequest, Parameter(name="*")] = TextRequest(),
 ) -> None:
-    """Encode each unique caption of the manifest once with an open_clip text encoder.
+    """Encode each unique caption of the manifest once: with a CLIP text tower of open_clip, or with a T5.
 
-    Each run encodes only new captions. Only the manifest is needed, no chunks. Another text encoder creates another
-    variant, and the existing one is kept.
+    --clip stores an embedding per text, --encoder t5:NAME a sequence of one vector per token, without padding. Each
+    run encodes only new captions. Only the manifest is needed, no chunks. Another text encoder creates another variant,
+    and the existing one is kept.
 
     Example:
 
@@ -48,7 +50,7 @@ def text(
     make_column(COLUMN, recipe, request)
 
 
-def plan_text(recipe: Settings, *, data: Data = Path("data"), json: Json = False) -> None:
+def plan_text(recipe: Settings = NO_ENCODER, *, data: Data = Path("data"), json: Json = False) -> None:
     """Print what `prep text` would do with the same settings, and why (dry run).
 
     Example:
@@ -59,14 +61,29 @@ def plan_text(recipe: Settings, *, data: Data = Path("data"), json: Json = False
 
 
 def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> None:
+    given = _given(stored)
+    if weights is not None:
+        is_clip = given.clip is not None
+        given = replace(given, **{"clip": f"{given.model}:{weights}"} if is_clip else {"encoder": f"{T5}{weights}"})
+    make_column(COLUMN, given, replace(request, only_variant=text_recipe_from_dict(stored).variant))
+
+
+def _given(stored: Mapping[str, Any]) -> TextRecipe:
+    """Return the settings that make a variant again."""
     recipe = text_recipe_from_dict(stored)
-    clip = recipe.clip if weights is None else f"{recipe.clip.partition(':')[0]}:{weights}"
-    make_column(COLUMN, TextRecipe(clip=clip, where=recipe.where), replace(request, only_variant=recipe.variant))
+    if recipe.max_tokens is None:
+        return TextRecipe(clip=recipe.encoder, where=recipe.where)
+    return TextRecipe(
+        encoder=recipe.encoder,
+        max_tokens=recipe.max_tokens,
+        precision="bfloat16" if recipe.precision == "bfloat16" else "float32",
+        where=recipe.where,
+    )
 
 
 def _flags(stored: Mapping[str, Any]) -> list[str]:
-    recipe = text_recipe_from_dict(stored)
-    return ["--clip", recipe.clip, *(() if recipe.where is None else ("--where", recipe.where))]
+    values = asdict(_given(stored))
+    return changed_flags(values, {field.name: field.default for field in fields(TextRecipe)})
 
 
 COLUMN = ColumnSpec(

@@ -103,7 +103,7 @@ def make_text_plan(
         _wanted_shards(np.asarray(layout["shard_id"])[rows], planned, fingerprint=fingerprint),
         stored,
         what_changed="its videos or their captions",
-        orphaned_because="its videos are no longer in the manifest, or not selected",
+        orphaned_because="the videos are no longer in the manifest, or not selected",
         retry_codes=retry_codes,
     )
     return TextPlan(

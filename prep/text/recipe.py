@@ -1,4 +1,7 @@
-"""The recipe of the `text` column: the text tower that encodes the captions.
+"""The recipe of the `text` column: the model that encodes the captions.
+
+A CLIP text tower makes one embedding of a text, of unit length. The encoder of a T5 makes a sequence: one vector for
+each token, stored without padding.
 
 `TextRecipe` holds what the user gave; `ResolvedTextRecipe` adds the hash of the weights and the embedding width. The
 resolved recipe is fingerprinted and stored beside the shards. It does not include the folder of a weights file: moving
@@ -11,7 +14,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
@@ -28,42 +31,80 @@ TEXT = "text"
 MEMBER = "text.npy"
 BANK_FOLDER = "bank"  # folder in a variant for embeddings that are not in their shard yet
 BLOCK_FILE = re.compile(r"[0-9a-f]{32}\.arrow")
-TEXT_RECIPE_SCHEMA = 1  # incremented when the same settings begin to produce different bytes
-TINY = "tiny"
+TEXT_RECIPE_SCHEMA = 2  # incremented when the same settings begin to produce different bytes
+TINY, T5 = "tiny", "t5:"
+MODEL = Parameter(group=Group("Model", sort_key=1))
 DTYPE = "float16"
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 _MAX_SLUG_CHARS = 80
+_MAX_TOKENS = 4096
+_ONE_OF_BOTH = "give --clip MODEL:TAG for embeddings, or --encoder t5:NAME for sequences"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextRecipe:
     """Settings of `prep text` that affect the embeddings."""
 
-    clip: Annotated[str, Parameter(group=Group("Model", sort_key=1))]
-    """Text encoder: an open_clip model and the tag or file of its weights, as MODEL:TAG or MODEL:FILE; or tiny (small,
-    random weights, for trials)."""
+    clip: Annotated[str | None, MODEL] = None
+    """CLIP text tower: an open_clip model and the tag or file of its weights, as MODEL:TAG or MODEL:FILE; or tiny
+    (small, random weights, for trials)."""
 
-    where: Annotated[str | None, Parameter(group=Group("Model", sort_key=1))] = None
+    encoder: Annotated[str | None, MODEL] = None
+    """Encoder of sequences in place of --clip: t5: and the folder or Hugging Face name of a T5 or umT5, such as
+    t5:google/umt5-xxl."""
+
+    max_tokens: Annotated[int, MODEL] = 512
+    """Length of a sequence of --encoder, 2 to 4096; longer texts are truncated."""
+
+    precision: Annotated[Literal["float32", "bfloat16"], MODEL] = "float32"
+    """Precision of the computation of --encoder."""
+
+    where: Annotated[str | None, MODEL] = None
     """Condition that selects the captions to encode, such as 'words > 3 and source == "human"'. It is not part of the
     variant: another condition encodes what is missing, and drops what it does not select. Default: all captions."""
 
     def __post_init__(self) -> None:
-        if self.clip != TINY and not all(self.clip.partition(":")[::2]):
+        if self.clip is not None and self.encoder is not None:
+            raise UserError("--clip and --encoder are both given", hint=_ONE_OF_BOTH)
+        if self.encoder is not None and not self.encoder.removeprefix(T5):
+            raise UserError(f'--encoder "{self.encoder}" does not name a model', hint="give t5:NAME or t5:FOLDER")
+        if self.encoder is not None and not self.encoder.startswith(T5):
+            raise UserError(
+                f'--encoder "{self.encoder}" is not the encoder of a T5', hint="give t5:NAME, or a CLIP with --clip"
+            )
+        if not 2 <= self.max_tokens <= _MAX_TOKENS:
+            raise UserError(f"--max-tokens {self.max_tokens} is out of range", hint=f"give 2 to {_MAX_TOKENS}")
+        if self.clip is not None and self.clip != TINY and not all(self.clip.partition(":")[::2]):
             raise UserError(
                 f'--clip "{self.clip}" does not name a text encoder',
                 hint="give MODEL:TAG or MODEL:FILE, for example ViT-B-32:laion2b_s34b_b79k, or tiny",
             )
         check_where(self.where)
 
+    def require_encoder(self) -> None:
+        """Raise UserError if no encoder is given."""
+        if self.clip is None and self.encoder is None:
+            raise UserError("no text encoder is given", hint=_ONE_OF_BOTH)
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags that name the encoder."""
+        return ["--clip", self.clip] if self.clip is not None else ["--encoder", str(self.encoder)]
+
     @property
     def model(self) -> str:
         """Name of the model in open_clip's list of configurations."""
-        return self.clip.partition(":")[0].replace("/", "-")
+        return str(self.clip).partition(":")[0].replace("/", "-")
 
     @property
     def weights(self) -> str:
         """Tag or file of the weights; empty for tiny."""
-        return self.clip.partition(":")[2]
+        return str(self.clip).partition(":")[2]
+
+    @property
+    def t5(self) -> str:
+        """Folder or name of a T5."""
+        return str(self.encoder).removeprefix(T5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +112,21 @@ class ResolvedTextRecipe:
     """A recipe whose weights have been found.
 
     Attributes:
-        clip: tiny, MODEL:TAG, or MODEL: followed by the file name.
-        clip_sha256: hash of the weights file; for tiny, of the version of the code that makes it.
+        encoder: tiny, MODEL:TAG, or MODEL: followed by the file name; or t5: followed by the name.
+        encoder_sha256: hash of the weights file; for tiny, of the version of the code that makes it; of a T5 also of
+            its configuration and tokenizer.
         width: embedding dimension.
         where: condition that selects captions; not part of the recipe, as embeddings do not depend on it.
+        max_tokens, precision: of sequences; None for embeddings.
     """
 
-    clip: str
-    clip_sha256: str
+    encoder: str
+    encoder_sha256: str
     width: int
     dtype: str = DTYPE
     where: str | None = None
+    max_tokens: int | None = None
+    precision: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -91,14 +136,13 @@ class ResolvedTextRecipe:
     @property
     def variant(self) -> str:
         """Folder name of the recipe's variant: a readable part and the first 8 digits of the fingerprint."""
-        readable = _UNSAFE.sub("-", self.clip).strip("-")[:_MAX_SLUG_CHARS]
+        readable = _UNSAFE.sub("-", self.encoder).strip("-")[:_MAX_SLUG_CHARS]
         return f"{readable}-{self.fingerprint[:8]}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the recipe as JSON values."""
         values = {"schema": TEXT_RECIPE_SCHEMA, "column": TEXT, **asdict(self)}
-        del values[WHERE]
-        return values
+        return {name: value for name, value in values.items() if name != WHERE and value is not None}
 
 
 def text_recipe_from_dict(stored: Mapping[str, Any]) -> ResolvedTextRecipe:
@@ -113,8 +157,8 @@ def text_recipe_from_dict(stored: Mapping[str, Any]) -> ResolvedTextRecipe:
             f"but this version supports schema {TEXT_RECIPE_SCHEMA} of 'text'",
             hint="run `prep text` with the desired text encoder to create a new variant",
         )
-    names = (field.name for field in fields(ResolvedTextRecipe) if field.name != WHERE)
-    return ResolvedTextRecipe(**{name: stored[name] for name in names}, where=stored.get(WHERE))
+    values: dict[str, Any] = {field.name: stored.get(field.name) for field in fields(ResolvedTextRecipe)}
+    return ResolvedTextRecipe(**values)
 
 
 def file_sha256(path: Path) -> str:

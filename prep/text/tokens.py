@@ -7,10 +7,41 @@ no tower reads, and long words are merged with a heap. The resulting tokens are 
 
 import heapq
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+
 _LONG_WORD_CHARS = 64  # for shorter words the tokenizer's own merge is as fast, and it caches words
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What an encoder made of some texts.
+
+    Attributes:
+        rows: float16 [sum of lengths, width], those of one text after another; may include non-finite rows. Embeddings
+            are normalised to unit length.
+        lengths: int64 [texts], number of rows of each text: 1 for an embedding, the number of tokens for a sequence.
+        num_cut: number of texts truncated to the encoder's context length.
+    """
+
+    rows: np.ndarray
+    lengths: np.ndarray
+    num_cut: int
+
+    @property
+    def is_finite(self) -> np.ndarray:
+        """Which texts have finite rows alone, bool [texts]."""
+        return texts_with_all(np.isfinite(self.rows).all(axis=1), self.lengths)
+
+
+def texts_with_all(is_sound: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return which texts have sound rows alone, bool [texts], from `is_sound` [sum of lengths]."""
+    num_bad = np.concatenate([[0], np.cumsum(~is_sound)])
+    ends = np.cumsum(lengths)
+    return num_bad[ends] == num_bad[ends - lengths]
 
 
 class Tokens(NamedTuple):

@@ -9,7 +9,6 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,28 +18,13 @@ import numpy as np
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.hub import hub_if_reachable
 from clipmill.prep.text.recipe import SAFETENSORS, TINY, ResolvedTextRecipe, TextRecipe, file_sha256, safetensors_shapes
-from clipmill.prep.text.tokens import tokens_of
+from clipmill.prep.text.tokens import Encoded, tokens_of
 
 TINY_WIDTH = 256  # embedding dimension: a row takes 512 bytes
 _TINY_VERSION = "seeded text tower: width 64, 2 heads, 2 layers, embedding 256, RandomState(0), version 1"
 TINY_SHA256 = hashlib.sha256(_TINY_VERSION.encode()).hexdigest()
 _LENGTH_STEP = 8  # texts are padded to the next multiple of this number of tokens
 _INSTALL_HINT = "install clipmill[columns]"
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Embeddings of some texts.
-
-    Attributes:
-        rows: float16 [texts, width], normalised to unit length; may include non-finite rows.
-        is_finite: bool [texts].
-        num_cut: number of texts truncated to the tower's context length.
-    """
-
-    rows: np.ndarray
-    is_finite: np.ndarray
-    num_cut: int
 
 
 class Tower:
@@ -87,7 +71,7 @@ class Tower:
                     positions.append(part)
         order = np.argsort(np.concatenate(positions), kind="stable")
         embedded = np.concatenate(parts)[order]
-        return Encoded(embedded, np.isfinite(embedded).all(axis=1), num_cut)
+        return Encoded(embedded, np.ones(len(texts), np.int64), num_cut)
 
     def _embed(self, ids: Any, *, batch: int) -> np.ndarray:
         import torch
@@ -175,12 +159,12 @@ def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
         UserError: the model, tag or file does not exist, or the file belongs to another model.
     """
     if recipe.clip == TINY:
-        return ResolvedTextRecipe(clip=TINY, clip_sha256=TINY_SHA256, width=TINY_WIDTH, where=recipe.where)
+        return ResolvedTextRecipe(encoder=TINY, encoder_sha256=TINY_SHA256, width=TINY_WIDTH, where=recipe.where)
     path = weights_file(recipe)
     width = check_weights(recipe, path)
     return ResolvedTextRecipe(
-        clip=f"{recipe.model}:{recipe.weights if is_tag(recipe) else Path(recipe.weights).name}",
-        clip_sha256=file_sha256(path),
+        encoder=f"{recipe.model}:{recipe.weights if is_tag(recipe) else Path(recipe.weights).name}",
+        encoder_sha256=file_sha256(path),
         width=width,
         where=recipe.where,
     )

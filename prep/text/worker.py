@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +17,14 @@ from clipmill.prep.text.captions import CaptionReader
 from clipmill.prep.text.digests import digests_of
 from clipmill.prep.text.plan import TextPlan
 from clipmill.prep.text.recipe import MEMBER, TEXT
+from clipmill.prep.text.tokens import texts_with_all
 from clipmill.shards.commits import Commit, Failure, write_commit
 from clipmill.shards.format import TEXT_FIELDS
 from clipmill.shards.npy import npy_bytes
 from clipmill.shards.writer import Sample, ShardWriter
 
 EXTENSIONS = (MEMBER, "json")
+_MAX_TEXTS, _MAX_SEQUENCES = 1 << 16, 64  # read at a time: embeddings of a kilobyte, sequences of megabytes
 
 
 @dataclass(frozen=True)
@@ -58,34 +60,33 @@ class ShardMaker:
 
     def _make(self, task: TextShardTask) -> ShardResult:
         videos = self._videos(task)
-        embedded, has = self.bank.rows(np.concatenate([video.digests for video in videos]))
-        is_sound = has & np.isfinite(embedded).all(axis=1)
-        ends = np.cumsum([len(video.digests) for video in videos])
         content = hashlib.sha256(task.plan_fingerprint.encode())
         failures: list[Failure] = []
         files = None
         folder = self.plan.variant_dir
         writer = ShardWriter(folder, shard_id=task.shard_id, extensions=EXTENSIONS, fields=TEXT_FIELDS)
         with Heartbeat(folder, task.shard_id, num_chunks=len(videos)) as beat, writer:
-            for video, end in zip(videos, ends.tolist(), strict=True):
-                rows = slice(end - len(video.digests), end)
+            for video, embedded, lengths in self._encoded(videos):
                 if not len(video.digests) and self.plan.where is not None:
                     continue  # none of its captions is selected
                 if not len(video.digests):
                     message = f"the caption table has no captions of video {video.video_id}"
                     return stopped(task, FailureCode.IO_ERROR, message)
-                if not is_sound[rows].all():
-                    lost = [video.digest(row) for row in np.flatnonzero(~has[rows]).tolist()]
+                is_sound = (lengths > 0) & texts_with_all(np.isfinite(embedded).all(axis=1), lengths)
+                if not is_sound.all():
+                    lost = [video.digest(row) for row in np.flatnonzero(lengths == 0).tolist()]
                     if not self.not_finite.issuperset(lost):
                         lost_error = (FailureCode.IO_ERROR, "embeddings are missing from the bank")
                         return stopped(task, *(self.error or lost_error))
-                    unsound = np.flatnonzero(~is_sound[rows])
+                    unsound = np.flatnonzero(~is_sound)
                     text = video.texts[int(unsound[0])]
                     message = f"non-finite embeddings of {counted(len(unsound), 'text')}, for example {text[:80]!r}"
                     failures.append(Failure(video.video_id, None, str(FailureCode.NOT_FINITE), message))
                     content.update(f" {video.video_id} failed".encode())
                     continue
-                writer.add(video.sample(embedded[rows], split=task.split))
+                is_sequence = self.plan.recipe.max_tokens is not None
+                row_tokens = lengths.tolist() if is_sequence else []
+                writer.add(video.sample(embedded, split=task.split, row_tokens=row_tokens))
                 beat.show(writer.num_samples)
             num_samples = writer.num_samples
             if num_samples:
@@ -98,6 +99,16 @@ class ShardMaker:
             num_bytes=files.tar_bytes if files else 0,
             failures=commit.failures,
         )
+
+    def _encoded(self, videos: list["_VideoTexts"]) -> Iterator[tuple["_VideoTexts", np.ndarray, np.ndarray]]:
+        """Yield each video with the rows of its texts and their lengths, read for many videos at a time."""
+        for group in _groups(videos, max_texts=_MAX_TEXTS if self.plan.recipe.max_tokens is None else _MAX_SEQUENCES):
+            embedded, lengths = self.bank.rows(np.concatenate([video.digests for video in group]))
+            text_ends = np.cumsum([len(video.digests) for video in group])
+            row_ends = np.concatenate([[0], np.cumsum(lengths)])
+            for video, end in zip(group, text_ends.tolist(), strict=True):
+                begin = end - len(video.digests)
+                yield video, embedded[row_ends[begin] : row_ends[end]], lengths[begin:end]
 
     def _videos(self, task: TextShardTask) -> "list[_VideoTexts]":
         pieces = list(self.reader.pieces(task.video_ids, row_groups=self.row_groups.get(task.shard_id, ())))
@@ -135,14 +146,15 @@ class _VideoTexts:
         """Return the digest of the text in a row."""
         return self.digests[row : row + 1].tobytes()
 
-    def sample(self, embedded: np.ndarray, *, split: str) -> Sample:
-        """Return the sample for the tar; `embedded` is float16 [texts, width]."""
+    def sample(self, embedded: np.ndarray, *, split: str, row_tokens: list[int]) -> Sample:
+        """Return the sample for the tar; `embedded` is float16 [texts or tokens, width]."""
         description = {
             "video_id": self.video_id,
             "split": split,
             "texts": self.texts,
             "caption_id": self.caption_ids,
             "caption_row": self.caption_rows,
+            **({"row_tokens": row_tokens} if row_tokens else {}),
         }
         return Sample(
             key=self.video_id,
@@ -151,8 +163,23 @@ class _VideoTexts:
                 "video_id": self.video_id,
                 "num_rows": len(self.texts),
                 "width": embedded.shape[1],
+                "row_tokens": row_tokens,
                 "text_digest": [self.digest(row) for row in range(len(self.texts))],
                 "caption_id": self.caption_ids,
                 "caption_row": self.caption_rows,
             },
         )
+
+
+def _groups(videos: list[_VideoTexts], *, max_texts: int) -> Iterator[list[_VideoTexts]]:
+    """Yield the videos in order, as many at a time as have `max_texts` texts, and one at least."""
+    group: list[_VideoTexts] = []
+    num_texts = 0
+    for video in videos:
+        if group and num_texts + len(video.texts) > max_texts:
+            yield group
+            group, num_texts = [], 0
+        group.append(video)
+        num_texts += len(video.texts)
+    if group:
+        yield group

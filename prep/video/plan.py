@@ -262,7 +262,7 @@ class Plan:
             wanted(),
             stored,
             what_changed="its videos, their files or their captions",
-            orphaned_because="its videos are no longer in the manifest",
+            orphaned_because="the videos are no longer in the manifest",
             retry_codes=retry_codes,
             unreadable=unreadable,
             held=HeldShards(self._held_shards(), _HELD if self.shots is None else _HELD_SHOTS),

@@ -44,10 +44,10 @@ from clipmill.shards.reader import Variant
 _SHORT_TAIL_S = 1  # too short for most clips
 # Why shards that videos enter or leave are made or removed, by whether all of their videos do.
 _MOVED = {
-    (ShardState.NEW, True): "the split of their videos has changed",
+    (ShardState.NEW, True): "the split of the videos has changed",
     (ShardState.NEW, False): "new videos, videos that have become longer, or videos whose split has changed",
-    (ShardState.ORPHANED, True): "the split of its videos has changed",
-    (ShardState.ORPHANED, False): "its videos are no longer in the manifest, or their split has changed",
+    (ShardState.ORPHANED, True): "the split of the videos has changed",
+    (ShardState.ORPHANED, False): "the videos are no longer in the manifest, or their split has changed",
 }
 # States of shards whose files are not overwritten: `prep gc` removes them.
 _REPLACED = (ShardState.CHANGED, ShardState.RETRY, ShardState.ORPHANED)

@@ -53,7 +53,7 @@ def make_text(data_dir: Path, *, device: Device) -> None:
     with writing(data_dir, column=TEXT):
         recipe = TextRecipe(clip="tiny")
         resolved = resolve_text(recipe)
-        use = TowerUse(recipe.clip, resolved.clip_sha256, batch=32, device=device)
+        use = TowerUse(recipe, resolved.encoder_sha256, batch=32, device=device)
         summary = run_text(make_text_plan(data_dir, resolved), use, Here())
     assert not summary.failures and summary.gave_up is None
 

@@ -275,7 +275,7 @@ def test_a_damaged_manifest_is_not_built_upon(data: Path, tmp_path: Path) -> Non
         write_further_captions(data, found.reading.captions, found.reading.rejected, records=found.records)
     with pytest.raises(UserError, match="caption IDs would change") as caught:
         write(data, reading_of(tmp_path, ["v", "w"], OWN))
-    assert "prep manifest captions` for the further sources (narrator@aaaaaaaa)" in str(caught.value.hint)
+    assert "prep manifest captions` for the added sources (narrator@aaaaaaaa)" in str(caught.value.hint)
 
 
 def test_a_write_that_is_killed_anywhere_leaves_the_old_manifest_or_the_new_one(data: Path, tmp_path: Path) -> None:

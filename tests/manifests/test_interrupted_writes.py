@@ -30,7 +30,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def readings(tmp_path: Path) -> list[Reading]:
-    """Two states of a data set: the second has another caption in front, and one less."""
+    """Two states of a dataset: the second has another caption in front, and one less."""
     texts = [FIRST, ["zero", "one", "three"]]
     return [
         reading_of(tmp_path, ["v", "w"], [("v", 0.0, 1.0 + number, text) for number, text in enumerate(captions)])

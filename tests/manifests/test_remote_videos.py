@@ -155,7 +155,7 @@ def test_names_below_the_url_of_a_folder(tmp_path: Path, web: HttpFolder) -> Non
         read_folder(web.address)
     with pytest.raises(UserError, match="cannot be listed"):
         read_vatex(web.address, annotations=[table])
-    with pytest.raises(UserError, match="no videos are given"):
+    with pytest.raises(UserError, match="VIDEOS is required"):
         read_folder(None)
 
 

@@ -81,7 +81,7 @@ def test_a_table_of_any_shape_is_read_by_both_commands(make_videos: VideoMaker, 
     ("content", "message"),
     [
         ({"video": ["a"], "text": ["x", "y"]}, "video has 1 values, text has 2 values"),
-        ({"video": ["a"], "text": "x"}, "text is no list"),
+        ({"video": ["a"], "text": "x"}, "text is not a list"),
         ({"video": {"0": "a"}, "text": {"1": "x"}}, "the column text has other rows than the first"),
     ],
 )

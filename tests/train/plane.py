@@ -77,6 +77,10 @@ class LoadedPoints:
             ),
         )
 
+    @property
+    def visits_per_epoch(self) -> float | None:
+        return self.num_samples
+
     def describe(self) -> str:
         return self._points.describe()
 

@@ -214,7 +214,7 @@ def test_a_step_that_was_changed_does_not_pass(tmp_path: Path) -> None:
     write(tmp_path, 3)
     path = tmp_path / "step_000003" / "checkpoint.json"
     path.write_text(path.read_text().replace('"step": 3', '"step": 7'))
-    with pytest.raises(UserError, match=r"the checksum of checkpoint\.json does not fit"):
+    with pytest.raises(UserError, match=r"the checksum of checkpoint\.json does not match"):
         read_metadata(path.parent)
 
 

@@ -150,6 +150,7 @@ for words in (
     "embed nowhere --out embedded",
     "embed . --shards nowhere --out embedded",
     "export nowhere --format hf --out exported",
+    "export . --format nowhere --out exported",
     "dual-encoder --shards nowhere",
     "dual-encoder --shards . --init.weights nowhere",
     "bench mae --shards nowhere",

@@ -152,7 +152,7 @@ def test_more_processes_have_a_speed_up(tmp_path: Path) -> None:
     ]
     write_overview(runs, tmp_path / "index.html")
     page = (tmp_path / "index.html").read_text()
-    for words in ("1.00 x, 1 for 1 processes", "7.00 x, 8 for 1 processes", "3.90 x, 4 for 1 processes"):
+    for words in ("1.00 x (1 process against 1)", "7.00 x (8 processes against 1)", "3.90 x (4 processes against 1)"):
         assert f"<td>{words}</td>" in page
     write_overview(runs[:1] * 2, tmp_path / "index.html")
     assert "speed-up" not in (tmp_path / "index.html").read_text()

@@ -1,4 +1,4 @@
-"""Every published preset trains two steps on files in the form in which its data set is published, at tiny size."""
+"""Every published preset trains two steps on files in the form in which its dataset is published, at tiny size."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ EPIC_ROWS = (
     "{id}_2,P01,{id},00:00:02.349,00:00:01.98,00:00:03.49,118,209,put plate into rack.,put-into,5,plate,2,"
     "\"['plate', 'rack']\",\"[2, 110]\"\n"
 )
-# Preset: its command, the data set, flags that make it small.
+# Preset: its command, the dataset, flags that make it small.
 PRESETS: dict[str, tuple[str, str, tuple[object, ...]]] = {
     "b16-ego4d": ("dual-encoder", "ego4d", SMALL),
     "b16-ego4d-llm": ("dual-encoder", "ego4d", SMALL),
@@ -55,7 +55,7 @@ Make = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def data_of(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """The data folder of a data set, made when it is first asked for."""
+    """The data folder of a dataset, made when it is first asked for."""
     made: dict[str, Path] = {}
 
     def make(name: str) -> Path:

@@ -55,6 +55,18 @@ def own_videos(folder: Path, videos: list[Video]) -> None:
         csv.writer(file).writerows([("video", "begin_s", "end_s", "text", "split"), *rows])
 
 
+def own_videos_and_models(folder: Path, videos: list[Video]) -> None:
+    """Write what `own_videos` does, and `models/` with a small random VAE of Wan and a small random umT5."""
+    from tests.prep.latents.video_vaes import saved
+    from tests.prep.text.t5_models import saved_t5
+
+    own_videos(folder, videos)
+    saved("AutoencoderKLWan", folder / "models" / "wan")
+    saved_t5(folder / "models" / "umt5")
+    for path in (folder / "models").rglob("*.safetensors"):
+        path.chmod(0o644)  # safetensors does not follow the umask
+
+
 def uncaptioned(folder: Path, videos: list[Video]) -> None:
     """Write `videos/` without captions; those in its folder `val` are held out."""
     for video in videos:
@@ -118,6 +130,7 @@ def ek100(folder: Path, videos: list[Video]) -> None:
 
 DATA: dict[str, Callable[[Path, list[Video]], None]] = {
     "own_videos": own_videos,
+    "own_videos_and_models": own_videos_and_models,
     "uncaptioned": uncaptioned,
     "actions": actions,
     "vatex": vatex,

@@ -159,7 +159,7 @@ def to_model_input(
         ValueError: the frames are not of `size_px`.
     """
     if size_px % 2 or video.shape[-1] != size_px * size_px * 3 // 2:
-        raise ValueError(f"pictures of {video.shape[-1]} bytes are no 4:2:0 planes of {size_px} x {size_px}")
+        raise ValueError(f"pictures of {video.shape[-1]} bytes are not 4:2:0 planes of {size_px} x {size_px}")
     device = video.device
     has_contrast = draw is not None and bool((draw.contrast != 1).any())
     flip = sent(draw.flip, device) if draw is not None and draw.flip.any() else None

@@ -55,7 +55,7 @@ def open_to_measure(spec: TaskSpec, settings: ClipSettings, *, world: World, dev
     products = open_precision(settings.precision, device_type=device.type).products
     attention, _ = choose_attention(settings, device=device, products=products, world=world)
     world.first(lambda: fetch_tag(settings.init, say=say))
-    source = open_weights(settings.init)
+    source = open_weights(settings.init, settings.towers)
     settings = spec.effective(settings, source, say=_quiet)
     task = spec.open(settings, attention=attention, device=device)
     with Activity(f"opening {', '.join(settings.folders)}"):

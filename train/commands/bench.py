@@ -23,6 +23,24 @@ from clipmill.train.losses.settings import Exchange
 from clipmill.train.registry import DEFAULT, task_named, tasks
 from clipmill.train.spec import TaskSpec
 
+_MANY = Parameter(negative="", consume_multiple=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Several:
+    """Flags about several processes."""
+
+    strategies: Annotated[list[Strategy] | None, groups.PARALLEL, _MANY] = None
+    """Strategies to break down, one after another (several processes). Default: --parallel.strategy."""
+    exchanges: Annotated[list[Exchange] | None, groups.PARALLEL, _MANY] = None
+    """Exchanges of a contrastive loss to break down, one after another (several processes): scalars (FastCLIP, as in
+    training), features (OpenCLIP, the baseline of its tables)."""
+    page: Annotated[Path | None, groups.WHERE] = None
+    """File for the breakdown as an HTML page with a figure (several processes)."""
+
+
+_ONE = Several()
+
 
 def bench_command(name: str) -> Callable[..., None]:
     """The command that measures a task, as cyclopts reads it."""
@@ -36,24 +54,17 @@ def bench_command(name: str) -> Callable[..., None]:
         preset: Annotated[str | None, groups.WHERE, FIRST_RUN] = None,
         config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
         seconds: Annotated[float, groups.WHERE, FIRST_RUN] = 3.0,
-        strategies: Annotated[
-            list[Strategy] | None, groups.PARALLEL, Parameter(negative="", consume_multiple=True)
-        ] = None,
-        exchanges: Annotated[
-            list[Exchange] | None, groups.PARALLEL, Parameter(negative="", consume_multiple=True)
-        ] = None,
-        page: Annotated[Path | None, groups.WHERE] = None,
+        several: Annotated[Several, Parameter(name="*")] = _ONE,
         as_json: Annotated[bool, groups.WHERE, FIRST_RUN, Parameter(name="--json", negative="")] = False,
         provenance: Annotated[Provenance | None, Parameter(parse=False)] = None,
     ) -> None:
-        if page is not None and not page.parent.is_dir():
+        if (page := several.page) is not None and not page.parent.is_dir():
             raise UserError(
                 f"--page is {page}, and there is no folder {page.parent}", hint="name a file in an existing one"
             )
         if provenance is not None and os.environ.get("RANK", "0") == "0":
             for remark in provenance.remarks:
                 print(remark, file=sys.stderr)
-        several = Several(strategies=strategies, exchanges=exchanges, page=page)
         _measure(spec, settings, seconds=seconds, several=several, as_json=as_json)
 
     which = f" of train {name}" if name != DEFAULT else f", by default of train {DEFAULT}"
@@ -65,22 +76,9 @@ def bench_command(name: str) -> Callable[..., None]:
         preset="Named settings, listed below. Flags and --config files override them.",
         config="YAML file of settings. Keys are spelled as the flags; later files override earlier ones.",
         seconds="Time to measure each stage for, in seconds.",
-        strategies="Strategies to break down, one after another (several processes). Default: --parallel.strategy.",
-        exchanges="Exchanges of a contrastive loss to break down, one after another: scalars (FastCLIP, as in "
-        "training), features (OpenCLIP, the baseline of its tables).",
-        page="File for the breakdown as an HTML page with a figure (several processes).",
         as_json="Print one JSON object.",
     )
     return command
-
-
-@dataclass(frozen=True, kw_only=True)
-class Several:
-    """Flags about several processes."""
-
-    strategies: list[Strategy] | None
-    exchanges: list[Exchange] | None
-    page: Path | None
 
 
 def _measure(

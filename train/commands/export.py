@@ -1,6 +1,7 @@
 """`train export`: weights as a folder that other libraries open, and `--init.weights` and `train eval` too."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,6 +32,7 @@ def export(
     )
 
 
+_PACKAGES = {"onnx": ("onnx", "onnxscript")}  # of extras with the name of the format
 _FORMATS = [(task.name, form, opens) for task in tasks() for form, opens in task.formats.items()]
 export.__doc__ = docstring(
     "Export the weights of a run, or convert other weights, as a folder for other libraries.\n\n"
@@ -60,6 +62,9 @@ def export_run(
         UserError: there is no checkpoint, its weights are not finite, `out` exists already, or the format cannot hold
             such a model.
     """
+    _require_format(form)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists already", hint="use another --out")
     require_named_weights(weights, takes_tags=take_tags(tasks_where()))
     with Activity("importing torch"):
         from clipmill.train.evaluation.opening import open_weights_as
@@ -75,8 +80,6 @@ def export_run(
     if is_run(run.path):
         path = run.require_checkpoint() if checkpoint is None else _checkpoint_of(run, checkpoint)
         run.require_facts()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists already", hint="use another --out")
     use = Use(overrides=overrides, is_without_data=bool(overrides.given()), checkpoint=path)
     opened = open_weights_as(tasks_where(), weights, use, say=say)
     spec, task = opened.spec, opened.spec.name
@@ -87,8 +90,6 @@ def export_run(
             f"{whose} of train {task}, which no format has a place for",
             hint=f"name a run or other weights of train {', '.join(known)}",
         )
-    if form not in {known for _, known, _ in _FORMATS}:
-        raise UserError(f"there is no format {form} (--format)", hint=f"train {task} has {', '.join(spec.formats)}")
     if frame_embedding != "mean" and not spec.has_frame_embedding:
         raise UserError(
             f"--frame-embedding is about the pictures of a dual encoder, and {whose} of train {task}",
@@ -126,6 +127,15 @@ def export_run(
         say(remark)
     say(f"{path.name} of {weights} as {form} in {out}" if path is not None else f"{weights} as {form} in {out}")
     say(f"open it with: {spec.formats[form].replace('OUT', str(out))}")
+
+
+def _require_format(form: str) -> None:
+    """Raise UserError for a name that is no format, and if packages that the format needs are missing."""
+    known = dict.fromkeys(form for _, form, _ in _FORMATS)
+    if form not in known:
+        raise UserError(f"there is no format {form} (--format)", hint=f"formats: {', '.join(known)}")
+    if missing := [name for name in _PACKAGES.get(form, ()) if find_spec(name) is None]:
+        raise UserError(f"--format {form} needs {' and '.join(missing)}", hint=f"pip install 'clipmill[{form}]'")
 
 
 def _checkpoint_of(run: RunFolder, path: Path) -> Path:

@@ -165,6 +165,7 @@ def _train(
     }
     if world.is_first:
         for name, content in task.files().items():
+            (run.path / name).parent.mkdir(exist_ok=True)
             publish_bytes(run.path / name, content)
         publish_json(run.facts, facts)
     train(task, samples, settings, run=run, world=world, device=device, progress=progress)
@@ -236,9 +237,9 @@ def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFol
     """The weights to start from, or those that the checkpoints of the resumed `run` leave out."""
     if run is None or settings.lora.rank:
         # One rank downloads; the others read the cache.
-        world.first(lambda: fetch_tag(settings.init, say=say))
+        world.first(lambda: fetch_tag(settings.init, settings.towers, say=say))
     if run is None:
-        return open_weights(settings.init)
+        return open_weights(settings.init, settings.towers)
     opened = open_base(run.require_checkpoint()) if settings.lora.rank else None
     return None if opened is None else opened[1]
 

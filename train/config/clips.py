@@ -69,6 +69,14 @@ class ClipSettings(TrainingSettings):
         """The towers that the model has."""
         return ("video",)
 
+    def trains_besides_towers(self) -> bool:
+        """Whether the model has trained parameters besides those of its towers."""
+        return self.has_head
+
+    def adapts_pretrained(self) -> bool:
+        """Whether the towers with adapters have pretrained weights."""
+        return self.init.weights is not None
+
     def rules(self) -> Iterator[UserError]:
         """Yields clips that tubelets do not divide, crops larger than the frame, and settings that train nothing."""
         yield from super().rules()
@@ -82,8 +90,8 @@ class ClipSettings(TrainingSettings):
             self.freeze,
             self.lora,
             towers=self.tower_names(),
-            has_head=self.has_head,
-            has_weights=self.init.weights is not None,
+            has_head=self.trains_besides_towers(),
+            has_weights=self.adapts_pretrained(),
         )
 
 
@@ -107,6 +115,8 @@ class LatentSettings(ClipSettings):
     def rules(self) -> Iterator[UserError]:
         """Yields patches of pixels for latents, which have their own."""
         yield from super().rules()
+        if self.reads_latents and self.towers.image is not None:
+            yield UserError(f"--towers.image is {self.towers.image}, which takes pixels", hint="use --input pixels")
         if self.reads_latents and self.towers.patch_px is not None:
             yield UserError(
                 f"--towers.patch-px is {self.towers.patch_px}, and latents have patches of their own",

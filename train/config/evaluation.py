@@ -15,6 +15,7 @@ EVERY = GoesWith("every", use="STEPS")
 
 # What stands before the first =, unless it is a part of a path.
 _NAME = re.compile(r"(?P<name>[^=/]*)=")
+_NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 _GOOD_NAME = re.compile(r"\w[\w.-]*")
 _DATA = re.compile(r"(?P<shards>.+?)(?:@(?P<split>[^/@:]+)(?::(?P<protocol>[\w-]+))?)?")
 _USE = "use [NAME=]DATA[@SPLIT]"
@@ -93,7 +94,9 @@ class EvaluationSettings(Checked):
                     hint="use a name of letters, digits, '.', '-' and '_' that begins with a letter or digit, or leave "
                     "out NAME=",
                 )
-            name = parts and (given["name"] if given else parts["shards"].rstrip("/").rpartition("/")[2])
+            folder = parts["shards"].rstrip("/").rpartition("/")[2] if parts else ""
+            # A pattern of tars has braces, which are not for names.
+            name = parts and (given["name"] if given else _NOT_IN_NAMES.sub("-", folder).strip("-"))
             if parts is None or not name:
                 raise UserError(f"{self.flag('shards')} has {text!r}, without a folder", hint=_USE)
             if name in found:

@@ -1,7 +1,8 @@
 """Settings of the towers, and of the weights that training starts from."""
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -12,7 +13,7 @@ from clipmill.train.config.towers import TOWERS
 
 ModelName = Literal["tiny", "s16", "b32", "b16", "l16", "l14", "l14-336"]
 Activation = Literal["gelu", "quick_gelu"]
-Kind = Literal["clip", "videomae", "timesformer"]
+Kind = Literal["clip", "videomae", "timesformer", "library"]
 FormatChoice = Literal[
     "auto", "open_clip", "openai", "hf", "avion", "lavila", "videomae", "hf_videomae", "hf_timesformer"
 ]
@@ -26,7 +27,14 @@ _KINDS = (
     "Default: that of --init.weights, else that of the task."
 )
 # What a tower of the kind videomae does not have, and the value that says so.
-_OF_CLIP_ALONE = {"embedding_width": None, "patch_dropout": 0.0}
+_OF_CLIP_ALONE = {"embedding_width": None, "patch_dropout": 0.0, "attention": None}
+# The kind of a tower that a library builds, and what libraries decide by the name of a tower.
+LIBRARY = "library"
+_REFERENCE = re.compile(r"(open_clip|timm|hf):\S.*")
+_OF_OUR_IMAGE = (
+    *("tubelet", "width", "depth", "heads", "patch_px", "video_norm_eps", "attention", "patch_dropout", "drop_path"),
+)
+_OF_OUR_TEXT = ("text_width", "text_depth", "text_heads")
 _WIDEST = 65_536
 SIZE = Range(1, _WIDEST)
 # Of values that are set, or read from the configuration of other weights.
@@ -43,6 +51,10 @@ class Towers(Checked):
     parts = {"kind": TOWERS}  # noqa: RUF012 - a ClassVar of the base
 
     kind: Annotated[str | None, Parameter(help=_KINDS)] = None
+    image: str | None = None
+    """Image tower of a library, applied to each frame: open_clip:NAME, timm:NAME or hf:FOLDER (docs/models.md)."""
+    pool_frames: Annotated[Literal["mean", "attention"], GoesWith("image")] = "mean"
+    """Embedding of a clip from those of its frames by --towers.image: their mean, or attention pooling."""
     tubelet: Annotated[int | None, Range(least=1)] = None
     """Frames per patch (tubelet). Default: 1 for clip and timesformer, 2 for videomae."""
     width: Annotated[int | None, SIZE, TOWER_SIZES] = None
@@ -57,6 +69,9 @@ class Towers(Checked):
     """Patch size in pixels. Default: that of --model."""
     temporal: Annotated[Literal["zero", "random"], GoesWith("kind", (None, "clip", "timesformer"), use="clip")] = "zero"
     """Initialisation of the temporal embedding: zero (AVION's code) or random (AVION's paper)."""
+    attention: Literal["joint", "divided"] | None = None
+    """Attention of a clip tower: over all patches of a clip, or divided over time and space (the TimeSformer of LaViLa
+    and Frozen in Time). Default: that of --init.weights, else joint."""
     embedding_width: Annotated[int | None, SIZE] = None
     """Width of the joint embedding space (AVION: 256). Default: that of --init.weights, else CLIP's."""
     activation: Activation | None = None
@@ -77,9 +92,37 @@ class Towers(Checked):
     """Recompute activations in the backward pass: less memory, one more forward pass."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yields settings that a videomae tower does not have."""
+        """Yields settings that the tower does not have."""
         if self.kind == "videomae":
             yield from of_clip_alone(self, hint="leave it out, or use --towers.kind clip")
+        if self.attention == "divided" and (self.patch_dropout or (self.tubelet or 1) > 1):
+            flag = self.flag("patch_dropout" if self.patch_dropout else "tubelet")
+            yield UserError(
+                f"--towers.attention is divided, which needs every patch of every frame, and {flag} is not for it",
+                hint=f"leave {flag} out, or use --towers.attention joint",
+            )
+        if self.image is None:
+            if self.kind == LIBRARY:
+                yield UserError(f"--towers.kind is {LIBRARY}", hint="name the tower instead, with --towers.image")
+            return
+        yield from self._of_library("image", self.image, unused=_OF_OUR_IMAGE)
+        if self.kind not in (None, LIBRARY):
+            yield UserError(
+                f"--towers.kind is {self.kind}, and --towers.image names a tower of a library", hint="leave out one"
+            )
+
+    def _of_library(self, name: str, reference: str, *, unused: tuple[str, ...]) -> Iterator[UserError]:
+        """Yields a name of another form, and settings that a library's tower decides by its name."""
+        flag = self.flag(name)
+        if _REFERENCE.fullmatch(reference) is None:
+            yield UserError(f"{flag} is {reference}", hint="use open_clip:NAME, timm:NAME or hf:FOLDER")
+        defaults = {one.name: one.default for one in fields(self)}
+        for other in unused:
+            if getattr(self, other) != defaults[other]:
+                yield UserError(
+                    f"{self.flag(other)} is {getattr(self, other)}, and {flag} {reference} has its own architecture",
+                    hint=f"leave out {self.flag(other)} or {flag}",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +135,21 @@ class DualEncoderTowers(Towers):
     """Number of blocks of the text tower. Default: that of --model."""
     text_heads: Annotated[int | None, SIZE, TOWER_SIZES] = None
     """Number of attention heads per block of the text tower. Default: heads as wide as those of --model."""
+    text: str | None = None
+    """Text tower of a library with its own tokenizer: open_clip:NAME or hf:FOLDER (docs/models.md)."""
+    text_pooling: Annotated[Literal["own", "mean", "first", "last"], GoesWith("text")] = "own"
+    """Embedding of a text from its tokens, of --towers.text hf: the model's own, their mean, the first or the last."""
+    context_length: Annotated[int | None, Range(4, 8192)] = None
+    """Number of tokens of a text. Default: that of the text tower or --init.weights (CLIP: 77). Longer ones stretch the
+    positional embeddings of a CLIP: 20 are kept, the others interpolated (Long-CLIP: 248)."""
+
+    def rules(self) -> Iterator[UserError]:
+        """Yields settings that the towers do not have."""
+        yield from super().rules()
+        if self.text is not None:
+            yield from self._of_library("text", self.text, unused=_OF_OUR_TEXT)
+            if self.text.startswith("timm:"):
+                yield UserError(f"--towers.text is {self.text}, and timm has image towers only", hint="use open_clip")
 
 
 def of_clip_alone(towers: Towers, *, hint: str) -> Iterator[UserError]:
@@ -104,7 +162,7 @@ def of_clip_alone(towers: Towers, *, hint: str) -> Iterator[UserError]:
 
 def kind_of(towers: Towers) -> str:
     """The kind of a video tower, once it is known what weights it starts from."""
-    return towers.kind or "clip"
+    return towers.kind or ("clip" if towers.image is None else LIBRARY)
 
 
 def tubelet_of(towers: Towers) -> int:
@@ -119,7 +177,9 @@ def patch_px_of(model: ModelName, towers: Towers) -> int:
 
 
 def check_picture(model: ModelName, towers: Towers, *, size_px: int) -> None:
-    """Raises a UserError if a model cannot take frames of `size_px`."""
+    """Raises a UserError if a model cannot take frames of `size_px`; a library's tower is asked when it is built."""
+    if towers.image is not None:
+        return
     patch_px, only_px = patch_px_of(model, towers), None if towers.patch_px else PICTURE_PX.get(model)
     if only_px is not None and size_px != only_px:
         plain = model.removesuffix(f"-{only_px}")

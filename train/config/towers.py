@@ -36,5 +36,7 @@ _ROWS = (
     TowerSpec(name="clip", build="clipmill.train.models.video_vit:clip_tower"),
     TowerSpec(name="videomae", build=None, tubelet=2),
     TowerSpec(name="timesformer", build=None),
+    # Towers of open_clip, timm and transformers, which --towers.image names.
+    TowerSpec(name="library", build="clipmill.train.models.library_towers:image_tower"),
 )
 TOWERS = Parts("tower", group="towers", kind=TowerSpec, own={row.name: row for row in _ROWS})

@@ -16,8 +16,9 @@ from clipmill.train.config.fields import FLAG
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# Command lines, whose flags stay flags; a flag, with what follows it: a verb, or a value.
-_FLAGS = re.compile(rf"\b(?:prep|train) [a-z][^;:,]*|({FLAG.pattern})(?:( (?=is\b|must\b))| (?=['\"/.\dA-Z]))?")
+# Command lines, whose flags stay flags; a flag, with what follows it: a verb, a value, or a name at the end.
+_FOLLOWS = r"( (?=is\b|must\b))| (?=['\"/.\dA-Z])| ([a-z]\w*$)"
+_FLAGS = re.compile(rf"\b(?:prep|train) [a-z][^;:,]*|({FLAG.pattern})(?:{_FOLLOWS})?")
 _ARGUMENTS = {"--shards": "data"}  # of other names than their flags
 
 
@@ -51,7 +52,7 @@ def _argument(found: re.Match[str], names: Collection[str]) -> str:
     if not written:
         return found[0]
     name = f"{first}.{rest}" if written[-1] == first and rest else written[-1]
-    return name + (found[2] or "=")
+    return f"{name}={found[3]!r}" if found[3] else name + (found[2] or "=")
 
 
 def require_whole_numbers(**arguments: object) -> None:

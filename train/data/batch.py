@@ -13,9 +13,12 @@
                                       [B, T, S, S, 3]; T counts the frames of all views, one view after another
     colour       uint8 [B]            colour matrix and range of YUV frames (clipmill.train.augment.colour)
     tokens       int64 [B, L]         token ids of the caption
-    latents      float16 or bfloat16 [B, T, C, h, w]  of a segment of the chunk, scaled as its recipe says
+    latents      float16 or bfloat16 [B, T, C, h, w]  of a segment of the chunk, scaled as its recipe says; of a VAE of
+                                      videos a view of [B, C, T, h, w], which `open_latents` returns
     num_frames   int64 [B]            valid frames among the T, if tails are zero-padded
-    text         float16 [B, D]       embedding of the caption, of unit length
+    text         float16 [B, D]       embedding of the caption, of unit length; or of stored sequences [B, L, D], the
+                                      vectors of its tokens, followed by zeros up to the longest of the batch
+    text_mask    bool [B, L]          which of them are tokens
     length       int64 [B]            number of tokens of the caption including the end token; of the longest of K.
                                       Computed by `to_device` and kept on the CPU, where it is needed
     caption      list of B strings    the caption as text, in sets that neither tokenize nor embed it
@@ -40,7 +43,7 @@ Input = Literal["pixels", "latents"]
 
 PICTURES = ("video", "colour", "latents")
 # What a model computes with; position, key and ids stay on the CPU, where they are needed.
-TENSORS = (*PICTURES, "tokens", "num_frames", "text", "relevancy", "label", "targets")
+TENSORS = (*PICTURES, "tokens", "num_frames", "text", "text_mask", "relevancy", "label", "targets")
 
 _SCALARS = {"clip_id": "int64", "caption_id": "int64", "label": "int64", "relevancy": "float32", "colour": "uint8"}
 NUM_BUFFERS = 2  # the second batch after it overwrites a batch
@@ -81,6 +84,8 @@ class Batch(TypedDict, total=False):
     latents: "torch.Tensor"
     num_frames: "torch.Tensor"
     text: "torch.Tensor"
+    text_mask: "torch.Tensor"
+    num_tokens: "torch.Tensor"
     length: "torch.Tensor"
     caption: list[str]
     begin_s: "torch.Tensor"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,9 +18,15 @@ from numpy.typing import NDArray
 from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.caption_spans import is_of_model, source_order
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
 from clipmill.train.config.data import parse_weights
 from clipmill.train.data.node_cache import index_type, scratch
 from clipmill.train.device.random import integers_below, uniform
+
+if TYPE_CHECKING:
+    from clipmill.train.models.text import Tokenize
+
+_MAX_TOKENIZED = 20_000
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,8 @@ class Sources:
     def describe(self, num_captions: NDArray[np.int64]) -> str:
         """Names with their weights and numbers of captions."""
         each = zip(self.names, self.weights.tolist(), num_captions.tolist(), strict=True)
-        return "sources " + ", ".join(f"{name} = {weight:g} ({number:,} captions)" for name, weight, number in each)
+        parts = (f"{name} = {weight:g} ({counted(number, 'caption')})" for name, weight, number in each)
+        return f"sources {', '.join(parts)}"
 
     def describe_excluded(self, num_captions: int) -> str:
         """What is said of the captions that are excluded; empty if there are none."""
@@ -255,11 +262,38 @@ class CaptionTexts:
         """Raise a UserError if these captions all have the same text."""
         require_different(self._texts, np.searchsorted(self._caption_id, caption_id), split=split)
 
+    def describe_cut(self, caption_id: NDArray[np.integer], tokenize: "Tokenize") -> str:
+        """How many of these captions a tokenizer cuts; see `describe_cut`."""
+        return describe_cut(self._texts, np.searchsorted(self._caption_id, np.unique(caption_id)), tokenize)
+
 
 def require_different(texts: pa.ChunkedArray, rows: NDArray[np.integer], *, split: str) -> None:
     """Raise a UserError if the texts at `rows` are all the same, so that there is nothing to tell apart."""
     if same_text(texts, np.unique(rows)) is not None:
         raise all_the_same(texts[int(rows[0])].as_py(), len(rows), split=split)
+
+
+def describe_cut(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "Tokenize") -> str:
+    """How many of the texts at `rows` fill the context of a tokenizer, which cuts what is longer; '' for none.
+
+    A token is a byte at least, and a word is a token at least, so that few texts have to be tokenized. Of very many,
+    evenly spaced ones are.
+    """
+    empty = tokenize("")
+    context, padding = len(empty), empty[-1]
+    num_bytes = pc.binary_length(texts).to_numpy()[rows]
+    uncertain = rows[num_bytes >= context - 2]
+    looked_at = uncertain[:: max(1, len(uncertain) // _MAX_TOKENIZED)]
+    if not len(looked_at):
+        return ""
+    found = 0
+    for row in looked_at.tolist():
+        text = str(texts[row].as_py())
+        found += len(text.split()) >= context - 2 or tokenize(text)[-1] != padding
+    if not found:
+        return ""
+    about = "" if len(looked_at) == len(uncertain) else "about "
+    return f"{about}{round(found / len(looked_at) * len(uncertain)):,} of {context} tokens or more, cut to {context}"
 
 
 def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -> str | None:
@@ -278,5 +312,5 @@ def all_the_same(text: str, num_captions: int, *, split: str) -> UserError:
     """The error for captions that are all the same text."""
     return UserError(
         f"all {num_captions:,} captions of split {split!r} are {text!r:.60}: there is nothing to tell apart",
-        hint="give prep manifest annotations with different captions",
+        hint="run prep manifest with annotations whose captions differ",
     )

@@ -82,7 +82,7 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Co
         raise UserError(
             f"captions of {' and '.join(sorted(set(splits)))} have {len(found)} different values of {label!r}: "
             "there is nothing to tell apart",
-            hint="use a data set with labels (see docs/classification.md), or another --label",
+            hint="use a dataset with labels (see docs/classification.md), or another --label",
         )
     are_numbers = all(name.removeprefix("-").isdecimal() for name in found)
     return ClassList(label, tuple(sorted(found, key=int) if are_numbers else sorted(found)))

@@ -38,7 +38,7 @@ Samples = TypeVar("Samples")
 
 
 def open_folder(settings: ClipSettings, *, reason: str, column: str | None = VIDEO) -> DataFolder:
-    """Open the data folder of a task that cannot read a stream of tars, for `reason`.
+    """Open the data folder of a task that cannot read tars, for `reason`.
 
     Args:
         column: see `open_data_folder`.
@@ -47,9 +47,7 @@ def open_folder(settings: ClipSettings, *, reason: str, column: str | None = VID
         UserError: the settings name tars, or the folder cannot be read.
     """
     if names_tars(settings.folder):
-        raise UserError(
-            f"{settings.folder} is a stream of tars, and {reason}", hint="name the data folder that prep made"
-        )
+        raise UserError(f"{settings.folder} names tars, and {reason}", hint="name the data folder that prep made")
     return open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=column)
 
 
@@ -229,6 +227,7 @@ def open_segments(
             tars=folder.tars,
         )
     )
+    latents.samples.require_embeddings()
     shape, length = latents.frame_shape, latents.samples.segments.num_frames
     if settings.num_frames > length:
         raise UserError(

@@ -197,7 +197,6 @@ def open_clips(
             return VideoCaptions(query, tokenize=None, captions=shown, has_stored_text=captions == "embedding")
 
         samples = open_mixed(open_one, settings)
-
     finish = FinishedClips(
         samples=samples,
         settings=settings,
@@ -239,7 +238,7 @@ def open_latents(
     Args:
         data: data folder that prep made, as a path or an address; or a list of them, a mixture, with latents of the
             same VAE.
-        segment: length of a segment, such as 5s: a whole number of frames.
+        segment: length of a segment, such as 5s: a whole number of frames. A VAE of videos: that of `prep latents`.
         max_segments: at most this many segments of each video, spread evenly over it; None for all.
         tails: what to do with a shorter rest of a chunk: "drop" it, or "pad" it with zeros.
         captions: "text", "embedding" (of `prep text`: `text` in place of `caption`), or None for segments alone.
@@ -301,6 +300,8 @@ def open_latents(
 
     def finish(found: dict[str, Any]) -> dict[str, Any]:
         key, clip_id, caption_id = found["key"], found["clip_id"], found.get("caption_id")
+        if samples.frame_shape.segment_frames:
+            found["latents"] = found["latents"].swapaxes(1, 2)  # as they are stored, without a copy
 
         def make() -> dict[str, Any]:
             made = {"key": key[:], **of_clips(clip_id, samples, device=device)}
@@ -314,13 +315,14 @@ def open_latents(
 
 
 def _require_plain(settings: DataSettings, *, where: str | None, has_one_caption: bool) -> None:
-    """Raise a UserError if tars are asked for what only data folders have."""
     for address in filter(names_tars, settings.folders):
         if where is not None:
             raise UserError(f"{address} names tars, without scores", hint="name the data folder that prep made")
         if not has_one_caption:
-            hint = "leave out captions=, sources= and min_relevancy=, or name a data folder that prep made"
-            raise UserError(f"{address} names tars: each clip has the one caption that its tar gives it", hint=hint)
+            raise UserError(
+                f"{address} names tars: each clip has the one caption that its tar gives it",
+                hint="leave out captions=, sources= and min_relevancy=, or name a data folder that prep made",
+            )
 
 
 def _ranks(rank: int | None, world: int | None) -> World | None:

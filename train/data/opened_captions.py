@@ -189,7 +189,7 @@ def no_captions(data_dir: Path, split: str) -> UserError:
     """The error for a split without captions."""
     return UserError(
         f"the manifest of {data_dir} has no captions of split {split!r}",
-        hint="give prep manifest annotations that have some",
+        hint="run prep manifest with annotations that have captions of this split",
     )
 
 

@@ -24,7 +24,7 @@ _BLOCK = 1 << 21  # captions at a time: for each block, the ids of all videos ar
 
 
 class ChunkRows(NamedTuple):
-    """The chunks of a split: IDs of its videos, and for each chunk its video there and its begin, int64 [chunks]."""
+    """The chunks of a split: IDs of its videos, and for each chunk its video there and its start, int64 [chunks]."""
 
     video_ids: pa.Array
     video_row: NDArray[np.integer]

@@ -33,6 +33,7 @@ class TextMembers:
         width: D.
         place, size_bytes, crc32: of the payload, header and array.
         video_row: of its video; -1 for a video that is not among those asked for.
+        max_tokens: length of the longest sequence, if texts are sequences of vectors; 0 if they are embeddings.
     """
 
     width: int
@@ -40,10 +41,11 @@ class TextMembers:
     size_bytes: NDArray[np.int64]
     crc32: NDArray[np.uint32]
     video_row: NDArray[np.int32]
+    max_tokens: int = 0
 
     @property
     def row_bytes(self) -> int:
-        """Size of an embedding."""
+        """Size of an embedding, or of one vector of a sequence."""
         return self.width * _ITEM_BYTES
 
     def member_at(self, place: Any) -> Any:
@@ -58,10 +60,10 @@ class TextMembers:
 
         return VerifiedMembers(tars, len(self.place), payload, column=TEXT, noun="embeddings")
 
-    def row_of(self, content: memoryview, member: int, place: int) -> Part:
-        """The embedding at a place, of the bytes of its member."""
+    def row_of(self, content: memoryview, member: int, place: int, *, num_tokens: int = 1) -> Part:
+        """The embedding at a place, or a sequence, of the bytes of its member."""
         begin = place - int(self.place[member])
-        return content, begin, begin + self.row_bytes
+        return content, begin, begin + num_tokens * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,14 @@ class TextRows:
     Attributes:
         caption_id: ascending.
         video_row: of the caption's video, as in `TextMembers`.
-        place: of the embedding.
+        place: of the embedding, or of the first vector of a sequence.
+        num_tokens: lengths of the sequences; None of embeddings.
     """
 
     caption_id: NDArray[np.int64]
     video_row: NDArray[np.int32]
     place: NDArray[np.int64]
+    num_tokens: NDArray[np.int32] | None = None
 
     def find(
         self, caption_id: NDArray[np.int64], *, video_row: NDArray[np.int64], video_ids: pa.Array
@@ -95,7 +99,7 @@ class TextRows:
             other = repr(video_ids[theirs].as_py()) if theirs >= 0 else "a video that is not of this split"
             raise UserError(
                 f"caption {caption_id[at]} is of video {video_ids[int(video_row[at])].as_py()!r} in the manifest, and "
-                f"of {other} in the text column: they belong to different data sets",
+                f"of {other} in the text column: they belong to different datasets",
                 hint=f"run prep {command_for(TEXT)} again, or use the text column of this manifest",
             )
         return np.where(found, index, -1)
@@ -125,7 +129,12 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
         )
     row_bytes = int(widths[0]) * _ITEM_BYTES
     num_rows = table["num_rows"].to_numpy().astype(np.int64)
-    place, header_bytes = places_of(variant, table, starts=starts, shard_of=shard_of, array_bytes=num_rows * row_bytes)
+    tokens = pc.list_flatten(table["row_tokens"]).to_numpy() if variant.recipe.get("max_tokens") else None
+    # Vectors before each text in the order of the table, and before each member.
+    before = None if tokens is None else np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
+    first = np.cumsum(num_rows) - num_rows
+    array_bytes = (num_rows if before is None else before[first + num_rows] - before[first]) * row_bytes
+    place, header_bytes = places_of(variant, table, starts=starts, shard_of=shard_of, array_bytes=array_bytes)
     entries, codes = rows.coded("video_id")
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
     caption_row, caption_id = (pc.list_flatten(table[name]).to_numpy() for name in ("caption_row", "caption_id"))
@@ -140,19 +149,32 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     members = TextMembers(
         width=int(widths[0]),
         place=(place - header_bytes)[by_place],
-        size_bytes=(header_bytes + num_rows * row_bytes)[by_place],
+        size_bytes=(header_bytes + array_bytes)[by_place],
         crc32=table["crc32"].to_numpy()[by_place],
         video_row=video_row[by_place],
+        max_tokens=0 if tokens is None else int(tokens.max(initial=0)),
     )
-    places = place[member] + caption_row * np.int64(row_bytes)
+    text = first[member] + caption_row
+    row = caption_row if before is None else before[text] - before[first[member]]
+    places = place[member] + row * np.int64(row_bytes)
     by_id = np.argsort(caption_id, kind="stable")
-    return members, TextRows(caption_id[by_id], video_row[member][by_id], places[by_id])
+    lengths = None if tokens is None else tokens[text][by_id]
+    return members, TextRows(caption_id[by_id], video_row[member][by_id], places[by_id], lengths)
 
 
 def encoder_of(variant: Variant) -> str:
     """The model that made the embeddings of a variant of the text column, by its weights."""
     recipe = variant.recipe
-    return f"{recipe.get('clip')} {str(recipe.get('clip_sha256'))[:8]}, width {recipe.get('width')}"
+    return f"{recipe.get('encoder')} {str(recipe.get('encoder_sha256'))[:8]}, width {recipe.get('width')}"
+
+
+def require_embeddings(variant: Variant, data_dir: Path) -> None:
+    """Raise UserError if texts are stored as sequences, and one embedding each is needed."""
+    if variant.recipe.get("max_tokens"):
+        raise UserError(
+            f"{variant.directory} has a sequence of vectors for each text, and this needs one embedding",
+            hint=f"run {how_to_make(TEXT, data_dir)}; sequences are read by open_latents",
+        )
 
 
 class StoredText:
@@ -179,6 +201,7 @@ class StoredText:
         if tars is not None:
             tars.files.copy_column(TEXT)
         variant = Variant.open(data_dir, column=TEXT, tars=tars).whole()
+        require_embeddings(variant, data_dir)
         self.variant_name = variant.directory.name
         self._variant, self._video_ids = variant, video_ids
         if not variant.num_shards:

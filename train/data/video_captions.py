@@ -13,7 +13,7 @@ from clipmill.manifests.caption_spans import CaptionSpans
 from clipmill.manifests.store import num_captions_of, read_captions, read_videos
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.batch import Sample
-from clipmill.train.data.caption_choice import CaptionChoice, Sources, all_the_same
+from clipmill.train.data.caption_choice import CaptionChoice, Sources, all_the_same, describe_cut
 from clipmill.train.data.clip_captions import ClipCaptions
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.clip_samples import ClipSamples
@@ -143,6 +143,8 @@ class VideoCaptions(ClipSamples):
         parts += filter(None, [opened.sources.describe_excluded(opened.num_other_sources)])
         if opened.num_not_embedded:
             parts.append(f"{opened.num_not_embedded:,} without embedding")
+        cut = "" if self._tokenize is None else describe_cut(self._texts, self.captions.rows, self._tokenize)
+        parts += filter(None, [cut])
         return "; ".join(parts + opened.remarks + self.chunks.selection.remarks() + self.deviations())
 
     @property

@@ -17,17 +17,18 @@ from clipmill.train.augment.draws import draw
 from clipmill.train.augment.pictures import to_model_input
 from clipmill.train.config.clips import ClipSettings, adapted_towers
 from clipmill.train.config.evaluation import EvaluatedData
-from clipmill.train.config.tuning import frozen_part
+from clipmill.train.config.tuning import Tower, frozen_part
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.held_out import EvaluatedClips, held_out
 from clipmill.train.data.inputs import Mixture, open_mixed
 from clipmill.train.engine.rank_consistency import NamedSamples
 from clipmill.train.engine.task import Task
-from clipmill.train.models.adapters import add_adapters
+from clipmill.train.models.adapters import add_adapters, add_library_adapters
 from clipmill.train.models.attention import AttentionBackend
 from clipmill.train.models.dual_encoder import ModelShape, size_of
+from clipmill.train.models.library_towers import LibraryTower
 from clipmill.train.models.transformer import blocks_of, compile_blocks
-from clipmill.train.optim.parameters import freeze
+from clipmill.train.optim.parameters import freeze, plain_name
 from clipmill.train.run.result_names import data_facts
 from clipmill.train.weights.conversion import LOGIT_SCALE
 from clipmill.train.weights.loading import Loaded, copy_into, fit_to
@@ -140,22 +141,23 @@ class ClipTask(Generic[Settings, Samples, Model]):
     def _base(self, model: Model, source: Source) -> Base:
         assert self._start is not None
         fitted, theirs = self._start.fitted.tensors, source.converted.tensors
-        for tower in adapted_towers(self._settings):
+        for tower in self.towers_of_start():
             if not any(name.startswith(f"{tower}.") for name in fitted):
                 raise UserError(
                     f"--lora.towers {tower} adapts pretrained weights, and {source.title} has none of that tower",
                     hint="name other weights, or other --lora.towers",
                 )
         # Resized tensors are not the same objects: they are in the checkpoints, so that no rule of resizing matters.
-        frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
+        frozen = [plain_name(name) for name, one in model.named_parameters() if not one.requires_grad]
         names = [name for name in frozen if name in theirs and fitted.get(name) is theirs[name]]
         return base_of(source, self._settings.init, names=names, scale=self._settings.lora.scale)
 
     def build_model(self, samples: Samples) -> Model:
         """A model for clips as `samples` has them, with the weights to start from if there are any."""
-        model = self.tuned(self.new_model(samples))
+        model = self.new_model(samples)
         if self._start is not None:
             copy_into(model, self._start)
+        model = self.tuned(model)
         if self._settings.compile:
             compile_blocks(model)
         return model
@@ -166,17 +168,29 @@ class ClipTask(Generic[Settings, Samples, Model]):
         In a tower with adapters, tensors that the initial weights lack (a new projection, a temporal embedding for
         image weights) are trained too.
         """
-        settings, lora = self._settings, self._settings.lora
-        freeze(model, map(frozen_part, settings.freeze))
-        for name in adapted_towers(settings):
-            tower = model.get_submodule(name)
-            before = {id(one) for one in tower.parameters() if not one.requires_grad}
-            add_adapters(tower, rank=lora.rank, scale=lora.scale, targets=lora.targets, frozen=before)
-            for inner, parameter in tower.named_parameters():
-                is_new = self._start is not None and f"{name}.{inner}" not in self._start.fitted.tensors
-                if is_new and id(parameter) not in before:
-                    parameter.requires_grad_(True)
+        freeze(model, map(frozen_part, self._settings.freeze))
+        for tower in adapted_towers(self._settings):
+            self.adapt(model, tower)
         return model
+
+    def adapt(self, model: Model, tower: Tower) -> None:
+        """Add adapters to a tower of a new model."""
+        lora, module = self._settings.lora, model.get_submodule(tower)
+        before = {id(one) for one in module.parameters() if not one.requires_grad}
+        kind: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "targets": lora.targets, "frozen": before}
+        if isinstance(module, LibraryTower):
+            module.requires_grad_(False)
+            add_library_adapters(module.model, blocks=module.blocks(), **kind)
+        else:
+            add_adapters(module, **kind)
+        for inner, parameter in module.named_parameters():
+            is_new = self._start is not None and f"{tower}.{plain_name(inner)}" not in self._start.fitted.tensors
+            if is_new and id(parameter) not in before:
+                parameter.requires_grad_(True)
+
+    def towers_of_start(self) -> Sequence[Tower]:
+        """The towers with adapters, whose weights --init.weights has to have."""
+        return adapted_towers(self._settings)
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """The blocks of all transformers."""

@@ -189,11 +189,12 @@ def train(
             is_saved = state.step % counted.checkpoint_every == 0 or state.step == settings.steps
             is_evaluated = _is_evaluated(state.step, counted)
             if is_saved or is_evaluated:
-                found = {}
+                found: dict[str, float] = {}
+                of_batches: dict[str, list[float]] = {}
                 if is_evaluated:
                     log.check()
-                    found = _evaluate(task, state, settings, world=world)
-                log.settle(found)
+                    found, of_batches = _evaluate(task, state, settings, world=world)
+                log.settle(found, of_batches)
                 if is_saved or writer.is_best(found):
                     save(found)
         writer.wait()
@@ -273,14 +274,18 @@ def _is_evaluated(step: int, settings: TrainingSettings) -> bool:
     return bool(every) and (step % every == 0 or step == settings.steps)
 
 
-def _evaluate(task: Task, state: State, settings: TrainingSettings, *, world: World) -> dict[str, float]:
-    """Metrics of the current model."""
+def _evaluate(
+    task: Task, state: State, settings: TrainingSettings, *, world: World
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Metrics of the current model, and those of each batch."""
     best = settings.best
     with state.evaluated() as model, state.precision.autocast():
-        found = task.evaluate(model, world.replicas)
+        metrics = task.evaluate(model, world.replicas)
+    of_batches = {name: one for name, one in metrics.items() if isinstance(one, list)}
+    found = {name: one for name, one in metrics.items() if not isinstance(one, list)}
     if best is not None and best not in found:
         raise UserError(f"--best {best} is not a metric of the evaluation", hint=f"it has: {', '.join(found)}")
-    return found
+    return found, of_batches
 
 
 def _epoch(state: State, samples: TrainingSet, settings: TrainingSettings) -> float:

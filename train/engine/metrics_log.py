@@ -189,11 +189,14 @@ class MetricsLog:
                 "without tokens, a single class, a margin that all pairs keep), or what the loss depends on is frozen"
             )
 
-    def settle(self, found: Mapping[str, float] | None = None) -> None:
+    def settle(
+        self, found: Mapping[str, float] | None = None, of_batches: Mapping[str, list[float]] | None = None
+    ) -> None:
         """Wait for the pending step, if there is one, and log its line.
 
         Args:
             found: metrics of an evaluation after the step.
+            of_batches: those of each of its batches.
 
         Raises:
             FailedWork: as `check`; the line is not written then.
@@ -202,7 +205,8 @@ class MetricsLog:
         pending, self._pending = self._pending, None
         self._is_evaluated = False
         if pending is not None:
-            self._trackers.log(self._line(pending, found or {}))
+            more = {"batches": dict(of_batches)} if of_batches else {}
+            self._trackers.log(self._line(pending, found or {}) | more)
 
     def close(self) -> None:
         """Log a pending step that was finite when something else ended the run; without other ranks."""

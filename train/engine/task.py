@@ -4,7 +4,7 @@ A task owns what is particular to it: samples, model, objective and evaluation. 
 optimizer, ranks, logging, checkpoints, resuming.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -49,10 +49,11 @@ class Task(Protocol):
         """The modules that FSDP shards one by one: the blocks of the transformers."""
         ...
 
-    def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, world: World) -> Mapping[str, float | list[float]]:
         """Metrics of the evaluations in the loop, equal on all ranks; {} if there is none.
 
-        There is one for each of `settings.evaluated()`, whose name begins its metrics: `<name>/<metric>`.
+        There is one for each of `settings.evaluated()`, whose name begins its metrics: `<name>/<metric>`. A list has a
+        value for each batch, such as its loss; it is logged, and cannot be selected by --best.
         All ranks call it at the same step, with the model in evaluation mode and without gradients. Forward passes
         must not communicate, as ranks may make different numbers of them.
         """
@@ -75,7 +76,7 @@ class StartableTask(Task, Protocol):
         ...
 
     def files(self) -> dict[str, bytes]:
-        """Files by name that a run keeps beside run.json, so that its weights can be used without the data."""
+        """Files by path that a run keeps beside run.json, so that its weights can be used without the data."""
         ...
 
 

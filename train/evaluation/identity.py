@@ -2,14 +2,15 @@
 
 import hashlib
 import json
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.model import kind_of
-from clipmill.train.models.captioner import VideoTower
-from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, MEANS, STDS
+from clipmill.train.models.library_towers import LibraryTower
+from clipmill.train.models.video_vit import TokenTower
+from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, MEANS, STDS, Mean
 
 # Settings, besides tensors and kind of task, on which an output depends.
 _DECISIVE = ("num_frames", "sampling", "stride", "size_px", "input", "segment")
@@ -28,12 +29,14 @@ def identity_of(model: nn.Module, settings: ClipSettings, *, task: str) -> str:
     decisive |= {"task": task, "normalisation": normalisation_of(settings), **_unseen(model)}
     digest.update(json.dumps(decisive, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
+        if not tensor.is_floating_point():  # a counter, which decides nothing
+            continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
-def normalisation_of(settings: ClipSettings) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
     """Means and standard deviations by which pixels are normalised."""
     init, kind = settings.init, kind_of(settings.towers)
     return init.pixel_mean or MEANS.get(kind, CLIP_MEAN), init.pixel_std or STDS.get(kind, CLIP_STD)
@@ -45,4 +48,8 @@ def _unseen(model: nn.Module) -> dict[str, Any]:
         name: [value for one in model.modules() if isinstance(value := getattr(one, name, None), int | float)]
         for name in ("num_heads", "eps")
     }
-    return {**found, "activation": cast(VideoTower, model.video).size.trunk.activation}
+    video, text = model.video, getattr(model, "text", None)
+    if isinstance(video, TokenTower):
+        found["activation"] = video.size.trunk.activation
+    towers = (one for one in (video, text) if isinstance(one, LibraryTower))
+    return found | {f"tower {one.reference}": getattr(one, "pooling", "") for one in towers}

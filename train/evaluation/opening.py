@@ -10,7 +10,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import deferred_checks
 from clipmill.train.config.files import load_settings
-from clipmill.train.config.model import Init
+from clipmill.train.config.model import Init, Towers
 from clipmill.train.config.places import HUB_PREFIX, is_name_and_tag, no_weights
 from clipmill.train.engine.trained_run import ready
 from clipmill.train.evaluation.record import read_record
@@ -50,11 +50,14 @@ def open_weights_as(
         return open_for(task_of_run(open_run(path), tasks, suited=suited), open_run(path), use, say=say)
     if use.checkpoint is not None:
         raise UserError(f"--checkpoint is {use.checkpoint}, and {weights} is not a run", hint="leave it out")
-    source = _source(str(weights), tasks, say=say)
+    require_weights(weights, tasks)
     record = read_record(path)
-    adopted, spec = (
-        _adopted(source, path, tasks, say=say) if record is None else _recorded(source, record, tasks, suited=suited)
-    )
+    if record is None:
+        adopted, spec = _adopted(source := _source(str(weights), say=say), path, tasks, say=say)
+    else:
+        settings, spec = _recorded(record, tasks, suited=suited)
+        source = _source(str(weights), settings.towers, say=say)
+        adopted = Adopted(settings=settings, shape=_shape_of(record, settings, source))
     with deferred_checks():  # which are about --model
         settings, overrides = use.applied(adopted.settings)
     shape = adopted.shape
@@ -99,11 +102,10 @@ def require_weights(weights: str | Path, tasks: Tasks) -> None:
         )
 
 
-def _source(weights: str, tasks: Tasks, *, say: Say) -> Source:
-    require_weights(weights, tasks)
-    init = Init(weights=weights)
-    fetch_tag(init, say=say)
-    source = open_weights(init)
+def _source(weights: str, towers: Towers | None = None, *, say: Say) -> Source:
+    init, towers = Init(weights=weights), towers or Towers()
+    fetch_tag(init, towers, say=say)
+    source = open_weights(init, towers)
     assert source is not None
     return source
 
@@ -125,17 +127,18 @@ def _task_of(run: RunFolder, tasks: Tasks, *, whose: str, suited: Callable[[str]
     return tasks[task]()
 
 
-def _recorded(
-    source: Source, record: RunFolder, tasks: Tasks, *, suited: Callable[[str], str] | None
-) -> tuple[Adopted, TaskSpec]:
+def _recorded(record: RunFolder, tasks: Tasks, *, suited: Callable[[str], str] | None) -> tuple[ClipSettings, TaskSpec]:
     """The settings that were exported with weights."""
     spec = _task_of(record, tasks, whose=f"{record.path.parent} holds weights", suited=suited)
     settings: ClipSettings = load_settings(record.settings, spec.settings)
     require_parts(settings.towers, record)
+    return settings, spec
+
+
+def _shape_of(record: RunFolder, settings: ClipSettings, source: Source) -> ModelShape:
     latents = record.read_facts().get("latents", {})
     size = sized_as(size_of(settings.model, settings.towers), source)
-    shape = ModelShape(size=size, image_px=latents.get("side", settings.size_px))
-    return Adopted(settings=settings, shape=shape), spec
+    return ModelShape(size=size, image_px=latents.get("side", settings.size_px))
 
 
 def _adopted(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Adopted, TaskSpec]:

@@ -7,7 +7,6 @@ OUT/preprocessing.json            which frames a clip has, how they become the i
 import logging
 import math
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,8 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
         output: what its output is, for preprocessing.json.
 
     Raises:
-        UserError: packages for ONNX are missing, or the model cannot be traced.
+        UserError: the model cannot be traced.
     """
-    missing = [name for name in ("onnx", "onnxscript") if request.form == "onnx" and find_spec(name) is None]
-    if missing:
-        raise UserError(f"--format onnx needs {' and '.join(missing)}", hint="pip install 'clipmill[onnx]'")
     settings, channels, side = request.settings, request.shape.size.video.num_channels, request.shape.image_px
     example = torch.zeros(_EXAMPLE_CLIPS, channels, settings.num_frames, side, side)
     model = model.eval().requires_grad_(False)

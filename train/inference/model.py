@@ -34,7 +34,6 @@ from clipmill.train.evaluation.runner import OpenedRun
 from clipmill.train.evaluation.use import Use
 from clipmill.train.models.captioner import VideoTower
 from clipmill.train.models.dual_encoder import DualEncoder
-from clipmill.train.models.text import load_tokenizer
 from clipmill.train.registry import tasks_where
 from clipmill.train.weights.logits import Logits
 
@@ -129,8 +128,7 @@ class LoadedModel:
 
     def _encoded(self, clips_BCTHW: torch.Tensor, *, tokens: bool) -> torch.Tensor:
         if tokens:
-            tower = cast(VideoTower, self.model.video)
-            return tower.finish(tower.transformer(tower.embed(clips_BCTHW))).float()
+            return cast(VideoTower, self.model.video).tokens(clips_BCTHW).float()
         if isinstance(self.model, DualEncoder):
             return self.model.embed_video(clips_BCTHW).float()
         return tower_of(self.model).features(clips_BCTHW).float()
@@ -156,8 +154,8 @@ class LoadedModel:
         for text in texts:
             if not isinstance(text, str):
                 raise UserError(f"encode_text takes texts, and one of these is {quoted(text)}", hint=_TEXTS_HINT)
-        tokenize = load_tokenizer()
-        parts = [torch.empty(0, self.model.text.text_projection.shape[1], device=self.device)]
+        tokenize = self.model.tokenize
+        parts = [torch.empty(0, self.opened.shape.size.embedding_width, device=self.device)]
         with self.opened.trained.precision.autocast():
             for begin in range(0, len(texts), _TEXTS_AT_ONCE):
                 ids = np.stack([tokenize(text) for text in texts[begin : begin + _TEXTS_AT_ONCE]])

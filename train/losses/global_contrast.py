@@ -84,7 +84,7 @@ class GlobalContrast(ContrastiveObjective):
         further_state: tuple[float, ...] = (),
     ) -> None:
         super().__init__(settings, inputs=inputs, dataset=dataset, world=world)
-        assert dataset is not None, "a global loss keeps state for each clip and caption of a data set"
+        assert dataset is not None, "a global loss keeps state for each clip and caption of a dataset"
         self._is_code = settings.convention == "fast_clip"
         self._gamma_epochs = settings.gamma_epochs or max(1, round(dataset.num_epochs / 2))
         self._log_epsilon = math.log(settings.epsilon) if settings.epsilon else -math.inf

@@ -7,15 +7,18 @@ Shape suffixes: I input width, O output width, R rank.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from clipmill.manifests.errors import UserError
 from clipmill.train.config.tuning import Target
 
-_SUFFIXES = (".lora.A", ".lora.B")
+# Names of the two matrices: of our layers, and of peft's, which adapt those of libraries.
+_SUFFIXES = ((".lora.A", ".lora.B"), (".lora_A.default.weight", ".lora_B.default.weight"))
 
 
 class LowRank(nn.Module):
@@ -103,26 +106,69 @@ def add_adapters(
             layer.lora = LowRank(matrix.shape[1], matrix.shape[0], rank=rank, scale=scale).to(matrix.device)
 
 
+def add_library_adapters(
+    tower: nn.Module,
+    *,
+    blocks: Iterable[nn.Module],
+    rank: int,
+    scale: float,
+    targets: Collection[Target],
+    frozen: Collection[int] = (),
+) -> None:
+    """`add_adapters` for a module of a library, by peft: to the linear layers and attention of its blocks.
+
+    Raises:
+        UserError: peft is not installed, or no layer is left.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise UserError("adapters of a library's tower need peft", hint="pip install 'clipmill[lora]'") from error
+    inside = {id(module) for block in blocks for module in block.modules()}
+    wanted: list[str] = []
+    for name, module in tower.named_modules():
+        attends = isinstance(module, nn.MultiheadAttention)
+        if id(module) not in inside or not (attends or isinstance(module, nn.Linear)):
+            continue
+        matrix = module.in_proj_weight if attends else module.weight
+        target: Target = "attention" if attends or "attn" in name.lower() or "attention" in name.lower() else "mlp"
+        is_within = any(name.startswith(f"{one}.") for one in wanted)  # of attention that is adapted as a whole
+        if target in targets and id(matrix) not in frozen and not is_within:
+            wanted.append(name)
+    if not wanted:
+        raise UserError(
+            f"--lora.targets {' '.join(targets)}: the tower has no linear layers of that kind in its blocks",
+            hint="train it without --lora.rank, or name the other tower with --lora.towers",
+        )
+    tower.requires_grad_(False)
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank * scale, target_modules=wanted), tower)
+
+
 def remove_adapters(model: nn.Module) -> None:
     """Remove the adapters of a model."""
-    for module in model.modules():
+    for module in list(model.modules()):
         if isinstance(module, Adaptable):
             module.lora = None
+        for name, child in module.named_children():
+            while hasattr(child, "lora_A") and isinstance(inner := getattr(child, "base_layer", None), nn.Module):
+                child = inner  # of peft
+                setattr(module, name, child)
 
 
 def is_of_adapter(name: str) -> bool:
     """Whether a parameter of this name is one of an adapter's two matrices."""
-    return name.endswith(_SUFFIXES)
+    return name.endswith(tuple(chain(*_SUFFIXES)))
 
 
 def merged(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
     """The weights of a model without adapters that computes the same: W + s B A, computed in float64."""
     found = {name: one for name, one in tensors.items() if not is_of_adapter(name)}
     for name, a_RI in tensors.items():
-        if not name.endswith(_SUFFIXES[0]):
-            continue
-        layer = name.removesuffix(_SUFFIXES[0])
-        matrix = next(one for one in (f"{layer}.weight", f"{layer}.in_proj_weight") if one in found)
-        added_OI = tensors[layer + _SUFFIXES[1]].double() @ a_RI.double() * scale
-        found[matrix] = (found[matrix].double() + added_OI).to(found[matrix].dtype)
+        for first, second in _SUFFIXES:
+            if not name.endswith(first):
+                continue
+            layer = name.removesuffix(first)
+            matrix = next(one for one in (f"{layer}.weight", f"{layer}.in_proj_weight") if one in found)
+            added_OI = tensors[layer + second].double() @ a_RI.double() * scale
+            found[matrix] = (found[matrix].double() + added_OI).to(found[matrix].dtype)
     return found

@@ -9,21 +9,17 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from clipmill.train.models.gpt2 import Gpt2, TextCache
-from clipmill.train.models.transformer import Stack
-from clipmill.train.models.video_vit import VideoViTSize
 
 
 class VideoTower(Protocol):
-    """The video tower interface, implemented by TimeSformer, VideoViT and VideoMAEEncoder."""
+    """What all video towers have: `TokenTower` and `LibraryImage`."""
 
-    size: VideoViTSize
-    transformer: Stack
+    @property
+    def token_width(self) -> int:
+        """E."""
 
-    def embed(self, video: Tensor, /) -> Tensor:
-        """Embed normalised clips [V, C, T, H, W] as input of the first block, [V, N, E]."""
-
-    def finish(self, x: Tensor, /) -> Tensor:
-        """The tower's output tokens, from the last block's output."""
+    def tokens(self, video_BCTHW: Tensor) -> Tensor:
+        """All tokens of normalised clips [V, C, T, H, W] after the last norm, [V, N, E]."""
 
 
 class Captioner(nn.Module):
@@ -32,7 +28,7 @@ class Captioner(nn.Module):
     def __init__(self, video: nn.Module, decoder: Gpt2) -> None:
         super().__init__()
         self.video = video
-        widths = tower_of(self).size.trunk.width, decoder.size.trunk.width
+        widths = tower_of(self).token_width, decoder.size.trunk.width
         self.projection = None if widths[0] == widths[1] else nn.Linear(*widths)
         self.decoder = decoder
 
@@ -42,12 +38,7 @@ class Captioner(nn.Module):
 
     def encode(self, video_VCTHW: Tensor) -> Tensor:
         """The encoder output that the decoder attends to, [V, N, D]."""
-        tower = tower_of(self)
-        return self.finish(tower.transformer(tower.embed(video_VCTHW)))
-
-    def finish(self, x_VNE: Tensor) -> Tensor:
-        """The encoder output, from the output of the tower's last block."""
-        x_VNE = tower_of(self).finish(x_VNE)
+        x_VNE = tower_of(self).tokens(video_VCTHW)
         return x_VNE if self.projection is None else self.projection(x_VNE)
 
     def start(self, video_VCTHW: Tensor, *, num_tokens: int, rows_per_video: int = 1) -> TextCache:

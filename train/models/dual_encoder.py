@@ -1,16 +1,19 @@
 """A CLIP-style dual encoder: a video tower and a text tower with a shared embedding space, and its sizes by name."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from clipmill.train.config.model import PATCH_PX, DualEncoderTowers, ModelName, Towers, kind_of, tubelet_of
+from clipmill.train.config.model import LIBRARY, PATCH_PX, DualEncoderTowers, ModelName, Towers, kind_of, tubelet_of
 from clipmill.train.config.towers import TOWERS
 from clipmill.train.models.attention import Attend
-from clipmill.train.models.text import TextTower, TextTowerSize
+from clipmill.train.models.libraries import context_length_of, tokenizer_of
+from clipmill.train.models.library_towers import LibraryText, library_width, text_tower
+from clipmill.train.models.text import CONTEXT_LENGTH, TextTower, TextTowerSize, Tokenize, load_tokenizer
 from clipmill.train.models.transformer import NORM_EPS, TransformerSize, checkpoint_blocks
 from clipmill.train.models.video_vit import VideoViTSize
 
@@ -82,18 +85,36 @@ def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
         has_key_bias=kind != "videomae",
         mlp_ratio=towers.mlp_ratio,
     )
-    text_trunk = replace(size.text.trunk, activation=activation)
+    text_trunk, context_length = replace(size.text.trunk, activation=activation), None
     if isinstance(towers, DualEncoderTowers):
+        context_length = towers.context_length
         text_trunk = text_trunk.changed(
             width=towers.text_width, depth=towers.text_depth, heads=towers.text_heads, flag="--towers.text-"
         )
     return DualEncoderSize(
         video=replace(
-            size.video, trunk=trunk, cube_frames=tubelet_of(towers), patch_px=towers.patch_px or size.video.patch_px
+            size.video,
+            trunk=trunk,
+            cube_frames=tubelet_of(towers),
+            # A library's tower says itself what it takes.
+            patch_px=1 if kind == LIBRARY else towers.patch_px or size.video.patch_px,
+            is_divided=towers.attention == "divided",
         ),
-        text=replace(size.text, trunk=text_trunk),
-        embedding_width=towers.embedding_width or size.embedding_width,
+        text=replace(size.text, trunk=text_trunk, context_length=context_length or CONTEXT_LENGTH),
+        embedding_width=towers.embedding_width or library_width(towers) or size.embedding_width,
     )
+
+
+def tokenizer_for(towers: Towers) -> Tokenize:
+    """The tokenizer of a text tower: that of its library, or CLIP's.
+
+    Raises:
+        UserError: the library's is not here.
+    """
+    length = towers.context_length if isinstance(towers, DualEncoderTowers) else None
+    if not isinstance(towers, DualEncoderTowers) or towers.text is None:
+        return load_tokenizer(length or CONTEXT_LENGTH)
+    return tokenizer_of(towers.text, length or context_length_of(towers.text))
 
 
 class DualEncoder(nn.Module):
@@ -115,6 +136,7 @@ class DualEncoder(nn.Module):
         has_text_tower: bool = True,
     ) -> None:
         super().__init__()
+        self._towers = towers
         video = TOWERS[kind_of(towers)].load()(
             size.video,
             image_px=image_px,
@@ -125,8 +147,10 @@ class DualEncoder(nn.Module):
         )
         # Registered in the order of `forward`, so that ranks exchange gradients during the backward pass; drawn from
         # the seed after the video tower.
-        self.text = None
-        if has_text_tower:
+        self.text: TextTower | LibraryText | None = None
+        if has_text_tower and isinstance(towers, DualEncoderTowers) and towers.text is not None:
+            self.text = text_tower(towers, embedding_width=size.embedding_width)
+        elif has_text_tower:
             self.text = TextTower(
                 size.text, embedding_width=size.embedding_width, attend=attend, is_packed=towers.packed_text
             )
@@ -150,6 +174,11 @@ class DualEncoder(nn.Module):
         skipped = video_BCTHW.new_empty(0)
         text_BE = skipped if only_trained and _is_frozen(self.text) else self.embed_text(text, lengths_B)
         return skipped if only_trained and _is_frozen(self.video) else self.embed_video(video_BCTHW), text_BE
+
+    @cached_property
+    def tokenize(self) -> Tokenize:
+        """The tokenizer of its text tower; raises a UserError if it is a library's and not here."""
+        return tokenizer_for(self._towers)
 
     @property
     def has_frozen_tower(self) -> bool:

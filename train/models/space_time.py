@@ -43,7 +43,7 @@ class SpaceTimeBlock(Block):
 
     def _attended(self, attention: SelfAttention, x_BLD: Tensor, *, over_time: bool) -> Tensor:
         """Attention of the class token to all tokens, and of patches to the class token and those of their group."""
-        qkv = nn.functional.linear(x_BLD, attention.in_proj_weight, attention.in_proj_bias)
+        qkv = attention.product(x_BLD, attention.in_proj_bias)
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
 
         def grouped(x_BLHK: Tensor) -> Tensor:

@@ -84,13 +84,13 @@ class TextTower(nn.Module):
 
 
 @cache
-def load_tokenizer() -> Tokenize:
-    """CLIP's tokenizer: a text to int64 ids [77] with start and end tokens, truncated and zero-padded.
+def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
+    """CLIP's tokenizer: a text to int64 ids [context_length] with start and end tokens, truncated and zero-padded.
 
     The ids are open_clip's. Loader threads run it for every sample under the interpreter lock, so the ids of words are
     cached (no token spans white space) and plain texts skip open_clip's cleaning.
     """
-    tokenizer = _open_clip_tokenizer_module().SimpleTokenizer(context_length=CONTEXT_LENGTH)
+    tokenizer = _open_clip_tokenizer_module().SimpleTokenizer(context_length=context_length)
     ids_of_word: dict[str, list[int]] = {}
 
     def ids_of(word: str) -> list[int]:
@@ -108,8 +108,8 @@ def load_tokenizer() -> Tokenize:
 
     def tokenize(text: str) -> NDArray[np.int64]:
         clean = text.lower() if _is_plain(text) else tokenizer.clean_fn(text)
-        ids = [tokenizer.sot_token_id, *chain.from_iterable(map(ids_of, clean.split()))][: CONTEXT_LENGTH - 1]
-        tokens = np.zeros(CONTEXT_LENGTH, np.int64)
+        ids = [tokenizer.sot_token_id, *chain.from_iterable(map(ids_of, clean.split()))][: context_length - 1]
+        tokens = np.zeros(context_length, np.int64)
         tokens[: len(ids)] = ids
         tokens[len(ids)] = tokenizer.eot_token_id
         return tokens

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from clipmill.train.models.adapters import Linear
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.transformer import LayerNorm, Mlp, SelfAttention, Stack, TransformerSize
-from clipmill.train.models.video_vit import CubeEmbedding, VideoViTSize
+from clipmill.train.models.video_vit import CubeEmbedding, TokenTower, VideoViTSize
 
 NORM_EPS = 1e-6  # of the published weights
 _STD = 0.02
@@ -105,7 +105,7 @@ def _scaled(added: Tensor, factors: Tensor | None) -> Tensor:
     return added if factors is None else added * factors
 
 
-class TimeSformer(nn.Module):
+class TimeSformer(TokenTower):
     """Video tower that returns the class token, then the patches frame by frame.
 
     Args:
@@ -141,13 +141,13 @@ class TimeSformer(nn.Module):
 
     def forward(self, video_BCTHW: Tensor) -> Tensor:
         """Tokens of normalised clips, [B, L, D]."""
-        return self.finish(self.transformer(self.embed(video_BCTHW)))
+        return self.tokens(video_BCTHW)
 
     def features(self, video_BCTHW: Tensor) -> Tensor:
         """The class token, [B, D]."""
         return self(video_BCTHW)[:, 0]
 
-    def embed(self, video_BCTHW: Tensor) -> Tensor:
+    def embed(self, video_BCTHW: Tensor, /) -> Tensor:
         """Embed normalised clips as input of the first block: tokens with positional embeddings, [B, L, D]."""
         patches_BTPD = self.conv1(self.conv1.cut(video_BCTHW))
         # From here on in the precision of that product.
@@ -157,7 +157,7 @@ class TimeSformer(nn.Module):
         x_BND = (patches_BTPD + places_TPD.to(dtype)).flatten(1, 2)
         return torch.cat([class_D.expand(len(x_BND), 1, -1), x_BND], dim=1)
 
-    def finish(self, x_BLD: Tensor) -> Tensor:
+    def finish(self, x_BLD: Tensor, /) -> Tensor:
         """Apply the final layer norm to the last block's output, [B, L, D]."""
         return cast(Tensor, self.ln_post(x_BLD))
 
@@ -196,9 +196,8 @@ def linear_of(layer: Callable[[Tensor], Tensor], prepare: Callable[..., Tensor],
     def product(*inputs: Tensor) -> Tensor:
         return layer(prepare(*inputs))
 
-    is_small = inputs[-1].numel() < SMALL
-    # torch.compile decides by itself what to save.
-    if is_small or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    # torch.compile decides by itself what to save, and torch.export must not see a condition on the batch size.
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or inputs[-1].numel() < SMALL:
         return product(*inputs)
     out: Tensor = checkpoint(product, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out

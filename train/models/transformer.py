@@ -164,7 +164,19 @@ class Block(nn.Module):
         return x_BLD + (changed_BLD if branches is None else changed_BLD * branches[1])
 
 
-class Stack(nn.Module):
+class HasBlocks(nn.Module):
+    """A part of a model with blocks: the units of sharding, activation checkpointing and compilation."""
+
+    def blocks(self) -> list[nn.Module]:
+        """Its blocks in order."""
+        raise NotImplementedError
+
+    def checkpoint(self) -> None:
+        """Enable activation checkpointing of each block."""
+        raise NotImplementedError
+
+
+class Stack(HasBlocks):
     """A sequence of residual blocks.
 
     Args:
@@ -179,6 +191,14 @@ class Stack(nn.Module):
         if len(self.drop_path) != len(self.resblocks):
             raise ValueError(f"{len(self.drop_path)} probabilities for {len(self.resblocks)} blocks")
         self.checkpointing = False  # activation checkpointing of each block
+
+    def blocks(self) -> list[nn.Module]:
+        """Its blocks in order."""
+        return list(self.resblocks)
+
+    def checkpoint(self) -> None:
+        """Enable activation checkpointing of each block."""
+        self.checkpointing = True
 
     def forward(self, x_BLD: Tensor, *context: Tensor, **options: Any) -> Tensor:
         """Run all blocks on tokens [B, L, D]; `context` and `options` are passed to each."""
@@ -224,19 +244,19 @@ def drop_path_of(probability: float, *, depth: int, is_rising: bool) -> tuple[fl
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """All blocks of a model's stacks: the units of sharding, checkpointing and compilation.
+    """All blocks of a model: the units of sharding, checkpointing and compilation.
 
     Blocks without parameters on this rank, such as those of other pipeline stages, are left out.
     """
-    stacks = (module for module in model.modules() if isinstance(module, Stack))
-    return [block for stack in stacks for block in stack.resblocks if next(block.parameters(), None) is not None]
+    parts = (module for module in model.modules() if isinstance(module, HasBlocks))
+    return [block for part in parts for block in part.blocks() if next(block.parameters(), None) is not None]
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Enable activation checkpointing in all stacks of a model."""
-    for module in model.modules():
-        if isinstance(module, Stack):
-            module.checkpointing = True
+    """Enable activation checkpointing of all blocks of a model."""
+    for module in list(model.modules()):
+        if isinstance(module, HasBlocks):
+            module.checkpoint()
 
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor", fullgraph: bool = False) -> None:

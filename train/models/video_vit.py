@@ -118,7 +118,34 @@ class CubeEmbedding(nn.Module):
         return nn.functional.linear(cubes, self.weight.flatten(1), self.bias)
 
 
-class VideoViT(nn.Module):
+class TokenTower(nn.Module):
+    """A video tower of blocks: `embed`, `transformer` and `finish` one after another give its tokens.
+
+    `tokens`, `token_width` and `features` (one vector a clip, before any projection) are what all video towers have.
+    """
+
+    size: VideoViTSize
+    transformer: Stack
+
+    def embed(self, video_BCTHW: Tensor, /) -> Tensor:
+        """Embed normalised clips as input of the first block, [B, L, D]."""
+        raise NotImplementedError
+
+    def finish(self, x_BLD: Tensor, /) -> Tensor:
+        """The tower's output tokens, from the last block's output."""
+        raise NotImplementedError
+
+    def tokens(self, video_BCTHW: Tensor) -> Tensor:
+        """All tokens of normalised clips after the last norm, [B, L, D]."""
+        return self.finish(self.transformer(self.embed(video_BCTHW)))
+
+    @property
+    def token_width(self) -> int:
+        """D."""
+        return self.size.trunk.width
+
+
+class VideoViT(TokenTower):
     """Video tower that embeds clips.
 
     Args:
@@ -171,7 +198,7 @@ class VideoViT(nn.Module):
         """The class token before the projection, [B, D]."""
         return self.finish(self.transformer(self.embed(video_BCTHW))[:, 0])
 
-    def embed(self, video_BCTHW: Tensor) -> Tensor:
+    def embed(self, video_BCTHW: Tensor, /) -> Tensor:
         """Embed normalised clips as input of the first block: tokens with positional embeddings, [B, L, D]."""
         num_clips = len(video_BCTHW)
         cubes_BN = self.conv1.cut(video_BCTHW).flatten(1, 2)
@@ -187,7 +214,7 @@ class VideoViT(nn.Module):
         class_D = (self.class_embedding + self.positional_embedding[0]).to(x_BND.dtype)
         return cast(Tensor, self.ln_pre(torch.cat([class_D.expand(num_clips, 1, -1), x_BND], dim=1)))
 
-    def finish(self, x: Tensor) -> Tensor:
+    def finish(self, x: Tensor, /) -> Tensor:
         """Apply the final layer norm to the last block's output."""
         return cast(Tensor, self.ln_post(x))
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.transformer import LayerNorm, SelfAttention, Transformer
-from clipmill.train.models.video_vit import CubeEmbedding, VideoViTSize, cubes_of, picked
+from clipmill.train.models.video_vit import CubeEmbedding, TokenTower, VideoViTSize, cubes_of, picked
 
 
-class VideoMAEEncoder(nn.Module):
+class VideoMAEEncoder(TokenTower):
     """Video tower that returns one token per cube.
 
     Args:
@@ -52,7 +52,7 @@ class VideoMAEEncoder(nn.Module):
         """Tokens [B, K, D] of the visible cubes of normalised clips, given by int64 indices; None for all cubes."""
         return self.finish(self.transformer(self.embed(video_BCTHW, visible_BK)))
 
-    def embed(self, video_BCTHW: Tensor, visible_BK: Tensor | None = None) -> Tensor:
+    def embed(self, video_BCTHW: Tensor, /, visible_BK: Tensor | None = None) -> Tensor:
         """Embed cubes as input of the first block, with positional embeddings, [B, K, D]; see `forward`."""
         cubes = cubes_of(video_BCTHW, cube_frames=self.size.cube_frames, patch_px=self.size.patch_px)
         if visible_BK is None:
@@ -65,7 +65,7 @@ class VideoMAEEncoder(nn.Module):
         x_BKD: Tensor = embedded_BKD + positions_BKD.to(embedded_BKD.dtype)
         return x_BKD
 
-    def finish(self, x_BKD: Tensor) -> Tensor:
+    def finish(self, x_BKD: Tensor, /) -> Tensor:
         """Apply the final layer norm, if the tower has one, to the last block's output."""
         return x_BKD if self.ln_post is None else self.ln_post(x_BKD)
 

@@ -17,12 +17,19 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.tuning import FrozenPart
 from clipmill.train.models.gpt2 import CROSS_ATTENTION
 
-# Prefixes added by DDP, torch.compile and activation checkpointing.
-_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|module)\.")
-_BLOCK = re.compile(r"(?P<tower>(?:.*?\.)??)(?:transformer\.)?(?:resblocks|blocks|layers)\.(?P<number>\d+)\.")
+# Parts of names added by DDP, torch.compile, activation checkpointing and peft.
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|module|base_layer)\.")
+# Names of ours and of libraries; stages of convolutional networks (`stages.0`, `layer1`) count as blocks.
+_BLOCK = re.compile(
+    r"(?P<tower>(?:.*?\.)??)(?:(?:transformer|encoder)\.)?"
+    r"(?:(?:resblocks|blocks|layers?|stages|block|h)\.|layer(?=\d))(?P<number>\d+)\."
+)
 # Layers before the first block of a tower; all others outside of blocks come after the last block.
-_STEM = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*token|conv1|ln_pre|patch\w*|embed)(?:\.|$)")
-_EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*_token)(?:\.weight)?$")
+_STEM = re.compile(
+    r"(?:^|\.)(?:\w*embedding\w*|\w*token|conv\d|bn\d|ln_pre|norm_pre|pre_\w*norm|patch\w*|pos_embed|embedder"
+    r"|embed|embed_\w+|wte|wpe|word_embeddings)(?:\.|$)"
+)
+_EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*_token|pos_embed|embed_\w+|wte|wpe|embed_in)(?:\.weight)?$")
 
 
 def parameter_groups(
@@ -119,14 +126,16 @@ def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
     above = layers_above(parameters, depths=depths)
     for part in parts:
         prefix = f"{part.tower}."
-        if part.num_blocks is not None and part.num_blocks > depths[prefix]:
+        # The blocks of a language model and of a library's tower are deeper in it.
+        depth = max((count for tower, count in depths.items() if tower.startswith(prefix)), default=0)
+        if part.num_blocks is not None and part.num_blocks > depth:
             raise UserError(
-                f"--freeze {part.given}, and the {part.tower} tower has {depths[prefix]} blocks",
-                hint=f"use {depths[prefix]} or less, or --freeze {part.tower} for all of the tower",
+                f"--freeze {part.given}, and the {part.tower} tower has {depth} blocks",
+                hint=f"use {depth} or less, or --freeze {part.tower} for all of the tower",
             )
         for name, parameter in parameters.items():
             is_cross = any(one in name for one in CROSS_ATTENTION)
             if not name.startswith(prefix) or (part.trains_cross_attention and is_cross):
                 continue
-            if part.num_blocks is None or above[name] > depths[prefix] - part.num_blocks:
+            if part.num_blocks is None or above[name] > depth - part.num_blocks:
                 parameter.requires_grad_(False)

@@ -299,11 +299,13 @@ def _then(proposal: Proposal, settings: ClipSettings) -> Iterator[str]:
 
 
 def _held_out(proposal: Proposal, split: str) -> HeldOut:
-    """The clips of the split that is evaluated: its chunks."""
+    """The clips of the split that is evaluated: its chunks, or captions if the task needs them and they are fewer."""
     num_chunks = sum(one.splits[split].num_chunks for one in proposal.surveys)
+    num_captions = sum(one.splits[split].num_captions for one in proposal.surveys)
+    needs_captions = choice.first_run_of(proposal.task.value).needs_captions
     alike = [alike_of(one.address, cache=None, split=split, trained_split=proposal.split) for one in proposal.surveys]
     return HeldOut(
-        num_clips=num_chunks,
+        num_clips=min(num_chunks, num_captions) if needs_captions else num_chunks,
         num_chunks=num_chunks,
         num_alike=sum(len(one or ()) for one in alike),
         trained_split=proposal.split,

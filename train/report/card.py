@@ -24,7 +24,7 @@ CARD_FILE = "README.md"
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s/;,]+/)*([^\s/;,]+)")
 _NOT_EVALUATED = "Not evaluated. `train eval` of the run writes the metrics that the next export shows here."
 _LEFT_OUT = ("command",)  # lines of a protocol
-_LIBRARIES = {"open_clip": "open_clip", "hf": "transformers"}
+_LIBRARIES = {"open_clip": "open_clip", "hf": "transformers", "lm": "transformers"}
 _SHOWN_SETTINGS = ("model", "num_frames", "sampling", "stride", "size_px", "batch", "steps", "lr", "seed")
 _FACTS = ("data", "variant", "precision", "parameters")
 

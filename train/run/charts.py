@@ -100,7 +100,10 @@ class WeightsAndBiases:
 
     def log(self, line: dict[str, Any]) -> None:
         if line["step"] > self._last_step:
-            self._run.log(tagged(line), step=line["step"])
+            from wandb import Histogram
+
+            batches = {name: Histogram(values) for name, values in line.get("batches", {}).items()}
+            self._run.log(tagged(line) | batches, step=line["step"])
 
     def close(self) -> None:
         self._run.finish()

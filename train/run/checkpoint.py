@@ -131,7 +131,7 @@ def content_of(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
         raise ValueError(f"not a checkpoint of format {CHECKPOINT_FORMAT}")
     if content.pop("checksum", None) != _checksum_of(content):
-        raise ValueError(f"the checksum of {METADATA_FILE} does not fit")
+        raise ValueError(f"the checksum of {METADATA_FILE} does not match")
     return content
 
 
@@ -238,8 +238,8 @@ def _damage(path: Path, about: Mapping[str, Any]) -> str | None:
     if not path.is_file():
         return f"its file {path.name} is missing"
     if (size_bytes := path.stat().st_size) != about["size_bytes"]:
-        return f"its file {path.name} has {size_bytes} bytes of {about['size_bytes']}"
-    return None if file_facts(path) == about else f"the checksum of its file {path.name} does not fit"
+        return f"its file {path.name} has {size_bytes} of {about['size_bytes']} bytes"
+    return None if file_facts(path) == about else f"the checksum of its file {path.name} does not match"
 
 
 def _checksum_of(content: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@
 
 AVION has other names in a block after training with FlashAttention (`attn.Wqkv`, `mlp.fc1`), and a matrix for conv1
 after training with --use-fast-conv1. LaViLa's video tower attends to time and to space in turn
-(`clipmill.train.models.space_time`); a tower with joint attention, as it is trained here, has no parameter for its
+(`clipmill.train.models.space_time`, --towers.attention divided); a tower with joint attention has no parameter for its
 `timeattn` and `norm3`.
 """
 
@@ -109,8 +109,7 @@ LAVILA = Format(
         remarks=(
             "LaViLa's weights were trained with QuickGELU, a layer norm eps of 1e-6 in vision (CLIP: 1e-5), and a red "
             "mean of 108.33 / 255 (CLIP: 122.77 / 255); these values are used here too",
-            "LaViLa's video tower has divided attention over time and space; train eval and load_model compute that, "
-            "and a tower with joint attention, as it is trained here, computes another function",
+            "LaViLa's video tower has divided attention over time and space (--towers.attention divided)",
         ),
     ),
 )

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -45,6 +46,7 @@ class SourceFacts:
         text_heads: attention heads of the text tower.
         decoder_heads: attention heads of a masked autoencoder's decoder.
         picture_px: side of the frames that the weights were trained on.
+        towers: settings `--towers.*` by name that say which modules the weights are of.
         remarks: notices for the user.
     """
 
@@ -57,6 +59,7 @@ class SourceFacts:
     text_heads: int | None = None
     decoder_heads: int | None = None
     picture_px: int | None = None
+    towers: Mapping[str, Any] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
 
@@ -227,6 +230,8 @@ def any_begins(names: Iterable[str], *prefixes: str) -> bool:
 def kind_of_tensors(names: Iterable[str]) -> Kind | None:
     """The kind of the video tower among parameters of our names; None without one."""
     video = [name for name in names if name.startswith("video.")]
+    if any(name.startswith("video.model.") for name in video):
+        return "library"
     if any(".time_attn." in name for name in video):
         return "timesformer"
     if any(name == "video.conv1.bias" or name.endswith(".attn.q_bias") for name in video):

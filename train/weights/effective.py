@@ -6,21 +6,23 @@ resume, score or export it, the weights are not needed again.
 """
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.model import kind_of
-from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, MEANS, STDS
+from clipmill.train.config.model import LIBRARY, kind_of
+from clipmill.train.models.libraries import image_outline, preprocessing_of
+from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, MEANS, STDS, Mean
 from clipmill.train.weights.sources import Say, Source
 
 Value = TypeVar("Value")
 Clips = TypeVar("Clips", bound=ClipSettings)
 
 KINDS: dict[str, str] = {
-    "clip": "a tower as CLIP's (clip)",
-    "videomae": "a tower as VideoMAE's (videomae)",
+    "clip": "a CLIP tower (clip)",
+    "videomae": "a VideoMAE tower (videomae)",
     "timesformer": "a TimeSformer (timesformer)",
+    LIBRARY: "a tower of a library (--towers.image)",
 }
 
 
@@ -33,17 +35,19 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     settings = _without_idle_temporal(settings, source, say=say)
     if source is None:
         return _with_normalisation(settings)
+    settings = _with_modules_of(settings, source, say=say)
     facts, towers = source.facts, settings.towers
     for remark in facts.remarks:
         say(f"weights: {remark}")
     if facts.activation is None and towers.activation is None:
         say("weights: their activation is not recorded, so gelu is used (change it with --towers.activation)")
     # Of another package's tower, no file says that it holds the weights.
-    of_weights = source.kind if towers.kind is None or towers.kind in KINDS else None
-    if of_weights is not None and towers.kind not in (None, of_weights):
+    wanted = LIBRARY if towers.image is not None else towers.kind
+    of_weights = source.kind if wanted is None or wanted in KINDS else None
+    if of_weights is not None and wanted not in (None, of_weights):
         raise UserError(
-            f"{source.title}: the weights are of {KINDS[of_weights]}, and the model has {KINDS[towers.kind]}",
-            hint=_weights_for(settings, towers.kind),
+            f"{source.title}: the weights are of {KINDS[of_weights]}, and the model has {KINDS[wanted]}",
+            hint=_weights_for(settings, wanted),
         )
     towers = replace(
         towers,
@@ -53,10 +57,11 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
         video_norm_eps=chosen("--towers.video-norm-eps", towers.video_norm_eps, facts.video_eps, say=say),
     )
     kind, init = kind_of(towers), settings.init
+    mean, std = _normalisation_of(replace(settings, towers=towers))
     init = replace(
         init,
-        pixel_mean=chosen("--init.pixel-mean", init.pixel_mean, facts.mean or MEANS.get(kind, CLIP_MEAN), say=say),
-        pixel_std=chosen("--init.pixel-std", init.pixel_std, facts.std or STDS.get(kind, CLIP_STD), say=say),
+        pixel_mean=chosen("--init.pixel-mean", init.pixel_mean, facts.mean or mean, say=say),
+        pixel_std=chosen("--init.pixel-std", init.pixel_std, facts.std or std, say=say),
     )
     if kind == "videomae" and facts.picture_px not in (None, settings.size_px):
         # CLIP's tower has an embedding of each place, which is resized; here places are fixed and cannot be.
@@ -89,8 +94,44 @@ def _with_normalisation(settings: Clips) -> Clips:
     kind, init = kind_of(settings.towers), settings.init
     if kind == "clip" or kind not in KINDS:
         return settings
-    init = replace(init, pixel_mean=init.pixel_mean or MEANS[kind], pixel_std=init.pixel_std or STDS[kind])
+    mean, std = _normalisation_of(settings)
+    init = replace(init, pixel_mean=init.pixel_mean or mean, pixel_std=init.pixel_std or std)
     return replace(settings, init=init)
+
+
+def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
+    """Mean and standard deviation of pixels for the kind of a tower, or for a library's by its name.
+
+    Raises:
+        UserError: the library does not say, or there is no such tower, or it takes pictures of another size.
+    """
+    kind, towers, init = kind_of(settings.towers), settings.towers, settings.init
+    if towers.image is None:
+        return MEANS.get(kind, CLIP_MEAN), STDS.get(kind, CLIP_STD)
+    image_outline(towers.image, settings.size_px)
+    theirs = preprocessing_of(towers.image)
+    mean, std = theirs.mean or init.pixel_mean, theirs.std or init.pixel_std
+    if mean is None or std is None:
+        raise UserError(
+            f"{towers.image} does not say how pixels are normalised: it has no preprocessor_config.json",
+            hint="put that file beside its config.json, or give --init.pixel-mean and --init.pixel-std",
+        )
+    return mean, std
+
+
+def _with_modules_of(settings: Clips, source: Source, *, say: Say) -> Clips:
+    """The settings with the towers that weights of a run, or with divided attention, are of."""
+    names, towers, theirs = source.converted.tensors, settings.towers, source.facts.towers
+    found: dict[str, Any] = {}
+    if source.kind == LIBRARY and towers.image is None and towers.kind in (None, LIBRARY):
+        found |= {name: theirs.get(name) for name in ("image", "pool_frames")}
+    is_text = any(name.startswith("text.model.") for name in names)
+    if is_text and getattr(towers, "text", "") is None:
+        found |= {name: theirs.get(name) for name in ("text", "text_pooling", "context_length")}
+    if any(".temporal_attn." in name for name in names):
+        found["attention"] = chosen("--towers.attention", towers.attention, "divided", say=say)
+    found = {name: value for name, value in found.items() if value is not None}
+    return replace(settings, towers=replace(towers, **found))
 
 
 def chosen(flag: str, given: Value | None, known: Value | None, *, say: Say) -> Value | None:

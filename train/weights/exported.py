@@ -62,7 +62,7 @@ def publish_folder(out: Path, write: Callable[[Path], None]) -> None:
     try:
         temporary.mkdir(parents=True)
         write(temporary)
-        for path in temporary.iterdir():
+        for path in temporary.rglob("*"):
             sync(path)
         sync(temporary)
         temporary.replace(out)

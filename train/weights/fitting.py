@@ -19,6 +19,14 @@ ChangeKind = Literal["resized", "created", "dropped", "missing", "unexpected", "
 Shape = tuple[int, ...]
 
 _PROJECTIONS = (PROJECTION, "text.text_projection")
+# Parts that weights of images lack, and what says how they begin.
+_CREATED = {
+    TEMPORAL_EMBEDDING: "as --towers.temporal says",
+    ".temporal_attn.": "--towers.attention divided: attention over time, which adds nothing at first",
+    ".ln_temporal.": "--towers.attention divided",
+    "video.pool.": "--towers.pool-frames attention, which begins as the mean",
+}
+_KEPT_POSITIONS = 20  # of a CLIP's texts when they are stretched (Long-CLIP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +87,7 @@ def fit(source: ConvertedStateDict, wanted: Mapping[str, Shape], *, allow: Seque
     num_copied = 0
     for name, new in wanted.items():
         if name not in source.tensors:
-            why = "as --towers.temporal says" if name == TEMPORAL_EMBEDDING else ""
+            why = next((reason for part, reason in _CREATED.items() if part in name), "")
             changes.append(Change(kind="created" if why else "missing", name=name, new=new, why=why))
             continue
         tensor = source.tensors[name]
@@ -105,7 +113,8 @@ def fit(source: ConvertedStateDict, wanted: Mapping[str, Shape], *, allow: Seque
     for name, tensor in source.unknown.items():
         leave(name, name, tensor)
     logit_scale = source.tensors.get(LOGIT_SCALE)
-    if logit_scale is not None and not tensors.keys() & set(_PROJECTIONS):
+    # Towers of libraries may have their own instead.
+    if logit_scale is not None and wanted.keys() & set(_PROJECTIONS) and not tensors.keys() & set(_PROJECTIONS):
         why = "the projections are new, so their temperature is too"
         leave(LOGIT_SCALE, source.origins[LOGIT_SCALE], logit_scale, why)
         logit_scale = None
@@ -137,11 +146,36 @@ def _resized(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeKind, t
     if name == TEMPORAL_EMBEDDING:
         why = "another number of frames: interpolated along time"
         return "resized", resampled_temporal(tensor.float(), new[0]).to(tensor.dtype), why
-    if name == "text.positional_embedding" and old[0] > new[0]:
+    if name in _TEXT_POSITIONS and old[0] > new[0]:
         return "resized", tensor[: new[0]], f"captions are cut to {new[0]} tokens"
+    if name in _TEXT_POSITIONS and old[0] > _KEPT_POSITIONS:
+        why = f"longer captions: {_KEPT_POSITIONS} kept, the others stretched, as in Long-CLIP"
+        return "resized", stretched_positions(tensor, new[0]), why
     if name == "text.token_embedding.weight" and old[0] > new[0]:
         return "resized", tensor[: new[0]], f"the tokenizer knows {new[0]} tokens: the rows behind are padding"
     return "reshaped", None, ""
+
+
+# Of our text tower, and of CLIPs that open_clip or transformers build.
+_TEXT_POSITIONS = (
+    "text.positional_embedding",
+    "text.model.positional_embedding",
+    "text.model.text_model.embeddings.position_embedding.weight",
+)
+
+
+def stretched_positions(positions_LD: torch.Tensor, num_places: int) -> torch.Tensor:
+    """Positional embeddings of longer texts: the first 20 stay, the others are interpolated linearly.
+
+    Beyond the last one, the line through the last two goes on. From 77 to 248 as Long-CLIP (Zhang et al. 2024).
+    """
+    kept_KD, rest_LD = positions_LD[:_KEPT_POSITIONS], positions_LD[_KEPT_POSITIONS:].double()
+    step = len(rest_LD) / (num_places - _KEPT_POSITIONS)
+    at_N = torch.arange(num_places - _KEPT_POSITIONS, dtype=torch.float64) * step
+    low_N = at_N.long().clamp(max=len(rest_LD) - 2)
+    share_N1 = (at_N - low_N)[:, None]
+    stretched_ND = rest_LD[low_N] * (1 - share_N1) + rest_LD[low_N + 1] * share_N1
+    return torch.cat([kept_KD, stretched_ND.to(positions_LD.dtype)])
 
 
 def resize_positions(positions_PD: torch.Tensor, *, num_places: int) -> torch.Tensor:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.hub import hub_if_reachable
-from clipmill.train.config.places import HUB_PREFIX
 
 MODEL_FILES = ("config.json", "preprocessor_config.json", "model*.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
@@ -33,8 +32,3 @@ def hub_folder(name: str, *, files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FI
             f"{str(error).splitlines()[0]}",
             hint=f"check the network, fill the cache on a machine that has one, or name a folder with {what}",
         ) from error
-
-
-def place_of_weights(weights: str) -> Path:
-    """The file or folder of `--init.weights`; of hf:NAME the folder of that model (`hub_folder`)."""
-    return hub_folder(weights.removeprefix(HUB_PREFIX)) if weights.startswith(HUB_PREFIX) else Path(weights)

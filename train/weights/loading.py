@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.optim.parameters import plain_name
 from clipmill.train.weights.conversion import CONV, TEMPORAL_EMBEDDING, SourceFacts, require_finite
 from clipmill.train.weights.fitting import Change, Fitted, Shape
 from clipmill.train.weights.fitting import fit as fit_tensors
@@ -55,7 +56,7 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
         UserError: a tensor is missing, unexpected or of another shape without a reason, or not finite; or the number of
             attention heads differs.
     """
-    here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    here = {name: tuple(tensor.shape) for name, tensor in _tensors_of(model).items()}
     there = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     _check_heads(model, source.facts, there=there, here=here, title=source.title)
     fitted = fit_tensors(source.converted, here, allow=allow)
@@ -77,10 +78,20 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     return Loaded(title=source.title, fitted=fitted)
 
 
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that weights may have: neither counters nor second names of tied ones."""
+    found, seen = dict[str, torch.Tensor](), set[int]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and id(tensor) not in seen:
+            found[name] = tensor
+            seen.add(id(tensor))
+    return found
+
+
 @torch.no_grad()
 def copy_into(model: nn.Module, loaded: Loaded) -> None:
     """Copies fitted weights into a model; parameters that they lack stay as they are."""
-    parameters = model.state_dict()
+    parameters = {plain_name(name): one for name, one in model.state_dict().items()}
     for name, tensor in loaded.fitted.tensors.items():
         parameters[name].copy_(tensor)
 
@@ -130,9 +141,7 @@ def _check_heads(
             flags = _size_flags(there, here, facts) or f"{flag} {heads}"
             raise UserError(
                 f"{title}: the {what} has {heads} heads, that of the model has {of_model}",
-                hint=_HEADS_OF_DECODER
-                if tower == "decoder"
-                else f"use the --model that the weights are of, or {flags}",
+                hint=_HEADS_OF_DECODER if tower == "decoder" else f"use the --model of the weights, or {flags}",
             )
 
 
@@ -215,11 +224,11 @@ def _hint_about(
     if CONV in there and CONV in here and there[CONV][1] != here[CONV][1]:
         return (
             f"the weights see {there[CONV][1]} channels, the model {here[CONV][1]} (pixels have 3, latents others): "
-            "use the --input that the weights are of"
+            "use the --input of the weights"
         )
     cubes = [_cube_frames(shapes) for shapes in (there, here)]
     if cubes[0] != cubes[1] and {change.name for change in unexplained} == {CONV}:
-        return f"use --towers.tubelet {cubes[0]}, the frames of a cube that the weights are of"
+        return f"use --towers.tubelet {cubes[0]}, the number of frames of a cube in the weights"
     if _TOKENS in there and _TOKENS in here and all(change.name.startswith(_OF_CAPTIONS) for change in unexplained):
         num_tokens, width = there[_TOKENS]
         context, depth = there.get("decoder.positional_embedding", ("?",))[0], depth_of(there, "decoder")
@@ -229,13 +238,16 @@ def _hint_about(
         )
     depths = [depth_of(shapes, "decoder") for shapes in (there, here)]
     if all(depths) and depths[0] != depths[1]:
-        return f"use --decoder-depth {depths[0]}, which the weights are of"
+        return f"use --decoder-depth {depths[0]}, that of the weights"
     parts = {next((part for part in _PARTS if change.name.startswith(part)), "") for change in unexplained}
     if "" not in parts and not all(depths):
         patterns = " ".join(f"'{part}*'" for part in sorted(parts))
         return f"these are parts for another purpose: to continue without them, use --init.allow {patterns}"
-    flags = _size_flags(there, here, facts)
-    which = f"the --model that the weights are of, or {flags}" if flags else "the --model that the weights are of"
+    if all(change.kind == "reshaped" and ".mlp." in change.name for change in unexplained):
+        which = "weights of MLPs that are 4 times as wide as their tower, which those here are"
+    else:
+        flags = _size_flags(there, here, facts)
+        which = f"the --model of the weights, or {flags}" if flags else "the --model of the weights"
     return f"use {which}; or name what may differ: --init.allow PATTERN"
 
 

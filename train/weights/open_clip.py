@@ -6,7 +6,7 @@ text.*               *                       text.*
 logit_scale          logit_scale             logit_scale
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,13 @@ def open_clip_config(size: DualEncoderSize, init: Init, *, image_px: int) -> dic
     }
 
 
-def file_of_tag(name: str, tag: str) -> tuple[Path, SourceFacts]:
+def file_of_tag(
+    name: str, tag: str, *, read_facts: Callable[[Mapping[str, Any]], SourceFacts] | None = None
+) -> tuple[Path, SourceFacts]:
     """The file of pretrained weights in open_clip's cache, downloaded if it is not there.
+
+    Args:
+        read_facts: from the entry of the tag, for a model that open_clip itself builds.
 
     Raises:
         UserError: open_clip knows no such weights, or cannot download them.
@@ -147,7 +152,7 @@ def file_of_tag(name: str, tag: str) -> tuple[Path, SourceFacts]:
             f"there is no file {name}:{tag}, and open_clip has no weights of that name and tag",
             hint=f"tags of {name}: {', '.join(tags)}" if tags else "names: open_clip.list_pretrained()",
         )
-    facts = facts_of_open_clip(model, entry, source=f"{name}:{tag}")
+    facts = facts_of_open_clip(model, entry, source=f"{name}:{tag}") if read_facts is None else read_facts(entry)
     try:
         with hub_if_reachable():
             return Path(download_pretrained(entry)), facts

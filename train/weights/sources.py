@@ -1,18 +1,20 @@
 """Where weights come from: a file, a folder, a run of this project, or a name and tag of open_clip."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import DualEncoderTowers, FormatChoice, Init, Kind
+from clipmill.train.config.model import LIBRARY, DualEncoderTowers, FormatChoice, Init, Kind, Towers
 from clipmill.train.config.places import HUB_PREFIX, NAME_AND_TAG
 from clipmill.train.models.adapters import merged
 from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.models.hugging_face import read_hf
 from clipmill.train.models.transformer import NORM_EPS
 from clipmill.train.run.checkpoint import content_of, read_metadata, read_weights
 from clipmill.train.run.folder import RunFolder, is_run
@@ -35,7 +37,7 @@ from clipmill.train.weights.files import read_config, read_tensors, weights_file
 from clipmill.train.weights.hf_caption import HF_TIMESFORMER
 from clipmill.train.weights.hf_clip import HF_CLIP
 from clipmill.train.weights.hf_videomae import HF_VIDEOMAE
-from clipmill.train.weights.hub import place_of_weights
+from clipmill.train.weights.library import facts_of_entry, library_facts, library_format
 from clipmill.train.weights.logits import read_logits
 from clipmill.train.weights.open_clip import OPEN_CLIP, OPENAI, facts_of_open_clip, file_of_tag
 from clipmill.train.weights.videomae import VIDEOMAE
@@ -46,6 +48,7 @@ from clipmill.train.weights.videomae import VIDEOMAE
 # (clipmill.train.config.model) names it too.
 
 
+_PLAIN = Towers()
 FORMATS = {one.name: one for one in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)}
 
 
@@ -120,23 +123,39 @@ class Source:
         return int(conv.shape[2]) if conv is not None and conv.ndim == 5 else None
 
 
-def fetch_tag(init: Init, *, say: Say) -> None:
+def place_of_weights(weights: str) -> Path:
+    """The file or folder of `--init.weights`; of hf:NAME the folder of that model, downloaded if it is not cached.
+
+    Raises:
+        UserError: the Hub has no such model, or cannot be reached.
+    """
+    if not weights.startswith(HUB_PREFIX):
+        return Path(weights)
+    from clipmill.train.weights.hub import hub_folder
+
+    return hub_folder(weights.removeprefix(HUB_PREFIX))
+
+
+def fetch_tag(init: Init, towers: Towers = _PLAIN, *, say: Say) -> None:
     """Downloads weights by name that are not in the cache of open_clip or Hugging Face; does nothing for files.
 
     Raises:
         UserError: there are no such weights, or they cannot be downloaded.
     """
     if (init.weights or "").startswith(HUB_PREFIX):
-        say(f"weights: {init.weights} from Hugging Face's cache, or else downloaded")
+        say(f"weights: {init.weights} come from Hugging Face's cache or a download")
         place_of_weights(str(init.weights))
     match = NAME_AND_TAG.fullmatch(init.weights or "")
     if match and not Path(match[0]).exists():
-        say(f"weights: {init.weights} from open_clip's cache, or else downloaded")
-        file_of_tag(match[1], match[2])
+        say(f"weights: {init.weights} come from open_clip's cache or a download")
+        file_of_tag(match[1], match[2], read_facts=None if library_format(towers) is None else facts_of_entry)
 
 
-def open_weights(init: Init) -> Source | None:
+def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
     """Reads the weights that the settings name, None if they name none.
+
+    Args:
+        towers: whose modules may be a library's, and their weights by its names.
 
     Raises:
         UserError: they are not there, damaged, of an unknown format, not of floating point, or of a model that the
@@ -147,15 +166,17 @@ def open_weights(init: Init) -> Source | None:
     path, match = place_of_weights(init.weights), NAME_AND_TAG.fullmatch(init.weights)
     if is_run(path):
         return open_run_weights(RunFolder(path))
+    library = library_format(towers)
     if path.is_dir():
-        file, facts = weights_file(path), facts_in(path)
+        file, facts = weights_file(path), facts_in(path) if library is None else library_facts(path)
     elif path.is_file() or not match:
         file, facts = path, None
     else:
-        file, facts = file_of_tag(match[1], match[2])
-    state = without_prefixes(read_tensors(file))
+        file, facts = file_of_tag(match[1], match[2], read_facts=None if library is None else facts_of_entry)
+    is_hf = library is not None and "model_type" in (read_config(path / "config.json") or {})
+    state = read_hf(path) if is_hf else without_prefixes(read_tensors(file))
     require_float_weights(state, source=file)
-    form = FORMATS[init.format] if init.format != "auto" else detect_format(state)
+    form = library or (FORMATS[init.format] if init.format != "auto" else detect_format(state))
     converted = form.convert(state)
     if path.is_dir() and (extras := read_extras(path, beside=file)):
         converted = replace(
@@ -185,25 +206,31 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
     tensors = whole_weights(path)
     if (log_scale := read_logits(path).log_scale) is not None:
         tensors[LOGIT_SCALE] = torch.tensor(log_scale)
-    towers = {name.removeprefix(_TOWERS): value for name, value in settings.items() if name.startswith(_TOWERS)}
-    common = {field.name for field in fields(DualEncoderTowers)}
-    known = DualEncoderTowers(**{name: value for name, value in towers.items() if name in common})
-    size = size_of(settings["model"], known)
+    known = _towers_in(settings)
+    size, named = size_of(settings["model"], known), ("image", "pool_frames", "text", "text_pooling", "context_length")
     kind = kind_of_tensors(tensors) or "clip"
     return Source(
         title=f"{run.path} (step {facts.step} of a run)",
         converted=ConvertedStateDict(tensors=tensors, origins={name: name for name in tensors}),
         facts=SourceFacts(
             activation=size.video.trunk.activation,
-            video_eps=size.video.trunk.norm_eps,
+            video_eps=None if kind == LIBRARY else size.video.trunk.norm_eps,
             text_eps=NORM_EPS,
-            mean=_triple(settings["init.pixel_mean"]) or MEANS[kind],
-            std=_triple(settings["init.pixel_std"]) or STDS[kind],
-            video_heads=size.video.trunk.num_heads,
-            text_heads=size.text.trunk.num_heads,
+            mean=_triple(settings["init.pixel_mean"]) or MEANS.get(kind),
+            std=_triple(settings["init.pixel_std"]) or STDS.get(kind),
+            video_heads=None if kind == LIBRARY else size.video.trunk.num_heads,
+            text_heads=None if known.text is not None else size.text.trunk.num_heads,
             picture_px=settings["size_px"] if settings.get("input", "pixels") == "pixels" else None,
+            towers={name: getattr(known, name) for name in named},
         ),
     )
+
+
+def _towers_in(settings: Mapping[str, Any]) -> DualEncoderTowers:
+    """The settings `--towers.*` among those of a run."""
+    towers = {name.removeprefix(_TOWERS): value for name, value in settings.items() if name.startswith(_TOWERS)}
+    common = {field.name for field in fields(DualEncoderTowers)}
+    return DualEncoderTowers(**{name: value for name, value in towers.items() if name in common})
 
 
 # Checkpoints with adapters alone.
@@ -258,13 +285,13 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
     Raises:
         UserError: the checkpoint is damaged; the weights are missing, or are no longer those that it was trained with.
     """
-    facts = read_metadata(checkpoint).base
-    if not facts:
+    metadata = read_metadata(checkpoint)
+    if not metadata.base:
         return None
-    base = Base(**facts)
+    base = Base(**metadata.base)
     hint = f"put back the weights that the run started from: {base.weights}"
     try:
-        source = open_weights(Init(weights=base.weights, format=base.format))
+        source = open_weights(Init(weights=base.weights, format=base.format), _towers_in(metadata.settings))
     except UserError as error:
         raise UserError(
             f"{checkpoint} holds adapters, and not the weights that they adapt: {error}", hint=hint

@@ -112,9 +112,8 @@ class Card:
 
     @property
     def names(self) -> str:
-        """The video, its source and its dataset."""
-        source = self.source_id if self.source_id != self.video_id else ""
-        return " · ".join(filter(None, (self.video_id, source, self.dataset)))
+        """The name of the video in its dataset, and the dataset; the key has the video's ID."""
+        return " · ".join(filter(None, (self.source_id or self.video_id, self.dataset)))
 
     @property
     def properties(self) -> str:

@@ -27,7 +27,7 @@ class Header:
     """What the first page says of all chunks.
 
     Attributes:
-        title: name of the variant.
+        variant: its name.
         summary: number of chunks, videos and bytes; which of them are shown.
         settings: settings in words, and all of them as they are stored.
         notes: what could not be read, or is not shown.
@@ -35,7 +35,7 @@ class Header:
         clips: how the clips were made.
     """
 
-    title: str
+    variant: str
     summary: str
     settings: tuple[str, str]
     tiles: Sequence[tuple[str, str]]

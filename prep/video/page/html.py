@@ -71,7 +71,7 @@ def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages,
     """
     part = ", list of chunks" if pages.is_list else "" if pages.number == 1 else f", page {pages.number}"
     return {
-        "title": header.title + part,
+        "title": f"Chunks{part}",
         "header": header,
         "pages": pages,
         "filters": _filters([card for card, _ in cards]),

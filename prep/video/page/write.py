@@ -65,7 +65,7 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     written = _or_note(lambda: written_of(chunks, data_dir), notes) if is_current and _has(data_dir, CAPTIONS) else {}
     captions = _or_note(lambda: num_captions(chunks, data_dir), notes)
     header = Header(
-        title=variant.directory.name,
+        variant=variant.directory.name,
         summary=summary(everything, chunks, num_shown=len(picked), variant=variant, where=request.where),
         settings=(settings_words(variant.recipe), settings_line(variant.recipe)),
         tiles=tiles(chunks, variant),

@@ -244,7 +244,7 @@ def test_subtitles_are_read_on_request_and_further_sources_stay(tmp_path: Path) 
     captions(data, table)
     ran = prep_here(*folder, "--subtitles")
     assert "folder: 1 video (0 new), 1 caption (1 new)\n" in ran.stdout
-    assert "further sources: 1 caption kept\n" in ran.stdout
+    assert "added sources: 1 caption kept\n" in ran.stdout
     assert read_captions(data)["source"].to_pylist() == ["narrator@aaaaaaaa", "subtitles"]
     before = contents(data / "manifest")
     (videos / "a.srt").write_text("1\n00:00:02,000 --> 00:00:01,000\nhello\n")

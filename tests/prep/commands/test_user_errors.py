@@ -77,6 +77,7 @@ def test_a_wrong_setting_is_named_and_nothing_is_done(arguments: list[str], name
         ("inspect -- -rf_0 --data x", "unknown option: --data.", "words after -- are values: put the flags before it"),
         ("inspect --data x -- -rf_0", "the data folder x does not exist", "create one"),
         ("plan --explain -rf", "--explain requires an argument", "is given with =: --explain=-rf; see prep plan"),
+        ("latents --crop random", "--vae is required", "see prep latents --help"),
         ("plan --explain=-rf --data x", "the data folder x does not exist", "create one"),
         ("inspect --data y --data x", "the data folder x does not exist", "create one"),
         ("chunk extra", "unexpected argument: extra", "see prep chunk --help"),

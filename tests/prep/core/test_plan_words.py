@@ -33,14 +33,14 @@ def test_a_group_has_one_line_with_its_numbers() -> None:
         shard(2, ShardState.CHANGED, 6, copied=6),
         shard(3, ShardState.CHANGED, 1250, copied=1000),
         shard(4, ShardState.CHANGED, 250, copied=0),
-        shard(5, ShardState.ORPHANED, 0, "its videos are no longer in the manifest"),
+        shard(5, ShardState.ORPHANED, 0, "the videos are no longer in the manifest"),
     ]
     assert plan_lines(shards, words=Words(), reasons={2: "captions changed", 3: "1 new video", 4: "1 new video"}) == [
         "kept     20 chunks in 1 shard",
         "to do    1 chunk encoded into 1 shard: not made yet",
         "to do    6 chunks copied into 1 shard: captions changed",
         "to do    500 chunks encoded and 1,000 copied into 2 shards: 1 new video",
-        "to do    1 shard removed: its videos are no longer in the manifest",
+        "to do    1 shard removed: the videos are no longer in the manifest",
     ]
 
 

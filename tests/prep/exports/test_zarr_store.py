@@ -1,12 +1,16 @@
 """`prep export zarr`: the three arrays of the document hold what the columns hold."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import zarr
 
+from clipmill.manifests.publish import publish_json
 from clipmill.manifests.store import read_captions
+from clipmill.shards.commits import Commit, Failure, write_commit
+from clipmill.shards.dataset import set_current_variant
 from tests.prep.running import prep_here
 from tests.train.latents.written import Chunk, Written, write_all, write_latents
 from tests.train.tiny_data import Caption
@@ -33,6 +37,11 @@ def written(tmp_path: Path) -> Written:
     return write_all(tmp_path / "data", SHARDS, CAPTIONS, without=WITHOUT, splits=SPLITS)
 
 
+def opened(store_dir: Path) -> Any:
+    """The store, by zarr itself."""
+    return zarr.open_group(store_dir, mode="r")
+
+
 def wanted(written: Written) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The arrays, from what was written."""
     chunks = {"a": ("a_000000000", "a_000015000"), "b": ("b_000000000",), "c": ("c_000000000", "c_000015000")}
@@ -56,7 +65,7 @@ def test_the_store_has_the_documents_arrays_with_the_values_of_the_columns(
     store_dir = tmp_path / "segments.zarr"
     ran = prep_here("export", "zarr", store_dir, "--data", written.data_dir, "--chunk", chunk, "--level", 3)
     frames, text, of_video = wanted(written)
-    store = zarr.open_group(store_dir, mode="r")
+    store = opened(store_dir)
     assert set(store.array_keys()) == {"base_frames", "clip_emb", "segment_to_video"}
     assert np.array_equal(store["base_frames"][:].view(np.uint16), frames)
     assert np.array_equal(store["clip_emb"][:].view(np.uint16), text)
@@ -74,7 +83,7 @@ def test_compressed_latents_give_the_same_store(written: Written, tmp_path: Path
     other = write_all(tmp_path / "packed", [], CAPTIONS, without=WITHOUT, splits=SPLITS)
     write_latents(other, SHARDS, is_compressed=True)
     prep_here("export", "zarr", tmp_path / "packed.zarr", "--data", other.data_dir)
-    found = zarr.open_group(tmp_path / "packed.zarr", mode="r")["base_frames"][:]
+    found = opened(tmp_path / "packed.zarr")["base_frames"][:]
     assert np.array_equal(found.view(np.uint16), frames)
 
 
@@ -85,7 +94,7 @@ def test_a_rerun_does_nothing_until_flags_or_columns_change(written: Written, tm
     inode = store_dir.stat().st_ino
     assert "nothing to do" in prep_here(*line).stdout and store_dir.stat().st_ino == inode
     assert prep_here(*line, "--chunk", 2, "--json").summary["num_written"] == 10
-    assert zarr.open_group(store_dir, mode="r")["base_frames"].chunks[0] == 2
+    assert opened(store_dir)["base_frames"].chunks[0] == 2
     assert [path.name for path in store_dir.parent.iterdir()] == [store_dir.name]
 
 
@@ -127,3 +136,14 @@ def test_a_folder_of_someone_else_is_not_replaced(written: Written, tmp_path: Pa
 def test_bad_requests_are_refused(written: Written, tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
     ran = prep_here("export", "zarr", tmp_path / "out", "--data", written.data_dir, *flags, status=2)
     assert message in ran.error and not (tmp_path / "out").exists()
+
+
+def test_columns_without_samples_are_refused(tmp_path: Path) -> None:
+    written = write_all(tmp_path / "data", SHARDS, CAPTIONS)
+    empty = written.latents_dir.parent / "empty-00000000"
+    (empty / "commits").mkdir(parents=True)
+    write_commit(empty, Commit("latents", 0, "train", "ab" * 32, None, (Failure("a", "a_000000000", "x", "x"),)))
+    publish_json(empty / "recipe.json", {"schema": 1, "column": "latents", "crop": "exact", "segment": "5s"})
+    set_current_variant(written.data_dir, "latents", empty.name)
+    ran = prep_here("export", "zarr", tmp_path / "out", "--data", written.data_dir, status=2)
+    assert "empty-00000000 is empty" in ran.error

@@ -81,7 +81,7 @@ def plan_of(data: Path, clip: str = "tiny") -> TextPlan:
 def encode(data: Path, clip: str = "tiny", *, engine: Encoding | None = None, batch: int = 8) -> TextSummary:
     """`prep text` on the CPU."""
     plan = plan_of(data, clip)
-    use = TowerUse(clip, plan.recipe.clip_sha256, batch=batch, device="cpu")
+    use = TowerUse(TextRecipe(clip=clip), plan.recipe.encoder_sha256, batch=batch, device="cpu")
     return run_text(plan, use, engine or Encoding())
 
 

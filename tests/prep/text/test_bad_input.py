@@ -115,8 +115,8 @@ def test_without_a_manifest_the_command_that_makes_one_is_named(prep: Command, t
 def test_a_recipe_is_what_it_was_after_it_was_stored(checkpoints: Checkpoints) -> None:
     recipe = resolve(TextRecipe(clip=f"{checkpoints.model}:{checkpoints.torch_file}"))
     assert text_recipe_from_dict(recipe.as_dict()) == recipe
-    assert recipe.clip == f"{checkpoints.model}:{checkpoints.model}.pt" and recipe.width == 48
-    other = ResolvedTextRecipe(clip=recipe.clip, clip_sha256="0" * 64, width=48)
+    assert recipe.encoder == f"{checkpoints.model}:{checkpoints.model}.pt" and recipe.width == 48
+    other = ResolvedTextRecipe(encoder=recipe.encoder, encoder_sha256="0" * 64, width=48)
     assert other.variant != recipe.variant and "tiny" in resolve(TextRecipe(clip="tiny")).variant
 
 
@@ -185,7 +185,7 @@ def test_a_lost_worker_costs_the_shards_that_need_its_texts_until_the_next_run(
     encode(data)
     write_captions(data, {**CAPTIONS, "short": ["newer", "new"], "other": ["newest"]}, splits=SPLITS)
     plan = plan_of(data)
-    use = TowerUse("tiny", plan.recipe.clip_sha256, batch=8, device="cpu")
+    use = TowerUse(TextRecipe(clip="tiny"), plan.recipe.encoder_sha256, batch=8, device="cpu")
     summary = run_text(plan, use, Losing("new"))
     # The whole shard was given up: neither of its videos is as it should be.
     assert {(failure.code, failure.video_id) for failure in summary.failures} == {

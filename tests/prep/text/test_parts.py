@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from clipmill.prep.core.part_locks import Part
 from clipmill.prep.core.parts import PartRun, writing_part
 from clipmill.prep.text.blocks import TowerUse
-from clipmill.prep.text.recipe import TEXT
+from clipmill.prep.text.recipe import TEXT, TextRecipe
 from clipmill.prep.text.report import TextSummary
 from clipmill.prep.text.run import run_text
 from clipmill.shards.commits import read_commits
@@ -23,7 +23,7 @@ def encode_part(data: Path, part: str, clip: str = "tiny", *, engine: Encoding) 
     """`prep text --part` on the CPU."""
     with writing_part(data, Part.parse(part), column=TEXT) as run:
         plan = plan_of(data, clip)
-        use = TowerUse(clip, plan.recipe.clip_sha256, batch=8, device="cpu")
+        use = TowerUse(TextRecipe(clip=clip), plan.recipe.encoder_sha256, batch=8, device="cpu")
         return run_text(plan, use, engine, part_run=run), run
 
 

@@ -96,7 +96,7 @@ def test_the_index_says_what_the_samples_say(data: Path) -> None:
             assert (row["text.npy_offset"] + data_offset(payload)) % BLOCK_BYTES == 0
             assert zlib.crc32(payload) == row["text.npy_crc32"]
     assert {shard.split for shard in opened.shards()} == {"train", "val"}
-    assert recipe_in(variant(data)).items() >= {"column": "text", "clip": "tiny", "width": 256}.items()
+    assert recipe_in(variant(data)).items() >= {"column": "text", "encoder": "tiny", "width": 256}.items()
 
 
 def test_a_second_run_encodes_nothing_and_touches_nothing(data: Path) -> None:

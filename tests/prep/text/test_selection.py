@@ -27,7 +27,7 @@ def data(tmp_path: Path) -> Path:
 
 def encode(data: Path, where: str | None, engine: Encoding) -> TextSummary:
     plan = make_text_plan(data, resolve(TextRecipe(clip="tiny", where=where)))
-    return run_text(plan, TowerUse("tiny", plan.recipe.clip_sha256, batch=8, device="cpu"), engine)
+    return run_text(plan, TowerUse(TextRecipe(clip="tiny"), plan.recipe.encoder_sha256, batch=8, device="cpu"), engine)
 
 
 def stored(data: Path) -> dict[str, list[str]]:

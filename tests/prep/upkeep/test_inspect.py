@@ -132,6 +132,7 @@ def test_the_page_shows_frames_of_every_chunk_and_needs_nothing_else(
     expected = [*long, *(60 + n for n in long), *(120 + n for n in short), *long, *(60 + n for n in short)]
     assert numbers == expected
     assert "&lt;script&gt;" in text and "5 chunks of 2 videos" in text and "showing" not in text
+    assert "<title>Chunks · clipmill</title>" in text and text.count(shard_set.variant.name) == 1
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
 
 
@@ -164,6 +165,8 @@ def test_a_page_that_cannot_be_written_is_an_error(prep: Prep, shard_set: ShardS
 def test_a_key_and_a_page_exclude_each_other(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
     arguments = ("inspect", "long_000000000", "--html", tmp_path / "x.html", "--data", shard_set.data)
     assert "cannot be combined with the key long_000000000" in prep(*arguments, status=2).error
+    refused = prep("inspect", "scores", "--html", tmp_path / "x.html", "--data", shard_set.data, status=2)
+    assert "hint: use --column scores" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,7 @@ def test_a_video_that_changes_its_split_is_in_one_shard_only(made: Set) -> None:
     made.manifest()
     plan = prep_here("plan", "--data", made.data, *SETTINGS).stdout
     assert "video removed or moved to another split" in plan
-    assert ": the split of their videos has changed" in plan
+    assert ": the split of the videos has changed" in plan
     assert made.chunk() == (0, 38), "nothing is encoded: a has other captions, c is in another split, b in its shard"
     shards = {shard.shard_id: shard for shard in made.variant.shards()}
     assert {shard_id: shard.split for shard_id, shard in shards.items()} == dict.fromkeys(range(4), "train") | {

@@ -10,6 +10,7 @@ import torch
 
 from clipmill.train.config.files import load_settings
 from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.captioner import Captioner
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.tasks.caption.decoder import decoder_size_of, read_decoder_parts
 from clipmill.train.tasks.caption.decoding import generate_captions as captions_of
@@ -63,8 +64,9 @@ def test_transformers_open_an_export_and_it_comes_back_bit_by_bit(run: Path, dat
     # It writes what the run writes, and as long: the context of this run is shorter than 30, the default.
     assert theirs.generation_config.max_new_tokens == ours.size.context_length == 12
     captioner = build_captioner(
-        load_settings(RunFolder(run).settings, CaptionerSettings), ours.size, attend=attend_with_sdpa
+        load_settings(RunFolder(run).settings, CaptionerSettings), ours, attend=attend_with_sdpa
     )
+    assert isinstance(captioner, Captioner)
     captioner.load_state_dict(weights_of(run))
     video = torch.randn(2, 3, 2, 32, 32, generator=torch.Generator().manual_seed(0))
     end_id, decoding = ours.tokenizer.end_id, DecodingSettings(max_tokens=12)

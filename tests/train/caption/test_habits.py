@@ -57,6 +57,8 @@ def test_checkpoints_evaluations_and_warmup_are_in_epochs_of_every_caption_once(
     assert [line["step"] for line in lines if "val/loss" in line] == [4, 8, 9]
     assert [line["lr"] for line in lines[:2]] == [pytest.approx(5e-4), pytest.approx(1e-3)]  # two of warmup
     assert lines[3]["epoch"] == 1 and lines[7]["epoch"] == 2
+    of_batches = [line["batches"]["val/loss of each batch"] for line in lines if "batches" in line]
+    assert [len(one) for one in of_batches] == [1, 1, 1] and of_batches[0] == [pytest.approx(lines[3]["val/loss"])]
     means = [sum(line["loss"] for line in lines[begin : begin + 4]) / 4 for begin in (0, 4)]
     assert [line["epoch_loss"] for line in lines if "epoch_loss" in line] == [pytest.approx(mean) for mean in means]
 
@@ -83,6 +85,8 @@ def test_its_wandb_run_has_the_documents_name_axes_and_world_size_and_the_result
     assert config["world_size"] == 1 and config["seed"] == 42 and config["checkpoint_every"] == "1ep"
     axes = {one.name or one.glob_name: one.step_metric for one in records(run, "metric")}
     assert {axes[name] for name in ("train/loss", "train/epoch_loss", "val/*")} == {"train/epoch"}
+    logged = {item.key or item.nested_key[0] for one in records(run, "history") for item in one.item}
+    assert {"train/loss", "train/epoch_loss", "val/loss", "val/loss of each batch", "val/cider_d"} <= logged
     summary = [one.key or "/".join(one.nested_key) for update in records(run, "summary") for one in update.update]
     assert {"captions-val/means/cider_d", "captions-val/loss"} <= set(summary)
 

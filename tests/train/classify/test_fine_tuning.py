@@ -11,6 +11,7 @@ from clipmill.train.config.model import Towers
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.attention import open_attention
 from clipmill.train.models.dual_encoder import size_of
+from clipmill.train.models.transformer import blocks_of
 from clipmill.train.optim.parameters import parameter_groups
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.classify.model import VideoClassifier
@@ -78,7 +79,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
     assert "their positions are cube indices in frames of 32 px" in printed and "(--size-px 32 keeps theirs)" in printed
 
     for mistake, message in (
-        (("--init.weights", first, "--towers.kind", "clip"), "the weights are of a tower as VideoMAE's (videomae)"),
+        (("--init.weights", first, "--towers.kind", "clip"), "the weights are of a VideoMAE tower (videomae)"),
         (("--init.weights", first, "--model", "s16"), "the video tower has 4 heads, that of the model has 6"),
         (("--init.weights", first, "--num-frames", 3), "--num-frames 3 cannot be cut into cubes of 2 frames"),
         (("--init.weights", first, "--towers.tubelet", 4), "use --towers.tubelet 2, the frames of a cube"),
@@ -144,7 +145,7 @@ def test_learning_rates_fall_by_layer_and_only_matrices_decay() -> None:
     groups = parameter_groups(model, Objective(), weight_decay=0.05, layer_decay=0.75, adapts_all=False)
     group_of = {id(parameter): group for group in groups for parameter in group["params"]}
     depth = 4
-    assert len(model.video.transformer.resblocks) == depth
+    assert len(blocks_of(model)) == depth
     for name, parameter in model.named_parameters():
         # VideoMAE numbers the cubes' embedding 0, block b (from 0) b + 1, and all behind them depth + 1.
         layer = depth + 1

@@ -1,6 +1,7 @@
 """Which caption a visit shows: a pure function of (seed, position), by the weights of sources."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,9 +9,10 @@ from hypothesis import strategies as st
 from clipmill.manifests.caption_spans import SpanBlock
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.data import CaptionSettings, parse_weights
-from clipmill.train.data.caption_choice import CaptionChoice, caption_choice, choose_sources
+from clipmill.train.data.caption_choice import CaptionChoice, caption_choice, choose_sources, describe_cut
 from clipmill.train.data.clip_captions import clips_of
 from clipmill.train.data.usable_captions import UsableCaptions
+from clipmill.train.models.text import load_tokenizer
 
 NUM_DRAWS = 60_000
 ROWS = ((0, 2), (0, 3), (1, 3), (-1, 2))  # first chunk, begin, length, rank
@@ -152,3 +154,22 @@ def test_one_clip_alone_is_drawn_as_among_many() -> None:
         together = choice.draw(clips, position=positions, seed=4).tolist()
         alone = [choice.draw_one(one, position=at, seed=4) for one, at in zip(clips.tolist(), range(60), strict=True)]
         assert alone == together
+
+
+def test_captions_that_fill_the_context_are_counted() -> None:
+    tokenize = load_tokenizer()
+    words = ["a", "person", "cuts", "peppers", "unquestionably", "antidisestablishmentarianism"]
+    texts = [" ".join(words[number % 6] for number in range(length)) for length in range(1, 120, 3)] + ["naïve " * 60]
+    rows = np.arange(1, len(texts))
+    full = sum(bool(tokenize(texts[row])[-1]) for row in rows)
+    chunks = pa.chunked_array([texts[:7], texts[7:]])
+    assert 0 < full < len(rows)
+    assert describe_cut(chunks, rows, tokenize) == f"{full} of 77 tokens or more, cut to 77"
+    assert describe_cut(chunks, rows[:5], tokenize) == ""
+
+
+def test_of_very_many_long_captions_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clipmill.train.data.caption_choice._MAX_TOKENIZED", 10)
+    texts = ["word " * 80, "a rather long caption of few words " * 2 + "and some more of them to be looked at"] * 50
+    found = describe_cut(pa.chunked_array([texts]), np.arange(100), load_tokenizer())
+    assert found.startswith("about ") and found.endswith(" of 77 tokens or more, cut to 77")

@@ -146,7 +146,7 @@ def test_open_clips_selects(scored: Path) -> None:
     assert sorted(key for batch in batches for key in batch["key"]) == [
         *["a_000000000", "b_000000000", "b_000000000", "b_000002000"]
     ]
-    with pytest.raises(UserError, match="stream of tars, without scores"):
+    with pytest.raises(UserError, match="names tars, without scores"):
         open_clips("tars/{000..001}.tar", where="motion > 0.5")
 
 

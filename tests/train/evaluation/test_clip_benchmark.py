@@ -69,7 +69,9 @@ def exported(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def theirs(exported: Path, data: Path, **options: Any) -> tuple[Any, DataLoader[Any], Any]:
     """The model of open_clip, the images as clip_benchmark loads them, and the tokenizer."""
-    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{exported}")
+    # With both arguments, as DataComp's tools call it.
+    weights = str(exported / "open_clip_model.safetensors")
+    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{exported}", pretrained=weights)
     dataset = build_wds_dataset("", preprocess, split="test", data_dir=str(data))
     return model.eval(), DataLoader(dataset, batch_size=16, **options), open_clip.get_tokenizer(f"local-dir:{exported}")
 
@@ -85,8 +87,9 @@ def test_zero_shot_classification_is_that_of_clip_benchmark(
     model, loader, tokenizer = theirs(exported, data)
     # Its own function takes an array for a number, which NumPy 2.4 refuses.
     monkeypatch.setattr(zeroshot_classification, "accuracy", top_k)
+    dataset: Any = loader.dataset
     expected = zeroshot_classification.evaluate(
-        model, loader, tokenizer, loader.dataset.classes, loader.dataset.templates, "cpu", amp=False
+        model, loader, tokenizer, dataset.classes, dataset.templates, "cpu", amp=False
     )
     result: dict[str, Any] = scored(capsys, "zero-shot", exported, "--shards", data / "test" / "{0..1}.tar")
     assert result["num_clips"] == NUM_IMAGES and result["num_classes"] == len(NAMES)
@@ -123,6 +126,8 @@ def test_what_the_tars_lack_is_said(
     )
     assert train("eval", "retrieval", exported, "--shards", data_dir, "--protocol", "clip-benchmark") == 2
     assert "clip-benchmark scores tars of images" in capsys.readouterr().err
+    assert train("eval", "zero-shot", exported, *shards, "--classes", tmp_path / "names.txt", "--label", "verb") == 2
+    assert "images in tars have no label 'verb'" in capsys.readouterr().err
     # ImageNet has two classes of the same name: they tie, which counts against the model.
     (tmp_path / "names.txt").write_text("sunglasses\n" * len(NAMES))
     same = scored(capsys, "zero-shot", exported, *shards, "--classes", tmp_path / "names.txt")

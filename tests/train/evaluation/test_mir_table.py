@@ -66,7 +66,7 @@ def videos(splits: dict[str, str]) -> pa.Table:
 
 @pytest.fixture(scope="module")
 def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Captions of another split come before, and those of another data set, without classes, behind."""
+    """Captions of another split come before, and those of another dataset, without classes, behind."""
     data_dir = tmp_path_factory.mktemp("kitchen")
     rows = [("t", 0.0, "take plate", 0, [1]), *ROWS]
     write_manifest(data_dir, "epic", videos({"t": "train", "a": "test", "b": "test"}), table(rows, has_labels=True))
@@ -223,5 +223,5 @@ def test_results_name_their_relevancy_and_count_queries_that_have_a_score(releva
 def test_captions_of_one_span_share_the_clip_that_shows_it(kitchen: Path) -> None:
     """The loader shows rows 2 and 3 as one clip, with the caption of row 2."""
     found = opened(kitchen)
-    rows, place = found.rows_shown(np.array([6, 3, 7, 1]))  # 7 is of the other data set
+    rows, place = found.rows_shown(np.array([6, 3, 7, 1]))  # 7 is of the other dataset
     assert rows.tolist() == [0, 2, 3, 5] and place.tolist() == [3, 1, 1, 0]

@@ -327,7 +327,7 @@ def test_texts_that_reach_the_context_are_counted() -> None:
 def test_a_protocol_of_paragraphs_needs_a_text_tower(data_dir: Path) -> None:
     settings = DualEncoderSettings(shards=str(data_dir), text_tower="frozen")
     with pytest.raises(UserError, match="paragraph embeds texts, and this run has no text tower"):
-        open_scorer(DualEncoderEvaluation(protocol="paragraph"), settings)
+        open_scorer(DualEncoderEvaluation(protocol="paragraph"), settings, None)
     latents = DualEncoderSettings(shards=str(data_dir), input="latents")
     with pytest.raises(UserError, match="vatex scores the clips of captions, and latents are in segments"):
-        open_scorer(DualEncoderEvaluation(protocol="vatex"), latents)
+        open_scorer(DualEncoderEvaluation(protocol="vatex"), latents, None)

@@ -18,9 +18,24 @@ ONE_FRAME = ("--num-frames", 1, "--workers", 1, "--device", "cpu")
 def test_a_run_with_a_loss_with_state_goes_on_to_the_same_weights(tars: str, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     words = ("dual-encoder", "--shards", tars, *SMALL, *ONE_FRAME, "--loss.kind", "fastclip-v3")
-    assert train(*words, "--steps", 4, "--checkpoint-every", 2, "--evaluate.every", 4, "--out", whole) == 0
+    assert (
+        train(
+            *words,
+            "--steps",
+            4,
+            "--checkpoint-every",
+            2,
+            "--evaluate.every",
+            4,
+            "--evaluate.shards",
+            tars,
+            "--out",
+            whole,
+        )
+        == 0
+    )
     assert facts(whole)["data"].startswith("18 images of 3 tars")
-    assert "val/text_to_video_r1" in steps(whole)[-1]
+    assert "00000..00002-.tar/text_to_video_r1" in steps(whole)[-1]
     shutil.copytree(whole, cut)
     shutil.rmtree(all_checkpoints(RunFolder(cut).checkpoints)[4])
     assert train("dual-encoder", "--resume", "--out", cut) == 0

@@ -1,4 +1,4 @@
-"""Columns that are damaged, missing, or of different data sets: named when the set is opened, never a crash."""
+"""Columns that are damaged, missing, or of different datasets: named when the set is opened, never a crash."""
 
 import os
 import shutil

@@ -124,6 +124,7 @@ def write_text(
                     "width": width,
                     "text_digest": [blake2b(text.encode(), digest_size=16).digest() for text in texts],
                     "caption_id": ids,
+                    "row_tokens": [],
                     "caption_row": rows,
                 }
                 writer.add(Sample(video_id, {"text.npy": npy_bytes(bits.view(np.float16)), "json": b"{}"}, fields))
@@ -167,5 +168,6 @@ def _fields(chunk: Chunk) -> dict[str, object]:
         "width": width,
         "dtype": chunk.dtype,
         "crops": [0, 0, 8, 8],
+        "source_frames": [],
         "chunk_fingerprint": "00",
     }

@@ -5,6 +5,7 @@ import torch
 
 from clipmill.train.config.model import Towers
 from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.models.text import TextTower
 from clipmill.train.models.transformer import (
     Block,
     Transformer,
@@ -79,7 +80,7 @@ def test_paths_rise_to_the_last_block_or_stay() -> None:
     for rule, expected in (("rising", (0.0, 0.2, 0.4)), ("constant", (0.4,) * 3)):
         encoder = small_encoder(Towers(drop_path=0.4, drop_path_rule=rule))  # type: ignore[arg-type]
         assert encoder.video.transformer.drop_path == pytest.approx(expected)
-        assert encoder.text is not None and not any(encoder.text.transformer.drop_path)
+        assert isinstance(encoder.text, TextTower) and not any(encoder.text.transformer.drop_path)
 
 
 def test_a_dropped_branch_leaves_its_item_as_it_was_and_the_others_weigh_more() -> None:

@@ -11,7 +11,7 @@ from tests.train.models.small_towers import END, captions, gradients, small_enco
 
 def text_tower(*, is_packed: bool, attend: Attend = attend_with_sdpa) -> TextTower:
     tower = small_encoder(Towers(packed_text=is_packed), attend=attend).text
-    assert tower is not None
+    assert isinstance(tower, TextTower)
     return tower
 
 

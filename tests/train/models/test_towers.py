@@ -14,7 +14,7 @@ from open_clip.model import CLIP
 from clipmill.train.config.model import Activation, Towers
 from clipmill.train.models.attention import Attend, attend_naively, attend_with_sdpa
 from clipmill.train.models.dual_encoder import SIZES, DualEncoder, size_of
-from clipmill.train.models.text import CONTEXT_LENGTH, load_tokenizer
+from clipmill.train.models.text import CONTEXT_LENGTH, TextTower, load_tokenizer
 from clipmill.train.models.transformer import Block, blocks_of
 from tests.conftest import ROOT
 from tests.train.models.small_towers import captions, clips, small_encoder, spread_out
@@ -106,7 +106,7 @@ def test_a_size_has_every_tensor_of_open_clips(name: str) -> None:
     found = {key: tuple(value.shape) for key, value in ours.state_dict().items()}
     assert found.pop("video.temporal_embedding")[0] == 4
     assert found == expected
-    assert ours.text is not None
+    assert isinstance(ours.text, TextTower)
     for their_trunk, our_trunk in (
         (theirs.visual.transformer, ours.video.transformer),
         (theirs.transformer, ours.text.transformer),

@@ -100,6 +100,7 @@ def test_views_are_a_dimension_of_their_own(data_dir: Path) -> None:
         ({"captions": "every"}, "captions is 'every'", "text, embedding, all"),
         ({"captions": "embedding"}, "has no text shards", "prep text"),
         ({"label": "verb", "captions": "all"}, "label is 'verb', in place of captions", "leave out"),
+        ({"label": "kind"}, "no column label_kind", "for example label='"),
         ({"num_frames": 0}, "^num_frames is 0", "num_frames must be from 1"),
         ({"size_px": 32, "num_frames": 2, "stride": 0}, "^stride is 0", "stride must be from 1"),
         ({"where": "motion >"}, "where='motion >': character 9", "conditions look like"),

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from clipmill.train.doctor.examined import examine_in_run
 from clipmill.train.quickstart import choice
 from clipmill.train.quickstart import measured as measurements
 from clipmill.train.quickstart.asked import Asked
-from clipmill.train.quickstart.plan import Plan, propose
+from clipmill.train.quickstart.plan import Plan, _held_out, propose
 from clipmill.train.quickstart.survey import survey
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.data.http_folder import HttpFolder
@@ -74,6 +75,13 @@ def test_the_printed_command_is_accepted_and_has_the_settings_of_the_plan(
     assert plan.then[0] == "train eval retrieval runs/quickstart"
     for command in plan.then[:2]:
         app.parse_args(command.removeprefix("train "))
+
+
+def test_held_out_clips_are_not_more_than_their_captions(plan: Plan) -> None:
+    (found,) = plan.proposal.surveys
+    splits = {**found.splits, "val": replace(found.splits["val"], num_captions=2)}
+    surveys = (replace(found, splits=splits),)
+    assert _held_out(replace(plan.proposal, surveys=surveys), "val").cautions() == ["only 2 clips"]
 
 
 def test_the_plan_as_json_says_what_was_found_and_measured(

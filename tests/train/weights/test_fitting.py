@@ -14,7 +14,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Init
 from clipmill.train.weights.conversion import ConvertedStateDict, Format, NameTable, SourceFacts, any_begins
 from clipmill.train.weights.files import without_prefixes
-from clipmill.train.weights.fitting import resize_positions
+from clipmill.train.weights.fitting import fit, resize_positions, stretched_positions
 from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.open_clip import from_open_clip, to_open_clip
 from clipmill.train.weights.sources import FORMATS, Source, detect_format, open_weights
@@ -89,6 +89,12 @@ def test_drift_that_nothing_explains_is_an_error_with_a_table(
         loaded(change(state), say=said.append)
     assert message in str(caught.value) and "--init.allow" in str(caught.value.hint)
     assert any(" ".join(line.split()).startswith(row) for line in said), said
+
+
+def test_an_mlp_of_another_width_is_not_taken_for_another_model(state: State) -> None:
+    with pytest.raises(UserError) as caught:
+        loaded({**state, BLOCK: torch.ones(128, 64)})
+    assert "MLPs that are 4 times as wide as their tower" in str(caught.value.hint)
 
 
 def test_the_user_may_allow_drift_by_pattern_of_either_name(state: State) -> None:
@@ -272,3 +278,21 @@ def test_a_format_is_a_file_and_a_row(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(torch.equal(one, state[name]) for name, one in back.items())
     with pytest.raises(ValueError, match=r"Toy has nothing like video\.proj"):
         names.write({"video.proj": torch.ones(1)})
+
+
+def test_positions_of_texts_are_stretched_as_in_long_clip() -> None:
+    """Zhang et al. 2024: of 77 positions 20 stay, and between two of the others there are three more, to 248."""
+    old = torch.randn(77, 5, dtype=torch.float64)
+    wanted = [*old[:20]]
+    for number in range(20, 77):
+        begin = min(number, 75)  # beyond the last position, the line through the last two goes on
+        slope = old[begin + 1] - old[begin]
+        wanted += [old[number] + slope * quarter / 4 for quarter in range(4)]
+    torch.testing.assert_close(stretched_positions(old, 248), torch.stack(wanted), rtol=0, atol=1e-12)
+    assert torch.equal(stretched_positions(old, 248)[20::4], old[20:])
+    source = ConvertedStateDict(
+        tensors={"text.positional_embedding": old}, origins={"text.positional_embedding": "positional_embedding"}
+    )
+    fitted = fit(source, {"text.positional_embedding": (248, 5)})
+    assert torch.equal(fitted.tensors["text.positional_embedding"], stretched_positions(old, 248))
+    assert "stretched, as in Long-CLIP" in fitted.changes[0].why

@@ -72,7 +72,7 @@ def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
     assert set(means) == {MISTYPED_MEAN}
     printed = capsys.readouterr().out
     assert "avion.pt (AVION)" in printed and "tensors of the model copied as they are" in printed
-    assert "108.33 / 255" in printed and "the temperature starts at theirs, 0.025" in printed
+    assert "108.33 / 255" in printed and "initial temperature 0.025" in printed
     settings = load_settings(out / "settings.yaml", DualEncoderSettings)
     assert (settings.towers.activation, settings.towers.video_norm_eps) == ("gelu", 1e-6)
     assert settings.towers.embedding_width == WIDTH
@@ -225,7 +225,7 @@ def test_a_temperature_that_is_not_used_is_named(tmp_path: Path, changes: dict[s
     said: list[str] = []
     settings = settings_from(write_open_clip(tmp_path / "w.safetensors"), said.append, **changes)
     assert settings.loss.temperature == changes.get("loss", Loss()).temperature
-    assert f"weights: their temperature, 0.025, is not used: {reason}" in said
+    assert f"weights: their temperature of 0.025 is not used: {reason}" in said
     if "towers" in changes:
         assert "weights: they were trained with 48, but --towers.embedding-width is 64, which is used" in said
 

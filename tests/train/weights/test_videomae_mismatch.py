@@ -56,7 +56,7 @@ def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_fold
     state = load_file(folder / "model.safetensors")
     error, hint = refusal(our_autoencoder(decoder_depth=1), state, tmp_path)
     assert "decoder of width 16 and 2 blocks" in error and "decoder of width 16 and 1 blocks" in error
-    assert hint == f"use --decoder-depth {DECODER_DEPTH}, which the weights are of"
+    assert hint == f"use --decoder-depth {DECODER_DEPTH}, that of the weights"
     hf_autoencoder(decoder_num_attention_heads=4).save_pretrained(tmp_path / "heads")
     with pytest.raises(UserError, match="the decoder has 4 heads, that of the model has 2") as caught:
         loaded_weights(our_autoencoder(), opened(tmp_path / "heads"), say=quiet)
@@ -138,7 +138,7 @@ def test_settings_become_what_the_weights_were_trained_with(folder: Path) -> Non
 def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Path) -> None:
     torch.save(to_open_clip(our_model().state_dict()), tmp_path / "clip.pt")
     clip, videomae = opened(tmp_path / "clip.pt"), opened(folder)
-    of_clip, of_videomae = "a tower as CLIP's (clip)", "a tower as VideoMAE's (videomae)"
+    of_clip, of_videomae = "a CLIP tower (clip)", "a VideoMAE tower (videomae)"
     plain, leave = Towers(kind="clip"), "use weights of the same kind, or leave --towers.kind out"
     for effective, settings, source, there, here, hint in (
         (

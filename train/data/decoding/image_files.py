@@ -7,6 +7,7 @@ CMYK, grey, palettes and 16 bits per channel are converted; transparency is drop
 A file that is cut, animated, or larger than `MAX_PIXELS` is an error.
 """
 
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from clipmill.train.data.decoding.decoders import MAX_PIXELS
@@ -122,9 +123,11 @@ def _upright(frame: "av.VideoFrame", orientation: int) -> "av.VideoFrame":
     from av.filter import Graph
 
     graph = Graph()
-    links = [graph.add_buffer(width=frame.width, height=frame.height, format=frame.format, time_base=1)]
+    links = [graph.add_buffer(width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1))]
     links += [graph.add(name, arguments or None) for name, arguments in _UPRIGHT[orientation]]
     # Copied, because vflip only lets the lines of a frame run backwards in memory.
     graph.link_nodes(*links, graph.add("copy"), graph.add("buffersink")).configure()
     graph.push(frame)
-    return graph.pull()
+    turned = graph.pull()
+    assert isinstance(turned, type(frame))
+    return turned

@@ -129,9 +129,8 @@ class ImageTars:
     def read(self, tar: int, offset: int, size: int) -> bytes:
         """Bytes of a tar; raises OSError or DamagedTar."""
         address = self.tars[tar]
-        if not is_remote(address):
+        if self._cache is None or not is_remote(address):
             return self._local.read(Path(address), offset, size)
-        assert self._cache is not None
         if (copy := self._cache.find(self._copies[address])) is not None:
             with copy:
                 return os.pread(copy.descriptor, size, offset)
@@ -140,29 +139,27 @@ class ImageTars:
 
     def _index(self, tar: str) -> TarIndex:
         try:
-            if not is_remote(tar):
+            if is_remote(tar):
+                version, size_bytes = copy_name(tar)
+                self._copies[tar] = version
+            else:
                 state = Path(tar).stat()
                 version, size_bytes = f"{Path(tar).resolve()} {state.st_mtime_ns}", state.st_size
-                return shared(
-                    lambda: index_tar(tar, Path(tar)),
-                    of=("images", version, size_bytes),
-                    num_rows=size_bytes // _BYTES_PER_ROW,
-                    types=(TarIndex,),
-                    column="images",
-                )
-            assert self._cache is not None
-            name, size_bytes = copy_name(tar)
-            self._copies[tar] = name
-
-            def compute() -> TarIndex:
-                assert self._cache is not None
-                with held_copy(tar, self._cache) as copy:
-                    return index_tar(tar, copy.path)
-
-            rows = size_bytes // _BYTES_PER_ROW
-            return shared(compute, of=("images", name), num_rows=rows, types=(TarIndex,), column="images")
+            return shared(
+                lambda: self._made(tar),
+                of=("images", version, size_bytes),
+                num_rows=size_bytes // _BYTES_PER_ROW,
+                types=(TarIndex,),
+                column="images",
+            )
         except OSError as error:
             raise UserError(f"{tar} cannot be read: {error}", hint="repair it, or leave it out") from error
+
+    def _made(self, tar: str) -> TarIndex:
+        if self._cache is None or not is_remote(tar):
+            return index_tar(tar, Path(tar))
+        with held_copy(tar, self._cache) as copy:
+            return index_tar(tar, copy.path)
 
 
 def holds_images(tar: str, path: Path) -> bool:

@@ -37,6 +37,7 @@ class SegmentCaptions:
         pair_caption: [P] indices into the next two arrays; grouped by segment, then by source, ascending by id.
         caption_id: [C] the captions.
         place: [C] where their embeddings lie (clipmill.train.data.mapped_tars); None without them.
+        num_tokens: [C] lengths of their sequences; None without sequences.
         words_sha256: digest of the texts of the captions, by source.
         num_captions: captions of the split in the manifest.
         num_other_sources: those whose source is excluded.
@@ -57,6 +58,7 @@ class SegmentCaptions:
     num_not_embedded: int
     num_not_selected: int
     num_not_shown: int
+    num_tokens: NDArray[np.int32] | None = None
 
 
 def pair_captions(
@@ -87,13 +89,15 @@ def pair_captions(
     selected = selection.of_captions()
     span = SegmentSpans(records, segments)
     none = np.empty(0, np.int64)
-    parts: list[dict[str, NDArray[Any]]] = [dict.fromkeys(("id", "row", "place", "rank", "first", "last"), none)]
+    parts: list[dict[str, NDArray[Any]]] = [
+        dict.fromkeys(("id", "row", "place", "tokens", "rank", "first", "last"), none)
+    ]
     num_embedded = num_selected = 0
     for block in stored.blocks(of_split.video_row):
         video_row = block.video.astype(np.int64)
         overlapped = span.overlapped(video_row=video_row, begin_s=block.begin_s, end_s=block.end_s)
         video_row, first, last = (np.repeat(array, block.counts) for array in (video_row, *overlapped))
-        rank, place = of_split.rank_of_code[block.source], np.empty(0, np.int64)
+        rank, place, tokens = of_split.rank_of_code[block.source], none, none
         used = rank >= 0
         if text is not None:
             row_of_text = text.find(block.caption_id, video_row=video_row, video_ids=video_ids)
@@ -105,6 +109,7 @@ def pair_captions(
         used &= last > first
         if text is not None:
             place = text.place[row_of_text[used]]
+            tokens = none if text.num_tokens is None else text.num_tokens[row_of_text[used]]
         part: dict[str, NDArray[Any]] = {
             "id": block.caption_id,
             "row": block.row,
@@ -112,7 +117,7 @@ def pair_captions(
             "first": first,
             "last": last,
         }
-        parts.append({"place": place, **{name: array[used] for name, array in part.items()}})
+        parts.append({"place": place, "tokens": tokens, **{name: array[used] for name, array in part.items()}})
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
     # Ascending indices of captions are then ascending ids, source by source.
     order = np.lexsort((joined["id"], joined["rank"]))
@@ -131,6 +136,7 @@ def pair_captions(
         pair_caption=pair_caption,
         caption_id=smallest(joined["id"][order]),
         place=None if text is None else joined["place"][order],
+        num_tokens=None if text is None or text.num_tokens is None else joined["tokens"][order],
         sources=of_split.sources,
         words_sha256=_words_sha256(stored, joined["row"][order], rank=rank, of_split=of_split),
         num_captions=of_split.num_captions,

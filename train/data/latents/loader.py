@@ -101,7 +101,13 @@ class LatentLoader(BatchLoader):
 
     def describe(self) -> str:
         """One line for the log: what the set contains, what was excluded and why."""
-        return self.samples.describe()
+        captions, described = self.samples.captions, self.samples.describe()
+        cut = (
+            ""
+            if self._tokenize is None or captions is None
+            else self._texts.describe_cut(captions.caption_id, self._tokenize)
+        )
+        return "; ".join(filter(None, [described, cut]))
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         return self.batches()
@@ -214,7 +220,11 @@ class CaptionedLatents(LatentLoader):
         if isinstance(found, FailedSample):
             return []
         content, begin, end = found[2]
-        bits = np.frombuffer(content[begin:end], np.uint16).reshape(-1, shape.channels, shape.height, shape.width)
+        bits = np.frombuffer(content[begin:end], np.uint16)
+        if shape.segment_frames:
+            bits = bits.reshape(shape.channels, -1, shape.height, shape.width).swapaxes(0, 1)
+        else:
+            bits = bits.reshape(-1, shape.channels, shape.height, shape.width)
         if shape.dtype == "bfloat16":
             latents = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         else:

@@ -2,6 +2,7 @@
 
 import shlex
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +107,7 @@ def open_segment_set(
     )
     records = records if selection.chunks is None else records.take(selection.rows)
     num_frames = frames_of(segment, records.shape)
-    _check_crops(latents, segment)
+    _check_crops(latents, records.shape, segment=segment, num_frames=num_frames)
     segments = cut(records, num_frames=num_frames, tails=query.tails)
     text: TextMembers | None = None
     its_captions: SegmentCaptions | None = None
@@ -158,16 +159,17 @@ def _nothing_of(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split:
         f"{variant.directory} has no {column} of any video of split {split!r}: "
         f"the manifest names {', '.join(map(repr, video_ids[:3].to_pylist()))}, "
         f"the column {', '.join(map(repr, there)) or 'nothing'}",
-        hint=f"run prep {column} --data {shlex.quote(str(data_dir))}, unless the column is of another data set",
+        hint=f"run prep {column} --data {shlex.quote(str(data_dir))}, unless the column is of another dataset",
     )
 
 
-def _check_crops(latents: Variant, segment: str) -> None:
+def _check_crops(latents: Variant, shape: FrameShape, *, segment: str, num_frames: int) -> None:
     recipe = latents.recipe
-    if recipe.get("crop") not in ("random", "exact"):
+    if recipe.get("crop") not in ("random", "exact") or shape.segment_frames:
         return
     made = str(recipe.get("segment"))
-    if (seconds_of(made) / seconds_of(segment)).denominator != 1:
+    made_frames = Fraction(made[:-1]) if made.endswith("f") else seconds_of(made) * shape.fps
+    if (made_frames / num_frames).denominator != 1:
         raise UserError(
             f"segments of {segment} would show two crops: {latents.directory} has a new one every {made}",
             hint=f"use segment={made!r} or a whole part of it, or latents with --crop centre",

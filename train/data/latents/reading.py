@@ -24,7 +24,8 @@ _AHEAD_BYTES = 1 << 28  # of members that are loaded ahead
 
 # A sample: columns of batches and its row there; its latents, and its embedding in a set with stored text.
 LatentSample = tuple[Columns, int, Part, Part | None]
-_Wanted = tuple[int, int, tuple[int, int] | None]  # first frame, number of frames; member and place of the embedding
+_Text = tuple[int, int, int]  # member and place of the embedding, or of a sequence, and number of vectors
+_Wanted = tuple[int, int, _Text | None]  # first frame, number of frames; text
 _Loaded = tuple[Part, Part | None] | Problem
 
 
@@ -54,7 +55,8 @@ class SegmentReader:
             return self._loaded(requests, due)
         texts: Iterator[Part | None] = repeat(None)
         if self._samples.text is not None and requests.text_place is not None:
-            texts = self._tars.parts(requests.text_place, self._samples.text.row_bytes)
+            num_tokens = requests.own("num_tokens", default=1)
+            texts = self._tars.parts(requests.text_place, num_tokens * self._samples.text.row_bytes)
         parts = self._tars.parts(latents, requests.num_frames * frame_bytes)
         return zip(repeat(requests.columns), requests.rows, parts, texts)
 
@@ -70,9 +72,10 @@ class SegmentReader:
     def _loaded(self, requests: SegmentRequests, due: NDArray[np.bool_]) -> Iterator[LatentSample | FailedSample]:
         """As `read`; threads load what is due. Requests in a row that show the same chunk load it once."""
         chunk: list[int] = requests.chunk.tolist()
-        text: Iterable[tuple[int, int] | None] = repeat(None, len(chunk))
+        text: Iterable[_Text | None] = repeat(None, len(chunk))
         if self._samples.text is not None and (place := requests.text_place) is not None:
-            text = zip(self._samples.text.member_at(place).tolist(), place.tolist(), strict=True)
+            num_tokens = requests.own("num_tokens", default=1)
+            text = zip(self._samples.text.member_at(place).tolist(), place.tolist(), num_tokens.tolist(), strict=True)
         wanted = [*zip(requests.frame.tolist(), requests.num_frames.tolist(), text, strict=True)]
         runs = [*pairwise([0, *(np.flatnonzero(np.diff(requests.chunk)) + 1).tolist(), len(chunk)])]
         waits = np.logical_or.reduceat(due, [begin for begin, _ in runs]).tolist()
@@ -120,7 +123,9 @@ class SegmentReader:
                 found.append(((content, begin, begin + num_frames * shape.frame_bytes), embedding))
         return found
 
-    def _embedding(self, member: int, place: int) -> Part | Problem:
+    def _embedding(self, member: int, place: int, num_tokens: int) -> Part | Problem:
         assert self._text is not None and self._samples.text is not None
         content = self._text.load(member)
-        return content if isinstance(content, Problem) else self._samples.text.row_of(content, member, place)
+        if isinstance(content, Problem):
+            return content
+        return self._samples.text.row_of(content, member, place, num_tokens=num_tokens)

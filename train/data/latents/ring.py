@@ -44,11 +44,18 @@ class LatentRing:
         import torch
 
         shape = samples.records.shape
-        row_shape = (samples.segments.num_frames, shape.channels, shape.height, shape.width)
+        num_frames, picture = samples.segments.num_frames, (shape.height, shape.width)
+        # A VAE of videos puts the channels before the frames; the batch is a view with the frames first.
+        self._channels_first = shape.segment_frames > 0
+        row_shape = (num_frames, shape.channels, *picture)
+        if self._channels_first:
+            row_shape = (shape.channels, num_frames, *picture)
         self._latents = _Rows((batch, *row_shape), getattr(torch, shape.dtype), pin=pin, can_keep=can_keep)
         self._text = None
         if samples.text is not None:
-            self._text = _Rows((batch, samples.text.width), torch.float16, pin=pin, can_keep=can_keep)
+            tokens = (samples.text.max_tokens,) if samples.text.max_tokens else ()
+            self._text = _Rows((batch, *tokens, samples.text.width), torch.float16, pin=pin, can_keep=can_keep)
+            self._arange = torch.arange(samples.text.max_tokens)
         self._keys_of, self._tokenize, self._from_numpy = keys_of, tokenize, torch.from_numpy
 
     def collate(self, samples: Sequence[LatentSample]) -> Batch:
@@ -57,7 +64,11 @@ class LatentRing:
         first, end = rows[0], rows[0] + len(rows)
         is_slice = columns[-1] is columns[0] and rows[-1] + 1 == end
         # A literal: calling `Batch` costs a microsecond, which a batch of one notices.
-        batch: Batch = {"input": "latents", "latents": self._latents.filled(latents)}
+        pictures = self._latents.filled(latents)
+        batch: Batch = {
+            "input": "latents",
+            "latents": pictures.transpose(1, 2) if self._channels_first else pictures,
+        }
         for name, column in columns[0].items():
             # Slices of arrays, which nothing overwrites, take half as long as slices of tensors.
             values = column[first:end] if is_slice else np.array([of[name][row] for of, row, _, _ in samples])
@@ -67,6 +78,10 @@ class LatentRing:
             batch["tokens"] = self._tokenize(batch["caption_id"])
         if self._text is not None:
             batch["text"] = self._text.filled(texts)
+            if (num_tokens := batch.pop("num_tokens", None)) is not None:
+                longest = int(num_tokens.max())
+                batch["text"] = batch["text"][:, :longest]
+                batch["text_mask"] = self._arange[:longest] < num_tokens[:, None]
         return batch
 
 

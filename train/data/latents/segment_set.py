@@ -31,7 +31,7 @@ from clipmill.train.data.node_cache import shared
 from clipmill.train.data.order import set_fingerprint
 from clipmill.train.data.remote_maps import open_maps
 from clipmill.train.data.selection import selection_mark
-from clipmill.train.data.stored_text import TextMembers, encoder_of
+from clipmill.train.data.stored_text import TextMembers, encoder_of, require_embeddings
 
 Columns = dict[str, NDArray[np.int64]]  # entries of batches, by name
 
@@ -46,7 +46,8 @@ class SegmentRequests:
         chunk: index in the records.
         frame: the first frame, in its chunk.
         num_frames: number of frames; fewer than in a full segment for a tail.
-        text_place: where the embedding of the caption begins; None without stored embeddings.
+        text_place: where the embedding or sequence of the caption begins; None without stored text. The lengths of
+            sequences are the column `num_tokens`.
     """
 
     columns: Columns
@@ -55,6 +56,11 @@ class SegmentRequests:
     frame: NDArray[np.int64]
     num_frames: NDArray[np.int64]
     text_place: NDArray[np.int64] | None
+
+    def own(self, name: str, *, default: int) -> NDArray[np.int64]:
+        """A column for the requests alone; `default` for each where there is none."""
+        column = self.columns.get(name)
+        return np.full(len(self.rows), default) if column is None else column[np.asarray(self.rows)]
 
 
 class SegmentSet:
@@ -72,7 +78,7 @@ class SegmentSet:
         classes, tars = query.classes, query.tars
         if not resolved_folder(data_dir).is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
-        self.split = split
+        self.split, self._data_dir = split, data_dir
         if tars is not None:
             for column in (LATENTS, TEXT) if captions == "stored" else (LATENTS,):
                 tars.files.copy_column(column)
@@ -159,6 +165,11 @@ class SegmentSet:
     def num_caption_ids(self) -> int:
         """Ids of captions are in [0, num_caption_ids); 0 in a set without captions."""
         return 0 if self.captions is None else int(self.captions.caption_id.max()) + 1
+
+    def require_embeddings(self) -> None:
+        """Raise UserError if stored texts are sequences, and a model takes one embedding each."""
+        if self._text_variant is not None:
+            require_embeddings(self._text_variant, self._data_dir)
 
     @property
     def mixing_facts(self) -> dict[str, str]:
@@ -259,6 +270,8 @@ class SegmentSet:
             caption = captions.pair_caption[entry]
             columns["caption_id"] = captions.caption_id[caption].astype(np.int64)
             text_place = None if captions.place is None else captions.place[caption]
+            if captions.num_tokens is not None:
+                columns["num_tokens"] = captions.num_tokens[caption].astype(np.int64)
         if self.labels is not None:
             columns["label"] = self.labels.label[rows, 0]
         if self.segments.tails == "pad":

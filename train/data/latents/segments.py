@@ -1,7 +1,8 @@
 """Where the latents of every chunk lie, and the segments they are cut into, as arrays: 40 bytes per chunk.
 
 A segment is `num_frames` frames of one chunk; segment i of a chunk begins at frame i * num_frames. What is left at the
-end of a chunk is a tail: a shorter segment, which is excluded or zero-padded.
+end of a chunk is a tail: a shorter segment, which is excluded or zero-padded. Latents of a VAE of videos have the
+segments that it encoded, and no tails; a frame is then a latent frame, and their rate is as low.
 """
 
 import re
@@ -28,12 +29,18 @@ Tails = Literal["drop", "pad"]
 _COMPRESSED = "latents.npy.zst"
 _ITEM_BYTES = 2  # of float16 and of bfloat16
 _SHAPE_COLUMNS = ("channels", "height", "width", "dtype", "fps_num", "fps_den")
+_SAME_S = 1e-3  # a decimal number may not be exact, as 80 frames at 30000/1001 per second
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
 
 
 @dataclass(frozen=True)
 class FrameShape:
-    """What all latents of a set have in common."""
+    """What all latents of a set have in common.
+
+    Attributes:
+        segment_frames: T', if a VAE of videos encoded whole segments, stored as [C, T', h, w]; 0 if it encoded frame by
+            frame, stored as [C, h, w].
+    """
 
     channels: int
     height: int
@@ -41,13 +48,15 @@ class FrameShape:
     dtype: str  # float16 or bfloat16
     fps: Fraction
     is_compressed: bool = False
+    segment_frames: int = 0
 
     @property
     def frame_bytes(self) -> int:
         return self.channels * self.height * self.width * _ITEM_BYTES
 
     def __str__(self) -> str:
-        how = ", compressed" if self.is_compressed else ""
+        how = f", in segments of {self.segment_frames}" if self.segment_frames else ""
+        how += ", compressed" if self.is_compressed else ""
         return f"{self.channels} x {self.height} x {self.width} {self.dtype} at {self.fps} frames a second{how}"
 
 
@@ -147,13 +156,14 @@ def read_records(
 def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is_compressed: bool) -> FrameShape:
     """The shape of all latents; raises UserError if they differ."""
     alike = table.select([*_SHAPE_COLUMNS]).group_by(list(_SHAPE_COLUMNS), use_threads=False).aggregate([])
-    shapes = []
+    shapes, segment_frames = [], int(variant.recipe.get("latent_frames") or 0)
     for row in alike.to_pylist():
         same = np.ones(len(table), bool)
         for name, value in row.items():
             same &= pc.equal(table[name], value).to_numpy()
         fps = Fraction(row.pop("fps_num"), row.pop("fps_den"))
-        shapes.append((int(shard_of[same].min()), FrameShape(fps=fps, is_compressed=is_compressed, **row)))
+        shape = FrameShape(fps=fps, is_compressed=is_compressed, segment_frames=segment_frames, **row)
+        shapes.append((int(shard_of[same].min()), shape))
     (seen_in, shape), *others = sorted(shapes, key=lambda one: one[0])
     for other_in, found in others:
         tars = variant.tar_files
@@ -215,8 +225,17 @@ def frames_of(segment: str, shape: FrameShape) -> int:
     """Number of frames in a segment whose length is given in seconds, as `5s`.
 
     Raises:
-        UserError: it is not a duration, or not a whole number of frames.
+        UserError: it is not a duration, not a whole number of frames, or not the segment that a video VAE encoded.
     """
+    if shape.segment_frames:
+        stored_s = float(shape.segment_frames / shape.fps)
+        if abs(float(seconds_of(segment)) - stored_s) > _SAME_S:
+            raise UserError(
+                f"a segment of {segment!r} cannot be cut out of these latents: a VAE of videos encoded segments of"
+                f" {stored_s:g} s as a whole",
+                hint=f"use {stored_s:g}s, or another --segment of prep {command_for(LATENTS)}",
+            )
+        return shape.segment_frames
     num_frames = seconds_of(segment) * shape.fps
     if num_frames < 1 or num_frames.denominator != 1:
         raise UserError(

@@ -159,5 +159,6 @@ def _check(sets: ProbeSets, wanted: ProbeEvaluation, *, bank_split: str) -> None
             raise UserError(
                 f"{wanted.neighbours} neighbours are to vote, and split {bank_split!r} has {num_bank} clips "
                 f"with a {its.label}",
-                hint=f"use {num_bank} or fewer, ideally far fewer than a class has clips",
+                hint=f"use {num_bank} or fewer for --neighbours (in training --evaluate.neighbours), ideally far fewer "
+                "than a class has clips",
             )

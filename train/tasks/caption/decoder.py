@@ -1,13 +1,13 @@
 """The decoder of a captioner: its tokenizer, size and weights, and what run.json says of it.
 
-The decoder comes from one of three places: `--decoder.weights` (a folder or a Hugging Face name), the captioner that
-`--init.weights` names, or new weights with a tokenizer that is trained on the captions. Size and tokenizer always
-belong
-together: no tensor shape shows that a token id means another piece of text in another tokenizer.
+The decoder comes from one of four places: `--decoder.weights` (a GPT-2) and `--decoder.lm` (any causal language model,
+`clipmill.train.tasks.caption.language`), each a folder or a Hugging Face name; the captioner that `--init.weights`
+names; or new weights with a tokenizer that is trained on the captions. Size and tokenizer always belong together: no
+tensor shape shows that a token id means another piece of text in another tokenizer.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,27 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.models.gpt2 import Gpt2Size, gpt2_size
 from clipmill.train.models.transformer import NORM_EPS, TransformerSize
 from clipmill.train.run.folder import RunFolder, is_run
+from clipmill.train.tasks.caption.language.opening import (
+    LANGUAGE_FILES,
+    LANGUAGE_FOLDER,
+    LanguageDecoder,
+    open_language,
+    read_language,
+)
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecoderSettings, has_captioner
-from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer, has_tokenizer, read_tokenizer, train_tokenizer
+from clipmill.train.tasks.caption.tokenizer import (
+    TOKENIZER_FILE,
+    CaptionTokenizer,
+    has_tokenizer,
+    read_tokenizer,
+    train_tokenizer,
+)
 from clipmill.train.weights.files import read_config
 from clipmill.train.weights.fitting import Change
 from clipmill.train.weights.hf_caption import read_caption_folder
 from clipmill.train.weights.hf_caption_config import caption_config_of
-from clipmill.train.weights.hub import hub_folder, place_of_weights
-from clipmill.train.weights.sources import Say
+from clipmill.train.weights.hub import MODEL_FILES, TOKENIZER_FILES, hub_folder
+from clipmill.train.weights.sources import Say, place_of_weights
 
 # A name on Hugging Face; anything else can only be a folder.
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -56,8 +69,16 @@ class DecoderParts:
                 hint=hint,
             )
 
+    @property
+    def context_length(self) -> int:
+        """Maximum number of tokens of a caption, including the end."""
+        return self.size.context_length
 
-def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -> DecoderParts:
+
+Decoder = DecoderParts | LanguageDecoder
+
+
+def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -> Decoder:
     """Open the decoder that the settings name.
 
     Args:
@@ -67,6 +88,9 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
         UserError: a folder is missing, damaged, or of another model; tokenizer and decoder do not fit; the width is not
             a multiple of the heads; captions may be longer than the decoder's context.
     """
+    if settings.lm is not None:
+        its = decoder_folder(settings.lm, flag="--decoder.lm", files=LANGUAGE_FILES, say=say)
+        return open_language(its, settings, tokenizer_folder=Path(settings.tokenizer or its)).with_weights()
     folder = None if settings.weights is None else decoder_folder(settings.weights, say=say)
     named = Path(settings.tokenizer) if settings.tokenizer is not None else folder
     if named is not None:
@@ -96,8 +120,10 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
     )
 
 
-def decoder_of_start(settings: CaptionerSettings) -> DecoderParts | None:
+def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
     """Size and tokenizer of the decoder in the folder of `--init.weights`; None if it has no captioner.
+
+    A captioner whose decoder `--decoder.lm` replaces gives nothing but its tower.
 
     Raises:
         UserError: it has no tokenizer, and none is named; the settings name another tokenizer or another size; or a
@@ -106,6 +132,10 @@ def decoder_of_start(settings: CaptionerSettings) -> DecoderParts | None:
     named, wanted = settings.init.weights, settings.decoder
     folder = None if named is None else place_of_weights(named)
     if folder is None or not has_captioner(folder):
+        return None
+    if (folder / LANGUAGE_FOLDER).is_dir():
+        return kept_decoder(RunFolder(folder))["decoder"]
+    if wanted.lm is not None:
         return None
     size = _size_in(folder)
     if size is None:
@@ -145,8 +175,13 @@ def no_tokenizer(title: str) -> UserError:
     )
 
 
-def decoder_folder(wanted: str, *, say: Say) -> Path:
-    """The folder of `--decoder.weights`: an existing one, or a download of that name from Hugging Face.
+def decoder_folder(
+    wanted: str, *, flag: str = "--decoder.weights", files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES), say: Say
+) -> Path:
+    """The folder that a flag names: an existing one, or a download of that name from Hugging Face.
+
+    Args:
+        files: patterns of the names of files to download.
 
     Raises:
         UserError: there is neither.
@@ -155,9 +190,9 @@ def decoder_folder(wanted: str, *, say: Say) -> Path:
     if folder.is_dir():
         return folder
     if _NAME.fullmatch(wanted) is None:
-        raise UserError(f"there is no folder {wanted} (--decoder.weights)", hint="name one with GPT-2's files")
-    say(f"decoder: there is no folder {wanted} here; from Hugging Face's cache, or else downloaded")
-    return hub_folder(wanted, what="GPT-2's files")
+        raise UserError(f"there is no folder {wanted} ({flag})", hint="name one with the model's files")
+    say(f"decoder: there is no folder {wanted} here; the model comes from Hugging Face's cache or a download")
+    return hub_folder(wanted, files=files, what="the model's files")
 
 
 def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size:
@@ -173,35 +208,45 @@ def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size
     return replace(size, trunk=trunk)
 
 
-def decoder_facts(size: Gpt2Size) -> dict[str, Any]:
+def decoder_facts(decoder: Decoder) -> dict[str, Any]:
     """Entry of run.json: the size of the decoder, so that the folder of its weights is not needed again."""
-    trunk = size.trunk
+    if isinstance(decoder, LanguageDecoder):
+        return decoder.facts()
+    trunk = decoder.size.trunk
     return {
         "width": trunk.width,
         "depth": trunk.depth,
         "heads": trunk.num_heads,
         "norm_eps": trunk.norm_eps,
-        "vocabulary": size.vocabulary_size,
-        "context": size.context_length,
+        "vocabulary": decoder.size.vocabulary_size,
+        "context": decoder.size.context_length,
     }
 
 
-def start_facts(model: nn.Module, parts: DecoderParts) -> dict[str, Any]:
+def decoder_files(decoder: Decoder) -> dict[str, bytes]:
+    """The files of a run without which its weights cannot be used, by path in its folder."""
+    if isinstance(decoder, LanguageDecoder):
+        return {f"{LANGUAGE_FOLDER}/{name}": content for name, content in decoder.files.items()}
+    return {TOKENIZER_FILE: decoder.tokenizer.as_json()}
+
+
+def start_facts(model: nn.Module, parts: Decoder) -> dict[str, Any]:
     """Entry of run.json about the decoder's initial weights; `model` is the captioner, also on the meta device."""
-    facts: dict[str, Any] = {}
-    if parts.tensors:
-        wanted = {name: one for name, one in model.state_dict().items() if name.startswith("decoder.")}
-        changes = [
-            Change(kind="created", name=name, new=tuple(one.shape), why="a plain GPT-2 has no cross-attention")
-            for name, one in wanted.items()
-            if name not in parts.tensors
-        ]
-        facts["decoder_weights"] = {
-            "source": parts.source,
-            "num_copied": len(wanted) - len(changes),
-            "changes": [change.as_json() for change in changes],
-        }
-    return facts
+    wanted = {name: one for name, one in model.state_dict().items() if name.startswith("decoder.")}
+    copied = parts.tensors if isinstance(parts, DecoderParts) else wanted if parts.folder is not None else {}
+    if not copied:
+        return {}
+    changes = [
+        Change(kind="created", name=name, new=tuple(one.shape), why="a plain GPT-2 has no cross-attention")
+        for name, one in wanted.items()
+        if name not in copied
+    ]
+    start = {
+        "source": parts.source,
+        "num_copied": len(wanted) - len(changes),
+        "changes": [change.as_json() for change in changes],
+    }
+    return {"decoder_weights": start}
 
 
 def start_lines(facts: Mapping[str, Any]) -> list[str]:
@@ -215,8 +260,11 @@ def start_lines(facts: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def kept_decoder(run: RunFolder) -> dict[str, DecoderParts]:
-    """Tokenizer and decoder size of a run, as an argument of its task (`TaskSpec.kept`)."""
+def kept_decoder(run: RunFolder) -> dict[str, Decoder]:
+    """Tokenizer and decoder of a run, without weights, as an argument of its task (`TaskSpec.kept`)."""
+    facts = run.require_facts().get("decoder")
+    if isinstance(facts, dict) and "lm" in facts:
+        return {"decoder": read_language(run, facts)}
     return {"decoder": read_decoder_parts(run)}
 
 

@@ -13,6 +13,8 @@ from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.models.timesformer import TimeSformer
 from clipmill.train.spec import Adopted, ExportRequest
 from clipmill.train.tasks.caption.decoder import decoder_of_start
+from clipmill.train.tasks.caption.language.export import exported_language
+from clipmill.train.tasks.caption.language.opening import LanguageDecoder
 from clipmill.train.tasks.caption.model import build_captioner, effective_settings, has_decoder
 from clipmill.train.tasks.caption.settings import (
     CaptionerSettings,
@@ -80,8 +82,12 @@ def exported_captioner(request: ExportRequest) -> Exported:
     Raises:
         UserError: the format cannot hold it.
     """
-    require_format(request.form, ("hf",), what="a captioner")
-    settings: CaptionerSettings = request.settings
+    settings, parts = request.settings, request.task.decoder
+    assert isinstance(settings, CaptionerSettings)
+    if isinstance(parts, LanguageDecoder):
+        require_format(request.form, ("lm",), what="a captioner with a language model")
+        return exported_language(request, parts, decoding=generate_arguments(settings.decoding, parts.context_length))
+    require_format(request.form, ("hf",), what="a captioner with a GPT-2")
     kind = kind_of(settings.towers)
     if kind != "timesformer":
         raise UserError(
@@ -89,8 +95,8 @@ def exported_captioner(request: ExportRequest) -> Exported:
             "TimeSformer only",
             hint="export a run of --towers.kind timesformer",
         )
-    parts = request.task.decoder
-    captioner = build_captioner(settings, parts.size, attend=attend_with_sdpa)
+    captioner = build_captioner(settings, parts, attend=attend_with_sdpa)
+    assert isinstance(captioner, Captioner)
     captioner.load_state_dict(request.weights)
     tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -160,8 +166,13 @@ def hf_generation_config(
         decoding: transformers' own defaults, 20 tokens among them, when left out.
         context_length: maximum number of tokens of the decoder.
     """
-    chosen = {} if decoding is None else {**_lengths(decoding, context_length), **_choice(decoding)}
+    chosen = {} if decoding is None else generate_arguments(decoding, context_length)
     return generation_config(end_id=end_id, pad_id=pad_id, decoding=chosen)
+
+
+def generate_arguments(decoding: DecodingSettings, context_length: int | None) -> dict[str, Any]:
+    """The arguments with which `generate` decodes as the settings say."""
+    return {**_lengths(decoding, context_length), **_choice(decoding)}
 
 
 def _lengths(decoding: DecodingSettings, context_length: int | None) -> dict[str, int]:

@@ -28,11 +28,13 @@ class GeneratedCaptions:
     Attributes:
         captions: by the index of the clip.
         summed_loss: cross-entropy of the first reference captions of each clip, summed over `num_tokens` tokens.
+        batch_losses: its mean over the tokens of each batch.
     """
 
     captions: dict[int, str] = field(default_factory=dict)
     summed_loss: float = 0.0
     num_tokens: int = 0
+    batch_losses: list[float] = field(default_factory=list)
     failed: list[FailedSample] = field(default_factory=list)
 
 
@@ -60,8 +62,9 @@ def captions_of(
         clips_BCTHW = inputs(batch)
         targets_BKL = without_padding(batch["targets"])
         logits = model(clips_BCTHW, shifted(targets_BKL, end_id=tokenizer.end_id))
-        found.summed_loss += summed_loss(logits, targets_BKL).item()
-        found.num_tokens += int((targets_BKL != NO_TOKEN).sum())
+        loss, num_tokens = summed_loss(logits, targets_BKL).item(), int((targets_BKL != NO_TOKEN).sum())
+        found.summed_loss, found.num_tokens = found.summed_loss + loss, found.num_tokens + num_tokens
+        found.batch_losses += [loss / num_tokens] if num_tokens else []
         indices = batch["clip_id"].tolist()
         generated = generate_captions(model, clips_BCTHW, decoding, end_id=tokenizer.end_id, samples=indices)  # type: ignore[arg-type]
         texts = (tokenizer.text(row) for row in generated.tokens_VL.tolist())

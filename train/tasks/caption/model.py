@@ -2,46 +2,82 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import kind_of
+from clipmill.train.config.model import LIBRARY, kind_of
 from clipmill.train.engine.clip_task import UNUSED_PARTS, without_parts
 from clipmill.train.models.attention import Attend
-from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.captioner import Captioner, VideoTower
 from clipmill.train.models.dual_encoder import size_of
-from clipmill.train.models.gpt2 import CROSS_ATTENTION, Gpt2, Gpt2Size
+from clipmill.train.models.gpt2 import CROSS_ATTENTION, Gpt2
+from clipmill.train.models.library_towers import image_tower
 from clipmill.train.models.timesformer import TimeSformer, nearest_places, nearest_times
 from clipmill.train.models.transformer import checkpoint_blocks, drop_path_of
 from clipmill.train.models.video_vit import clip_tower
 from clipmill.train.models.videomae import VideoMAEEncoder
-from clipmill.train.tasks.caption.decoder import DecoderParts, no_tokenizer
+from clipmill.train.run.folder import RunFolder
+from clipmill.train.tasks.caption.decoder import Decoder, DecoderParts, kept_decoder, no_tokenizer
+from clipmill.train.tasks.caption.language.model import LanguageCaptioner, VisualProjector, checkpoint_language_blocks
+from clipmill.train.tasks.caption.language.opening import LanguageDecoder
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecoderSettings, has_captioner
 from clipmill.train.tasks.caption.tokenizer import has_tokenizer
 from clipmill.train.weights.effective import KINDS, effective_clip_settings
-from clipmill.train.weights.hub import place_of_weights
 from clipmill.train.weights.loading import Loaded, fit_to
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.sources import Say, Source, place_of_weights
 
 _TOKENS, _DECODER_POSITIONS = "decoder.token_embedding.weight", "decoder.positional_embedding"
+_OF_LANGUAGE = "projection.mlp.0.weight"
 _POSITIONS, _TIMES = "video.positional_embedding", "video.temporal_embedding"
-_UNUSED_PARTS = {**UNUSED_PARTS, "fc_norm.": "a classifier's norm (fc_norm)"}
+_UNUSED_PARTS = {
+    **UNUSED_PARTS,
+    "fc_norm.": "a classifier's norm (fc_norm)",
+    "projection.": "the projection to the decoder (projection)",
+}
+AnyCaptioner = Captioner | LanguageCaptioner
 
 
-def build_captioner(settings: CaptionerSettings, decoder: Gpt2Size, *, attend: Attend) -> Captioner:
-    """A captioner with new weights from torch's generator.
+def build_captioner(settings: CaptionerSettings, decoder: Decoder, *, attend: Attend) -> AnyCaptioner:
+    """A captioner with the decoder's weights if there are any; otherwise they are new, from torch's generator.
 
     Raises:
-        UserError: the tower's width is not a multiple of its heads.
+        UserError: the tower's width is not a multiple of its heads; the decoder's weights do not fit; or a clip has
+            too few tokens for the prefix of a language model.
     """
-    captioner = Captioner(
-        _tower(settings, attend=attend), Gpt2(decoder, attend=attend, dropout=settings.decoder.dropout)
-    )
+    tower = _tower(settings, attend=attend)
+    captioner: AnyCaptioner
+    if isinstance(decoder, LanguageDecoder):
+        captioner = _language_captioner(settings, decoder, tower)
+    else:
+        captioner = Captioner(tower, Gpt2(decoder.size, attend=attend, dropout=settings.decoder.dropout))
+        copy_decoder(captioner, decoder)
     if settings.towers.activation_checkpointing:
         checkpoint_blocks(captioner)
+        if isinstance(captioner, LanguageCaptioner):
+            checkpoint_language_blocks(captioner.decoder)
     return captioner
+
+
+def _language_captioner(settings: CaptionerSettings, decoder: LanguageDecoder, tower: nn.Module) -> LanguageCaptioner:
+    size = cast(VideoTower, tower).size
+    cells = size.grid(image_px=settings.size_px, num_frames=settings.num_frames).cubes
+    if decoder.reducer == "pool" and cells < decoder.num_visual:
+        raise UserError(
+            f"--decoder.visual-tokens is {decoder.num_visual}, and the encoder has {cells} tokens for a clip",
+            hint=f"use {cells} or fewer, or more --num-frames",
+        )
+    language = decoder.new_model()
+    projection = VisualProjector(
+        size.trunk.width,
+        language.get_input_embeddings().embedding_dim,
+        num_tokens=decoder.num_visual,
+        num_heads=size.trunk.num_heads if decoder.reducer == "attention" else None,
+    )
+    return LanguageCaptioner(tower, projection, language, before=decoder.before, after=decoder.after)
 
 
 def _tower(settings: CaptionerSettings, *, attend: Attend) -> nn.Module:
@@ -61,8 +97,9 @@ def _tower(settings: CaptionerSettings, *, attend: Attend) -> nn.Module:
             )
         case "videomae":
             return VideoMAEEncoder(size, image_px=image_px, num_frames=num_frames, attend=attend, drop_path=drop_path)
-        case _:
-            return clip_tower(
+        case kind:
+            build = image_tower if kind == LIBRARY else clip_tower
+            return build(
                 size, image_px=image_px, num_frames=num_frames, embedding_width=None, attend=attend, towers=towers
             )
 
@@ -94,7 +131,8 @@ def effective_settings(settings: CaptionerSettings, source: Source | None, *, sa
     Raises:
         UserError: the settings contradict the weights.
     """
-    if settings.towers.kind is None and (source is None or source.kind is None):
+    has_kind = settings.towers.kind is not None or settings.towers.image is not None
+    if not has_kind and (source is None or source.kind is None):
         settings = replace(settings, towers=replace(settings.towers, kind="timesformer"))
     if (kind := settings.towers.kind) not in (None, *KINDS):
         raise UserError(
@@ -113,7 +151,9 @@ def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) ->
     """
     tensors, wanted = source.converted.tensors, settings.decoder
     folder = place_of_weights(settings.init.weights or "")
-    if not has_decoder(tensors):
+    if _OF_LANGUAGE in tensors:
+        return _with_language_of(settings, source, folder)
+    if not has_decoder(tensors) or wanted.lm is not None:
         return settings
     if wanted.weights is not None:
         raise UserError(
@@ -135,19 +175,50 @@ def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) ->
     return replace(settings, decoder=replace(wanted, max_tokens=context_length))
 
 
+def _with_language_of(settings: CaptionerSettings, source: Source, folder: Path) -> CaptionerSettings:
+    """The settings of a captioner that starts from one with a language model."""
+    wanted, decoder = settings.decoder, kept_decoder(RunFolder(folder))["decoder"]
+    assert isinstance(decoder, LanguageDecoder)
+    if (named := wanted.lm or wanted.weights) is not None:
+        raise UserError(
+            f"two decoders are named: {source.title} has one, and --decoder.{'lm' if wanted.lm else 'weights'} is "
+            f"{named}",
+            hint="leave the latter out, or name weights without a decoder with --init.weights",
+        )
+    if any(".lora_A." in name for name in source.converted.tensors):
+        raise UserError(
+            f"the language model of {source.title} has adapters, which a new run cannot start from",
+            hint="continue it with --resume, or start from a run without --lora.towers decoder",
+        )
+    if wanted.max_tokens > decoder.context_length:
+        raise UserError(
+            f"--decoder.max-tokens is {wanted.max_tokens}, and the decoder of {source.title} has room for "
+            f"{decoder.context_length}",
+            hint="use fewer",
+        )
+    its = replace(
+        wanted,
+        lm=decoder.source,
+        visual_tokens=decoder.num_visual,
+        reducer=decoder.reducer,
+        prompt=decoder.prompt,
+    )
+    return replace(settings, decoder=its)
+
+
 def has_decoder(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether weights are those of a whole captioner."""
-    return _TOKENS in tensors
+    return _TOKENS in tensors or _OF_LANGUAGE in tensors
 
 
-def start_of_captioner(model: Captioner, source: Source, *, allow: Sequence[str], say: Say) -> Loaded:
+def start_of_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[str], say: Say) -> Loaded:
     """Fit a whole captioner, or the video tower of other weights, to a captioner that may be on the meta device.
 
     Raises:
         UserError: they do not fit.
     """
     wanted: nn.Module = model
-    if not has_decoder(source.converted.tensors):
+    if (_OF_LANGUAGE if isinstance(model, LanguageCaptioner) else _TOKENS) not in source.converted.tensors:
         wanted = nn.Module()
         wanted.video = model.video
         source = without_parts(source, _UNUSED_PARTS, model="a captioner", say=say)

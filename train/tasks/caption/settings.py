@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
 from clipmill.train.config import fields as groups
-from clipmill.train.config.clips import ClipSettings, NumFrames
+from clipmill.train.config.clips import ClipSettings, NumFrames, adapted_towers
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, GoesWith, Needs, Range, caught, help_group
@@ -121,6 +121,9 @@ def within(settings: Decoding, context_length: int, *, is_of_run: bool = False) 
 
 
 DecoderName = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+Reducer = Literal["pool", "attention"]
+VIDEO_MARK = "{video}"
+_OF_LM = GoesWith("lm")
 
 DECODER = help_group("Decoder", 6)
 DECODING = help_group("Decoding", 7)
@@ -141,14 +144,25 @@ METRIC_LABELS = {
     "exact_match": "exact match",
 }
 # About a decoder, or a tokenizer, that is new, and what has its own.
-_OF_WHAT_IS_NEW = {"name": ("weights",), "vocabulary": ("weights", "tokenizer")}
+_OF_WHAT_IS_NEW = {"name": ("weights", "lm"), "vocabulary": ("weights", "lm", "tokenizer")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSettings(Checked):
-    """A GPT-2 with cross-attention to the encoder, and its tokenizer."""
+    """A GPT-2 with cross-attention to the encoder, or a language model with a visual prefix; and the tokenizer."""
 
     prefix = "decoder"
+
+    lm: Annotated[str | None, FIRST_RUN] = None
+    """Causal language model of transformers in place of the GPT-2, which reads the video as a prefix: folder or name.
+    A name is downloaded; a folder holds the tokenizer too."""
+    visual_tokens: Annotated[int, Range(1, 4096), _OF_LM] = 32
+    """Number of visual tokens per clip in the prefix of --decoder.lm."""
+    reducer: Annotated[Reducer, _OF_LM] = "pool"
+    """Reduction of the encoder's tokens to visual tokens. pool: means of consecutive tokens; attention: learned queries
+    attend to all tokens."""
+    prompt: Annotated[str, _OF_LM] = VIDEO_MARK
+    """Prompt of --decoder.lm. {video} stands for the visual tokens; the caption follows the prompt."""
 
     name: Annotated[DecoderName, FIRST_RUN] = "gpt2"
     """Size of a decoder with random weights."""
@@ -164,20 +178,26 @@ class DecoderSettings(Checked):
     """Tokenizer folder. Default: that of --decoder.weights, else one trained on the captions."""
     vocabulary: Annotated[int, Range(257, 1_000_000)] = 8192
     """Maximum vocabulary size of a tokenizer trained on the captions."""
-    max_tokens: Annotated[int, Range(2, 1024)] = 64  # at most GPT-2's context
+    max_tokens: Annotated[int, Range(2, 8192)] = 64
     """Maximum number of tokens of a caption in training, including the end. Longer captions are truncated and
     counted."""
     dropout: Annotated[float, SHARE] = 0.0
     """Dropout probability of embeddings and residual branches."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yields a size beside pretrained weights, which have their own."""
-        for name in ("width", "depth", "heads"):
-            if self.weights is not None and getattr(self, name) is not None:
+        """Yields a size beside pretrained weights, which have their own, and prompts without a place for the video."""
+        pretrained = "lm" if self.lm is not None else "weights"
+        for name in ("width", "depth", "heads", *(("weights", "dropout") if pretrained == "lm" else ())):
+            if getattr(self, pretrained) is not None and getattr(self, name):
                 yield UserError(
-                    f"--decoder.{name} is {getattr(self, name)}, and --decoder.weights have their own",
+                    f"--decoder.{name} is {getattr(self, name)}, and --decoder.{pretrained} has its own",
                     hint="leave one of them out",
                 )
+        if self.prompt.count(VIDEO_MARK) != 1:
+            yield UserError(
+                f"--decoder.prompt is {self.prompt!r}, which has {VIDEO_MARK} {self.prompt.count(VIDEO_MARK)} times",
+                hint=f"write {VIDEO_MARK} once, where the visual tokens are to be",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,9 +246,28 @@ class CaptionerSettings(ClipSettings):
         """The towers that the model has."""
         return ("video", "decoder")
 
+    def trains_besides_towers(self) -> bool:
+        """Whether there is a projector between the towers, which --freeze does not name."""
+        return self.decoder.lm is not None
+
+    def adapts_pretrained(self) -> bool:
+        """Whether the towers with adapters have pretrained weights: a language model comes with its own."""
+        is_of_lm = self.decoder.lm is not None and adapted_towers(self) == ("decoder",)
+        return is_of_lm or super().adapts_pretrained()
+
     def rules(self) -> Iterator[UserError]:
         """Yields captions of other clips, patches that do not fill a frame, and settings that train nothing."""
         yield from super().rules()
+        if self.decoder.lm is not None and self.parallel.stages > 1:
+            yield UserError(
+                f"--parallel.stages is {self.parallel.stages}, and a captioner with --decoder.lm cannot be cut",
+                hint="use --parallel.strategy fsdp",
+            )
+        if self.decoder.lm is not None and "decoder-except-cross-attention" in self.freeze:
+            yield UserError(
+                "--freeze decoder-except-cross-attention is about the GPT-2: --decoder.lm has no cross-attention",
+                hint="use --freeze decoder",
+            )
         if self.captions.min_relevancy is not None:
             yield UserError(
                 "--captions.min-relevancy draws captions of other clips, which do not describe the clip",

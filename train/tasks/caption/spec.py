@@ -106,7 +106,7 @@ CAPTIONS = EvaluationSpec(
 )
 TASK = TaskSpec(
     name="caption",
-    help="Train a captioner: a video encoder and a GPT-2 decoder with cross-attention.",
+    help="Train a captioner: a video encoder and a GPT-2 with cross-attention, or any causal language model.",
     example="train caption --shards data --preset tiny --out runs/captions",
     settings=CaptionerSettings,
     make=late("clipmill.train.tasks.caption.task:CaptionTask"),
@@ -114,7 +114,10 @@ TASK = TaskSpec(
     effective=late("clipmill.train.tasks.caption.model:effective_settings"),
     evaluations=(CAPTIONS,),
     start_lines=late("clipmill.train.tasks.caption.decoder:start_lines"),
-    formats={"hf": "VisionEncoderDecoderModel.from_pretrained('OUT')"},
+    formats={
+        "hf": "VisionEncoderDecoderModel.from_pretrained('OUT')",
+        "lm": "AutoModelForCausalLM.from_pretrained('OUT/lm')",
+    },
     export=late("clipmill.train.tasks.caption.export:exported_captioner"),
     adopt=late("clipmill.train.tasks.caption.export:adopted_captioner"),
     adopted="a captioner of TimeSformer and GPT-2",

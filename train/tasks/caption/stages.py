@@ -23,10 +23,12 @@ from typing import Literal
 import torch
 from torch import nn
 
+from clipmill.manifests.errors import UserError
 from clipmill.train.distributed.stages import LayerCost, from_last, run_along
 from clipmill.train.distributed.world import World
-from clipmill.train.models.captioner import Captioner, tower_of
+from clipmill.train.models.captioner import Captioner
 from clipmill.train.models.gpt2 import Gpt2, TextCache
+from clipmill.train.models.video_vit import TokenTower
 
 LayerKind = Literal["video_embedding", "video_block", "video_norm", "token_embedding", "text_block", "head"]
 
@@ -64,7 +66,7 @@ def layers_for(*, video_depth: int, text_depth: int) -> tuple[Layer, ...]:
 def all_layers(captioner: Captioner) -> tuple[Layer, ...]:
     """The layers of a captioner, in order."""
     return layers_for(
-        video_depth=len(tower_of(captioner).transformer.resblocks),
+        video_depth=len(_tower_of(captioner).transformer.resblocks),
         text_depth=len(captioner.decoder.transformer.resblocks),
     )
 
@@ -178,7 +180,7 @@ class CaptionerPart(nn.Module):
         self, layer: Layer, carried: tuple[torch.Tensor, ...], tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         decoder = self._decoder()
-        tower = tower_of(self)
+        tower = _tower_of(self)
         match layer.kind:
             case "video_embedding":
                 return (tower.embed(carried[0]),)
@@ -200,6 +202,20 @@ class CaptionerPart(nn.Module):
     def _decoder(self) -> Gpt2:
         assert isinstance(self.decoder, Gpt2)
         return self.decoder
+
+
+def _tower_of(module: nn.Module) -> TokenTower:
+    """The video tower, block by block.
+
+    Raises:
+        UserError: it is a library's, which is one module.
+    """
+    if not isinstance(module.video, TokenTower):
+        raise UserError(
+            "--towers.image names a tower of a library, which cannot be cut into pipeline stages",
+            hint="leave out --parallel.stages",
+        )
+    return module.video
 
 
 def part_of(captioner: Captioner, layers: range) -> CaptionerPart:

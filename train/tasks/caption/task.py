@@ -3,7 +3,7 @@
 Shape suffixes: B batch, C channels, T frames, H and W pixels.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,39 +11,42 @@ import torch
 from torch import nn
 
 from clipmill.shards.columns import VIDEO
-from clipmill.train.config.model import kind_of
+from clipmill.train.config.tuning import Tower
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.inputs import Mixture, clip_query, loader_settings, open_folder
 from clipmill.train.data.prefetch import batches_on_all_stages
 from clipmill.train.distributed.stages import LayerCost
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
+from clipmill.train.evaluation.identity import normalisation_of
 from clipmill.train.evaluation.runner import every_for, split_metrics
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.tasks.caption.decoder import (
-    DecoderParts,
+    Decoder,
     decoder_facts,
+    decoder_files,
     decoder_of_start,
     open_decoder,
     start_facts,
 )
 from clipmill.train.tasks.caption.generation import captions_of, metrics_of
+from clipmill.train.tasks.caption.language.model import LanguageCaptioner, add_language_adapters, language_blocks
+from clipmill.train.tasks.caption.language.opening import LanguageDecoder
 from clipmill.train.tasks.caption.metrics.java import require_java
-from clipmill.train.tasks.caption.model import build_captioner, copy_decoder, start_of_captioner
+from clipmill.train.tasks.caption.model import AnyCaptioner, build_captioner, start_of_captioner
 from clipmill.train.tasks.caption.objective import CaptionLoss
 from clipmill.train.tasks.caption.samples import CaptionedClips
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
 from clipmill.train.tasks.caption.stages import layers_of, part_of, whole_captioner
-from clipmill.train.tasks.caption.tokenizer import TOKENIZER_FILE, CaptionTokenizer
-from clipmill.train.weights.conversion import MEANS, STDS
+from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer
 from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.sources import Say, Source
 
 Samples = CaptionedClips | Mixture
 
 
-class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
+class CaptionTask(ClipTask[CaptionerSettings, Samples | None, AnyCaptioner]):
     """The task of `train caption`.
 
     Args:
@@ -57,7 +60,7 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
         self,
         settings: CaptionerSettings,
         *,
-        decoder: DecoderParts | None = None,
+        decoder: Decoder | None = None,
         say: Say = print,
         **opened: Any,
     ) -> None:
@@ -68,7 +71,7 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
         self._captions_per_clip: str | None = None  # of the training set
 
     @property
-    def decoder(self) -> DecoderParts:
+    def decoder(self) -> Decoder:
         """Tokenizer, size and weights of the decoder."""
         assert self._decoder is not None  # given, or made by training_set
         return self._decoder
@@ -79,11 +82,11 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
         with torch.device("meta"):
             model = self.new_model()
         captions = {} if self._captions_per_clip is None else {"captions_per_clip": self._captions_per_clip}
-        return {"decoder": decoder_facts(parts.size), **captions, **start_facts(model, parts), **super().facts()}
+        return {"decoder": decoder_facts(parts), **captions, **start_facts(model, parts), **super().facts()}
 
     def files(self) -> dict[str, bytes]:
-        """The tokenizer, which the weights cannot be used without."""
-        return {TOKENIZER_FILE: self.decoder.tokenizer.as_json()}
+        """Tokenizer, and configuration of a language model, which the weights cannot be used without."""
+        return decoder_files(self.decoder)
 
     def training_set(self, world: World) -> Samples:
         """This rank's part of the clips and captions of the split that the settings name.
@@ -139,29 +142,49 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
             captions=settings.captions,
         )
 
-    def new_model(self, samples: Samples | None = None) -> Captioner:
+    def new_model(self, samples: Samples | None = None) -> AnyCaptioner:
         """A captioner with new weights, and those of `--decoder.weights`."""
-        model = build_captioner(self._settings, self.decoder.size, attend=self._attention.attend)
-        copy_decoder(model, self.decoder)
-        return model
+        return build_captioner(self._settings, self.decoder, attend=self._attention.attend)
 
-    def fit_weights(self, model: Captioner, source: Source, *, say: Say) -> Loaded:
+    def fit_weights(self, model: AnyCaptioner, source: Source, *, say: Say) -> Loaded:
         """Fit weights to the captioner, or to its tower."""
         return start_of_captioner(model, source, allow=self._settings.init.allow, say=say)
 
-    def fit_whole(self, model: Captioner, source: Source, *, say: Say) -> Loaded:
+    def fit_whole(self, model: AnyCaptioner, source: Source, *, say: Say) -> Loaded:
         """Fit tower and decoder to a captioner's weights."""
         return start_of_captioner(model, source, allow=(), say=say)
 
-    def build_model(self, samples: Samples | None = None) -> Captioner:
+    def build_model(self, samples: Samples | None = None) -> AnyCaptioner:
         """A captioner with the weights to start from, and frozen parts."""
         return super().build_model(samples)
+
+    def adapt(self, model: AnyCaptioner, tower: Tower) -> None:
+        """Add adapters to a tower; those of a language model are peft's."""
+        if tower == "decoder" and isinstance(model, LanguageCaptioner):
+            add_language_adapters(model.decoder, self._settings.lora)
+        else:
+            super().adapt(model, tower)
+
+    def towers_of_start(self) -> Sequence[Tower]:
+        """The towers with adapters but a language model, which has weights of its own."""
+        is_own = self._settings.decoder.lm is not None
+        return [one for one in super().towers_of_start() if not (is_own and one == "decoder")]
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The blocks of tower and decoder."""
+        own = super().units(model)
+        return [*own, *language_blocks(model.decoder)] if isinstance(model, LanguageCaptioner) else own
 
     def build_objective(self, samples: Samples, world: World) -> Objective:
         """Cross-entropy of tokens."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
-        end_id = self.decoder.tokenizer.end_id
-        return CaptionLoss(inputs, end_id=end_id, label_smoothing=self._settings.label_smoothing)
+        decoder = self.decoder
+        return CaptionLoss(
+            inputs,
+            end_id=decoder.tokenizer.end_id,
+            label_smoothing=self._settings.label_smoothing,
+            num_before=decoder.prefix_length - 1 if isinstance(decoder, LanguageDecoder) else None,
+        )
 
     def layers(self, model: Captioner) -> list[LayerCost]:
         """The layers that a pipeline is cut between."""
@@ -176,17 +199,18 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
         if "video" not in batch:
             # On later pipeline stages, only the number of clips matters.
             return torch.empty(len(batch["position"][rows]), 0, device=self._device)
-        kind = kind_of(self._settings.towers)
-        return self.pixels(batch, rows, mean=MEANS[kind], std=STDS[kind], is_training=is_training)
+        mean, std = normalisation_of(self._settings)
+        return self.pixels(batch, rows, mean=mean, std=std, is_training=is_training)
 
-    def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, world: World) -> dict[str, float | list[float]]:
         """Loss, metrics and exact matches on the data that the settings name, as `<name>/<metric>`."""
-        found: dict[str, float] = {}
+        found: dict[str, float | list[float]] = {}
         for name, samples in self._held_out.items():
-            found |= split_metrics(name, self._said(model, samples, world))
+            metrics, losses = self._said(model, samples, world)
+            found |= {**split_metrics(name, metrics), f"{name}/loss of each batch": losses}
         return found
 
-    def _said(self, model: nn.Module, samples: CaptionedClips, world: World) -> dict[str, float]:
+    def _said(self, model: nn.Module, samples: CaptionedClips, world: World) -> tuple[dict[str, float], list[float]]:
         most = self._settings.evaluate.max_samples
         batches = samples.evaluation_batches(every=every_for(len(samples), at_most=most))
         own = captions_of(
@@ -202,7 +226,9 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
         def metrics() -> dict[str, float]:
             return metrics_of(parts, references=samples.references, with_java=how.java, spice_jars=how.spice_jars)
 
-        return world.first(metrics) if how.java else metrics()  # one program of Java, not one for each process
+        losses = [loss for part in parts for loss in part.batch_losses]
+        # One program of Java, not one for each process.
+        return world.first(metrics) if how.java else metrics(), losses
 
     def decoding(self, wanted: DecodingSettings | None = None) -> DecodingSettings:
         """Settings of decoding: the given ones, or the run's; limited by the decoder's context.
@@ -211,7 +237,7 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, Captioner]):
             UserError: a requested limit exceeds the context.
         """
         is_of_run = wanted is None and self._is_of_run
-        return within(wanted or self._settings.decoding, self.decoder.size.context_length, is_of_run=is_of_run)
+        return within(wanted or self._settings.decoding, self.decoder.context_length, is_of_run=is_of_run)
 
     def _tokenizer(self, texts: Iterable[str]) -> CaptionTokenizer:
         if self._decoder is None:

@@ -33,16 +33,19 @@ class CaptionTokenizer:
     Attributes:
         end_id: the token before the first and behind the last one of a caption.
         vocabulary_size: ids are from 0 to below this.
+
+    Args:
+        end: the token at the end of a caption, as text.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", *, where: str) -> None:
-        end_id = tokenizer.token_to_id(END)
+    def __init__(self, tokenizer: "Tokenizer", *, where: str, end: str = END) -> None:
+        end_id = tokenizer.token_to_id(end)
         if end_id is None:
             special = [one.content for one in tokenizer.get_added_tokens_decoder().values() if one.special]
             raise UserError(
-                f"the tokenizer of {where} has no {END}, the token at the end of a caption; its special tokens: "
+                f"the tokenizer of {where} has no {end}, the token at the end of a caption; its special tokens: "
                 f"{', '.join(special) or 'none'}",
-                hint=f"if one of them ends its texts, rename it to {END} in {TOKENIZER_FILE}, which keeps its number; "
+                hint=f"if one of them ends its texts, rename it to {end} in {TOKENIZER_FILE}, which keeps its number; "
                 "otherwise use the tokenizer of a GPT-2",
             )
         tokenizer.no_padding()
@@ -61,6 +64,11 @@ class CaptionTokenizer:
     def ids(self, text: str) -> list[int]:
         """The tokens of a caption, without the end token."""
         found: list[int] = self._tokenizer.encode(one_line(text), add_special_tokens=False).ids
+        return found
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """The tokens of a part of a prompt, whose line breaks count."""
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
         return found
 
     def targets(self, text: str, *, max_tokens: int) -> NDArray[np.int64]:

@@ -1,1 +1,1 @@
-"""Classification of clips: fine-tune a video tower on a labelled data set."""
+"""Classification of clips: fine-tune a video tower on a labelled dataset."""

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from clipmill.train.config.model import Towers, kind_of
+from clipmill.train.config.model import LIBRARY, Towers, kind_of
 from clipmill.train.engine.clip_task import UNUSED_PARTS, without_parts
 from clipmill.train.models.attention import Attend
+from clipmill.train.models.library_towers import LibraryImage, image_tower
 from clipmill.train.models.transformer import LayerNorm, checkpoint_blocks, drop_path_of
 from clipmill.train.models.video_vit import VideoViT, VideoViTSize, clip_tower
 from clipmill.train.models.videomae import VideoMAEEncoder
@@ -19,14 +20,15 @@ from clipmill.train.weights.sources import Say, Source
 
 _FEATURE_NORM = "fc_norm."
 # Of the last layer's initial weights: AVION's; VideoMAE's 0.02 times its init_scale of 0.001.
-_HEAD_STD = {"clip": 0.01, "videomae": 2e-5}
+_HEAD_STD = {"clip": 0.01, "videomae": 2e-5, LIBRARY: 0.01}
 
 
 class VideoClassifier(nn.Module):
     """Logits of clips: one feature vector per clip, dropout and a linear layer with small initial weights.
 
-    The feature vector is the class token of a CLIP tower, without CLIP's projection, or the mean of all tokens of a
-    videomae tower, through a layer norm that replaces the tower's last one (as in VideoMAE's fine-tuning).
+    The feature vector is the class token of a CLIP tower, without CLIP's projection, a library's embedding, or the mean
+    of all tokens of a videomae tower, through a layer norm that replaces the tower's last one (as in VideoMAE's
+    fine-tuning).
 
     Parameters keep the names `video.*` of other tasks' towers; `fc_norm.*` and `head.*` are the classifier's.
 
@@ -34,7 +36,7 @@ class VideoClassifier(nn.Module):
         size: of the tower, whose kind `towers` has.
     """
 
-    video: VideoViT | VideoMAEEncoder
+    video: VideoViT | VideoMAEEncoder | LibraryImage
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class VideoClassifier(nn.Module):
     ) -> None:
         super().__init__()
         trunk, kind = size.trunk, kind_of(towers)
-        self.fc_norm = None
+        self.fc_norm, width = None, trunk.width
         if kind == "videomae":
             drop_path = drop_path_of(towers.drop_path, depth=trunk.depth, is_rising=towers.drop_path_rule == "rising")
             self.video = VideoMAEEncoder(
@@ -62,11 +64,13 @@ class VideoClassifier(nn.Module):
             )
             self.fc_norm = LayerNorm(trunk.width)
         else:
-            self.video = clip_tower(
+            build = clip_tower if kind == "clip" else image_tower
+            self.video = build(
                 size, image_px=image_px, num_frames=num_frames, embedding_width=None, attend=attend, towers=towers
             )
+            width = getattr(self.video, "feature_width", width)
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(trunk.width, num_classes)
+        self.head = nn.Linear(width, num_classes)
         nn.init.normal_(self.head.weight, std=_HEAD_STD[kind])
         nn.init.zeros_(self.head.bias)
         if towers.activation_checkpointing:

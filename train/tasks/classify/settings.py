@@ -12,7 +12,7 @@ from clipmill.train.config.clips import LatentSettings
 from clipmill.train.config.data import Augment
 from clipmill.train.config.evaluation import EVERY, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
-from clipmill.train.config.model import check_picture
+from clipmill.train.config.model import LIBRARY, check_picture
 
 CLASSES = help_group("Classes", 6)
 VIEWS = Range(1, 100)
@@ -58,7 +58,7 @@ class ClassifySettings(LatentSettings):
     def rules(self) -> Iterator[UserError]:
         """Yields towers that do not suit the input, and augmentation that does not apply to it."""
         yield from super().rules()
-        if (kind := self.towers.kind) not in (None, "clip", "videomae"):
+        if (kind := self.towers.kind) not in (None, "clip", "videomae", LIBRARY):
             yield UserError(
                 f"--towers.kind is {kind}, a tower that this task does not support", hint="use clip or videomae"
             )

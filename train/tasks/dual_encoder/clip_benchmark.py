@@ -17,8 +17,10 @@ from clipmill.manifests.adapters.tables import text_lines
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.objects import is_remote
 from clipmill.train.data.classes import ClassList
-from clipmill.train.data.images.samples import LABEL, TarImages
+from clipmill.train.data.images.query import LABEL
+from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.streams.tars import expand
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation
 from clipmill.train.tasks.dual_encoder.zero_shot import PLAIN_TEMPLATE, ClassPrompts, read_templates
 
 _CLASSES, _TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
@@ -36,8 +38,15 @@ def class_numbers(pattern: str, classes: Path | None) -> ClassList:
     return ClassList(LABEL, tuple(map(str, range(len(_class_names(pattern, classes))))))
 
 
-def class_prompts(samples: TarImages, pattern: str, *, classes: Path | None, templates: Path | None) -> ClassPrompts:
-    """The classes of images that were opened with `class_numbers`; for the arguments and errors see there."""
+def class_prompts(samples: TarImages, pattern: str, wanted: DualEncoderEvaluation) -> ClassPrompts:
+    """The classes of images that were opened with `class_numbers`; for the errors see there.
+
+    Raises:
+        UserError: another label than `class` is asked for.
+    """
+    if wanted.label not in (None, LABEL):
+        raise UserError(f"images in tars have no label {wanted.label!r}", hint=f"leave it out: {LABEL} is their cls")
+    classes, templates = wanted.classes, wanted.templates
     names = _class_names(pattern, classes)
     templates = templates or _beside(pattern, _TEMPLATES)
     wordings = (PLAIN_TEMPLATE,) if templates is None else read_templates(templates)

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.manifests.adapters.egovlp import Question, read_questions
+from clipmill.manifests.adapters.egomcq import Question, read_questions
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.store import read_videos
 from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, EmbedTexts

@@ -20,7 +20,7 @@ from clipmill.manifests.errors import FailedWork
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.distributed.world import World, gather_uneven
-from clipmill.train.models.text import load_tokenizer
+from clipmill.train.models.text import Tokenize
 
 _KEY_BYTES = 8
 _TEXTS_AT_ONCE = 256
@@ -114,14 +114,13 @@ def _joined(parts: list[tuple[NDArray[np.generic], ...]], failed: list[FailedSam
 
 @torch.no_grad()
 def embed_texts(
-    embed: Callable[[torch.Tensor], torch.Tensor], texts: Sequence[str], *, device: torch.device
+    embed: Callable[[torch.Tensor], torch.Tensor], texts: Sequence[str], *, tokenize: Tokenize, device: torch.device
 ) -> NDArray[np.float32]:
     """Unit-length embeddings of texts by a text tower, float32 [N, E].
 
     Args:
         embed: token ids [B, L] to unit-length embeddings [B, E].
     """
-    tokenize = load_tokenizer()
     parts = []
     for begin in range(0, len(texts), _TEXTS_AT_ONCE):
         tokens = np.stack([tokenize(text) for text in texts[begin : begin + _TEXTS_AT_ONCE]])

@@ -1,6 +1,6 @@
 """Evaluations of a dual encoder: of a trained run, and in the training loop by all ranks together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -18,12 +18,10 @@ from clipmill.train.data.relevancy import Relevancy
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.by_class import Predictions, majority_baseline
 from clipmill.train.evaluation.player import PicturedSamples, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
+from clipmill.train.models.text import CONTEXT_LENGTH, Tokenize
 from clipmill.train.run.counted_batches import counted_batches
-from clipmill.train.tasks.dual_encoder.clip_benchmark import class_prompts, image_captions
-from clipmill.train.tasks.dual_encoder.egomcq import open_questions
 from clipmill.train.tasks.dual_encoder.embeddings import (
     Embeddings,
     EmbedTexts,
@@ -44,15 +42,7 @@ from clipmill.train.tasks.dual_encoder.protocols import (
 )
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.spec import EgoMcqFlags, MirFlags, RetrievalFlags, ZeroShotFlags
-from clipmill.train.tasks.dual_encoder.zero_shot import (
-    PLAIN_TEMPLATE,
-    PROTOCOL,
-    ClassPrompts,
-    class_embeddings,
-    class_ranks,
-    open_class_prompts,
-    score_classes,
-)
+from clipmill.train.tasks.dual_encoder.zero_shot import ZeroShotScorer, open_class_prompts
 
 # Scores embeddings by a protocol: plain values for the result file, and metrics for the training log.
 
@@ -132,44 +122,6 @@ class MirScorer:
         return {name: value for name, value in pairs.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class ZeroShotScorer:
-    """Zero-shot classification (clipmill.train.tasks.dual_encoder.zero_shot)."""
-
-    classes: ClassPrompts
-    definition: str = PROTOCOL
-
-    def score(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
-        classes = self.classes
-        has_class = np.isin(embeddings.caption_id, classes.caption_ids)
-        if not has_class.any():
-            raise FailedWork("none of the clips that could be decoded has a class")
-        class_of_clip = classes.class_of_N[np.searchsorted(classes.caption_ids, embeddings.caption_id[has_class])]
-        texts, class_of_prompt = classes.prompts()
-        embedded = class_embeddings(embed_texts(texts), class_of_prompt)
-        similarity = embeddings.video[has_class] @ embedded.T
-        scores = score_classes(similarity, class_of_clip).as_json()
-        by_class = Predictions.of(
-            *map(torch.from_numpy, (similarity, class_of_clip)),
-            rank_N=torch.from_numpy(class_ranks(similarity, class_of_clip)),
-        ).by_class([names[0] for names in classes.names], title=classes.source)
-        templates = list(classes.templates)
-        prompts = "the bare name" if templates == [PLAIN_TEMPLATE] else f"{len(templates)} templates"
-        return {
-            **scores,
-            "classes": classes.source,
-            "prompts": f"{len(texts):,} prompts: {prompts}, {sum(map(len, classes.names)):,} names",
-            "templates": templates,
-            "num_without_class": int((~has_class).sum()),
-            "majority_baseline": majority_baseline(by_class),
-            "by_class": [by_class],
-        }
-
-    def metrics(self, result: dict[str, Any]) -> dict[str, float]:
-        top = {f"top{k}": share for k, share in result["top"].items()}
-        return {**top, "mean_class_accuracy": result["mean_class_accuracy"]}
-
-
 def make_scorer(
     settings: DualEncoderEvaluation, *, data_dir: Path | None, has_text_tower: bool, sources: str | None = None
 ) -> Scorer:
@@ -199,6 +151,8 @@ def make_scorer(
     if protocol != "zero-shot":
         captions = protocol_captions(data_dir, protocol, split=split, sources=sources)
         if protocol == "egomcq":
+            from clipmill.train.tasks.dual_encoder.egomcq import open_questions
+
             return open_questions(settings.questions, captions, data_dir=data_dir)
         return RetrievalScorer(protocol, captions, settings.dual_softmax)
     classes = open_class_prompts(
@@ -216,6 +170,8 @@ def _without_text_tower(protocol: str) -> UserError:
 
 class EmbedsTexts(Protocol):
     """A model with a text tower of its own."""
+
+    tokenize: Tokenize
 
     def embed_text(self, text: torch.Tensor) -> torch.Tensor:
         """Token ids [B, L] to unit-length embeddings [B, E]."""
@@ -275,18 +231,19 @@ class LoopEvaluation:
         return split_metrics(self._name, self._scorer.metrics(result), num_failed=embeddings.num_failed)
 
 
-def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, samples: TrainingSet) -> Scorer:
-    """The scorer of a protocol for a run's data, of which `samples` are images that are evaluated.
+def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, samples: object) -> Scorer:
+    """The scorer of a protocol for a run's data; of images, `samples` have what others read from a manifest.
 
     Raises:
         UserError: see `make_scorer`; also for protocols of clips on latents, or of images on clips.
     """
     if isinstance(samples, TarImages):
+        from clipmill.train.tasks.dual_encoder.clip_benchmark import class_prompts, image_captions
+
         if settings.text_tower == "frozen":
             raise _without_text_tower(wanted.protocol)
         if wanted.protocol == "zero-shot":
-            named = class_prompts(samples, settings.folder, classes=wanted.classes, templates=wanted.templates)
-            return ZeroShotScorer(named)
+            return ZeroShotScorer(class_prompts(samples, settings.folder, wanted))
         if wanted.protocol == OF_IMAGES:
             return RetrievalScorer(OF_IMAGES, image_captions(samples), wanted.dual_softmax)
     elif wanted.protocol == OF_IMAGES:
@@ -301,15 +258,18 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, sa
     data_dir: Path | None = None
     if wanted.protocol != "retrieval" and not names_tars(settings.folder):
         data_dir = open_data_folder(settings.folder, cache=settings.cache, column=None).path
-    has_text_tower, sources = settings.text_tower == "trained", settings.captions.sources
-    return make_scorer(wanted, data_dir=data_dir, has_text_tower=has_text_tower, sources=sources)
+    has_text, sources, towers = settings.text_tower == "trained", settings.captions.sources, settings.towers
+    scorer = make_scorer(wanted, data_dir=data_dir, has_text_tower=has_text, sources=sources)
+    if not isinstance(scorer, RetrievalScorer):
+        return scorer
+    return replace(scorer, context_length=None if towers.text else towers.context_length or CONTEXT_LENGTH)
 
 
 def text_embedder(model: nn.Module, *, device: torch.device) -> EmbedTexts:
     """Unit-length embeddings of texts by the text tower of `model`."""
     # A wrapper such as DDP forwards calls of the model, but not its other methods.
     towers = cast(EmbedsTexts, getattr(model, "module", model))
-    return lambda texts: embed_texts(towers.embed_text, texts, device=device)
+    return lambda texts: embed_texts(towers.embed_text, texts, tokenize=towers.tokenize, device=device)
 
 
 def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags | ZeroShotFlags) -> Score:

@@ -28,6 +28,7 @@ from clipmill.train.weights.exported import (
     save_tensors,
 )
 from clipmill.train.weights.hf_clip import hf_config, save_tokenizer, to_hf
+from clipmill.train.weights.library_export import LibraryTowers, write_library
 from clipmill.train.weights.open_clip import open_clip_config, to_open_clip
 from clipmill.train.weights.sources import Say, Source
 
@@ -110,7 +111,14 @@ def exported_clip(request: ExportRequest) -> Exported:
     form, settings, log_scale = request.form, request.settings, request.logits.log_scale
     if form in PROGRAM_FORMATS:
         return _exported_video_tower(request)
+    if settings.towers.image is not None:
+        return _exported_library(request)
     require_format(form, ("open_clip", "hf", *PROGRAM_FORMATS), what="a dual encoder")
+    if settings.towers.text is not None:
+        raise UserError(
+            f"the text tower is {settings.towers.text}, and --format {form} is of a CLIP with our text tower",
+            hint="use --format torch or onnx, which are the video tower alone",
+        )
     if (kind := kind_of(settings.towers)) != "clip":
         raise UserError(
             f"the video tower is of the kind {kind}, and --format {form} is of CLIP's image tower",
@@ -142,6 +150,30 @@ def exported_clip(request: ExportRequest) -> Exported:
     has_all = request.frame_embedding == "mean" or not request.weights[TEMPORAL_EMBEDDING].count_nonzero()
     sees = "" if settings.num_frames == 1 and has_all else "single images"
     return Exported(write=write, remarks=tuple(remarks), sees=sees)
+
+
+def _exported_library(request: ExportRequest) -> Exported:
+    """Towers in the format of the image tower's library; the rest stays beside it."""
+    settings = request.settings
+    library, _, name = settings.towers.image.partition(":")
+    require_format(request.form, (library, *PROGRAM_FORMATS), what=f"{library}'s tower {name}")
+    log_scale = request.logits.log_scale
+    scale = torch.tensor(_CLIP_LOGIT_SCALE if log_scale is None else log_scale)
+    towers = LibraryTowers(
+        settings=settings,
+        size=request.shape.size,
+        weights={**request.weights, LOGIT_SCALE: scale},
+        logits=request.logits,
+    )
+
+    def write(folder: Path) -> None:
+        file, held = write_library(folder, towers)
+        if extras := {name: one for name, one in towers.weights.items() if name not in held}:
+            save_extras(extras, folder, beside=file)
+
+    ours = sorted({name.split(".")[0] for name in request.weights if not name.startswith("video.model.")})
+    remarks = (f"of {', '.join(ours)}, what {library} has no place for is in {EXTRAS_FILE}",) if ours else ()
+    return Exported(write=write, remarks=remarks, sees="" if settings.num_frames == 1 else "single images")
 
 
 class _VideoTower(nn.Module):

@@ -85,7 +85,7 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
     captions = read_captions(data_dir)
     captions = captions.filter(pa.array(rows_of(captions["video_id"], videos_of_split(data_dir, split)) >= 0))
     if _VERB in captions.column_names:
-        # Captions without classes belong to another data set in the same folder.
+        # Captions without classes belong to another dataset in the same folder.
         captions = captions.filter(pc.is_valid(captions[_VERB]))
     texts = captions["text"].combine_chunks()
     names = pc.unique(texts) if sentences is None else _sentences(sentences, texts, split=split)

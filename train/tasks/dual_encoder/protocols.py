@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.manifests.adapters.egovlp import EGOMCQ
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_captions
@@ -28,8 +27,9 @@ from clipmill.train.tasks.dual_encoder.metrics import score_retrieval
 from clipmill.train.tasks.dual_encoder.settings import ProtocolName, RetrievalName
 
 OF_IMAGES: RetrievalName = "clip-benchmark"
+EGOMCQ: ProtocolName = "egomcq"  # and the source of its clips
 _TIES = "ties count against the model"
-_OWN = f"only a video and its own text are right for each other, even where two videos have equal texts; {_TIES}"
+_OWN = f"only a video's own texts are correct for it, even where two videos have equal texts; {_TIES}"
 _HINT = "use --protocol retrieval (in training --evaluate.protocol), or the data of this benchmark"
 
 
@@ -49,7 +49,7 @@ class RetrievalProtocol:
     num_captions: int | None = None
 
 
-PROTOCOLS: dict[RetrievalName, RetrievalProtocol] = {
+PROTOCOLS: dict[str, RetrievalProtocol] = {
     "retrieval": RetrievalProtocol(
         "Text-video retrieval",
         "text to video: each distinct text among all clips, any clip with that text is correct; "
@@ -111,7 +111,7 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
     if not captions.num_rows:
         raise UserError(
             f"the manifest of {data_dir} has no captions of split {split!r}",
-            hint="give prep manifest annotations that have some",
+            hint="run prep manifest with annotations that have captions of this split",
         )
     for name_of_column in ("video_id", "source"):  # dictionaries, which may differ between chunks
         number = captions.column_names.index(name_of_column)
@@ -201,6 +201,7 @@ class RetrievalScorer:
     name: RetrievalName = "retrieval"
     captions: pa.Table | None = None
     temperature: float | None = None
+    context_length: int | None = CONTEXT_LENGTH
 
     @property
     def definition(self) -> str:
@@ -274,7 +275,7 @@ class RetrievalScorer:
             row_M=clip_N[is_right_NM.argmax(axis=0)],
             texts=texts,
             incomplete=_missing(PROTOCOLS[self.name], num_videos=len(clip_N), num_texts=len(texts)),
-            notes=tuple(_notes(texts, source=captions["source"][0].as_py())),
+            notes=tuple(_notes(texts, source=captions["source"][0].as_py(), context_length=self.context_length)),
         )
 
 
@@ -290,15 +291,17 @@ def _missing(protocol: RetrievalProtocol, *, num_videos: int, num_texts: int) ->
     )
 
 
-def _notes(texts: tuple[str, ...], *, source: str) -> list[str]:
-    tokenize = load_tokenizer()
-    num_cut = sum(bool(tokenize(text)[-1]) for text in texts)
+def _notes(texts: tuple[str, ...], *, source: str, context_length: int | None) -> list[str]:
+    num_cut = 0
+    if context_length is not None:
+        tokenize = load_tokenizer(context_length)
+        num_cut = sum(bool(tokenize(text)[-1]) for text in texts)
     num_equal = len(texts) - len(set(texts))
     notes = [f"captions of source {source}"]
     if num_equal:
         notes.append(f"{counted(num_equal, 'text')} equal to an earlier one")
     if num_cut:
         notes.append(
-            f"{counted(num_cut, 'text')} with {CONTEXT_LENGTH} tokens or more, which are cut after {CONTEXT_LENGTH}"
+            f"{counted(num_cut, 'text')} with {context_length} tokens or more, which are cut after {context_length}"
         )
     return notes

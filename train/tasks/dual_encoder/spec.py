@@ -275,6 +275,7 @@ TASK = TaskSpec(
     formats={
         "open_clip": "create_model('local-dir:OUT')",
         "hf": "CLIPModel.from_pretrained('OUT')",
+        "timm": "timm.create_model('local-dir:OUT', pretrained=True)",
         "torch": "torch.export.load('OUT/model.pt2'), the video tower",
         "onnx": "InferenceSession('OUT/model.onnx'), the video tower",
     },

@@ -44,10 +44,10 @@ from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.losses.contrastive import DatasetSize, build_contrast
 from clipmill.train.losses.objective import Objective
-from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
-from clipmill.train.models.text import Tokenize, load_tokenizer
+from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of, tokenizer_for
+from clipmill.train.models.library_towers import library_width
+from clipmill.train.models.text import CONTEXT_LENGTH, Tokenize
 from clipmill.train.models.transformer import NORM_EPS
-from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
 from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
 from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
@@ -94,6 +94,8 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         """
         settings = self._settings
         if wanted.protocol == "zero-shot" and not settings.reads_latents and reads_images(settings):
+            from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
+
             numbers = class_numbers(settings.folder, wanted.classes)
             return self.images(world, views=Views(num_clips=num_clips), classes=numbers)
         if settings.reads_latents or names_tars(settings.folder) or wanted.protocol not in NAMED:
@@ -134,7 +136,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             UserError: there are none, or they do not fit the settings.
         """
         settings = self._settings
-        tokenize = load_tokenizer() if settings.text_tower == "trained" else None
+        tokenize = tokenizer_for(settings.towers) if settings.text_tower == "trained" else None
         if settings.reads_latents:
             return self._latents(split, world, tokenize=tokenize)
         shape = clip_shape(settings, views=Views(num_clips=num_clips))
@@ -174,7 +176,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         """This rank's part of the images in tars: those with captions, or with one of the classes."""
         settings = self._settings
         query = image_query(settings, loading=loader_settings(settings, world, device=self._device), views=views)
-        return TarImages(query, has_captions=classes is None, tokenize=load_tokenizer(), classes=classes)
+        return TarImages(query, has_captions=classes is None, tokenize=tokenizer_for(settings.towers), classes=classes)
 
     def _latents(self, split: str, world: World, *, tokenize: Tokenize | None) -> CaptionedLatents:
         captions: Captions = "stored" if tokenize is None else "words"
@@ -280,16 +282,20 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
         UserError: the weights need something that the towers do not have.
     """
     settings = with_towers_of(replace(settings, towers=_of_dual_encoder(settings.towers)), source, say=say)
+    if (has_text := settings.text_tower == "trained") and library_width(settings.towers) is not None:
+        # As the run had it, whatever the library's configuration says later.
+        own = size_of(settings.model, settings.towers).embedding_width
+        settings = replace(settings, towers=replace(settings.towers, embedding_width=own))
     if source is None:
         return settings
     towers, projection = settings.towers, source.converted.tensors.get(PROJECTION)
     # Stored text embeddings have a width of their own.
-    if projection is not None and settings.text_tower == "trained":
+    if projection is not None and has_text and towers.image is None:
         width = chosen("--towers.embedding-width", towers.embedding_width, projection.shape[-1], say=say)
         settings = replace(settings, towers=replace(towers, embedding_width=width))
     temperature = _temperature(settings, source, say=say)
     if temperature is not None:
-        say(f"weights: the temperature starts at theirs, {temperature:.4g}")
+        say(f"weights: initial temperature {temperature:.4g}")
         settings = replace(settings, loss=replace(settings.loss, temperature=temperature))
     return settings
 
@@ -301,14 +307,20 @@ def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say:
         UserError: the weights need something that the towers do not have.
     """
     if source is None:
-        return settings
+        return effective_clip_settings(settings, None, say=say)
     facts = source.facts
     if settings.text_tower == "trained" and facts.text_eps is not None and not math.isclose(facts.text_eps, NORM_EPS):
         raise UserError(
             f"{source.title}: the text tower's layer norms have eps {facts.text_eps:g}, here they have {NORM_EPS:g}",
             hint="use the weights of a plain CLIP",
         )
-    return effective_clip_settings(settings, source, say=say)
+    settings = effective_clip_settings(settings, source, say=say)
+    if settings.text_tower == "trained" and settings.towers.text is None:
+        positions = source.converted.tensors.get("text.positional_embedding")
+        theirs = None if positions is None or len(positions) == CONTEXT_LENGTH else len(positions)
+        length = chosen("--towers.context-length", settings.towers.context_length, theirs, say=say)
+        settings = replace(settings, towers=replace(settings.towers, context_length=length))
+    return settings
 
 
 def _of_dual_encoder(towers: DualEncoderTowers) -> DualEncoderTowers:
@@ -337,10 +349,10 @@ def _temperature(settings: DualEncoderSettings, source: Source, *, say: Say) -> 
         reason = f"--loss.kind {loss.kind} does not start from it"
     elif settings.text_tower == "frozen":
         reason = "stored text embeddings take the place of the text tower"
-    elif projection is None or projection.shape[-1] != width:
+    elif settings.towers.image is None and (projection is None or projection.shape[-1] != width):
         reason = "the projections are new"
     else:
         return max(theirs, loss.min_temperature)
     if reason:
-        say(f"weights: their temperature, {theirs:.4g}, is not used: {reason}")
+        say(f"weights: their temperature of {theirs:.4g} is not used: {reason}")
     return None

@@ -22,15 +22,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from numpy.typing import NDArray
 
 from clipmill.manifests.adapters.tables import text_lines
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import videos_of_split
 from clipmill.train.data.class_file import Names, read_class_file, require_names
 from clipmill.train.data.classes import ACTION, class_labels, class_names_of
+from clipmill.train.evaluation.by_class import Predictions, majority_baseline
+from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, EmbedTexts
 
 PLAIN_TEMPLATE = "{}"
 PROTOCOL = (
@@ -230,3 +233,41 @@ def score_classes(similarity_NC: NDArray[np.floating], class_of_clip_N: NDArray[
         chance={k: min(1.0, k / num_classes) for k in (1, 5)},
         mean_class_accuracy=float(by_class.mean()),
     )
+
+
+@dataclass(frozen=True)
+class ZeroShotScorer:
+    """Scores embeddings by zero-shot classification."""
+
+    classes: ClassPrompts
+    definition: str = PROTOCOL
+
+    def score(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
+        classes = self.classes
+        has_class = np.isin(embeddings.caption_id, classes.caption_ids)
+        if not has_class.any():
+            raise FailedWork("none of the clips that could be decoded has a class")
+        class_of_clip = classes.class_of_N[np.searchsorted(classes.caption_ids, embeddings.caption_id[has_class])]
+        texts, class_of_prompt = classes.prompts()
+        embedded = class_embeddings(embed_texts(texts), class_of_prompt)
+        similarity = embeddings.video[has_class] @ embedded.T
+        scores = score_classes(similarity, class_of_clip).as_json()
+        by_class = Predictions.of(
+            *map(torch.from_numpy, (similarity, class_of_clip)),
+            rank_N=torch.from_numpy(class_ranks(similarity, class_of_clip)),
+        ).by_class([names[0] for names in classes.names], title=classes.source)
+        templates = list(classes.templates)
+        prompts = "the bare name" if templates == [PLAIN_TEMPLATE] else f"{len(templates)} templates"
+        return {
+            **scores,
+            "classes": classes.source,
+            "prompts": f"{len(texts):,} prompts: {prompts}, {sum(map(len, classes.names)):,} names",
+            "templates": templates,
+            "num_without_class": int((~has_class).sum()),
+            "majority_baseline": majority_baseline(by_class),
+            "by_class": [by_class],
+        }
+
+    def metrics(self, result: dict[str, Any]) -> dict[str, float]:
+        top = {f"top{k}": share for k, share in result["top"].items()}
+        return {**top, "mean_class_accuracy": result["mean_class_accuracy"]}

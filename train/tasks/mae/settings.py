@@ -54,12 +54,18 @@ class MaeTowers(Towers):
     kind: Annotated[Kind | None, groups.HIDDEN] = "videomae"
     temporal: Annotated[Literal["zero", "random"], groups.HIDDEN] = "zero"
     embedding_width: Annotated[int | None, groups.HIDDEN] = None
+    image: Annotated[str | None, groups.HIDDEN] = None
+    pool_frames: Annotated[Literal["mean", "attention"], groups.HIDDEN] = "mean"
+    attention: Annotated[Literal["joint", "divided"] | None, groups.HIDDEN] = None
     packed_text: Annotated[bool, groups.HIDDEN] = True
     patch_dropout: Annotated[float, groups.HIDDEN] = 0.0
 
     def rules(self) -> Iterator[UserError]:
         """Yields other values of the settings that the help leaves out."""
         hint = "leave it out: train mae has no other kind of tower"
+        if self.image is not None:
+            yield UserError(f"--towers.image is {self.image}, and train mae trains its own towers", hint=hint)
+            return
         if self.kind != "videomae":
             yield UserError(
                 f"--towers.kind is {self.kind}, and train mae trains towers of the kind videomae", hint="leave it out"

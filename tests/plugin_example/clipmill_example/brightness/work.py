@@ -92,7 +92,7 @@ def make_plan(data_dir: Path, recipe: BrightnessRecipe, *, retry_codes: frozense
         wanted(),
         stored,
         what_changed="its chunks",
-        orphaned_because="its chunks are no longer in the video column",
+        orphaned_because="the chunks are no longer in the video column",
         retry_codes=retry_codes,
     )
     return BrightnessPlan(recipe, data_dir, folder, video_dir, commits, list(shards), num_videos=len(commits))

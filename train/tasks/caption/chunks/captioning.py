@@ -81,7 +81,7 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
     segment_us = None if request.segment is None else length_us(request.segment, flag="--segment")
     captioner = open_captioner(weights, overrides=request.shown, device=request.device, say=say)
     settings = replace(captioner.trained.settings, shards=request.shards, where=request.where)
-    decoding = within(request.decoding.effective(), captioner.task.decoder.size.context_length)
+    decoding = within(request.decoding.effective(), captioner.task.decoder.context_length)
     folder = open_folder(settings, reason="train caption-chunks captions the chunks of a data folder")
     samples = ChunkClips(
         clip_query(

@@ -21,8 +21,8 @@ from clipmill.train.engine.trained_run import TrainedRun
 from clipmill.train.evaluation.identity import identity_of
 from clipmill.train.evaluation.opening import open_weights_as
 from clipmill.train.evaluation.use import Use
-from clipmill.train.models.captioner import Captioner
 from clipmill.train.tasks.caption.decoding import generate_captions
+from clipmill.train.tasks.caption.model import AnyCaptioner
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings, VideoFormat
 from clipmill.train.tasks.caption.spec import TASK
 from clipmill.train.tasks.caption.task import CaptionTask
@@ -48,7 +48,7 @@ class TrainedCaptioner:
     name: str
     trained: TrainedRun[CaptionerSettings]
     task: CaptionTask
-    model: Captioner
+    model: AnyCaptioner
 
     @cached_property
     def weights_sha256(self) -> str:

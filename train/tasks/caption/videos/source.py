@@ -48,7 +48,7 @@ class VideoTiming:
 
     Attributes:
         end_us: end of the last existing frame.
-        last_us: begin of the last existing frame.
+        last_us: time of the last existing frame.
         missing_us: duration that the header promises beyond the last packet, of video or audio (AVI: of video).
         fps: frames per second, averaged where they vary.
         aspect: width of a pixel divided by its height.

@@ -1,0 +1,86 @@
+"""Questions of EgoMCQ (Lin et al. 2022, section 4.1): which of five clips does a narration describe?
+
+`egomcq.json` has a question for each key: a text (`query`), five clips (`choices`), and the key of the clip that it was
+written for (`answer`):
+
+    {"0": {"query": {"clip_text": ...}, "answer": 3, "types": 1,
+           "choices": {"0": {"video_uid": ..., "clip_start": ..., "clip_end": ..., "clip_text": ...}, ...}}, ...}
+
+A question is of the kind intra if all its clips are of one video, else inter. `types` is not read: in the public code
+its comment and its metric have opposite meanings.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from typing import Any
+
+from clipmill.manifests.adapters.json_stream import object_items
+from clipmill.manifests.adapters.tables import interval_fault, seconds
+from clipmill.manifests.quoting import quoted
+
+EGOMCQ = "egomcq"  # source of its clips in a manifest
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A span of a video, in seconds."""
+
+    source_id: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question of EgoMCQ: which of the clips does the text describe?
+
+    Attributes:
+        texts: of the choices.
+        answer: index of the right choice.
+    """
+
+    number: int
+    text: str
+    choices: tuple[Clip, ...]
+    texts: tuple[str, ...]
+    answer: int
+
+    @property
+    def is_intra(self) -> bool:
+        """Whether all choices are of one video."""
+        return len({one.source_id for one in self.choices}) == 1
+
+
+def has_questions(path: Path) -> bool:
+    """Whether a JSON file is EgoMCQ's, by its first entry."""
+    first = next(object_items(path), ("", None))[1]
+    return isinstance(first, dict) and "choices" in first and "query" in first
+
+
+def read_questions(path: Path) -> Iterator[Question | str]:
+    """Questions in the order of the file; for a malformed one, what is wrong with it.
+
+    Raises:
+        UserError: the file cannot be read, or is not a JSON object.
+    """
+    for number, (key, entry) in enumerate(object_items(path)):
+        try:
+            keys = list(entry["choices"])
+            clips = [clip_of(one) for one in entry["choices"].values()]
+            texts = tuple(str(one["clip_text"]) for one in entry["choices"].values())
+            text, answer = entry["query"]["clip_text"], keys.index(str(entry["answer"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            yield f"question {quoted(key)}: {error!r}"
+            continue
+        yield Question(number, str(text), tuple(clips), texts, answer)
+
+
+def clip_of(values: dict[str, Any]) -> Clip:
+    """The clip of a choice, or of a row of EgoClip; a begin before 0 becomes 0. Raises ValueError for other times."""
+    begin_s, end_s = (seconds(values[name], default=nan) for name in ("clip_start", "clip_end"))
+    begin_s = max(begin_s, 0.0)
+    if fault := interval_fault(begin_s, end_s):
+        raise ValueError(fault)
+    return Clip(str(values["video_uid"]), begin_s, end_s)

@@ -1,0 +1,180 @@
+"""The single interface to transformers: encoders of T5 and umT5, which make a sequence of vectors of a text.
+
+As in clipmill.prep.text.tower, every batch has the same size, and every text is padded to a length that depends on the
+text alone: its vectors are bit-identical whatever other texts are in its batch.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.hub import hub_if_reachable
+from clipmill.manifests.json_text import parse_json
+from clipmill.prep.text.recipe import T5, ResolvedTextRecipe, TextRecipe, file_sha256, safetensors_shapes
+from clipmill.prep.text.tokens import Encoded
+
+_LENGTH_STEP = 8  # texts are padded to the next multiple of this number of tokens
+_CLASSES = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}
+_TOKENIZER_FILES = ("spiece.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_SUGGESTION = "give t5: and a folder or model with config.json, safetensors and tokenizer, such as t5:google/umt5-xxl"
+
+
+def resolve_t5(recipe: TextRecipe) -> ResolvedTextRecipe:
+    """Find the model that `recipe` names; it is downloaded if it is not in the cache.
+
+    Raises:
+        UserError: the model does not exist, is not a T5, or lacks files.
+    """
+    model, tokenizer = _folders(recipe.t5)
+    config = _config(model)
+    digest = hashlib.sha256()
+    for path in _files(model, tokenizer):
+        digest.update(f"{path.name} {file_sha256(path)}\n".encode())
+    name = Path(recipe.t5).expanduser()
+    return ResolvedTextRecipe(
+        encoder=f"{T5}{name.resolve().name if name.is_dir() else recipe.t5}",
+        encoder_sha256=digest.hexdigest(),
+        width=int(config["d_model"]),
+        where=recipe.where,
+        max_tokens=recipe.max_tokens,
+        precision=recipe.precision,
+    )
+
+
+class T5Encoder:
+    """The encoder of a T5 with its tokenizer.
+
+    Args:
+        max_tokens: longer texts are truncated to as many tokens, the end token included.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, max_tokens: int, device: str) -> None:
+        self._model, self._tokenizer = model.to(device).eval(), tokenizer
+        self._max_tokens, self._device = max_tokens, device
+
+    def encode(self, texts: Sequence[str], *, batch: int) -> Encoded:
+        """Encode `texts` with a batch size of `batch`."""
+        import torch
+
+        found = self._tokenizer(list(texts), add_special_tokens=True, truncation=False)["input_ids"]
+        num_cut = sum(len(ids) > self._max_tokens for ids in found)
+        found = [ids if len(ids) <= self._max_tokens else [*ids[: self._max_tokens - 1], ids[-1]] for ids in found]
+        lengths = np.array([len(ids) for ids in found], np.int64)
+        padded = -(-lengths // _LENGTH_STEP) * _LENGTH_STEP
+        vectors: dict[int, np.ndarray] = {}
+        with torch.inference_mode():
+            for length in np.unique(padded).tolist():
+                rows = np.flatnonzero(padded == length).tolist()
+                for begin in range(0, len(rows), batch):
+                    part = rows[begin : begin + batch]
+                    vectors.update(zip(part, self._vectors([found[row] for row in part], length, batch), strict=True))
+        return Encoded(np.concatenate([vectors[row] for row in range(len(texts))]), lengths, num_cut)
+
+    def _vectors(self, texts: list[list[int]], length: int, batch: int) -> list[np.ndarray]:
+        import torch
+
+        # A smaller batch would use other kernels, with different rounding.
+        filled = texts + [texts[-1]] * (batch - len(texts))
+        ids_BT = torch.tensor([ids + [self._tokenizer.pad_token_id] * (length - len(ids)) for ids in filled])
+        mask_BT = torch.arange(length) < torch.tensor([[len(ids)] for ids in filled])
+        hidden_BTD = self._model(
+            input_ids=ids_BT.to(self._device), attention_mask=mask_BT.long().to(self._device)
+        ).last_hidden_state
+        half = hidden_BTD.half().cpu().numpy()
+        return [half[row, : len(ids)] for row, ids in enumerate(texts)]
+
+
+@lru_cache(maxsize=1)
+def load_t5(recipe: TextRecipe, *, sha256: str, device: str) -> T5Encoder:
+    """Load the model that `recipe` names, once per process.
+
+    Raises:
+        UserError: this machine lacks the model, or its hash is not `sha256`.
+    """
+    import torch
+
+    found = resolve_t5(recipe)
+    if found.encoder_sha256 != sha256:
+        raise UserError(
+            f"{recipe.encoder} on this machine has SHA-256 {found.encoder_sha256[:12]}, but the plan requires"
+            f" {sha256[:12]}",
+            hint="use the same weights on every machine",
+        )
+    model_dir, tokenizer_dir = _folders(recipe.t5)
+    transformers = _import_transformers()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = getattr(transformers, _CLASSES[_config(model_dir)["model_type"]]).from_pretrained(
+            model_dir, dtype=getattr(torch, recipe.precision), local_files_only=True, use_safetensors=True
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{recipe.encoder} cannot be loaded: {reason}", hint=_SUGGESTION) from None
+    return T5Encoder(model, tokenizer, max_tokens=recipe.max_tokens, device=device)
+
+
+def _folders(name: str) -> tuple[Path, Path]:
+    """Return the folders of model and tokenizer: of a model, or of a pipeline with text_encoder/ and tokenizer/."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = _downloaded(name)
+    model, tokenizer = folder / "text_encoder", folder / "tokenizer"
+    return (model if model.is_dir() else folder), (tokenizer if tokenizer.is_dir() else folder)
+
+
+def _downloaded(name: str) -> Path:
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
+        raise UserError(f"the folder {name} (asked for by --encoder {T5}{name}) does not exist", hint=_SUGGESTION)
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        raise UserError("huggingface_hub is not installed", hint="install clipmill[columns]") from None
+    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", *_TOKENIZER_FILES]
+    patterns = [f"{folder}{file}" for folder in ("", "text_encoder/", "tokenizer/") for file in wanted]
+    try:
+        with hub_if_reachable():
+            return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["transformer/*", "vae/*"]))
+    except (OSError, HFValidationError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f'"{name}" cannot be downloaded from the Hugging Face Hub: {reason}', hint=_SUGGESTION
+        ) from None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = parse_json(path.read_bytes())
+        kind = config["model_type"]
+        int(config["d_model"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not the configuration of a T5: {error}", hint=_SUGGESTION) from None
+    if kind not in _CLASSES:
+        raise UserError(f"{path} describes {kind}, not {' or '.join(_CLASSES)}", hint=_SUGGESTION)
+    return dict(config)
+
+
+def _files(model: Path, tokenizer: Path) -> list[Path]:
+    """Return the files that the vectors depend on."""
+    weights = sorted(model.glob("*.safetensors"))
+    words = [path for name in _TOKENIZER_FILES if (path := tokenizer / name).is_file()]
+    if not weights or not words:
+        raise UserError(f"{model} has no {'weights in safetensors' if not weights else 'tokenizer'}", hint=_SUGGESTION)
+    for path in weights:
+        safetensors_shapes(path)
+    return [model / "config.json", *weights, *words]
+
+
+def _import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("transformers is not installed", hint="install clipmill[columns]") from None
+    return transformers

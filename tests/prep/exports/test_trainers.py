@@ -1,0 +1,193 @@
+"""Caches of trainers hold what the columns hold, by the trainers' own definitions of names, keys and scaling.
+
+Neither trainer can be installed as a package. What they do with the files is written out here: musubi-tuner's
+`VideoDataset.prepare_for_training` and `BucketBatchManager`, and the `forward` of finetrainers' model specifications.
+"""
+
+import json
+from fractions import Fraction
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from clipmill.manifests.publish import publish_json
+from clipmill.shards.reader import Variant
+from tests.prep.running import prep_here
+from tests.prep.text.sets import write_captions
+from tests.prep.text.t5_models import encode, saved_t5
+from tests.train.latents.written import LATENTS_RECIPE, Chunk, Written, write_latents
+
+MEAN, STD, SCALE = [0.1, -0.2, 0.3, 0.0], [0.5, 1.5, 2.0, 0.7], 0.8
+CAPTIONS = {"long": ["a dog runs", "a cat"], "short": ["the end"], "silent": []}
+SHAPE = (2, 4, 3, 4, 4)  # two segments of a second and of 9 frames at 8 fps
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "data"
+    write_captions(folder, CAPTIONS)
+    encode(folder, saved_t5(folder.parent / "small-umt5"))
+    return folder
+
+
+def values(chunk: Chunk) -> np.ndarray:
+    drawn = np.random.default_rng(len(chunk.key) + chunk.start_ms).standard_normal(SHAPE)
+    return drawn.astype(np.float16)
+
+
+def write(data: Path, kind: str, **recipe: Any) -> Written:
+    written = Written(data)
+    places = (("long", 0), ("long", 2000), ("short", 0), ("silent", 0))
+    chunks = [Chunk(name, start, 6, (4, 4, 4), fps=Fraction(3)) for name, start in places]
+    write_latents(written, [chunks[:3], chunks[3:]], values=values)
+    is_normalised = kind in ("AutoencoderKLWan", "AutoencoderKLLTXVideo")
+    of_vae = {
+        "kind": kind,
+        "scaling_factor": 1.0 if is_normalised else SCALE,
+        "shift_factor": None,
+        "latents_mean": MEAN if is_normalised else None,
+        "latents_std": STD if is_normalised else None,
+    }
+    segment = {"segment": "9f", "fps": "8", "latent_frames": 3, "size": 32, "dtype": "float16"}
+    publish_json(written.latents_dir / "recipe.json", {**LATENTS_RECIPE, **segment, **of_vae, **recipe})
+    return written
+
+
+def wanted(data: Path) -> list[tuple[str, torch.Tensor, str]]:
+    """Name, stored latents and caption of every segment: the caption of a second is that which spans it."""
+    found = []
+    for name, start, second, caption in (
+        ("long", 0, 0, "a dog runs"),
+        ("long", 0, 1, "a cat"),
+        ("short", 0, 0, "the end"),
+    ):
+        latents = values(Chunk(name, start, 6))[second]
+        found.append((f"{name}_{start:09d}-{second:02d}", torch.from_numpy(latents), caption))
+    return found
+
+
+def sequence_of(data: Path, caption: str) -> torch.Tensor:
+    for sample in Variant.open(data, column="text").iterate():
+        told = json.loads(sample["json"])
+        if caption in told["texts"]:
+            at = told["texts"].index(caption)
+            array = np.load(BytesIO(sample["text.npy"]))
+            return torch.from_numpy(np.split(array, np.cumsum(told["row_tokens"])[:-1])[at])
+    raise AssertionError(caption)
+
+
+@pytest.mark.parametrize(
+    ("kind", "short", "full"),
+    [
+        ("AutoencoderKLWan", "wan", "wan"),
+        ("AutoencoderKLHunyuanVideo", "hv", "hunyuan_video"),
+        ("AutoencoderKLHunyuanVideo15", "hv15", "hunyuan_video_1_5"),
+    ],
+)
+def test_musubi_tuner_finds_segments_and_texts_by_their_names(
+    texts: Path, tmp_path: Path, kind: str, short: str, full: str
+) -> None:
+    write(texts, kind)
+    cache = tmp_path / "cache"
+    ran = prep_here("export", "musubi", cache, "--data", texts)
+    assert "exported  3 segments" in ran.stdout and "left out  5: segments without a caption" in ran.stdout
+    found = {}
+    for file in cache.glob(f"*_{short}.safetensors"):
+        tokens = file.name.split("_")
+        width, height = map(int, tokens[-2].split("x"))
+        position, num_frames = map(int, tokens[-3].split("-")[:2])
+        assert (width, height, position, num_frames) == (32, 32, 0, 9)
+        found["_".join(tokens[:-3])] = file
+    assert sorted(found) == sorted(name for name, *_ in wanted(texts))
+    for name, latents, caption in wanted(texts):
+        with safe_open(found[name], framework="pt") as opened:
+            metadata = {"architecture": full, "width": "32", "height": "32", "frame_count": "9"}
+            assert opened.metadata() == {**metadata, "format_version": "1.0.1"}
+        [(key, tensor)] = load_file(found[name]).items()
+        assert key == "latents_3x4x4_float16"
+        assert torch.equal(tensor, latents if short == "wan" else (latents.float() / SCALE).half())
+        te = cache / f"{name}_{short}_te.safetensors"
+        assert te.exists() == (short == "wan")
+        if te.exists():
+            assert torch.equal(load_file(te)["varlen_t5_float16"], sequence_of(texts, caption))
+            with safe_open(te, framework="pt") as opened:
+                assert opened.metadata()["caption1"] == caption
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask"),
+    [
+        ("AutoencoderKLWan", None),
+        ("AutoencoderKLLTXVideo", "encoder_attention_mask"),
+        ("AutoencoderKLCogVideoX", "prompt_attention_mask"),
+    ],
+)
+def test_finetrainers_samples_and_normalises_to_what_is_stored(
+    texts: Path, tmp_path: Path, kind: str, mask: str | None
+) -> None:
+    write(texts, kind)
+    prep_here("export", "finetrainers", tmp_path / "out", "--data", texts)
+    folder = tmp_path / "out" / "finetrainers-precomputed-data"
+    assert len([*folder.iterdir()]) == 6
+    for number, (_, latents, caption) in enumerate(wanted(texts)):
+        item = torch.load(folder / f"latent-{number}.pt", weights_only=True)
+        is_cog = kind == "AutoencoderKLCogVideoX"
+        parameters = item["latents"].float()
+        if kind == "AutoencoderKLWan":  # normalises the parameters and not the sample
+            shift, factor = (item[name].view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
+            parameters = torch.cat([(half - shift) * factor for half in parameters.chunk(2, dim=1)], dim=1)
+        sample = DiagonalGaussianDistribution(parameters.transpose(1, 2) if is_cog else parameters).sample()[0]
+        if kind == "AutoencoderKLLTXVideo":
+            assert (item["num_frames"], item["height"], item["width"]) == (3, 4, 4)
+            sample = (sample - item["latents_mean"].view(-1, 1, 1, 1)) / item["latents_std"].view(-1, 1, 1, 1)
+        if is_cog:
+            assert item["latents"].shape == (1, 3, 8, 4, 4)
+            sample = sample * SCALE
+        torch.testing.assert_close(sample, latents.float(), rtol=2**-7, atol=2e-2)
+        condition = torch.load(folder / f"condition-{number}.pt", weights_only=True)
+        sequence = sequence_of(texts, caption)
+        padded = condition.pop("encoder_hidden_states")
+        assert padded.shape == (1, 20, 16) and not padded[0, len(sequence) :].any()
+        assert torch.equal(padded[0, : len(sequence)], sequence.bfloat16())
+        assert list(condition) == ([] if mask is None else [mask])
+        assert all(one.shape == (1, 20) and int(one.sum()) == len(sequence) for one in condition.values())
+
+
+def test_a_rerun_links_what_has_not_changed(texts: Path, tmp_path: Path) -> None:
+    write(texts, "AutoencoderKLWan")
+    cache = tmp_path / "cache"
+    line = ("export", "musubi", cache, "--data", texts)
+    prep_here(*line)
+    before = {file.name: file.stat().st_ino for file in cache.iterdir() if file.suffix == ".safetensors"}
+    assert "nothing to do" in prep_here(*line).stdout
+    gone = next(cache.glob("long_000000000-00_*_wan.safetensors"))
+    gone.unlink()
+    assert "exported  1 segment " in prep_here(*line).stdout
+    after = {file.name: file.stat().st_ino for file in cache.iterdir() if file.suffix == ".safetensors"}
+    assert after.keys() == before.keys()
+    assert {name for name in before if after[name] != before[name]} <= {gone.name}
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_what_cannot_be_exported_is_named(texts: Path, tmp_path: Path) -> None:
+    write(texts, "AutoencoderKLCosmos")
+    for kind in ("musubi", "finetrainers"):
+        error = prep_here("export", kind, tmp_path / "out", "--data", texts, status=2).error
+        assert "AutoencoderKLCosmos" in error
+    write(texts, "AutoencoderKLWan")
+    (tmp_path / "mine").mkdir()
+
+    def told(folder: str, *flags: str) -> str:
+        return prep_here("export", "musubi", tmp_path / folder, "--data", texts, *flags, status=2).error
+
+    assert "was not written by prep export" in told("mine")
+    assert "no latents of split 'val'" in told("out", "--split", "val")
+    write(texts, "AutoencoderKLWan", latent_frames=None)
+    assert "latents of single frames" in told("out")

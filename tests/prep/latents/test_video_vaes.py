@@ -1,0 +1,199 @@
+"""`prep latents` with VAEs of videos: segments are what diffusers makes of the same frames, and no frame is lost."""
+
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from clipmill.manifests.errors import UserError
+from clipmill.prep.latents.borders import following_chunks
+from clipmill.prep.latents.frames import video_segments
+from clipmill.prep.latents.plan import make_latents_plan
+from clipmill.prep.latents.recipe import LatentsSettings, resolve
+from clipmill.shards.reader import Variant, open_shard
+from tests.prep.latents.conftest import make, video
+from tests.prep.latents.test_column import stored
+from tests.prep.latents.video_vaes import NAMES, opened, saved
+from tests.prep.running import Ran, contents
+from tests.prep.sets import ShardSet
+
+Prep = Callable[..., Ran]
+SETTINGS = {"fps": "8", "segment": "1s", "size": 32, "num_threads": 1}
+RECIPE = {name: SETTINGS[name] for name in ("fps", "segment", "size")}
+NEXT = {"long_000000000": "long_000002000", "long_000002000": "long_000004000", "short_000000000": "short_000002000"}
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("AutoencoderKLWan", tmp_path_factory.mktemp("vae") / "random-wan")
+
+
+def segments(shard_set: ShardSet, *, repeat: bool = False) -> dict[str, list[np.ndarray]]:
+    """The segments of 9 frames at 8 fps, uint8 [9, H, W, 3], by PyAV alone, which decodes every frame."""
+    frames = {}
+    for sample in Variant.open(shard_set.data).iterate():
+        with av.open(BytesIO(sample["mp4"]), "r") as container:
+            frames[sample["__key__"]] = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    found = {}
+    for key, shown in frames.items():
+        moments = [shown[int(moment * 30 / 8)] for moment in range(-(-len(shown) * 8 // 30))]
+        if key in NEXT:
+            moments.append(frames[NEXT[key]][0])
+        elif repeat:
+            moments += [moments[-1]] * (-(len(moments) - 1) % 8)
+        found[key] = [np.stack(moments[begin : begin + 9]) for begin in range(0, len(moments) - 8, 8)]
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_segments_are_bit_for_bit_those_of_diffusers(shard_set: ShardSet, name: str, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path / "vae")
+    make(shard_set.data, vae=str(folder), batch=9, **SETTINGS)
+    latents, model = Variant.open(shard_set.data, column="latents"), opened(folder, name)
+    rows = {row["key"]: row for shard in latents.shards() for row in shard.index.to_pylist()}
+    torch.set_num_threads(1)
+    mean, scale = torch.tensor(0.0), torch.tensor(float(model.config.get("scaling_factor") or 1.0))
+    statistics = model if name == "AutoencoderKLLTXVideo" else model.config
+    if getattr(statistics, "latents_mean", None) is not None:
+        shape, frames = (4, -1, 1, 1), latents.recipe["latent_frames"]
+        mean = torch.as_tensor(statistics.latents_mean).view(shape)[:, :frames]
+        scale = scale / torch.as_tensor(statistics.latents_std).view(shape)[:, :frames]
+    found, wanted = stored(shard_set), segments(shard_set)
+    assert list(found) == [key for key, its in wanted.items() if its]
+    for key, array in found.items():
+        row = rows[key]
+        assert array.shape == (len(wanted[key]), 4, row["num_frames"] // len(wanted[key]), row["height"], row["width"])
+        assert row["source_frames"] == [9] * len(array)
+        assert row["num_frames"] * row["fps_den"] / row["fps_num"] == len(array), "seconds"
+        left, top, width, height = row["crops"][:4]
+        for one, frames in zip(array, wanted[key], strict=True):
+            squares = np.ascontiguousarray(frames[:, top : top + height, left : left + width])
+            small = functional.interpolate(
+                torch.from_numpy(squares).permute(0, 3, 1, 2), size=(32, 32), mode="bilinear", antialias=True
+            )
+            with torch.inference_mode():
+                encoded = model.encode((small.float() / 127.5 - 1).transpose(0, 1)[None]).latent_dist.mode()[0]
+            assert np.array_equal(one, ((encoded - mean) * scale).half().numpy())
+    recipe = latents.recipe
+    assert (recipe["segment"], recipe["tail"], recipe["latent_frames"]) == ("9f", "drop", array.shape[2])
+
+
+def test_the_end_of_a_video_is_dropped_or_repeated(shard_set: ShardSet, wan: Path) -> None:
+    make(shard_set.data, vae=str(wan), **SETTINGS)
+    dropped = {key: len(array) for key, array in stored(shard_set).items()}
+    make(shard_set.data, vae=str(wan), tail="repeat", **SETTINGS)
+    repeated = {key: len(array) for key, array in stored(shard_set).items()}
+    assert dropped == {key: len(its) for key, its in segments(shard_set).items() if its}
+    assert repeated == {key: len(its) for key, its in segments(shard_set, repeat=True).items()}
+    assert sum(repeated.values()) > sum(dropped.values())
+    for shard in Variant.open(shard_set.data, column="latents").shards():
+        for row in shard.index.to_pylist():
+            assert set(row["source_frames"][:-1]) <= {9}
+            assert (row["source_frames"][-1] == 9) == (row["key"] in NEXT)
+
+
+@pytest.mark.parametrize(
+    ("shown", "has_next", "tail", "lengths", "has_border"),
+    [
+        (16, True, "drop", (9, 9), True),
+        (17, True, "drop", (9, 9), False),
+        (16, False, "drop", (9,), False),
+        (17, False, "drop", (9, 9), False),
+        (16, False, "repeat", (9, 8), False),
+        (17, False, "repeat", (9, 9), False),
+        (20, True, "repeat", (9, 9), False),
+        (20, False, "repeat", (9, 9, 4), False),
+        (1, False, "repeat", (1,), False),
+        (7, True, "drop", (), False),
+        (7, False, "drop", (), False),
+    ],
+)
+def test_segments_share_the_frame_on_their_border(
+    shown: int, has_next: bool, tail: str, lengths: tuple[int, ...], has_border: bool
+) -> None:
+    found = video_segments(list(range(shown)), segment_frames=9, has_next=has_next, tail=tail)
+    assert (found.lengths, found.has_border) == (lengths, has_border)
+    assert len(found.frames) + found.has_border + found.num_repeated == 9 * len(lengths)
+    for number, begin in enumerate(range(0, 9 * len(lengths), 9)):
+        assert found.frames[begin : begin + 8] == list(range(8 * number, min(8 * number + 8, shown)))
+
+
+def test_what_is_made_again_has_the_same_bytes(shard_set: ShardSet, wan: Path, tmp_path: Path) -> None:
+    settings = {**SETTINGS, "vae": str(wan), "posterior": "sample", "crop": "random", "compression": "zstd"}
+    first = make(shard_set.data, **settings)
+    before = contents(shard_set.data / "latents")
+    next((shard_set.data / "latents").rglob("*.tar")).unlink()
+    make(shard_set.data, **settings)
+    assert contents(shard_set.data / "latents") == before
+    assert make(shard_set.data, **settings).num_shards_made == 0
+    assert first.num_chunks == len([its for its in segments(shard_set).values() if its])
+    changed = tmp_path / wan.name
+    changed.mkdir()
+    for file in wan.iterdir():
+        content = bytearray(file.read_bytes())
+        if file.suffix == ".safetensors":
+            content[-1] ^= 1
+        (changed / file.name).write_bytes(content)
+    assert resolve(LatentsSettings(vae=str(changed), **RECIPE), video="v").variant.startswith("random-wan-32px")  # type: ignore[arg-type]
+    variants = {resolve(LatentsSettings(vae=str(vae), **RECIPE), video="v").variant for vae in (wan, changed)}  # type: ignore[arg-type]
+    assert len(variants) == 2
+
+
+def test_the_next_chunk_may_be_in_another_shard_and_come_later(shard_set: ShardSet, wan: Path) -> None:
+    """Each shard of the set holds one video, so that its index is split in two to have a border between shards."""
+    recipe = resolve(LatentsSettings(vae=str(wan), **RECIPE), video=video(shard_set.data))  # type: ignore[arg-type]
+    plan = make_latents_plan(shard_set.data, recipe)
+    index = {one: open_shard(plan.video_dir, commit).index for one, commit in plan.video_commits.items()}
+    long = next(one for one, table in index.items() if table["video_id"][0].as_py() == "long")
+    assert plan.borders[long].following == {0: (long, 1), 1: (long, 2)}
+    halves = {0: index[long].slice(0, 1), 1: index[long].slice(1)}
+    assert following_chunks(halves) == {0: {0: (1, 0)}, 1: {0: (1, 1)}}
+    assert following_chunks({0: halves[0]}) == {}
+    assert following_chunks({0: index[long].take([0, 2])}) == {}, "a chunk between them is missing"
+
+
+def test_lengths_that_the_vae_cannot_take_are_refused_with_the_nearest(
+    prep: Prep, shard_set: ShardSet, wan: Path
+) -> None:
+    def told(*flags: object) -> str:
+        ran = prep("latents", "--vae", wan, "--data", shard_set.data, "--size", 32, *flags, status=2)
+        return ran.stderr
+
+    message = told("--segment", "60f", "--fps", "16")
+    assert "AutoencoderKLWan encodes segments of 4k + 1 frames; --segment 60f at 16 fps has 60 frames" in message
+    assert "use --segment 57f (3.5s) or --segment 61f (3.75s); a chunk of 15 s holds 4 or 4 of them" in message
+    assert "has 4 frames" in told("--segment", "1s", "--fps", "3")
+    assert "--segment 5f" in told("--segment", "1f")
+    resolve(LatentsSettings(vae=str(wan), segment="5s", fps="16", size=32), video=video(shard_set.data))
+
+
+def test_a_plan_says_how_many_segments_fit_and_what_is_left_out(prep: Prep, shard_set: ShardSet, wan: Path) -> None:
+    flags = ("--vae", wan, "--size", 32, "--fps", 8, "--data", shard_set.data)
+    text = prep("plan", "latents", *flags, "--segment", "1s").stdout
+    assert "segments 9 frames at 8 fps, 1 s, become 3 latent frames; a chunk of 2 s holds 2" in text
+    assert "of memory per worker to encode one segment at a time" in text
+    values = prep("plan", "latents", *flags, "--segment", "1s", "--json").summary["segments"]
+    assert values["num_segments"] == sum(map(len, segments(shard_set).values()))
+    prep("latents", *flags, "--segment", "1s", "--engine", "processes", "--workers", 1)
+    prep("verify", "--deep", "--data", shard_set.data)
+    assert "at the ends of chunks and videos are in no segment" in text
+
+
+def test_what_a_class_does_not_do_is_refused(shard_set: ShardSet, wan: Path, tmp_path: Path) -> None:
+    cosmos = saved("AutoencoderKLCosmos", tmp_path / "cosmos")
+    chunks = video(shard_set.data)
+    for settings, words in (
+        ({"posterior": "sample"}, "no posterior to sample"),
+        ({"tiling": True}, "does not encode in tiles"),
+        ({"segment": "25f"}, "has statistics of 3 latent frames"),
+    ):
+        with pytest.raises(UserError, match=words):
+            resolve(LatentsSettings(**{"vae": str(cosmos), **RECIPE, **settings}), video=chunks)  # type: ignore[arg-type]
+    plain = resolve(LatentsSettings(vae=str(wan), **RECIPE), video=chunks)  # type: ignore[arg-type]
+    tiled = resolve(LatentsSettings(vae=str(wan), tiling=True, **RECIPE), video=chunks)  # type: ignore[arg-type]
+    assert plain.variant != tiled.variant and "tiling" not in plain.as_dict()

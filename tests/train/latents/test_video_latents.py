@@ -1,0 +1,83 @@
+"""Latents of a VAE of videos: a segment is [C, T', h, w], whole; models see its frames first."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from clipmill import open_latents
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.keys import split_key
+from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
+from tests.train.latents.columns import FRAME, WIDTH, pattern_and_noise, unit_vector
+from tests.train.latents.querying import segments
+from tests.train.latents.test_batches import bits
+from tests.train.latents.written import Caption, Chunk, Written, write_captions, write_latents, write_text
+from tests.train.running import losses, train
+
+T = 5  # latent frames in a segment of two seconds
+RECIPE = {"latent_frames": str(T), "segment": "17f"}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "compressed"])
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Four videos of two chunks, each with three segments."""
+    found = Written(tmp_path_factory.mktemp("latents"))
+    videos = [f"v{number}" for number in range(4)]
+    chunks = [[Chunk(name, start, 3 * T, frame=FRAME, fps=Fraction(T, 2)) for start in (0, 6000)] for name in videos]
+    captions = [Caption(name, 0.0, float("inf"), f"pattern of {name}") for name in videos]
+    write_captions(found.data_dir, dict.fromkeys(videos, "train"), captions)
+    write_latents(found, chunks, values=pattern_and_noise, recipe=RECIPE, is_compressed=request.param)
+    write_text(found, captions, width=WIDTH, embed=unit_vector)
+    return found
+
+
+def wanted(written: Written) -> list[np.ndarray]:
+    """The segments as they are stored, bits [C, T', h, w], in order."""
+    ordered = sorted(written.latents, key=split_key)
+    stored = [written.latents[key].reshape(3, FRAME[0], T, *FRAME[1:]) for key in ordered]
+    return [segment for chunk in stored for segment in chunk]
+
+
+def test_a_segment_is_read_as_it_was_stored(written: Written) -> None:
+    with open_latents(written.data_dir, segment="2s", batch=5, captions=None, shuffle=False) as opened:
+        batches = list(opened)
+    found = [segment for batch in batches for segment in batch["latents"]]
+    assert batches[0]["latents"].shape == (5, FRAME[0], T, *FRAME[1:]) and batches[0]["latents"].is_contiguous()
+    assert len(found) == 24 and all(map(np.array_equal, map(bits, found), wanted(written)))
+    assert batches[0]["end_s"].tolist() == [2, 4, 6, 8, 10]
+    with open_latents(written.data_dir, segment="2s", batch=5, captions=None, shuffle=False, device=None) as opened:
+        assert np.array_equal(next(iter(opened))["latents"].view(np.uint16), np.stack(wanted(written)[:5]))
+
+
+def test_models_see_frames_first(written: Written) -> None:
+    loader = CaptionedLatents(segments(written.data_dir, split="train", segment="2s", batch=4, can_keep=True))
+    latents = next(loader.evaluation_batches()).batch["latents"]
+    assert latents.shape == (4, T, *FRAME)
+    assert torch.equal(
+        latents.transpose(1, 2).contiguous().view(torch.int16),
+        torch.tensor(np.stack(wanted(written)[:4]).view(np.int16)),
+    )
+    assert f"in segments of {T}" in loader.describe()
+    [first, *_] = loader.pictures(0, num_frames=T)
+    shown = latents[0, 0, :3].permute(1, 2, 0).float().numpy() / 4 + 0.5
+    assert np.array_equal(first, (np.clip(shown, 0, 1) * 255).astype(np.uint8))
+
+
+@pytest.mark.parametrize("segment", ["1s", "4s", "2.1s"])
+def test_a_segment_is_not_cut_out_of_another(written: Written, segment: str) -> None:
+    with pytest.raises(UserError, match="encoded segments of 2 s as a whole") as caught:
+        LatentLoader(segments(written.data_dir, split="train", segment=segment))
+    assert caught.value.hint is not None and "use 2s" in caught.value.hint
+
+
+@pytest.mark.parametrize("written", [False], indirect=True)
+def test_a_dual_encoder_and_a_masked_autoencoder_train_on_them(written: Written, tmp_path: Path) -> None:
+    flags = ("--shards", written.data_dir, "--input", "latents", "--model", "tiny", "--segment", "2s", "--batch", 4)
+    steps = ("--steps", 3, "--warmup-steps", 1, "--num-frames", 4)
+    assert train("dual-encoder", *flags, *steps, "--text-tower", "frozen", "--out", tmp_path / "dual") == 0
+    assert train("mae", *flags, *steps, "--mask-ratio", 0.5, "--out", tmp_path / "mae") == 0
+    for name in ("dual", "mae"):
+        assert np.isfinite(losses(tmp_path / name)).all()
