@@ -6,8 +6,8 @@ The server is a process that reads each request, waits (200 ms), and sends an an
 requests in flight, it answers N / latency requests a second at most, the bound. `answers/s` is what the command
 reached, from the first request to the last answer; `of bound` should be near 1. `at the server` is the mean number of
 requests that it had, `CPU ms` what the command and its workers took for each chunk, without the cost of a run with
-nothing to do: decoding, JPEG, the client, the journal and the shards. Chunks are of 1 s and 96 lines, with 4 frames
-each, so that two cores can decode as fast as the bound asks.
+nothing to do: the start of the workers, decoding, JPEG, the client, the journal and the shards. Chunks are of 1 s and
+96 lines, with 4 frames each, so that few cores can decode as fast as the bound asks.
 """
 
 import asyncio
@@ -24,7 +24,6 @@ from benchmarks.report import parser_for, print_report
 
 MODEL = "stub"
 MINUTES = 2
-NUM_WORKERS = 2
 _ANSWER = {
     "id": "1",
     "object": "chat.completion",
@@ -69,7 +68,7 @@ def measure(
 ) -> dict[str, object]:
     """Caption all chunks, with a prompt of their own."""
     flags = ("--endpoint", address, "--model", MODEL, "--frames", "4", "--prompt", f"{in_flight} at a time")
-    engine = ("--engine", "processes", "--workers", str(NUM_WORKERS), "--in-flight", str(in_flight), "--json")
+    engine = ("--engine", "processes", "--in-flight", str(in_flight), "--json")
     command = prep_command("captions", *flags, *engine, "--data", data)
     usage = run_measured(command)
     num_chunks = json.loads(usage.stdout)["num_chunks"]
@@ -120,7 +119,7 @@ def main() -> None:
             rows.append(measure(data, address, asked, in_flight=in_flight, latency_s=arguments.latency))
     ours.send(False)
     server.join()
-    notes = [f"The server answers after {arguments.latency:g} s. {NUM_WORKERS} workers."]
+    notes = [f"The server answers after {arguments.latency:g} s."]
     print_report("prep captions with a server", rows, notes=notes, json_path=arguments.json)
 
 

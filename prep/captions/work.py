@@ -41,6 +41,7 @@ from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFile, ExtraFo
 from clipmill.prep.engines.choice import num_cores, threads_per_worker
 from clipmill.shards.reader import Variant
 
+_SERVED_WORKERS = 4
 _SERVER_GB, _MODEL_GB = 1.0, 8.0  # memory of a worker; of a model, a guess: bfloat16 weights of 3 B parameters
 
 
@@ -65,7 +66,8 @@ def _asking(plan: CaptionsPlan, request: CaptionsRequest) -> tuple[Asking, Capti
     gpus = 0.0 if is_served else request.gpus_per_worker(has_work=bool(work))
     workers, num_threads = request.workers, None
     if is_served:
-        workers = max(1, min(workers or num_cores(), request.in_flight, len(work)))
+        # While a worker ends a shard, its share of the requests is not used: several share them, also on few cores.
+        workers = max(1, min(workers or max(_SERVED_WORKERS, num_cores()), request.in_flight, len(work)))
     elif not gpus and workers is None and request.cluster is None:
         workers, num_threads = 1, num_cores()  # a model on a CPU uses all cores; replicas take its memory again
     else:
