@@ -29,8 +29,8 @@ STORIES: tuple[tuple[str, str], ...] = (
     (r"--freeze|videomae tower|its own towers", "leave the flag out, or choose another part of the model"),
     (r"not of train|of source … only", "use the evaluation and the captions that the message names"),
     (
-        r"do(es)? not fit (the model|its config)|the weights are of|holds adapters|captioner cannot be made|no tokenizer"
-        r"|the tokenizer",
+        r"do(es)? not fit (the model|its config)|the weights are of|holds adapters|captioner cannot be made|"
+        r"no tokenizer|the tokenizer",
         "[which weights fit](weights.md)",
     ),
     (
