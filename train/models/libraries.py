@@ -188,11 +188,12 @@ def context_length_of(reference: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What a tower is before it has weights: the width W of its embedding, D of an image tower's tokens, and the names
-    of its tensors."""
+    """What a tower is before it has weights: the width W of its embedding, number and width D of an image tower's
+    tokens, and the names of its tensors."""
 
     width: int
     names: frozenset[str]
+    num_tokens: int = 0
     token_width: int = 0
 
 
@@ -216,7 +217,9 @@ def image_outline(reference: str, size_px: int) -> Outline:
             raise UserError(
                 f"--size-px is {size_px}, and {reference} takes pictures of {native} px", hint=f"use --size-px {native}"
             ) from error
-    return Outline(width=found.shape[-1], names=frozenset(model.state_dict()), token_width=tokens.shape[-1])
+    num_tokens, token_width = tokens.shape[1:]
+    names = frozenset(model.state_dict())
+    return Outline(width=found.shape[-1], names=names, num_tokens=num_tokens, token_width=token_width)
 
 
 @cache

@@ -64,6 +64,11 @@ def _numbered(module: nn.Module) -> Iterator[nn.Module]:
             yield from _numbered(child)
 
 
+def num_heads_of(width: int) -> int:
+    """Number of heads for attention of a width that no published size has."""
+    return width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1
+
+
 class FramePooling(nn.Module):
     """Attention pooling of frame embeddings, which begins as their mean.
 
@@ -73,7 +78,7 @@ class FramePooling(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.num_heads = max(1, width // _HEAD_WIDTH) if width % _HEAD_WIDTH == 0 else 1
+        self.num_heads = num_heads_of(width)
         self.norm = nn.LayerNorm(width)
         self.key = nn.Linear(width, width)
         self.query = nn.Parameter(torch.zeros(width))
@@ -91,7 +96,7 @@ class LibraryImage(LibraryTower):
     """An image tower that embeds each frame of a clip.
 
     Args:
-        outline: of the tower: W and D.
+        outline: of the tower: W, D, and N.
         num_frames: of a clip; only attention pooling depends on it.
         embedding_width: E; None, or W, for the library's embedding without a projection.
         pools: frames by attention, in place of their mean.
@@ -100,6 +105,7 @@ class LibraryImage(LibraryTower):
     Attributes:
         feature_width: W.
         token_width: D.
+        frame_tokens: N.
     """
 
     def __init__(
@@ -115,7 +121,7 @@ class LibraryImage(LibraryTower):
     ) -> None:
         super().__init__(reference, model)
         width = self.feature_width = outline.width
-        self.token_width = outline.token_width
+        self.token_width, self.frame_tokens = outline.token_width, outline.num_tokens
         self.pool: FramePooling | None = None
         if pools:
             self.temporal_embedding = nn.Parameter(temporal_std * torch.randn(num_frames, width))

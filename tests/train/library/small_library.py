@@ -45,13 +45,13 @@ def add_open_clip(folder: Path, *, tokenizer: Path | None = None) -> None:
     siglip = {**_TEXT, **_SIGLIP_TEXT, "context_length": 16, "vocab_size": 200, "hf_tokenizer_name": str(tokenizer)}
     vision = {"image_size": PX, "timm_model_name": "tiny_siglip", "timm_pool": "map", "timm_proj": "none"}
     vit = {"image_size": PX, "layers": 2, "width": 32, "patch_size": 8, "head_width": 16}
-    for name, config in {
+    configs: dict[str, dict[str, Any]] = {
         RESNET: {"vision_cfg": {"image_size": PX, "layers": [1, 1, 1, 1], "width": 8}, "text_cfg": _TEXT},
         SIGLIP2: {"custom_text": True, "init_logit_bias": -10, "vision_cfg": vision, "text_cfg": siglip},
         CLIP: {"vision_cfg": vit, "text_cfg": _TEXT},
-    }.items():
-        config = {"embed_dim": 32, **config}
-        (folder / f"{name}.json").write_text(json.dumps(config))
+    }
+    for name, config in configs.items():
+        (folder / f"{name}.json").write_text(json.dumps({"embed_dim": 32, **config}))
     open_clip.add_model_config(folder)
 
 

@@ -15,7 +15,7 @@ from clipmill.train.models.attention import Attend
 from clipmill.train.models.captioner import Captioner, VideoTower
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.gpt2 import CROSS_ATTENTION, Gpt2
-from clipmill.train.models.library_towers import image_tower
+from clipmill.train.models.library_towers import LibraryImage, image_tower, num_heads_of
 from clipmill.train.models.timesformer import TimeSformer, nearest_places, nearest_times
 from clipmill.train.models.transformer import checkpoint_blocks, drop_path_of
 from clipmill.train.models.video_vit import clip_tower
@@ -63,8 +63,13 @@ def build_captioner(settings: CaptionerSettings, decoder: Decoder, *, attend: At
 
 
 def _language_captioner(settings: CaptionerSettings, decoder: LanguageDecoder, tower: nn.Module) -> LanguageCaptioner:
-    size = cast(VideoTower, tower).size
-    cells = size.grid(image_px=settings.size_px, num_frames=settings.num_frames).cubes
+    width = cast(VideoTower, tower).token_width
+    if isinstance(tower, LibraryImage):
+        cells, num_heads = settings.num_frames * tower.frame_tokens, num_heads_of(width)
+    else:
+        size = size_of(settings.model, settings.towers).video
+        cells = size.grid(image_px=settings.size_px, num_frames=settings.num_frames).cubes
+        num_heads = size.trunk.num_heads
     if decoder.reducer == "pool" and cells < decoder.num_visual:
         raise UserError(
             f"--decoder.visual-tokens is {decoder.num_visual}, and the encoder has {cells} tokens for a clip",
@@ -72,10 +77,10 @@ def _language_captioner(settings: CaptionerSettings, decoder: LanguageDecoder, t
         )
     language = decoder.new_model()
     projection = VisualProjector(
-        size.trunk.width,
+        width,
         language.get_input_embeddings().embedding_dim,
         num_tokens=decoder.num_visual,
-        num_heads=size.trunk.num_heads if decoder.reducer == "attention" else None,
+        num_heads=num_heads if decoder.reducer == "attention" else None,
     )
     return LanguageCaptioner(tower, projection, language, before=decoder.before, after=decoder.after)
 
