@@ -30,7 +30,8 @@ def latents(data: Path, vae: str, *, size: int, fps: Fraction, batch: int, out: 
 
     torch.set_num_threads(1)
     model = _vae(vae)
-    waiting, found = [], []
+    waiting: list[torch.Tensor] = []
+    found: list[np.ndarray] = []
 
     is_video = not hasattr(model.config, "scaling_factor")
 

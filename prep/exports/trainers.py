@@ -120,11 +120,11 @@ class Segments:
         """Return the latents as the VAE gives them, neither shifted nor scaled, float32 [C, T', h, w]."""
         import torch
 
-        latents, (mean, std) = self.stored(segment).float() / float(self.recipe["scaling_factor"]), self.statistics
-        if mean is None or std is None:
+        latents = self.stored(segment).float() / float(self.recipe["scaling_factor"])
+        if None in self.statistics:
             return latents + float(self.recipe["shift_factor"] or 0)
         shape = (len(latents), -1, 1, 1)
-        mean, std = (torch.tensor(one).view(shape)[:, : latents.shape[1]] for one in (mean, std))
+        mean, std = (torch.tensor(one).view(shape)[:, : latents.shape[1]] for one in self.statistics)
         return latents * std + mean
 
     @property
@@ -215,8 +215,10 @@ def write_cache(
     wanted = [parts(segment, number) for number, segment in enumerate(segments)]
     left_out = {"segments without a caption that has a sequence": segments.left_out}
     if not wanted:
-        hint = f"make them by prep {command_for(TEXT)}, or give another --split"
-        raise UserError("no segment has a caption with a stored sequence", hint=hint)
+        raise UserError(
+            "no segment has a caption with a stored sequence",
+            hint=f"make them by prep {command_for(TEXT)}, or give another --split",
+        )
     record = {
         part.path: hashlib.sha256(f"{_SCHEMA} {form} {part.mark}".encode()).hexdigest()
         for own in wanted

@@ -17,10 +17,12 @@ from clipmill.prep.latents.weights import Vae, find_vae
 from clipmill.shards.where_flag import check_where
 
 LATENTS = "latents"
+Precision = Literal["float32", "float16", "bfloat16"]
 MODEL = Parameter(group=Group("Latents", sort_key=1))
 LATENTS_SCHEMA = 1  # incremented when the same settings begin to produce different bytes
 _MAX_SIZE_PX = 4096
 _FRAMES = re.compile(r"([1-9]\d{0,5})f", re.ASCII)
+_VAE = ("channels", "factor", "scaling_factor", "shift_factor")
 _VIDEO_VAE = ("kind", "temporal_factor", "latents_mean", "latents_std")
 _OF_VIDEO_VAES = (*_VIDEO_VAE, "latent_frames", "tail")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
@@ -66,7 +68,7 @@ class LatentsSettings:
     """Compression of the stored latents. zstd: about a tenth smaller, lossless; training then decompresses chunks
     instead of mapping them."""
 
-    precision: Annotated[Literal["float32", "float16", "bfloat16"], MODEL] = "float32"
+    precision: Annotated[Precision, MODEL] = "float32"
     """Precision of the VAE's computation."""
 
     tiling: Annotated[bool, MODEL] = False
@@ -231,12 +233,8 @@ class LatentsRecipe:
             "video": self.video,
             "vae": self.vae.name,
             "vae_sha256": self.vae.sha256,
-            "channels": self.vae.channels,
-            "factor": self.vae.factor,
-            "scaling_factor": self.vae.scaling_factor,
-            "shift_factor": self.vae.shift_factor,
             "latent_frames": self.latent_frames,
-            **{name: getattr(self.vae, name) for name in _VIDEO_VAE},
+            **{name: getattr(self.vae, name) for name in (*_VAE, *_VIDEO_VAE)},
         }
         return found if is_video else {name: value for name, value in found.items() if name not in _OF_VIDEO_VAES}
 
@@ -264,16 +262,17 @@ def latents_recipe_from_dict(stored: Mapping[str, Any]) -> LatentsRecipe:
         )
     names = {field.name for field in fields(LatentsSettings)}
     settings = {name: value for name, value in stored.items() if name in names and value is not None}
-    of_vae = ("channels", "factor", "scaling_factor", "shift_factor")
-    of_video = {name: stored[name] for name in _VIDEO_VAE if name in stored}
     try:
+        of_vae: dict[str, Any] = {name: stored[name] for name in _VAE}
+        of_vae |= {name: stored[name] for name in _VIDEO_VAE if name in stored}
+        for name in ("latents_mean", "latents_std"):
+            of_vae[name] = None if of_vae.get(name) is None else tuple(of_vae[name])
         vae = Vae(
             name=stored["vae"],
             source=stored["vae"],
             directory=None,
             sha256=stored["vae_sha256"],
-            **{name: stored[name] for name in of_vae},
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in of_video.items()},
+            **of_vae,
         )
         return LatentsRecipe(settings=LatentsSettings(**settings), vae=vae, video=stored["video"])
     except KeyError as error:

@@ -64,7 +64,7 @@ def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> 
     given = _given(stored)
     if weights is not None:
         is_clip = given.clip is not None
-        given = replace(given, **{"clip": f"{given.model}:{weights}"} if is_clip else {"encoder": f"{T5}{weights}"})
+        given = replace(given, clip=f"{given.model}:{weights}") if is_clip else replace(given, encoder=f"{T5}{weights}")
     make_column(COLUMN, given, replace(request, only_variant=text_recipe_from_dict(stored).variant))
 
 

@@ -19,17 +19,18 @@ STORIES: tuple[tuple[str, str], ...] = (
         r"scores are of|is stale|is missing$|no … shards|no committed shards|has no chunks|no text of any video",
         "run the `prep` command of that column; `prep status` names it",
     ),
-    (r"missing or damaged", _REPAIR),
+    (r"missing or damaged|differs from its checksum", _REPAIR),
     (r"cannot connect to a Ray cluster", "check the address, and that `ray status` works on this machine"),
     (r"--min-likelihood", "choose a lower value"),
     (r"after the warm-up|step time in", "train for more steps, or give `--step-time`"),
     (r"would stop training|see train doctor", "each finding above the message has a hint"),
     (r"out of range|has no preset|is not one of train|in variant", "`--help-all` states what is possible"),
     (r"character …", "correct the expression there: [selection](data.md#selection---where)"),
-    (r"--freeze|videomae tower", "leave the flag out, or choose another part of the model"),
+    (r"--freeze|videomae tower|its own towers", "leave the flag out, or choose another part of the model"),
     (r"not of train|of source … only", "use the evaluation and the captions that the message names"),
     (
-        r"does not fit the model|the weights are of|holds adapters|captioner cannot be made|no tokenizer|the tokenizer",
+        r"do(es)? not fit (the model|its config)|the weights are of|holds adapters|captioner cannot be made|"
+        r"no tokenizer|the tokenizer",
         "[which weights fit](weights.md)",
     ),
     (

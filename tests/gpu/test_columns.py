@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from clipmill.prep.core.data_folder import VIDEO, writing
 from clipmill.prep.core.run import execute
 from clipmill.prep.latents.plan import latents_job, make_latents_plan
-from clipmill.prep.latents.recipe import LatentsSettings
+from clipmill.prep.latents.recipe import LatentsSettings, Precision
 from clipmill.prep.latents.recipe import resolve as resolve_latents
-from clipmill.prep.latents.vae import Device, Precision
+from clipmill.prep.latents.vae import Device
 from clipmill.prep.text.blocks import TowerUse
 from clipmill.prep.text.plan import make_text_plan
 from clipmill.prep.text.recipe import TextRecipe

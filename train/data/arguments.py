@@ -1,18 +1,24 @@
-"""Arguments of the Python interface: their names in errors; checks of numbers, devices, and the iterating process."""
+"""Arguments of the Python interface: their names in errors; checks of numbers, choices, devices, data and ranks."""
 
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import wraps
 from numbers import Integral
-from typing import ParamSpec, TypeVar
+from pathlib import Path
+from typing import ParamSpec, TypeVar, get_args
 
 import torch
+from torch.utils.data import get_worker_info
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import quoted
 from clipmill.train.config.fields import FLAG
+from clipmill.train.config.shards import Shards
+from clipmill.train.distributed.world import World
+
+Data = str | Path | Sequence[str | Path]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -90,3 +96,47 @@ def _devices() -> list[str]:
     kind = torch.accelerator.current_accelerator(check_available=True)
     gpus = [] if kind is None else [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())]
     return ["cpu", *gpus]
+
+
+def ranks_of(rank: int | None, world: int | None) -> World | None:
+    """The ranks that the caller gives; None to take those of this process.
+
+    Raises:
+        UserError: one of the two is missing, out of range, or needed in a worker of a DataLoader.
+    """
+    if (rank is None) != (world is None):
+        raise UserError(f"rank is {rank} and world is {world}", hint="give both, or none of them")
+    if rank is None or world is None:
+        if get_worker_info() is not None:
+            raise UserError(
+                "opened in a worker of a DataLoader, each of which would load the same samples",
+                hint="iterate without a DataLoader: clips are decoded by threads; or give rank= and world=",
+            )
+        return None
+    require_whole_numbers(rank=rank, world=world)
+    if not 0 <= rank < world:
+        raise UserError(f"rank is {rank} of {world}", hint="ranks count from 0")
+    return World(rank=rank, size=world)
+
+
+def shards_of(data: Data, mix: Sequence[float] | None) -> Shards:
+    """The setting --shards: one data folder, or several.
+
+    Raises:
+        UserError: there is none, one is not a name, or `mix` has nothing to mix.
+    """
+    several = [data] if isinstance(data, str | Path) or not isinstance(data, Iterable) else list(data)
+    if wrong := [one for one in several if not isinstance(one, str | Path)]:
+        raise UserError(f"data is {quoted(wrong[0])}", hint="name a data folder, as a string or Path, or a list")
+    folders = tuple(map(str, several))
+    if not folders:
+        raise UserError("data is an empty list", hint="name a data folder, or several")
+    if mix is not None and len(folders) == 1:
+        raise UserError(f"mix is {mix}, and there is one data folder: {folders[0]}", hint="leave it out")
+    return folders if len(folders) > 1 else folders[0]
+
+
+def require_choice(name: str, value: object, choices: object) -> None:
+    """Refuse a value that a Literal does not have."""
+    if value not in get_args(choices):
+        raise UserError(f"{name} is {value!r}", hint=f"use one of {', '.join(get_args(choices))}")

@@ -3,23 +3,29 @@
 Samples, order, random draws, checks and failures are those of the commands.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import quoted
 from clipmill.shards.columns import LATENTS
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.model import Init
-from clipmill.train.config.shards import DataSettings, Shards
-from clipmill.train.data.arguments import names_arguments, require_device, require_whole_numbers
+from clipmill.train.config.shards import DataSettings
+from clipmill.train.data.arguments import (
+    Data,
+    names_arguments,
+    ranks_of,
+    require_choice,
+    require_device,
+    require_whole_numbers,
+    shards_of,
+)
 from clipmill.train.data.batches import Batches, LateBatch
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.clip_query import ClipQuery
@@ -48,9 +54,7 @@ from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.stream import VideoStream
 from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.data.video_captions import VideoCaptions
-from clipmill.train.distributed.world import World, joined_world
-
-Data = str | Path | Sequence[str | Path]
+from clipmill.train.distributed.world import joined_world
 
 
 @names_arguments
@@ -128,9 +132,9 @@ def open_clips(
     numbers = {"batch": batch, "num_frames": num_frames, "size_px": size_px, "stride": stride}
     require_whole_numbers(**numbers, clips=clips, crops=crops, workers=workers, seed=seed, max_failures=max_failures)
     require_device(device)
-    _require_choice("sampling", sampling, SamplingRule)
-    _require_choice("crop", crop, CropRule)
-    _require_choice("captions", captions, ClipText)
+    require_choice("sampling", sampling, SamplingRule)
+    require_choice("crop", crop, CropRule)
+    require_choice("captions", captions, ClipText)
     is_normalised = pixel_mean is not None and pixel_std is not None
     if (pixel_mean is None) != (pixel_std is None) or (augment is not None and not is_normalised):
         raise UserError(
@@ -148,10 +152,10 @@ def open_clips(
     if size_px < 1 or ((rgb or is_normalised) and size_px % 2):
         parity = "even number, as chroma has half the size of luma" if rgb or is_normalised else "number"
         raise UserError(f"size_px is {size_px}", hint=f"use a positive {parity}")
-    ranks = _ranks(rank, world)
+    ranks = ranks_of(rank, world)
     own = ranks or joined_world()
     settings = ClipSettings(
-        shards=_shards(data, mix),
+        shards=shards_of(data, mix),
         mix=None if mix is None else ",".join(map(str, mix)),
         split=split,
         batch=batch * own.size,
@@ -255,14 +259,14 @@ def open_latents(
         if max_segments < 1:
             raise UserError(f"max_segments is {max_segments}", hint="use 1 or more, or None for all")
     require_device(device)
-    settings = DataSettings(shards=_shards(data, mix), mix=None if mix is None else ",".join(map(str, mix)))
+    settings = DataSettings(shards=shards_of(data, mix), mix=None if mix is None else ",".join(map(str, mix)))
     for one in settings.folders:
         if names_tars(one):
             raise UserError(
                 f"latents cannot be read from {one}: a stream of tars has no index", hint="name a data folder"
             )
-    _require_choice("tails", tails, Tails)
-    ranks = _ranks(rank, world)
+    require_choice("tails", tails, Tails)
+    ranks = ranks_of(rank, world)
     own = ranks or joined_world()
     if batch < 1:
         raise UserError(f"batch is {batch}", hint="use 1 or more")
@@ -323,37 +327,3 @@ def _require_plain(settings: DataSettings, *, where: str | None, has_one_caption
                 f"{address} names tars: each clip has the one caption that its tar gives it",
                 hint="leave out captions=, sources= and min_relevancy=, or name a data folder that prep made",
             )
-
-
-def _ranks(rank: int | None, world: int | None) -> World | None:
-    """The ranks that the caller gives."""
-    if (rank is None) != (world is None):
-        raise UserError(f"rank is {rank} and world is {world}", hint="give both, or none of them")
-    if rank is None or world is None:
-        if get_worker_info() is not None:
-            raise UserError(
-                "opened in a worker of a DataLoader, each of which would load the same samples",
-                hint="iterate without a DataLoader: clips are decoded by threads; or give rank= and world=",
-            )
-        return None
-    require_whole_numbers(rank=rank, world=world)
-    if not 0 <= rank < world:
-        raise UserError(f"rank is {rank} of {world}", hint="ranks count from 0")
-    return World(rank=rank, size=world)
-
-
-def _shards(data: Data, mix: Sequence[float] | None) -> Shards:
-    several = [data] if isinstance(data, str | Path) or not isinstance(data, Iterable) else list(data)
-    if wrong := [one for one in several if not isinstance(one, str | Path)]:
-        raise UserError(f"data is {quoted(wrong[0])}", hint="name a data folder, as a string or Path, or a list")
-    folders = tuple(map(str, several))
-    if not folders:
-        raise UserError("data is an empty list", hint="name a data folder, or several")
-    if mix is not None and len(folders) == 1:
-        raise UserError(f"mix is {mix}, and there is one data folder: {folders[0]}", hint="leave it out")
-    return folders if len(folders) > 1 else folders[0]
-
-
-def _require_choice(name: str, value: object, choices: object) -> None:
-    if value not in get_args(choices):
-        raise UserError(f"{name} is {value!r}", hint=f"use one of {', '.join(get_args(choices))}")

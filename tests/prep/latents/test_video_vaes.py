@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -23,7 +24,7 @@ from tests.prep.running import Ran, contents
 from tests.prep.sets import ShardSet
 
 Prep = Callable[..., Ran]
-SETTINGS = {"fps": "8", "segment": "1s", "size": 32, "num_threads": 1}
+SETTINGS: dict[str, Any] = {"fps": "8", "segment": "1s", "size": 32, "num_threads": 1}
 RECIPE = {name: SETTINGS[name] for name in ("fps", "segment", "size")}
 NEXT = {"long_000000000": "long_000002000", "long_000002000": "long_000004000", "short_000000000": "short_000002000"}
 
@@ -139,14 +140,14 @@ def test_what_is_made_again_has_the_same_bytes(shard_set: ShardSet, wan: Path, t
         if file.suffix == ".safetensors":
             content[-1] ^= 1
         (changed / file.name).write_bytes(content)
-    assert resolve(LatentsSettings(vae=str(changed), **RECIPE), video="v").variant.startswith("random-wan-32px")  # type: ignore[arg-type]
-    variants = {resolve(LatentsSettings(vae=str(vae), **RECIPE), video="v").variant for vae in (wan, changed)}  # type: ignore[arg-type]
+    assert resolve(LatentsSettings(vae=str(changed), **RECIPE), video="v").variant.startswith("random-wan-32px")
+    variants = {resolve(LatentsSettings(vae=str(vae), **RECIPE), video="v").variant for vae in (wan, changed)}
     assert len(variants) == 2
 
 
 def test_the_next_chunk_may_be_in_another_shard_and_come_later(shard_set: ShardSet, wan: Path) -> None:
     """Each shard of the set holds one video, so that its index is split in two to have a border between shards."""
-    recipe = resolve(LatentsSettings(vae=str(wan), **RECIPE), video=video(shard_set.data))  # type: ignore[arg-type]
+    recipe = resolve(LatentsSettings(vae=str(wan), **RECIPE), video=video(shard_set.data))
     plan = make_latents_plan(shard_set.data, recipe)
     index = {one: open_shard(plan.video_dir, commit).index for one, commit in plan.video_commits.items()}
     long = next(one for one, table in index.items() if table["video_id"][0].as_py() == "long")
@@ -193,7 +194,7 @@ def test_what_a_class_does_not_do_is_refused(shard_set: ShardSet, wan: Path, tmp
         ({"segment": "25f"}, "has statistics of 3 latent frames"),
     ):
         with pytest.raises(UserError, match=words):
-            resolve(LatentsSettings(**{"vae": str(cosmos), **RECIPE, **settings}), video=chunks)  # type: ignore[arg-type]
-    plain = resolve(LatentsSettings(vae=str(wan), **RECIPE), video=chunks)  # type: ignore[arg-type]
-    tiled = resolve(LatentsSettings(vae=str(wan), tiling=True, **RECIPE), video=chunks)  # type: ignore[arg-type]
+            resolve(LatentsSettings(**{"vae": str(cosmos), **RECIPE, **settings}), video=chunks)
+    plain = resolve(LatentsSettings(vae=str(wan), **RECIPE), video=chunks)
+    tiled = resolve(LatentsSettings(vae=str(wan), tiling=True, **RECIPE), video=chunks)
     assert plain.variant != tiled.variant and "tiling" not in plain.as_dict()

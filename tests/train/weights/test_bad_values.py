@@ -13,7 +13,7 @@ from transformers import CLIPConfig, CLIPModel
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import DualEncoderTowers
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
-from clipmill.train.tasks.dual_encoder.task import effective_settings
+from clipmill.train.tasks.dual_encoder.start import effective_settings
 from clipmill.train.weights.conversion import LOGIT_SCALE
 from clipmill.train.weights.hf_caption import read_caption_folder
 from clipmill.train.weights.loading import fit_to

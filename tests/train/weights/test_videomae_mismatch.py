@@ -14,7 +14,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import DualEncoderTowers, Towers
 from clipmill.train.tasks.classify.settings import ClassifySettings
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
-from clipmill.train.tasks.dual_encoder.task import effective_settings
+from clipmill.train.tasks.dual_encoder.start import effective_settings
 from clipmill.train.tasks.mae.settings import MaeSettings
 from clipmill.train.weights.effective import effective_clip_settings
 from clipmill.train.weights.open_clip import to_open_clip

@@ -97,7 +97,8 @@ def pair_captions(
         video_row = block.video.astype(np.int64)
         overlapped = span.overlapped(video_row=video_row, begin_s=block.begin_s, end_s=block.end_s)
         video_row, first, last = (np.repeat(array, block.counts) for array in (video_row, *overlapped))
-        rank, place, tokens = of_split.rank_of_code[block.source], none, none
+        rank = of_split.rank_of_code[block.source]
+        place, tokens = np.empty(0, np.int64), np.empty(0, np.int32)
         used = rank >= 0
         if text is not None:
             row_of_text = text.find(block.caption_id, video_row=video_row, video_ids=video_ids)
@@ -109,7 +110,7 @@ def pair_captions(
         used &= last > first
         if text is not None:
             place = text.place[row_of_text[used]]
-            tokens = none if text.num_tokens is None else text.num_tokens[row_of_text[used]]
+            tokens = tokens if text.num_tokens is None else text.num_tokens[row_of_text[used]]
         part: dict[str, NDArray[Any]] = {
             "id": block.caption_id,
             "row": block.row,

@@ -270,7 +270,7 @@ TASK = TaskSpec(
     example="train dual-encoder --shards data --preset tiny --steps 200 --out runs/first",
     settings=DualEncoderSettings,
     make=late("clipmill.train.tasks.dual_encoder.task:DualEncoderTask"),
-    effective=late("clipmill.train.tasks.dual_encoder.task:effective_settings"),
+    effective=late("clipmill.train.tasks.dual_encoder.start:effective_settings"),
     evaluations=(RETRIEVAL, MIR, EGOMCQ, ZERO_SHOT, PROBE),
     formats={
         "open_clip": "create_model('local-dir:OUT')",

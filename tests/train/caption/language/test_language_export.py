@@ -32,7 +32,18 @@ def test_the_cards_script_writes_what_the_run_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run, folder = tmp_path / "run", tmp_path / "folder"
-    words = ("--decoder.lm", language_models[kind], *LM, "--decoder.prompt", "see {video} of ", "--steps", 6, *flags)
+    words = (
+        "--decoder.lm",
+        language_models[kind],
+        *LM,
+        "--decoder.prompt",
+        "see {video} of ",
+        "--steps",
+        6,
+        "--towers.depth",
+        1,
+        *flags,
+    )
     assert train("caption", "--shards", data_dir, "--out", run, *words) == 0
     assert train("export", run, "--format", "lm", "--out", folder) == 0
     FrameNumberVideo(num_frames=40, fps=Fraction(10), width=64, height=48).write(folder / "video.mp4")

@@ -43,6 +43,7 @@ def test_a_run_learns_and_continues_bit_by_bit(run: Path, tmp_path: Path) -> Non
     assert after.keys() == whole.keys() and all(torch.equal(after[name], one) for name, one in whole.items())
 
 
+@pytest.mark.parametrize("run", ["llama"], indirect=True)
 def test_a_run_is_scored_without_the_folder_of_the_language_model(
     run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -69,8 +69,7 @@ def prefix_of(model: nn.Module, video_VCTHW: Tensor, before_bD: Tensor, after_aD
         model: has `video` and `projection` of a captioner.
         before_bD, after_aD: embeddings of the prompt around the visual tokens.
     """
-    tower = tower_of(model)
-    visual_VnD: Tensor = model.projection(tower.finish(tower.transformer(tower.embed(video_VCTHW))))  # type: ignore[operator]
+    visual_VnD: Tensor = model.projection(tower_of(model).tokens(video_VCTHW))  # type: ignore[operator]
     before, after = (one.expand(len(visual_VnD), -1, -1) for one in (before_bD, after_aD))
     # In bf16 or fp16, projections are rounded by autocast, and embeddings are not.
     return torch.cat([before, visual_VnD.to(before.dtype), after], dim=1)

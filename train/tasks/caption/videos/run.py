@@ -75,7 +75,7 @@ class TrainedCaptioner:
         batch = to_device(batch, self.trained.device)
         with self.trained.precision.autocast():
             clips = self.task.inputs(batch)
-            generated = generate_captions(
+            generated = generate_captions(  # type: ignore[misc] # of either decoder, with its own cache
                 self.model,
                 clips,
                 decoding,
