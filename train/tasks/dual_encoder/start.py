@@ -59,11 +59,12 @@ def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say:
             hint="use the weights of a plain CLIP",
         )
     settings = effective_clip_settings(settings, source, say=say)
-    if settings.text_tower == "trained" and settings.towers.text is None:
+    towers = settings.towers  # those of an exported video tower may be plain ones
+    if settings.text_tower == "trained" and isinstance(towers, DualEncoderTowers) and not towers.text:
         positions = source.converted.tensors.get("text.positional_embedding")
         theirs = None if positions is None or len(positions) == CONTEXT_LENGTH else len(positions)
-        length = chosen("--towers.context-length", settings.towers.context_length, theirs, say=say)
-        settings = replace(settings, towers=replace(settings.towers, context_length=length))
+        length = chosen("--towers.context-length", towers.context_length, theirs, say=say)
+        settings = replace(settings, towers=replace(towers, context_length=length))
     return settings
 
 
