@@ -168,7 +168,8 @@ def test_new_adapters_change_nothing() -> None:
 
 def test_a_language_model_keeps_its_adapters_when_those_of_the_tower_are_merged() -> None:
     """A matrix of GPT-2 in transformers is [I, O]: a square one would take the product as it is."""
-    names = [f"{layer}.{part}" for layer in ("video.model.proj", "decoder.h.0.attn.c_proj") for part in _PEFT]
+    parts = ("weight", "lora_A.default.weight", "lora_B.default.weight")
+    names = [f"{layer}.{part}" for layer in ("video.model.proj", "decoder.h.0.attn.c_proj") for part in parts]
     tensors = {name: torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(names)}
     found = merged(tensors, scale=2.0)
     assert found.keys() == {"video.model.proj.weight", *names[3:]}
