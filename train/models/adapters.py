@@ -9,7 +9,7 @@ Shape suffixes: I input width, O output width, R rank.
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +119,7 @@ def peft_config(
     blocks: Iterable[nn.Module],
     frozen: Collection[int] = (),
     transposed: tuple[type[nn.Module], ...] = (),
-    **more: str,
+    **more: Any,
 ) -> "LoraConfig":
     """peft's adapters of a module of a library: of the linear layers and attention of its blocks.
 
@@ -181,7 +181,7 @@ def remove_adapters(model: nn.Module) -> None:
     for path, module in list(model.named_modules()):
         if isinstance(module, Adaptable):
             module.lora = None
-        for name, child in () if path.startswith(_LANGUAGE) else module.named_children():
+        for name, child in [] if path.startswith(_LANGUAGE) else list(module.named_children()):
             while hasattr(child, "lora_A") and isinstance(inner := getattr(child, "base_layer", None), nn.Module):
                 child = inner  # of peft
                 setattr(module, name, child)
