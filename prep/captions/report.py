@@ -10,18 +10,10 @@ from clipmill.manifests.units import duration_text
 from clipmill.prep.captions.answers import ANSWERS_FOLDER, Answer, answers_in
 from clipmill.prep.captions.column import COLUMN
 from clipmill.prep.captions.plan import CaptionsPlan
-from clipmill.prep.captions.recipe import CAPTIONS
 from clipmill.prep.captions.table import TABLE_FILE
+from clipmill.prep.core.chunk_report import chunks_report
 from clipmill.prep.core.chunk_shards import NO_CHUNKS
-from clipmill.prep.core.report import (
-    NOTHING_TO_DO,
-    Report,
-    changed_settings,
-    next_line,
-    states_lines,
-    states_values,
-    summary_report,
-)
+from clipmill.prep.core.report import Report, summary_report
 from clipmill.prep.core.run import Summary
 
 _MAX_ANSWERS = 10_000  # that an estimate looks at
@@ -61,24 +53,14 @@ def cost_of(variant_dir: Path, *, limit: int | None = None) -> Cost:
 
 def captions_report(plan: CaptionsPlan) -> Report:
     """Return the report of a plan: the work by state and reason."""
-    recipe = plan.recipe
-    differences = changed_settings(plan.data_dir, CAPTIONS, variant=recipe.variant, recipe=recipe.as_dict())
+    settings = plan.recipe.settings
     num_chunks = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
     cost = cost_of(plan.variant_dir, limit=_MAX_ANSWERS)
-    asked = {name: value for name in ("endpoint", "where") if (value := getattr(recipe.settings, name)) is not None}
-    command = COLUMN.command_line({**recipe.as_dict(), **asked}, data_dir=plan.data_dir)
-    lines = [f"variant  {recipe.variant}", f"video    {recipe.video}"]
-    if recipe.settings.where is not None:
-        lines.append(f"where    {recipe.settings.where}: {counted(plan.num_chunks, 'chunk')} selected")
-    lines += [f"setting  {difference}" for difference in differences]
-    lines += states_lines(plan.shards, verb="describe")
-    lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]
     estimate: dict[str, Any] = {"num_chunks": num_chunks}
+    lines: list[str] = []
     if num_chunks:
         # Unchanged chunks of a changed shard, and those with an answer, are not asked about again.
-        lines.append(
-            f"estimate at most {counted(num_chunks, 'chunk')} to caption, {recipe.settings.frames} frames each"
-        )
+        lines.append(f"estimate at most {counted(num_chunks, 'chunk')} to caption, {settings.frames} frames each")
         if cost.num_answers:
             share = num_chunks / cost.num_answers
             tokens = (round(cost.tokens_in * share), round(cost.tokens_out * share))
@@ -90,22 +72,15 @@ def captions_report(plan: CaptionsPlan) -> Report:
             lines.append(
                 "         tokens and time are unknown: --trial 3 describes three chunks, and keeps the answers"
             )
-        lines.append(next_line(command))
-    else:
-        lines.append(NOTHING_TO_DO)
-    values = {
-        "variant": recipe.variant,
-        "video": recipe.video,
-        "where": recipe.settings.where,
-        "changed_settings": differences,
-        "num_chunks": plan.num_chunks,
-        **states_values(plan.shards),
-        "unreadable": [failure.message for failure in plan.unreadable],
-        "estimate": estimate,
-        "answers": cost.values(),
-        "next": command if num_chunks else None,
-    }
-    return Report("\n".join(lines), values)
+    return chunks_report(
+        plan,
+        COLUMN,
+        plan.recipe.as_dict(),
+        estimate=lines,
+        values={"where": settings.where, "estimate": estimate, "answers": cost.values()},
+        asked={name: value for name in ("endpoint", "where") if (value := getattr(settings, name)) is not None},
+        verb="describe",
+    )
 
 
 def captions_summary(summary: Summary, *, listed: Path) -> Report:

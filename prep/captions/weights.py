@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.hub import hub_if_reachable
+from clipmill.prep.core.hub import model_folder
 
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -38,8 +38,7 @@ def find_model(name: str) -> Model:
     Raises:
         UserError: it does not exist, or lacks weights or a processor.
     """
-    local = Path(name).expanduser()
-    directory = local.resolve() if local.is_dir() else _downloaded(name)
+    directory = model_folder(name, files=_FILES, what="model", asked="--model", hint=_SUGGESTION)
     if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
         raise UserError(f"{directory} has no config.json and *.safetensors", hint=_SUGGESTION)
     if not any((directory / file).is_file() for file in _PROCESSORS):
@@ -51,26 +50,7 @@ def find_model(name: str) -> Model:
                 digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
-    is_local = local.is_dir()
+    is_local = Path(name).expanduser().is_dir()
     return Model(
         directory.name if is_local else name, str(directory) if is_local else name, directory, digest.hexdigest()
     )
-
-
-def _downloaded(name: str) -> Path:
-    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
-        raise UserError(f"the model folder {name} (asked for by --model) does not exist", hint=_SUGGESTION)
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError
-    except ImportError:
-        raise UserError("huggingface_hub is not installed", hint="install clipmill[columns]") from None
-    try:
-        with hub_if_reachable():
-            return Path(snapshot_download(name, allow_patterns=list(_FILES)))
-    # The exceptions for network, cache and server errors all derive from these.
-    except (OSError, HFValidationError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f'the model "{name}" cannot be downloaded from the Hugging Face Hub: {reason}', hint=_SUGGESTION
-        ) from None

@@ -44,6 +44,7 @@ class ChunkRecipe(Protocol):
 
 
 R = TypeVar("R", bound=ChunkRecipe)
+Beyond = Callable[[list[ChunkShard], Path, dict[int, Commit]], list[ChunkShard]]
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,13 @@ def plan_chunks(
     column: str,
     where: str | None = None,
     retry_codes: frozenset[str] = frozenset(),
+    beyond: Beyond | None = None,
 ) -> ChunksPlan[R]:
     """Plan `recipe` for the committed shards of its `video` variant in `data_dir`.
 
     Args:
         where: condition on the chunks that are wanted; None for all.
+        beyond: adds to shards what their samples depend on outside of them.
 
     Raises:
         UserError: `where` selects nothing, or uses scores that chunks lack.
@@ -102,6 +105,8 @@ def plan_chunks(
     if where is not None:
         chosen = selected_rows(data_dir, video_dir, video.commits.values(), parse_where(where), column=column)
     chunk_shards, unreadable = read_chunk_shards(video_dir, video.commits.values(), chosen=chosen)
+    if beyond is not None:
+        chunk_shards = beyond(chunk_shards, video_dir, video.commits)
     unknown = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
     fingerprint = recipe.fingerprint
     shards = plan_shards(

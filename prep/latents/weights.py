@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.hub import hub_if_reachable
 from clipmill.manifests.json_text import parse_json
+from clipmill.prep.core.hub import model_folder
 from clipmill.prep.latents.classes import CLASSES, IN_CONFIG, IN_WEIGHTS, VaeClass
 
 TINY = "tiny"  # the small VAE with seeded weights; needs no download
@@ -18,6 +18,7 @@ WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 IMAGE_CLASS = "AutoencoderKL"
 _PIECE_BYTES = 1 << 20
 _SUGGESTION = "give a folder with an AutoencoderKL, a model such as stabilityai/sd-vae-ft-mse, or tiny"
+_WANTED = [f"{folder}{file}" for folder in ("", "vae/") for file in (CONFIG_FILE, WEIGHTS_FILE)]
 _STATISTICS = ("latents_mean", "latents_std")
 
 # Identifies the tiny VAE: change this name whenever the code that makes it (clipmill.prep.latents.vae) changes.
@@ -91,7 +92,7 @@ def find_vae(name: str) -> Vae:
     if name == TINY:
         return _described(name, name, None, _TINY_SHA256, TINY_CONFIG)
     local = Path(name).expanduser()
-    directory = local.resolve() if local.is_dir() else _downloaded(name)
+    directory = model_folder(name, files=_WANTED, what="VAE", asked="--vae", hint=_SUGGESTION)
     source = str(directory) if local.is_dir() else name
     if (directory / "vae" / CONFIG_FILE).is_file():
         directory = directory / "vae"
@@ -116,27 +117,6 @@ def find_vae(name: str) -> Vae:
 
 def _name_of(folder: Path) -> str:
     return f"{folder.parent.name}-vae" if folder.name == "vae" else folder.name
-
-
-def _downloaded(name: str) -> Path:
-    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
-    if not is_hub_name:
-        raise UserError(f"the VAE folder {name} (asked for by --vae) does not exist", hint=_SUGGESTION)
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError
-    except ImportError:
-        raise UserError("huggingface_hub is not installed", hint="install clipmill[columns]") from None
-    wanted = [f"{folder}{file}" for folder in ("", "vae/") for file in (CONFIG_FILE, WEIGHTS_FILE)]
-    try:
-        with hub_if_reachable():
-            return Path(snapshot_download(name, allow_patterns=wanted))
-    # The exceptions for network, cache and server errors all derive from these.
-    except (OSError, HFValidationError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f'the VAE "{name}" cannot be downloaded from the Hugging Face Hub: {reason}', hint=_SUGGESTION
-        ) from None
 
 
 def _config(directory: Path) -> dict[str, Any]:

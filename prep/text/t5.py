@@ -13,14 +13,19 @@ from typing import Any
 import numpy as np
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.hub import hub_if_reachable
 from clipmill.manifests.json_text import parse_json
+from clipmill.prep.core.hub import model_folder
 from clipmill.prep.text.recipe import T5, ResolvedTextRecipe, TextRecipe, file_sha256, safetensors_shapes
 from clipmill.prep.text.tokens import Encoded
 
 _LENGTH_STEP = 8  # texts are padded to the next multiple of this number of tokens
 _CLASSES = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}
 _TOKENIZER_FILES = ("spiece.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_WANTED = [
+    f"{folder}{file}"
+    for folder in ("", "text_encoder/", "tokenizer/")
+    for file in ("config.json", "model*.safetensors", "model*.safetensors.index.json", *_TOKENIZER_FILES)
+]
 _SUGGESTION = "give t5: and a folder or model with config.json, safetensors and tokenizer, such as t5:google/umt5-xxl"
 
 
@@ -121,31 +126,9 @@ def load_t5(recipe: TextRecipe, *, sha256: str, device: str) -> T5Encoder:
 
 def _folders(name: str) -> tuple[Path, Path]:
     """Return the folders of model and tokenizer: of a model, or of a pipeline with text_encoder/ and tokenizer/."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        folder = _downloaded(name)
+    folder = model_folder(name, files=_WANTED, what="", asked=f"--encoder {T5}{name}", hint=_SUGGESTION)
     model, tokenizer = folder / "text_encoder", folder / "tokenizer"
     return (model if model.is_dir() else folder), (tokenizer if tokenizer.is_dir() else folder)
-
-
-def _downloaded(name: str) -> Path:
-    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
-        raise UserError(f"the folder {name} (asked for by --encoder {T5}{name}) does not exist", hint=_SUGGESTION)
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError
-    except ImportError:
-        raise UserError("huggingface_hub is not installed", hint="install clipmill[columns]") from None
-    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", *_TOKENIZER_FILES]
-    patterns = [f"{folder}{file}" for folder in ("", "text_encoder/", "tokenizer/") for file in wanted]
-    try:
-        with hub_if_reachable():
-            return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["transformer/*", "vae/*"]))
-    except (OSError, HFValidationError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f'"{name}" cannot be downloaded from the Hugging Face Hub: {reason}', hint=_SUGGESTION
-        ) from None
 
 
 def _config(folder: Path) -> dict[str, Any]:

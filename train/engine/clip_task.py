@@ -177,12 +177,11 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """Add adapters to a tower of a new model."""
         lora, module = self._settings.lora, model.get_submodule(tower)
         before = {id(one) for one in module.parameters() if not one.requires_grad}
-        kind: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "targets": lora.targets, "frozen": before}
         if isinstance(module, LibraryTower):
             module.requires_grad_(False)
-            add_library_adapters(module.model, blocks=module.blocks(), **kind)
+            add_library_adapters(module.model, lora, blocks=module.blocks(), frozen=before)
         else:
-            add_adapters(module, **kind)
+            add_adapters(module, rank=lora.rank, scale=lora.scale, targets=lora.targets, frozen=before)
         for inner, parameter in module.named_parameters():
             is_new = self._start is not None and f"{tower}.{plain_name(inner)}" not in self._start.fitted.tensors
             if is_new and id(parameter) not in before:

@@ -15,6 +15,7 @@ from clipmill.train.engine.attention_choice import as_before, is_chosen
 from clipmill.train.models.adapters import remove_adapters
 from clipmill.train.models.attention import AttentionBackend, open_attention
 from clipmill.train.models.dual_encoder import ModelShape, size_of
+from clipmill.train.optim.parameters import named_as_in
 from clipmill.train.run.checkpoint import content_of, read_metadata, read_table
 from clipmill.train.run.folder import RunFolder, require_trained_with
 from clipmill.train.weights.conversion import CONV
@@ -50,7 +51,7 @@ class TrainedRun(Generic[Settings]):
     def fill(self, model: Model) -> Model:
         """Load the weights into a model, the EMA weights if the run has them, on the device and in evaluation mode.
 
-        Adapters are merged: the model has none afterwards.
+        Adapters are merged: the model has none afterwards but those of a language model.
 
         Raises:
             UserError: the weights are damaged, or do not fit the model.
@@ -76,7 +77,7 @@ def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | N
 
     def load(model: nn.Module) -> None:
         try:
-            model.load_state_dict(whole_weights(checkpoint))
+            model.load_state_dict(named_as_in(model, whole_weights(checkpoint)))
         except RuntimeError as error:
             raise UserError(
                 f"{checkpoint} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",

@@ -9,16 +9,22 @@ Shape suffixes: I input width, O output width, R rank.
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.tuning import Target
+from clipmill.train.config.tuning import Lora, Target
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 # Names of the two matrices: of our layers, and of peft's, which adapt those of libraries.
 _SUFFIXES = ((".lora.A", ".lora.B"), (".lora_A.default.weight", ".lora_B.default.weight"))
+# A language model keeps its adapters, which are exported beside it; some of its matrices are [I, O].
+_LANGUAGE = "decoder."
 
 
 class LowRank(nn.Module):
@@ -106,50 +112,76 @@ def add_adapters(
             layer.lora = LowRank(matrix.shape[1], matrix.shape[0], rank=rank, scale=scale).to(matrix.device)
 
 
-def add_library_adapters(
-    tower: nn.Module,
+def peft_config(
+    model: nn.Module,
+    lora: Lora,
     *,
     blocks: Iterable[nn.Module],
-    rank: int,
-    scale: float,
-    targets: Collection[Target],
     frozen: Collection[int] = (),
-) -> None:
-    """`add_adapters` for a module of a library, by peft: to the linear layers and attention of its blocks.
+    transposed: tuple[type[nn.Module], ...] = (),
+    **more: Any,
+) -> "LoraConfig":
+    """peft's adapters of a module of a library: of the linear layers and attention of its blocks.
+
+    Args:
+        frozen: as in `add_adapters`.
+        transposed: classes of linear layers with a matrix [I, O].
+        more: for peft.
 
     Raises:
         UserError: peft is not installed, or no layer is left.
     """
     try:
-        from peft import LoraConfig, inject_adapter_in_model
+        from peft import LoraConfig
     except ImportError as error:
-        raise UserError("adapters of a library's tower need peft", hint="pip install 'clipmill[lora]'") from error
+        raise UserError("adapters of a library's model need peft", hint="pip install 'clipmill[lora]'") from error
     inside = {id(module) for block in blocks for module in block.modules()}
-    wanted: list[str] = []
-    for name, module in tower.named_modules():
+    wanted: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
         attends = isinstance(module, nn.MultiheadAttention)
-        if id(module) not in inside or not (attends or isinstance(module, nn.Linear)):
+        if id(module) not in inside or not (attends or isinstance(module, (nn.Linear, *transposed))):
             continue
         matrix = module.in_proj_weight if attends else module.weight
         target: Target = "attention" if attends or "attn" in name.lower() or "attention" in name.lower() else "mlp"
         is_within = any(name.startswith(f"{one}.") for one in wanted)  # of attention that is adapted as a whole
-        if target in targets and id(matrix) not in frozen and not is_within:
-            wanted.append(name)
+        if target in lora.targets and id(matrix) not in frozen and not is_within:
+            wanted[name] = module
     if not wanted:
         raise UserError(
-            f"--lora.targets {' '.join(targets)}: the tower has no linear layers of that kind in its blocks",
-            hint="train it without --lora.rank, or name the other tower with --lora.towers",
+            f"--lora.targets {' '.join(lora.targets)}: the blocks of this {type(model).__name__} have no linear layers "
+            "of that kind",
+            hint="use other --lora.targets, train it without --lora.rank, or name another tower with --lora.towers",
         )
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha or lora.rank,
+        target_modules=list(wanted),
+        fan_in_fan_out=any(isinstance(one, transposed) for one in wanted.values()),
+        **more,
+    )
+
+
+def add_library_adapters(
+    tower: nn.Module, lora: Lora, *, blocks: Iterable[nn.Module], frozen: Collection[int] = ()
+) -> None:
+    """`add_adapters` for a module of a library, by peft.
+
+    Raises:
+        UserError: as `peft_config`.
+    """
+    config = peft_config(tower, lora, blocks=blocks, frozen=frozen)
+    from peft import inject_adapter_in_model
+
     tower.requires_grad_(False)
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank * scale, target_modules=wanted), tower)
+    inject_adapter_in_model(config, tower)
 
 
 def remove_adapters(model: nn.Module) -> None:
-    """Remove the adapters of a model."""
-    for module in list(model.modules()):
+    """Remove the adapters of a model, except for those of a language model."""
+    for path, module in list(model.named_modules()):
         if isinstance(module, Adaptable):
             module.lora = None
-        for name, child in module.named_children():
+        for name, child in [] if path.startswith(_LANGUAGE) else list(module.named_children()):
             while hasattr(child, "lora_A") and isinstance(inner := getattr(child, "base_layer", None), nn.Module):
                 child = inner  # of peft
                 setattr(module, name, child)
@@ -161,11 +193,15 @@ def is_of_adapter(name: str) -> bool:
 
 
 def merged(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
-    """The weights of a model without adapters that computes the same: W + s B A, computed in float64."""
-    found = {name: one for name, one in tensors.items() if not is_of_adapter(name)}
+    """The weights of a model without adapters that computes the same: W + s B A, computed in float64.
+
+    Those of a language model stay as they are.
+    """
+    kept = {name for name in tensors if name.startswith(_LANGUAGE) and name.endswith(_SUFFIXES[1])}
+    found = {name: one for name, one in tensors.items() if name in kept or not is_of_adapter(name)}
     for name, a_RI in tensors.items():
         for first, second in _SUFFIXES:
-            if not name.endswith(first):
+            if name in kept or not name.endswith(first):
                 continue
             layer = name.removesuffix(first)
             matrix = next(one for one in (f"{layer}.weight", f"{layer}.in_proj_weight") if one in found)

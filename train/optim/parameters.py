@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.tuning import FrozenPart
@@ -69,6 +69,12 @@ def parameter_groups(
     if own:
         found.append({"params": own, "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": True, "adapts": False})
     return found
+
+
+def named_as_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names that a model has for its own, of tensors by plain names."""
+    names = {plain_name(name): name for name in model.state_dict()}
+    return {names.get(name, name): one for name, one in tensors.items()}
 
 
 def plain_name(name: str) -> str:

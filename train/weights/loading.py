@@ -1,8 +1,8 @@
 """Loads weights into a model, with a table of how each tensor was used, or an error with a hint."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
             attention heads differs.
     """
     here = {name: tuple(tensor.shape) for name, tensor in _tensors_of(model).items()}
+    source = _without_second_names(source, model.state_dict().keys() - here.keys())
     there = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     _check_heads(model, source.facts, there=there, here=here, title=source.title)
     fitted = fit_tensors(source.converted, here, allow=allow)
@@ -86,6 +87,12 @@ def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
             found[name] = tensor
             seen.add(id(tensor))
     return found
+
+
+def _without_second_names(source: Source, second: Collection[str]) -> Source:
+    """Weights without the tensors that a model has under other names, which those of a run have too."""
+    tensors = {name: one for name, one in source.converted.tensors.items() if name not in second}
+    return replace(source, converted=replace(source.converted, tensors=tensors))
 
 
 @torch.no_grad()

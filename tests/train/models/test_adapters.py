@@ -164,3 +164,15 @@ def test_new_adapters_change_nothing() -> None:
     torch.testing.assert_close(model(video, tokens), before, rtol=0, atol=0)
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
     assert trained and all(name.endswith((".lora.A", ".lora.B")) for name in trained)
+
+
+def test_a_language_model_keeps_its_adapters_when_those_of_the_tower_are_merged() -> None:
+    """A matrix of GPT-2 in transformers is [I, O]: a square one would take the product as it is."""
+    parts = ("weight", "lora_A.default.weight", "lora_B.default.weight")
+    names = [f"{layer}.{part}" for layer in ("video.model.proj", "decoder.h.0.attn.c_proj") for part in parts]
+    tensors = {name: torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(names)}
+    found = merged(tensors, scale=2.0)
+    assert found.keys() == {"video.model.proj.weight", *names[3:]}
+    assert all(found[name] is tensors[name] for name in names[3:])
+    W, A, B = (tensors[name] for name in names[:3])
+    torch.testing.assert_close(found[names[0]], W + 2 * B @ A)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from clipmill.train.config.training import shaping
 from clipmill.train.evaluation.served import PREPROCESSING_FILE, exported_program
 from clipmill.train.models.attention import attend_with_sdpa
+from clipmill.train.optim.parameters import named_as_in
 from clipmill.train.spec import ExportRequest
 from clipmill.train.tasks.caption.language.model import LanguageCaptioner, add_language_adapters, prefix_of
 from clipmill.train.tasks.caption.language.opening import LanguageDecoder
@@ -89,13 +90,11 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
     is_adapted = any(".lora_A." in name for name in request.weights)
     if is_adapted:
         add_language_adapters(captioner.decoder, settings.lora)
-    captioner.load_state_dict(request.weights)
+    captioner.load_state_dict(named_as_in(captioner, request.weights))
     language, end_id = captioner.decoder, parts.tokenizer.end_id
     if is_adapted:
         language = parts.new_model()
-        weights = {name.removeprefix("decoder."): one for name, one in request.weights.items()}
-        plain = {name.replace(".base_layer.", "."): one for name, one in weights.items() if ".lora_" not in name}
-        language.load_state_dict({name: plain[name] for name in language.state_dict()})
+        language.load_state_dict({name: request.weights[f"decoder.{name}"] for name in language.state_dict()})
     language.generation_config = GenerationConfig(
         bos_token_id=parts.before[0] if parts.before else end_id, eos_token_id=end_id, pad_token_id=end_id, **decoding
     )

@@ -15,7 +15,7 @@ tokens of a caption, E width of the tower, D width of the language model, W word
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.nn.functional import adaptive_avg_pool1d
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.tuning import Lora
+from clipmill.train.models.adapters import peft_config
 from clipmill.train.models.captioner import tower_of
 from clipmill.train.models.transformer import LayerNorm
 
@@ -190,39 +191,9 @@ def add_language_adapters(decoder: "PreTrainedModel", lora: Lora) -> None:
     """Add peft's LoRA to the linear layers of a language model's blocks, and freeze everything else.
 
     Raises:
-        UserError: peft is not installed, or the blocks have no such layers.
+        UserError: as `peft_config`.
     """
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise UserError(
-            "adapters of --decoder.lm are made by peft, which is not installed", hint="pip install 'clipmill[lora]'"
-        ) from error
-    layers = _adaptable(decoder, lora.targets)
-    if not layers:
-        raise UserError(
-            f"the blocks of this {type(decoder).__name__} have no linear layers of {' or '.join(lora.targets)}",
-            hint="use other --lora.targets, or train it without adapters",
-        )
-    decoder.add_adapter(
-        LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.rank if lora.alpha is None else lora.alpha,
-            target_modules=sorted(layers),
-            fan_in_fan_out=any(not isinstance(one, nn.Linear) for one in layers.values()),
-            task_type="CAUSAL_LM",
-        )
-    )
-
-
-def _adaptable(decoder: nn.Module, targets: Sequence[Literal["attention", "mlp"]]) -> dict[str, nn.Module]:
-    """Linear layers of the blocks by name with the module that they are in, such as self_attn.q_proj."""
     from transformers.pytorch_utils import Conv1D
 
-    found: dict[str, nn.Module] = {}
-    for block in language_blocks(decoder):
-        for name, module in block.named_modules():
-            target = "attention" if "att" in name.rpartition(".")[0] else "mlp"
-            if isinstance(module, nn.Linear | Conv1D) and target in targets:
-                found[".".join(name.split(".")[-2:])] = module
-    return found
+    blocks = language_blocks(decoder)
+    decoder.add_adapter(peft_config(decoder, lora, blocks=blocks, transposed=(Conv1D,), task_type="CAUSAL_LM"))

@@ -1,0 +1,71 @@
+"""Reports of plans and runs of a column with one sample for each chunk."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.chunk_columns import ChunksPlan, R
+from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.core.report import (
+    NOTHING_TO_DO,
+    Report,
+    changed_settings,
+    next_line,
+    states_lines,
+    states_values,
+)
+from clipmill.prep.core.run import Summary
+
+
+def chunks_report(
+    plan: ChunksPlan[R],
+    column: ColumnSpec,
+    recipe: Mapping[str, Any],
+    *,
+    estimate: Sequence[str],
+    values: Mapping[str, Any],
+    asked: Mapping[str, str] | None = None,
+    about: Sequence[str] = (),
+    verb: str = "encode",
+) -> Report:
+    """Return the report of a plan: the work by state and reason.
+
+    Args:
+        recipe: of the plan, as stored.
+        estimate: lines about the work; empty if there is none.
+        values: further JSON values.
+        asked: flags besides the recipe; of these, `where` selects chunks.
+        about: further lines about the column.
+        verb: what the column does to a chunk; it ends in e.
+    """
+    asked = asked or {}
+    differences = changed_settings(plan.data_dir, column.name, variant=plan.recipe.variant, recipe=recipe)
+    command = column.command_line({**recipe, **asked}, data_dir=plan.data_dir)
+    lines = [f"variant  {plan.recipe.variant}", f"video    {plan.recipe.video}"]
+    if "where" in asked:
+        lines.append(f"where    {asked['where']}: {counted(plan.num_chunks, 'chunk')} selected")
+    lines += [*about, *(f"setting  {difference}" for difference in differences)]
+    lines += states_lines(plan.shards, verb=verb)
+    lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]
+    lines += [*estimate, next_line(command)] if estimate else [NOTHING_TO_DO]
+    found = {
+        "variant": plan.recipe.variant,
+        "video": plan.recipe.video,
+        "changed_settings": differences,
+        "num_chunks": plan.num_chunks,
+        **states_values(plan.shards),
+        "unreadable": [failure.message for failure in plan.unreadable],
+        **values,
+        "next": command if estimate else None,
+    }
+    return Report("\n".join(lines), found)
+
+
+def speed_text(summary: Summary) -> str | None:
+    """Return the speed of a run; None if it made nothing."""
+    if not summary.encoded_s:
+        return None
+    return (
+        f"{summary.encoded_s / summary.wall_s:.1f}x real time;"
+        f" {summary.encoded_s / summary.cpu_s:.1f}x per core ({summary.cpu_s:.1f} s of CPU time)"
+    )
