@@ -8,10 +8,10 @@ from cyclopts import App, CycloptsError, Parameter
 
 from clipmill.manifests.completion import register_completion
 from clipmill.manifests.errors import Stopped, program_version, run_command
+from clipmill.manifests.flag_values import check_values
 from clipmill.manifests.help_text import help_text, wants_help
 from clipmill.manifests.storage.mirrors import AddressStream
 from clipmill.manifests.storage.waiting import tell_of_waiting
-from clipmill.manifests.whole_numbers import refuse_fractions
 from clipmill.prep.commands import advise, export, manifest, retry, upkeep
 from clipmill.prep.core.request import OPTIONS
 from clipmill.prep.registry import columns
@@ -33,7 +33,7 @@ def build_app() -> App:
         help=HELP,
         version=program_version,
         version_flags=["--version"],
-        config=refuse_fractions,
+        config=check_values,
         group_parameters=OPTIONS,
         suppress_keyboard_interrupt=False,  # run_command prints the message for an interruption
         default_parameter=Parameter(allow_repeating=True),  # the last one counts, so that `script.sh "$@"` overrides

@@ -117,7 +117,8 @@ def caption_columns(where: Where | None, schema: pa.Schema) -> list[str]:
 def nothing_selected(where: Where, *, what: str) -> UserError:
     """The error for an expression that selects none of `what`."""
     return UserError(
-        f"--where '{where.text}' selects none of {what}", hint="use a weaker condition, or leave these data out"
+        f"--where '{where.text}' selects none of {what}",
+        hint="use a weaker condition or a larger --share, or leave these data out",
     )
 
 

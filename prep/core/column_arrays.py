@@ -15,6 +15,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.prep.core.bucket_tars import tars_of
 from clipmill.shards.chunk_table import ChunkRows, read_chunk_rows
 from clipmill.shards.columns import how_to_make, how_to_repair
+from clipmill.shards.damage import DamagedTar
 from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.npy import decompressed, load_npy
 from clipmill.shards.reader import Variant
@@ -50,11 +51,16 @@ class ColumnArrays:
         """Return the array of a sample, verified.
 
         Raises:
-            UserError: it is damaged.
+            UserError: it is damaged or missing.
         """
         row = self.rows.table.slice(at, 1).select(["shard", "row", "offset", "size", "crc32"]).to_pylist()[0]
         shard = self.variant.shard(row["shard"])
-        payload = shard.read_range(row["offset"], row["size"])
+        try:
+            payload = shard.read_range(row["offset"], row["size"])
+        except DamagedTar as error:
+            raise UserError(str(error), hint=how_to_repair(self.name)) from None
+        except FileNotFoundError:
+            raise UserError(f"{shard.tar_path} is missing", hint=how_to_repair(self.name)) from None
         array = None
         if zlib.crc32(payload) == row["crc32"]:
             array = load_npy(self._unpacked(payload, at))

@@ -182,6 +182,7 @@ def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFl
         shape=(num_segments, *segments.shape),
         chunks=(flags.chunk, *segments.shape),
         dtype=np.float16,
+        fill_value=np.nan,  # of a chunk whose file is lost, such as by a copy that was cut off
         compressors=blosc,
     )
     num_at_once = -(-_WRITTEN_AT_ONCE // flags.chunk) * flags.chunk

@@ -10,7 +10,7 @@ from typing import Any
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
 from clipmill.manifests.quoting import counted, on_one_line
-from clipmill.manifests.store import captions_path
+from clipmill.manifests.store import captions_path, read_videos
 from clipmill.manifests.units import duration_text
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.failure_list import MAX_NAMED, failure_lines
@@ -252,16 +252,13 @@ def explanation(planned: Planned, name: str) -> Report:
         UserError: the manifest does not contain the video.
     """
     plan = planned.plan
-    try:
+    video_id = name
+    with suppress(ValueError):
         video_id = split_key(name)[0]
-    except ValueError:
-        video_id = name
     if not plan.has_video(video_id) and plan.has_video(name):
         video_id = name
     if not plan.has_video(video_id):
-        raise UserError(
-            f'no video "{video_id}" in the manifest', hint="give a key or video ID as shown by `prep inspect`"
-        )
+        video_id = _id_of_source(planned.data_dir, name)
     shards = [shard for shard in plan.shards if any(span.video_id == video_id for span in plan.spans(shard.rows))]
     failed = [failure for failure in plan.failed_sources() if failure.video_id == video_id]
     settings = _changed_settings(planned)
@@ -284,6 +281,18 @@ def explanation(planned: Planned, name: str) -> Report:
         ]
         lines += [] if shots.is_detected else ["unknown  shots not detected yet"]
     return Report("\n".join(lines), values)
+
+
+def _id_of_source(data_dir: Path, name: str) -> str:
+    """Return the ID of the video that messages and caption tables call `name`, with or without an extension."""
+    videos = read_videos(data_dir).to_pylist()
+    found = [video["video_id"] for video in videos if video["source_id"] in (name, name.rpartition(".")[0])]
+    if len(found) != 1:
+        raise UserError(
+            f'{len(found) or "no"} videos "{name}" in the manifest',
+            hint="give a key or video ID as shown by `prep inspect`, or the name in the table of captions",
+        )
+    return str(found[0])
 
 
 def chunk_summary(summary: Summary, *, listed: Path) -> Report:

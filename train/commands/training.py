@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError, UserErrors
+from clipmill.manifests.flag_values import check_values
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.whole_numbers import refuse_fractions
 from clipmill.train.config import fields as groups
 from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
@@ -61,7 +61,7 @@ def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None
             if source == "cli":
                 typed[argument.name] = " ".join(str(token.value) for token in argument.tokens)
 
-    app.config = (fill, refuse_fractions)
+    app.config = (fill, check_values)
     with deferred_checks():
         command, bound, not_parsed = app.parse_args(words)
     found: list[UserError] = []

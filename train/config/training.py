@@ -197,7 +197,7 @@ class TrainingSettings(DataSettings):
         """The condition on the samples to train on: --where, and what --share keeps; None for all."""
         if self.share == 1:
             return self.where
-        kept = f"md5(concat(video, ' {self.seed}')) < '{round(self.share * 2**32):08x}'"
+        kept = f"md5(concat(video, ' {self.seed}')) < '{int(self.share * 2**32):08x}'"
         return kept if self.where is None else f"{kept} and ({self.where})"
 
     @property

@@ -121,7 +121,7 @@ def _with_baseline(table: Table) -> Sequence[Cell]:
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Settings that differ between the runs, by name; a run whose task has no such setting has a dash."""
-    names = dict.fromkeys(name for one in settings for name in one if name not in OF_THE_PLACE)
+    names = dict.fromkeys(name for one in settings for name in one if name.partition(".")[0] not in OF_THE_PLACE)
     values = {name: [_text(one, name) for one in settings] for name in names}
     return {name: of_runs for name, of_runs in values.items() if len(set(of_runs)) > 1}
 

@@ -10,7 +10,7 @@ from clipmill.manifests.units import percent
 from clipmill.train.evaluation.tables import Cell
 
 # Settings of the place rather than of the model.
-OF_THE_PLACE = frozenset({"out", "cache", "track.project", "workers"})
+OF_THE_PLACE = frozenset({"out", "cache", "cache_size", "checkpoint_every", "keep_checkpoints", "track", "workers"})
 # What changes with the number of processes, besides.
 _OF_SCALE = frozenset({"seed", "batch", "microbatch", "lr", "parallel"})
 

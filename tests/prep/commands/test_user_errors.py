@@ -100,6 +100,16 @@ def test_a_folder_without_manifest_or_shards(data: Path, tmp_path: Path) -> None
     assert '"nobody"' in prep_here("plan", "--data", data, "--explain", "nobody", status=2).error
 
 
+def test_a_video_is_explained_by_the_name_that_captions_and_messages_have(
+    tmp_path: Path, write_video: Callable[..., Path]
+) -> None:
+    write_video(tmp_path / "videos/kitchen/v.mp4", seconds=2)
+    manifest(tmp_path / "data", tmp_path / "videos")
+    for name in ("kitchen/v", "kitchen/v.mp4"):
+        ran = prep_here("plan", "--data", tmp_path / "data", "--explain", name)
+        assert ran.stdout.startswith(f"{name}: video kitchen_v-")
+
+
 def test_no_cluster_at_the_address(data: Path) -> None:
     for address in ("localhost:1", "no-such-host.invalid:6379"):
         assert f'"{address}"' in prep("chunk", "--data", data, "--address", address, status=2).error

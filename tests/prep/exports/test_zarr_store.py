@@ -98,6 +98,13 @@ def test_a_rerun_does_nothing_until_flags_or_columns_change(written: Written, tm
     assert [path.name for path in store_dir.parent.iterdir()] == [store_dir.name]
 
 
+def test_a_lost_chunk_of_a_store_does_not_read_as_latents_of_zeros(written: Written, tmp_path: Path) -> None:
+    prep_here("export", "zarr", tmp_path / "segments.zarr", "--data", written.data_dir)
+    (tmp_path / "segments.zarr" / "base_frames" / "1.0.0.0.0").unlink()
+    frames = opened(tmp_path / "segments.zarr")["base_frames"]
+    assert np.isnan(frames[1]).all() and np.isfinite(frames[0]).all()
+
+
 def test_what_a_killed_run_left_is_removed_and_a_failed_one_leaves_the_old_store(
     written: Written, tmp_path: Path
 ) -> None:
@@ -112,6 +119,11 @@ def test_what_a_killed_run_left_is_removed_and_a_failed_one_leaves_the_old_store
     content[1600] ^= 1
     tar.write_bytes(content)
     assert "differs from its checksum" in prep_here(*line, "--level", 1, status=2).error
+    tar.write_bytes(content[:1600])
+    assert f"{tar}: truncated" in prep_here(*line, "--level", 1, status=2).error
+    tar.unlink()
+    ran = prep_here(*line, "--level", 1, status=2)
+    assert ran.error == f"{tar} is missing"
     assert "nothing to do" in prep_here(*line).stdout
     assert not list(tmp_path.glob(".tmp-*"))
 

@@ -1,0 +1,50 @@
+"""Values that conversion would change: a fraction is not rounded, and an address is not taken for a local folder."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "named", "origin"),
+    [
+        ("prep", ["chunk", "--crf", "20.7"], "--crf is 20.7", ""),
+        ("prep", ["chunk", "--workers", "1.5"], "--workers is 1.5", ""),
+        ("train", ["dual-encoder", "--steps", "1.5"], "--steps is 1.5", ""),
+        ("train", ["dual-encoder", "--config", "settings.yaml"], "--batch is 7.5", "; --batch is from settings.yaml"),
+    ],
+)
+def test_a_fraction_is_refused_by_its_flag(
+    tmp_path: Path, command: str, words: list[str], named: str, origin: str
+) -> None:
+    (tmp_path / "settings.yaml").write_text("batch: 7.5\n")
+    ran = subprocess.run(
+        [sys.executable, "-m", f"{command}.cli", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 2
+    assert ran.stderr.splitlines() == [f"error: {named}", f"hint: give a whole number, without a decimal point{origin}"]
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "name", "origin"),
+    [
+        ("prep", ["inspect", "--html", "s3://bucket/run"], "--html", ""),
+        ("prep", ["export", "zarr", "s3://bucket/run"], "--destination", ""),
+        ("train", ["mae", "--out", "s3://bucket/run"], "--out", ""),
+        ("train", ["mae", "--config", "settings.yaml"], "--out", "; --out is from settings.yaml"),
+        ("train", ["overview", "runs/first", "s3://bucket/run", "--out", "page.html"], "RUNS", ""),
+    ],
+)
+def test_an_address_for_a_local_path_is_refused_and_makes_no_folder_of_its_name(
+    tmp_path: Path, command: str, words: list[str], name: str, origin: str
+) -> None:
+    (tmp_path / "settings.yaml").write_text("out: s3://bucket/run\n")
+    ran = subprocess.run(
+        [sys.executable, "-m", f"{command}.cli", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 2
+    hint = "hint: give a local path, and copy the files from or to that address"
+    assert ran.stderr.splitlines() == [f"error: {name} is s3://bucket/run, and takes a local path", f"{hint}{origin}"]
+    assert [one.name for one in tmp_path.iterdir()] == ["settings.yaml"]
