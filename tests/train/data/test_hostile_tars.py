@@ -234,7 +234,8 @@ def test_memory_stays_bounded_whatever_a_tar_claims(tmp_path: Path) -> None:
     paths = {name: tmp_path / f"{name}.tar" for name in BOMBS}
     for name, path in paths.items():
         BOMBS[name][0](path)
-    ran = subprocess.run([sys.executable, "-c", READ, *map(str, paths.values())], capture_output=True, text=True, timeout=300)
+    words = [sys.executable, "-c", READ, *map(str, paths.values())]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-2000:]
     found = dict(json.loads(line) for line in ran.stdout.splitlines())
     assert found.pop("peak_mb") < 400
