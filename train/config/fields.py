@@ -279,7 +279,8 @@ def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterato
         other, beside = settings.flag(goes_with.name), getattr(settings, goes_with.name)
         if not goes_with.holds(beside):
             use = goes_with.use or " or ".join(map(str, goes_with.values))
-            yield without_effect(flag, typed, f"{other} is {beside}", use=f"{other} {use}")
+            state = "not given" if beside is None else beside
+            yield without_effect(flag, typed, f"{other} is {state}", use=f"{other} {use}".strip())
     yield from settings.without_effect(typed)
 
 

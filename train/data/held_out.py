@@ -39,12 +39,14 @@ class HeldOut:
         num_clips: distinct clips.
         num_chunks: the chunks in which they begin, if any of them looks like one of `trained_split`.
         num_alike: those of them that do; None if there are no scores to tell by.
+        were_trained_on: whether the clips are those of the training, because tars have no splits.
     """
 
     num_clips: int
     num_chunks: int = 0
     num_alike: int | None = None
     trained_split: str = ""
+    were_trained_on: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -56,7 +58,7 @@ class HeldOut:
         Args:
             share: a metric of the clips in [0, 1], whose 95 % interval is stated.
         """
-        found = []
+        found = ["the model was trained on these clips: tars have no splits"] if self.were_trained_on else []
         if self.num_clips < FEW_CLIPS:
             low, high = interval(0.0 if share is None else share, self.num_clips)
             between = f", so that {percent(share)} has a 95 % interval from {percent(low)} to {percent(high)}"
@@ -86,10 +88,13 @@ def held_out(samples: EvaluatedClips, settings: ClipSettings, *, split: str, dat
         data: the data fields of the result (`clipmill.train.run.folder.data_facts`). Only data that were trained on are
             searched for look-alikes.
     """
-    if samples.num_samples is None or names_tars(settings.folder):
+    if samples.num_samples is None:
         return None
-    found = HeldOut(num_clips=getattr(samples, "num_clips", samples.num_samples), trained_split=settings.split)
-    is_own = data.get("is_own_data") or data.get("is_part_of_own_data")
+    num_clips = getattr(samples, "num_clips", samples.num_samples)
+    is_own = bool(data.get("is_own_data") or data.get("is_part_of_own_data"))
+    if names_tars(settings.folder):
+        return HeldOut(num_clips=num_clips, were_trained_on=is_own)
+    found = HeldOut(num_clips=num_clips, trained_split=settings.split)
     if split == settings.split or not is_own:
         return found
     alike = alike_of(settings.folder, cache=settings.cache, split=split, trained_split=settings.split)

@@ -5,7 +5,7 @@ the embedding, D width of tokens.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,17 @@ class Preprocessing:
 @contextmanager
 def hub_files(reference: str, what: str) -> Iterator[None]:
     """Files that the Hub may have; a UserError that says what to download where they are not at hand."""
+    name = reference.removeprefix("hf:")
+    is_folder = Path(name).is_absolute() or Path(name).is_dir()
     try:
-        with hub_if_reachable():
+        with nullcontext() if is_folder else hub_if_reachable():
             yield
     except (OSError, ValueError, ImportError) as error:
-        name = reference.removeprefix("hf:")
+        if is_folder:
+            raise UserError(
+                f"the {what} of {reference} cannot be read: {first_line(error)}",
+                hint="name a folder that save_pretrained of transformers wrote, with its tokenizer for texts",
+            ) from error
         raise UserError(
             f"the {what} of {reference} is not here: {first_line(error)}",
             hint=f"on a machine with a network: hf download {name}; then name that folder, or copy the cache",

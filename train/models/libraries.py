@@ -33,6 +33,7 @@ from clipmill.manifests.errors import UserError, first_line
 from clipmill.train.models.hugging_face import HuggingFace, Pooling, Preprocessing, flat, hub_files
 from clipmill.train.models.text import Tokenize
 
+_LOCAL = "local-dir:"  # begins a name that is a folder
 _CLIPS_MEAN, _CLIPS_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -122,6 +123,11 @@ class _OpenClip:
                 found = open_clip.get_model_config(name)
             except (OSError, ValueError):
                 found = None
+        if not found and name.startswith(_LOCAL):
+            raise UserError(
+                f"open_clip:{name}: that folder has no open_clip_config.json that can be read",
+                hint="name a folder that open_clip or train export --format open_clip wrote",
+            )
         if not found:
             raise unknown(f"open_clip:{name}", open_clip.list_models())
         return found
@@ -134,7 +140,7 @@ class _Timm:
         import timm
         from timm.data import infer_imagenet_subset
 
-        if not name.startswith("local-dir:") and not timm.is_model(name):
+        if not name.startswith(_LOCAL) and not timm.is_model(name):
             raise unknown(f"timm:{name}", timm.list_models())
         try:
             with torch.device("meta"):
@@ -142,7 +148,10 @@ class _Timm:
             return timm.create_model(name, **({} if classes is None else {"num_classes": 0}))
         except (RuntimeError, OSError, ValueError) as error:
             tags = timm.list_pretrained(f"{name.partition('.')[0]}.*")
-            raise UserError(f"timm:{name}: {first_line(error)}", hint=f"tags: {', '.join(tags) or 'none'}") from error
+            hint = f"tags: {', '.join(tags) or 'none'}"
+            if name.startswith(_LOCAL):
+                hint = "name a folder with timm's config.json, as train export --format timm writes it"
+            raise UserError(f"timm:{name}: {first_line(error)}", hint=hint) from error
 
     def embed(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
         return model(pictures_BCHW)

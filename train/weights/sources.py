@@ -203,7 +203,8 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
     facts = read_metadata(path)
     # The settings that the checkpoint was trained with; settings.yaml may have been edited since.
     settings = facts.settings
-    tensors = whole_weights(path)
+    # Batch norms count their batches, which no model starts from.
+    tensors = {name: one for name, one in whole_weights(path).items() if one.is_floating_point()}
     if (log_scale := read_logits(path).log_scale) is not None:
         tensors[LOGIT_SCALE] = torch.tensor(log_scale)
     known = _towers_in(settings)

@@ -186,12 +186,27 @@ BOMBS: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     ),
     "claim": (lambda path: path.write_bytes(FIRST + header("bomb.mp4", 1 << 33) + LAST + END), "was cut short", False),
     "negative": (lambda path: path.write_bytes(FIRST + header("bomb.mp4", -512) + LAST + END), "negative size", False),
+    "pax_negative": (
+        # 1,536 bytes back from the payload is where the PAX header begins.
+        lambda path: path.write_bytes(FIRST + pax(b"14 size=-1536\n") + header("bomb.mp4", 0) + LAST + END),
+        "negative size",
+        False,
+    ),
+    "pax_without_length": (
+        lambda path: path.write_bytes(FIRST + pax(b"x" * 40) + member("bomb.mp4", b"") + LAST + END),
+        "a PAX header is damaged",
+        False,
+    ),
     "name": (
         lambda path: path.write_bytes(FIRST + pax_named("n" * 100_000 + ".mp4") + LAST + END),
         "has a name of 100,004 characters",
         True,
     ),
 }
+
+
+def pax(payload: bytes) -> bytes:
+    return header("x", len(payload), kind=tarfile.XHDTYPE) + payload.ljust(512, b"\0")
 
 
 def pax_named(name: str) -> bytes:
@@ -219,7 +234,8 @@ def test_memory_stays_bounded_whatever_a_tar_claims(tmp_path: Path) -> None:
     paths = {name: tmp_path / f"{name}.tar" for name in BOMBS}
     for name, path in paths.items():
         BOMBS[name][0](path)
-    ran = subprocess.run([sys.executable, "-c", READ, *map(str, paths.values())], capture_output=True, text=True)
+    words = [sys.executable, "-c", READ, *map(str, paths.values())]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-2000:]
     found = dict(json.loads(line) for line in ran.stdout.splitlines())
     assert found.pop("peak_mb") < 400

@@ -56,7 +56,7 @@ def test_an_evaluation_says_it_above_its_protocol_in_its_result_and_on_all_pages
     assert "caution: only 3 clips, so that " in printed and " has a 95 % interval from " in printed
     assert f"; {ALIKE}\ndata: " in printed
     result = json.loads(RunFolder(run).evaluation("retrieval-val").read_bytes())
-    facts_of = {"num_clips": 3, "num_chunks": 2, "num_alike": 1, "trained_split": "train"}
+    facts_of = {"num_clips": 3, "num_chunks": 2, "num_alike": 1, "trained_split": "train", "were_trained_on": False}
     assert result["held_out"] == facts_of
     page = RunFolder(run).page.read_text()
     tile = page.split('class="tiles"')[1].split("</div>")[0]
@@ -83,4 +83,10 @@ def test_what_was_not_trained_on_is_not_called_a_copy_of_it(
     # The clips that are evaluated are looked at, not the whole split.
     assert train("eval", "retrieval", run, "--where", "not duplicate", "--json") == 0
     found = json.loads(capsys.readouterr().out)["held_out"]
-    assert found == {"num_clips": 1, "num_chunks": 1, "num_alike": 0, "trained_split": "train"}
+    assert found == {
+        "num_clips": 1,
+        "num_chunks": 1,
+        "num_alike": 0,
+        "trained_split": "train",
+        "were_trained_on": False,
+    }

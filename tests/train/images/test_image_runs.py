@@ -50,6 +50,7 @@ def test_a_classifier_learns_the_classes_of_tars(tars: str, tmp_path: Path, caps
     assert train(*words, "--out", out) == 0
     assert facts(out)["classes"]["names"] == ["0", "1", "2"]
     assert steps(out)[-1]["val/class_top1"] > 0.6  # chance is a third
+    assert "the model was trained on these clips" in facts(out)["evaluations"]["val"]["caution"]
     capsys.readouterr()
     assert train("classify", "--shards", tars, *SMALL, "--label", "noun", "--out", tmp_path / "other") == 2
     assert two_lines(capsys)[1] == "hint: labels there: class; for example --label class"

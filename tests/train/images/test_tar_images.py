@@ -154,6 +154,7 @@ def hostile() -> Iterator[tuple[str, dict[str, bytes]]]:
     yield "surrogate", {"jpg": good, "json": b'{"caption": "\\ud83d broken"}'}
     yield "silent", {"jpg": good, "txt": b" "}
     yield "bad-json", {"jpg": good, "json": b"{"}
+    yield "latin-1", {"jpg": good, "txt": "café".encode("latin-1")}
     yield "words", {"txt": b"no image"}
     yield "large", {"jpg": good, "txt": b"x" * (9 << 20)}
     yield "several", {"png": encoded(picture(2), "PNG"), "jpg": good, "txt": b"jpg comes first"}
@@ -163,7 +164,7 @@ def test_what_cannot_be_shown_is_counted_and_what_fails_is_named(tmp_path: Path)
     samples = opened(write_tar(tmp_path / "hostile.tar", hostile()))
     assert samples.describe().startswith(f"6 images of {tmp_path}/hostile.tar; ")
     for reason in (
-        "1 with an unreadable json (the first: hostile.tar/bad-json)",
+        "2 with an unreadable txt or json (the first: hostile.tar/bad-json)",
         "1 without an image (the first: hostile.tar/words)",
         "1 without caption (the first: hostile.tar/silent)",
         "1 unreadable (the first: hostile.tar/large, large.txt has 9,437,184 bytes",

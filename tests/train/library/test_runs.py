@@ -104,6 +104,9 @@ def test_parts_are_frozen_and_a_resnet_keeps_its_statistics(data_dir: Path, mode
     theirs = open_clip.create_model(f"local-dir:{exported}").eval()
     assert torch.equal(theirs.visual.bn1.running_mean, after["video.model.bn1.running_mean"])
     assert load_model(exported, device="cpu").identity == load_model(out, device="cpu").identity
+    words = ("dual-encoder", *TINY, "--steps", 1, "--shards", data_dir, "--init.weights", out)
+    assert train(*words, "--out", tmp_path / "continued") == 0
+    assert "open_clip" in (tmp_path / "continued" / "settings.yaml").read_text()
 
 
 def test_towers_of_timm_and_of_transformers_go_back_to_their_libraries(data_dir: Path, tmp_path: Path) -> None:
@@ -169,6 +172,10 @@ REFUSED = [
         "leave out",
     ),
     (("--towers.text", "hf:nowhere/nothing"), "the configuration of hf:nowhere/nothing is not here", "hf download"),
+    (("--towers.image", "hf:/nowhere"), "the configuration of hf:/nowhere cannot be read", "name a folder"),
+    (("--towers.image", "timm:local-dir:/nowhere"), "timm:local-dir:/nowhere: ", "name a folder"),
+    (("--towers.image", "open_clip:local-dir:/nowhere"), "no open_clip_config.json", "name a folder"),
+    (("--towers.pool-frames", "attention"), "--towers.image is not given", "use --towers.image\n"),
 ]
 
 
@@ -197,7 +204,7 @@ def test_a_missing_tokenizer_and_weights_of_another_tower_are_refused(
     some = ("dual-encoder", *TINY, "--steps", 1, "--shards", data_dir, "--out", tmp_path / "out")
     assert train(*some, "--towers.text", f"hf:{tmp_path / 'hf'}") == 2
     said = capsys.readouterr().err
-    assert f"the tokenizer of hf:{tmp_path / 'hf'} is not here" in said and "hf download" in said
+    assert f"the tokenizer of hf:{tmp_path / 'hf'} cannot be read: " in said and "has no tokenizer.json" in said
     assert train(*some, "--towers.image", f"open_clip:{RESNET}", "--init.weights", siglip2) == 2
     said = capsys.readouterr().err
     assert f"open_clip:{RESNET}" in said and "does not fit the model" in said and "left over" in said

@@ -208,7 +208,7 @@ def index_tar(tar: str, path: Path) -> TarIndex:
             try:
                 caption = (caption_of(sample) or "").encode("utf-8", "replace").decode()
             except ValueError:
-                left_out.add("with an unreadable json", sample.key)
+                left_out.add("with an unreadable txt or json", sample.key)
                 continue
             keys.append(sample.key)
             captions.append(caption)

@@ -222,13 +222,15 @@ def _extend(extended: _Extended, payload: bytes, *, is_pax: bool) -> None:
     while begin < len(payload) and payload[begin]:
         space = payload.find(b" ", begin, begin + 20)
         length = int(payload[begin:space]) if space > 0 else 0
-        if length <= space - begin or begin + length > len(payload):
+        if space < 0 or length <= space - begin or begin + length > len(payload):
             raise ValueError("a PAX header is damaged")
         keyword, _, value = payload[space + 1 : begin + length - 1].partition(b"=")
         if keyword == b"path":
             extended.name = value
         elif keyword == b"size":
             extended.size_bytes = int(value[:20])
+            if extended.size_bytes < 0:
+                raise ValueError("a member has a negative size")
         elif keyword.startswith(b"GNU.sparse."):
             extended.is_sparse = True
         begin += length

@@ -190,9 +190,12 @@ def clips_of(sample: TarSample) -> Sequence[StreamedClip | WithoutVideo]:
 
 
 def caption_of(sample: TarSample) -> str | None:
-    """The text of a sample's txt member, or else the caption in its json; ValueError if that cannot be read."""
+    """The text of a sample's txt member, or else the caption in its json; ValueError if it cannot be read."""
     # video2dataset and img2dataset write an empty txt if there was no caption.
-    text = sample.members.get("txt", b"").decode("utf-8", "replace")
+    try:
+        text = sample.members.get("txt", b"").decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"its txt is not UTF-8: {error}") from error
     found = text if text.strip() else _description_of(sample).get("caption")
     return found if isinstance(found, str) and found.strip() else None
 

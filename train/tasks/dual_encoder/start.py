@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import DualEncoderTowers, kind_of
+from clipmill.train.config.model import LIBRARY, DualEncoderTowers, kind_of
 from clipmill.train.config.towers import TOWERS
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.library_towers import library_width
@@ -25,7 +25,9 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     Raises:
         UserError: the weights need something that the towers do not have.
     """
-    settings = with_towers_of(replace(settings, towers=_of_dual_encoder(settings.towers)), source, say=say)
+    if source is None or source.kind != LIBRARY:  # the weights of a run name its library's tower
+        settings = replace(settings, towers=_of_dual_encoder(settings.towers))
+    settings = with_towers_of(settings, source, say=say)
     if (has_text := settings.text_tower == "trained") and library_width(settings.towers) is not None:
         # As the run had it, whatever the library's configuration says later.
         own = size_of(settings.model, settings.towers).embedding_width
