@@ -7,6 +7,7 @@ nanoseconds, and is fetched again.
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from clipmill.manifests.storage.objects import ObjectInfo
 
 _LAZY_SUFFIXES = (".tar", ".tar.idx", ".index.arrow", "/chunks.arrow")  # fetched when they are opened
 _EAGER_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".arrow")
+_JOURNAL = re.compile(r"(.+)/answers/[^/]+")
 _SECOND_NS = 1_000_000_000
 _MAX_NAME_BYTES = 255 - len(temporary_path(Path()).name)  # file systems allow 255; a file is written under another name
 
@@ -30,6 +32,15 @@ def is_eager(key: str) -> bool:
 def is_lock(key: str) -> bool:
     """Return True for a lease, which is not mirrored."""
     return key.endswith(".lock")
+
+
+def journal_owner(key: str) -> str | None:
+    """Return the folder that a journal belongs to; None for other files.
+
+    A journal grows line by line, which an object cannot: it is only on the machine that writes it, and is no object.
+    """
+    found = _JOURNAL.fullmatch(key)
+    return found[1] if found else None
 
 
 def is_format_name(key: str) -> bool:

@@ -38,6 +38,7 @@ from clipmill.manifests.storage.local_files import (
     is_below,
     is_eager,
     is_lock,
+    journal_owner,
     local_files,
     make_placeholder,
     run_of,
@@ -136,8 +137,10 @@ class WorkingCopy:
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             for _ in pool.map(self._fetch, wanted):
                 pass
-        for key in local.keys() - found.keys():
-            if TEMPORARY_PREFIX not in key:
+        for key in sorted(local.keys() - found.keys(), key=lambda key: journal_owner(key) is not None):
+            owner = journal_owner(key)
+            is_kept = owner is not None and (self.folder / owner / "recipe.json").is_file()
+            if TEMPORARY_PREFIX not in key and not is_kept:
                 (self.folder / key).unlink(missing_ok=True)
 
     def _fetch(self, info: ObjectInfo) -> None:

@@ -28,6 +28,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 _NO_KEY = "none"  # servers on one's own machine need none, but the client does
 _MAX_UNUSABLE = 3  # answers to one request that are not answers
 _MAX_FAILED = 8  # requests in a row that fail for good, before the rest of the shard is left
+_MAX_TOKENS = (1 << 31) - 1  # of one answer; the index has 32 bits
 _AHEAD = 2  # rows that are decoded while others wait for the server
 
 
@@ -153,7 +154,7 @@ class Endpoint:
             return None
         usage = getattr(completion, "usage", None)
         tokens = [getattr(usage, name, None) for name in ("prompt_tokens", "completion_tokens")]
-        tokens_in, tokens_out = (number if isinstance(number, int) and number >= 0 else None for number in tokens)
+        tokens_in, tokens_out = map(_token_count, tokens)
         return Answer(
             text=self._without_key(text),
             finish_reason=self._without_key(str(reason)),
@@ -172,6 +173,11 @@ class Endpoint:
     def _without_key(self, text: str) -> str:
         """Return what a server sent without the key: some repeat it in their errors."""
         return text if self._key == _NO_KEY else text.replace(self._key, "***")
+
+
+def _token_count(given: object) -> int | None:
+    """Return the number of tokens that a server reports; None for what cannot be one."""
+    return given if isinstance(given, int) and 0 <= given <= _MAX_TOKENS else None
 
 
 def _addresses(questions: Questions, row: int) -> list[str]:

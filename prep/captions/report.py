@@ -21,9 +21,14 @@ _MAX_ANSWERS = 10_000  # that an estimate looks at
 
 @dataclass(frozen=True)
 class Cost:
-    """What the answers of a variant took: tokens in and out, as far as the server said, and seconds."""
+    """What the answers of a variant took: tokens in and out, and seconds.
+
+    Attributes:
+        num_uncounted: answers of which the server did not say how many tokens they took.
+    """
 
     num_answers: int
+    num_uncounted: int
     tokens_in: int
     tokens_out: int
     seconds: float
@@ -34,7 +39,8 @@ class Cost:
         tokens_in, tokens_out = (
             sum(getattr(one, name) or 0 for one in answers) for name in ("tokens_in", "tokens_out")
         )
-        return cls(len(answers), tokens_in, tokens_out, sum(one.seconds for one in answers))
+        num_uncounted = sum(None in (one.tokens_in, one.tokens_out) for one in answers)
+        return cls(len(answers), num_uncounted, tokens_in, tokens_out, sum(one.seconds for one in answers))
 
     def values(self) -> dict[str, Any]:
         """Return the JSON values."""
@@ -43,7 +49,10 @@ class Cost:
     def line(self) -> str:
         """Return the cost in words."""
         each = f"; {self.seconds / self.num_answers:.2g} s each" if self.num_answers else ""
-        return f"{counted(self.num_answers, 'answer')}: {self.tokens_in:,} tokens in, {self.tokens_out:,} out{each}"
+        tokens = f"{self.tokens_in:,} tokens in, {self.tokens_out:,} out"
+        if self.num_uncounted:
+            tokens += f", and an unknown number for {counted(self.num_uncounted, 'answer')}"
+        return f"{counted(self.num_answers, 'answer')}: {tokens}{each}"
 
 
 def cost_of(variant_dir: Path, *, limit: int | None = None) -> Cost:

@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.shards.columns import VIDEO, command_for
 
 DATA_VARIABLE = "CLIPMILL_DATA"
@@ -134,7 +135,9 @@ def data_flags(data: Path) -> list[str]:
 
 
 def short_path(path: Path) -> str:
-    """Return a path relative to the current folder if it is in it."""
+    """Return a path relative to the current folder if it is in it; that of a bucket's copy is shown as its address."""
+    if mirror_of(path) is not None:
+        return os.fspath(path)
     with suppress(ValueError, OSError):
         return os.fspath(path.relative_to(Path.cwd()))
     return os.fspath(path)

@@ -341,3 +341,14 @@ def test_a_damaged_journal_loses_only_the_damaged_lines(tmp_path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content.replace(b'"b"', b'"x"'))
     assert read_answers(path) == {"a": answer, "c": answer}
+
+
+def test_counts_of_tokens_that_cannot_be_are_unknown_and_the_report_says_so(shard_set: ShardSet) -> None:
+    def odd(request: Request, number: int) -> Reply:
+        usage = {"prompt_tokens": 10**30, "completion_tokens": -1} if number else None
+        return completion("a caption", request, usage=usage)
+
+    with served(odd) as server:
+        ran = prep_here(*flags(shard_set.data, server, "--max-tokens-total", 100), "--engine", "processes")
+    assert "5 answers: 0 tokens in, 0 out, and an unknown number for 5 answers" in ran.stdout
+    assert {(row["tokens_in"], row["tokens_out"]) for row in rows(shard_set.data).values()} == {(None, None)}
