@@ -72,8 +72,11 @@ def image_captions(samples: TarImages) -> pa.Table:
 def _class_names(pattern: str, classes: Path | None) -> list[str]:
     path = classes or _beside(pattern, _CLASSES)
     if path is None:
+        missing = f"there is no {_CLASSES} beside the tars {pattern}, nor in the folder above"
+        if is_remote(pattern):
+            missing = f"{_CLASSES} is not looked for beside the remote tars {pattern}"
         raise UserError(
-            f"there is no {_CLASSES} beside the tars {pattern}, nor in the folder above",
+            missing,
             hint="give --classes FILE (in training --evaluate.classes), one class per line",
         )
     names = [line.strip() for line in text_lines(path)]
