@@ -87,8 +87,7 @@ def _class_names(pattern: str, classes: Path | None) -> list[str]:
 
 def _beside(pattern: str, name: str) -> Path | None:
     """A file in the folder of the tars, or in the one above it; None if there is none, or they are remote."""
-    first = expand(pattern)[0]
-    if is_remote(first):
+    if is_remote(pattern):
         return None
-    folder = Path(first).absolute().parent
+    folder = Path(expand(pattern)[0]).absolute().parent
     return next((one / name for one in (folder, folder.parent) if (one / name).is_file()), None)
