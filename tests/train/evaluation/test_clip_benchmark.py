@@ -16,6 +16,8 @@ from PIL import Image
 from sklearn.metrics import top_k_accuracy_score
 from torch.utils.data import DataLoader
 
+from clipmill.manifests.errors import UserError
+from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
 from tests.train.evaluation.test_commands import scored
 from tests.train.running import train
 
@@ -137,3 +139,8 @@ def test_what_the_tars_lack_is_said(
     result = scored(capsys, "zero-shot", exported, *shards, "--classes", few)
     assert "without one of the classes" in str(result["data"])
     assert json.dumps(result)
+
+
+def test_class_names_beside_remote_tars_are_not_said_to_be_missing() -> None:
+    with pytest.raises(UserError, match=r"classnames\.txt is not looked for beside the remote tars"):
+        class_numbers("http://127.0.0.1:1/test/{0..1}.tar", None)

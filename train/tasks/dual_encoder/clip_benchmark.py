@@ -72,8 +72,11 @@ def image_captions(samples: TarImages) -> pa.Table:
 def _class_names(pattern: str, classes: Path | None) -> list[str]:
     path = classes or _beside(pattern, _CLASSES)
     if path is None:
+        missing = f"there is no {_CLASSES} beside the tars {pattern}, nor in the folder above"
+        if is_remote(pattern):
+            missing = f"{_CLASSES} is not looked for beside the remote tars {pattern}"
         raise UserError(
-            f"there is no {_CLASSES} beside the tars {pattern}, nor in the folder above",
+            missing,
             hint="give --classes FILE (in training --evaluate.classes), one class per line",
         )
     names = [line.strip() for line in text_lines(path)]
@@ -84,8 +87,7 @@ def _class_names(pattern: str, classes: Path | None) -> list[str]:
 
 def _beside(pattern: str, name: str) -> Path | None:
     """A file in the folder of the tars, or in the one above it; None if there is none, or they are remote."""
-    first = expand(pattern)[0]
-    if is_remote(first):
+    if is_remote(pattern):
         return None
-    folder = Path(first).absolute().parent
+    folder = Path(expand(pattern)[0]).absolute().parent
     return next((one / name for one in (folder, folder.parent) if (one / name).is_file()), None)
