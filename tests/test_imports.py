@@ -190,7 +190,7 @@ def test_a_package_loads_on_a_machine_without_the_other_sides_parts(
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_run_loads_no_other_task_and_at_most_274_modules(repository: Path, tmp_path: Path) -> None:
+def test_a_run_loads_no_other_task_and_at_most_275_modules(repository: Path, tmp_path: Path) -> None:
     script = (
         "import sys\n"
         f"sys.argv = ['train', 'dual-encoder', '--shards', {str(tmp_path)!r}, '--device', 'cpu']\n"
@@ -208,4 +208,4 @@ def test_a_run_loads_no_other_task_and_at_most_274_modules(repository: Path, tmp
     ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
     count, *tasks = ran.stdout.splitlines()[-1].split()
     assert tasks == ["dual_encoder"], ran.stderr
-    assert int(count) <= 274
+    assert int(count) <= 275

@@ -167,7 +167,7 @@ def _use(objective: Objective, exchange: Exchange) -> None:
         raise UserError(
             "--exchanges compares the exchanges of a contrastive loss with gradients in closed form, and this is "
             f"{type(objective).__name__}",
-            hint="leave it out, or use train bench dual-encoder with a --loss.kind of clipmill",
+            hint="leave it out, or profile a task with a contrastive --loss.kind of clipmill's own",
         )
     objective.exchange = _EXCHANGES[exchange]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import FIRST_RUN, SHARE, TOWER_SIZES, Checked, GoesWith, Range
+from clipmill.train.config.fields import FIRST_RUN, SHARE, TOWER_SIZES, TOWERS_BY_NAME, Checked, GoesWith, Range
 from clipmill.train.config.towers import TOWERS
 
 ModelName = Literal["tiny", "s16", "b32", "b16", "l16", "l14", "l14-336"]
@@ -32,7 +32,8 @@ _OF_CLIP_ALONE = {"embedding_width": None, "patch_dropout": 0.0, "attention": No
 LIBRARY = "library"
 _REFERENCE = re.compile(r"(open_clip|timm|hf):\S.*")
 _OF_OUR_IMAGE = (
-    *("tubelet", "width", "depth", "heads", "patch_px", "video_norm_eps", "attention", "patch_dropout", "drop_path"),
+    *("tubelet", "width", "depth", "heads", "mlp_ratio", "patch_px", "video_norm_eps", "attention", "patch_dropout"),
+    "drop_path",
 )
 _OF_OUR_TEXT = ("text_width", "text_depth", "text_heads")
 _WIDEST = 65_536
@@ -51,9 +52,9 @@ class Towers(Checked):
     parts = {"kind": TOWERS}  # noqa: RUF012 - a ClassVar of the base
 
     kind: Annotated[str | None, Parameter(help=_KINDS)] = None
-    image: str | None = None
+    image: Annotated[str | None, TOWERS_BY_NAME] = None
     """Image tower of a library, applied to each frame: open_clip:NAME, timm:NAME or hf:FOLDER (docs/models.md)."""
-    pool_frames: Annotated[Literal["mean", "attention"], GoesWith("image")] = "mean"
+    pool_frames: Annotated[Literal["mean", "attention"], TOWERS_BY_NAME, GoesWith("image")] = "mean"
     """Embedding of a clip from those of its frames by --towers.image: their mean, or attention pooling."""
     tubelet: Annotated[int | None, Range(least=1)] = None
     """Frames per patch (tubelet). Default: 1 for clip and timesformer, 2 for videomae."""
@@ -135,9 +136,9 @@ class DualEncoderTowers(Towers):
     """Number of blocks of the text tower. Default: that of --model."""
     text_heads: Annotated[int | None, SIZE, TOWER_SIZES] = None
     """Number of attention heads per block of the text tower. Default: heads as wide as those of --model."""
-    text: str | None = None
+    text: Annotated[str | None, TOWERS_BY_NAME] = None
     """Text tower of a library with its own tokenizer: open_clip:NAME or hf:FOLDER (docs/models.md)."""
-    text_pooling: Annotated[Literal["own", "mean", "first", "last"], GoesWith("text")] = "own"
+    text_pooling: Annotated[Literal["own", "mean", "first", "last"], TOWERS_BY_NAME, GoesWith("text")] = "own"
     """Embedding of a text from its tokens, of --towers.text hf: the model's own, their mean, the first or the last."""
     context_length: Annotated[int | None, Range(4, 8192)] = None
     """Number of tokens of a text. Default: that of the text tower or --init.weights (CLIP: 77). Longer ones stretch the

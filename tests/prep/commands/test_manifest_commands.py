@@ -276,7 +276,7 @@ def test_every_kind_has_a_command(videos: Path, tmp_path: Path) -> None:
         (["folder", "{tmp}/videos", "--data", "{root}/shards"], "source code of clipmill"),
         (["folder", "{tmp}/videos", "--data", "{tmp}/videos/a.mp4"], "is a file"),
         (["ego4d", "{tmp}/videos", "--annotations", "{tmp}/gone.json"], "cannot read"),
-        (["ego4d", "{tmp}/videos", "--annotations", "{tmp}/x.txt"], "neither a .json nor a .pkl file"),
+        (["ego4d", "{tmp}/videos", "--annotations", "{tmp}/x.doc"], "is not a .json, .pkl, .csv or .txt file"),
         (["kinetics", "{tmp}/gone.txt", "--videos", "{tmp}/videos"], "cannot read"),
         (["folder", "{tmp}/videos", "--captions", "{tmp}/folder.csv"], "it is a folder"),
         (["vatex", "{tmp}/videos", "--annotations", "{tmp}/folder.csv"], "it is a folder"),

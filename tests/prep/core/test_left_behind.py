@@ -143,8 +143,9 @@ def test_a_command_leaves_alone_what_others_may_be_writing(shard_set: ShardSet) 
         "latents": ("latents/sd-0123abcd/000000.tar",),
         "text": ("text/clip-0123abcd/commits/000000.json", "layout/text.parquet"),
         "scores": ("scores/scores-0123abcd/000000.tar", "scores/scores-0123abcd/chunks.arrow"),
+        "captions": ("captions/vlm-0123abcd/000000.tar",),
     }
-    for column in ("latents", "text", "scores"):
+    for column in set(COLUMNS) - {"video"}:
         recipe = data / places[column][0].partition("/0")[0].removesuffix("/commits") / "recipe.json"
         recipe.parent.mkdir(parents=True)
         recipe.write_text("{}")

@@ -141,5 +141,5 @@ def test_another_type_is_the_rounded_result() -> None:
 
 def test_pictures_of_another_size_are_refused() -> None:
     video, colour = torch.from_numpy(random_planes(1, 1, SIZE_PX)), torch.tensor([0], dtype=torch.uint8)
-    with pytest.raises(ValueError, match="no 4:2:0 planes of 16 x 16"):
+    with pytest.raises(ValueError, match="not 4:2:0 planes of 16 x 16"):
         to_model_input(video, colour, size_px=16, mean=MEAN, std=STD)

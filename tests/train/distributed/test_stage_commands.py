@@ -37,6 +37,10 @@ def test_the_slurm_script_launches_a_pipeline(repository: Path, data_dir: Path, 
     found, expected = (read_lines(RunFolder(out).metrics) for out in (two, one))
     for line, expected_line in zip(found, expected, strict=True):
         assert line.keys() == expected_line.keys()
+        batches, expected_batches = (one.pop("batches", {}) for one in (line, expected_line))
+        assert batches.keys() == expected_batches.keys()
+        for name, losses in batches.items():
+            assert losses == pytest.approx(expected_batches[name], rel=1e-4), name
         for name, value in line.items():
             if not name.endswith(OF_SPEED):
                 assert value == pytest.approx(expected_line[name], rel=1e-4, abs=1e-6), name
