@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.hub import hub_if_reachable
 from clipmill.prep.text.recipe import SAFETENSORS, TINY, ResolvedTextRecipe, TextRecipe, file_sha256, safetensors_shapes
 from clipmill.prep.text.tokens import Encoded, tokens_of
@@ -134,7 +134,7 @@ def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
         model = open_clip.create_model(recipe.model, pretrained=str(path), weights_only=True)
     except (RuntimeError, OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{path} cannot be loaded as {recipe.model}: {_first_line(error)}",
+            f"{path} cannot be loaded as {recipe.model}: {first_line(error)}",
             hint="give weights of this model with --clip",
         ) from None
     return Tower(model, open_clip.get_tokenizer(recipe.model), device=device)
@@ -204,7 +204,7 @@ def weights_file(recipe: TextRecipe) -> Path:
             return Path(open_clip.pretrained.download_pretrained(config))
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"the weights of --clip {recipe.clip} cannot be downloaded: {_first_line(error)}",
+            f"the weights of --clip {recipe.clip} cannot be downloaded: {first_line(error)}",
             hint=f"copy the file to this machine, and use --clip {recipe.model}:FILE",
         ) from None
 
@@ -309,7 +309,3 @@ def _without_wandb() -> Iterator[None]:
     finally:
         if not is_imported:
             del modules["wandb"]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import UserError, first_line
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import AttentionBackend, AttentionChoice, Packing, open_attention, pack
@@ -77,7 +77,7 @@ def kernels_fact(
             attention.name, settings, device=device, products=products, packing=pack(_CAPTION_LENGTHS, device=device)
         )
     except NotImplementedError as error:
-        return f"none ({_first_line(error)})"
+        return f"none ({first_line(error)})"
     return f"{clips} (clips); {captions} (packed captions)"
 
 
@@ -89,7 +89,7 @@ def _first_that_works(
     try:
         _kernels(attention.name, settings, device=device, products=products)
     except NotImplementedError as error:
-        return "sdpa", f"{attention.name} has no kernel for this precision, GPU and model: {_first_line(error)}"
+        return "sdpa", f"{attention.name} has no kernel for this precision, GPU and model: {first_line(error)}"
     return cast(AttentionChoice, attention.name), attention.reason
 
 
@@ -107,7 +107,3 @@ def _kernels(
     shape = (1, num_tokens, 3, trunk.num_heads, trunk.width // trunk.num_heads)
     qkv = torch.zeros(shape, dtype=products or torch.float32, device=device, requires_grad=True)
     return kernels_of(name, *qkv.unbind(2), causal=packing is not None, packing=packing)
-
-
-def _first_line(error: NotImplementedError) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.json_text import parse_json
 from clipmill.shards.opening import open_regular
 from clipmill.train.config.fields import Range
@@ -243,7 +243,7 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
-            f"the weights {path} are damaged or cut short: {_first_line(error)}", hint=_DOWNLOAD_AGAIN
+            f"the weights {path} are damaged or cut short: {first_line(error)}", hint=_DOWNLOAD_AGAIN
         ) from error
 
 
@@ -281,7 +281,7 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
         ) from error
     except Exception as error:
         raise UserError(
-            f"the weights {path} are damaged or cut short: {_first_line(error)}", hint=_DOWNLOAD_AGAIN
+            f"the weights {path} are damaged or cut short: {first_line(error)}", hint=_DOWNLOAD_AGAIN
         ) from error
     for name in _INNER:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
@@ -336,7 +336,3 @@ def _refused_thing(error: Exception) -> str:
         return f"it holds {text.partition('GLOBAL ')[2].split()[0]}, and only tensors and plain values are loaded"
     # Not torch's own words: they advise to load the file with everything that it can run.
     return "it is not a tensor file"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.decoding.clip import ClipShape, make_clip
 from clipmill.train.data.decoding.decoders import PlainVideo, require_frames
@@ -80,7 +81,7 @@ class VideoStream(BatchLoader):
     @property
     def variant_name(self) -> str:
         """Where the clips come from."""
-        return f"a stream of {len(self._tars)} tars"
+        return f"a stream of {counted(len(self._tars), 'tar')}"
 
     @property
     def fingerprint(self) -> str:

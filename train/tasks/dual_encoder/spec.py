@@ -284,9 +284,7 @@ TASK = TaskSpec(
     adopted="a CLIP with both towers",
     adopts_tags=True,
     has_frame_embedding=True,
-    features=Features(
-        description="the video tower's class token, before the projection", inputs=lambda task: task.clips
-    ),
+    features=Features(description="the video tower's features, before the projection", inputs=lambda task: task.clips),
     first_run=FirstRun(
         on_cpu="tiny",
         on_gpu="b16-ego4d",

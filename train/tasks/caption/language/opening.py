@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import UserError, first_line
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.tasks.caption.settings import VIDEO_MARK, DecoderSettings, Reducer
 from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer
@@ -113,7 +113,7 @@ def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel"
         )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(
-            f"cannot read the weights of {folder} (--decoder.lm): {_first_line(error)}",
+            f"cannot read the weights of {folder} (--decoder.lm): {first_line(error)}",
             hint=f"weights are read from safetensors files alone; {again}",
         ) from error
     if lacks := sorted({*report["missing_keys"], *(one[0] for one in report["mismatched_keys"])}):
@@ -210,7 +210,7 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # type: ignore[no-any-return]
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(
-            f"cannot read {folder / 'config.json'}: {_first_line(error)}", hint="get the folder of --decoder.lm again"
+            f"cannot read {folder / 'config.json'}: {first_line(error)}", hint="get the folder of --decoder.lm again"
         ) from error
 
 
@@ -223,7 +223,7 @@ def _tokenizer_of(folder: Path) -> Any:
     try:
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises whatever a damaged file leads to
-        raise UserError(f"cannot read the tokenizer of {folder}: {_first_line(error)}", hint=again) from error
+        raise UserError(f"cannot read the tokenizer of {folder}: {first_line(error)}", hint=again) from error
     if getattr(found, "backend_tokenizer", None) is None:
         raise UserError(
             f"the tokenizer of {folder} is a {type(found).__name__}, which tokenizers does not read", hint=again
@@ -240,7 +240,3 @@ def _files_of(tokenizer: Any) -> dict[str, bytes]:
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
