@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clipmill.prep.captions.answers import Answer, Journal, answers_in, read_answers
+from clipmill.prep.captions.answers import Answer, answers_in
 from clipmill.prep.captions.frames import frames_to_show, read_pictures
 from clipmill.prep.core.data_folder import column_lock
 from clipmill.shards.reader import Variant
@@ -330,17 +330,6 @@ def test_bad_requests_name_the_flag(given: tuple[str, ...], message: str, tmp_pa
     server = ("--endpoint", "http://localhost:1/v1")
     ran = prep_here("captions", "--model", MODEL, *server, *given, "--data", tmp_path, status=2)
     assert message in ran.error and "secret" not in ran.stderr
-
-
-def test_a_damaged_journal_loses_only_the_damaged_lines(tmp_path: Path) -> None:
-    path = tmp_path / "answers" / "000000.jsonl"
-    answer = Answer(text="a", finish_reason="stop", tokens_in=None, tokens_out=1, seconds=0.1, model="m")
-    with Journal(path) as journal:
-        for name in "abc":
-            journal.add(name, answer)
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b'"b"', b'"x"'))
-    assert read_answers(path) == {"a": answer, "c": answer}
 
 
 def test_counts_of_tokens_that_cannot_be_are_unknown_and_the_report_says_so(shard_set: ShardSet) -> None:
