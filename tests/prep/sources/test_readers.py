@@ -166,8 +166,16 @@ def _end_waiting(by: signal.Signals, among: Callable[[], Iterable[int]]) -> None
 def readers(parent: int) -> list[int]:
     """The readers among the children of a process."""
     tasks = Path(f"/proc/{parent}/task").iterdir()
-    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return [child for child in children if b"probe_processes" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    children = [int(child) for task in tasks for child in _read_if_it_lives(task / "children").split()]
+    return [child for child in children if b"probe_processes" in _read_if_it_lives(Path(f"/proc/{child}/cmdline"))]
+
+
+def _read_if_it_lives(path: Path) -> bytes:
+    """A file of a process or thread; nothing of one that has ended since it was listed."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def _waits_for_lease(pid: int) -> bool:
