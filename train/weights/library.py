@@ -25,6 +25,7 @@ from clipmill.train.weights.open_clip import BUFFERS, TEXT_ROOTS, from_open_clip
 IMAGE, TEXT = "video.model.", "text.model."
 LOGIT_BIAS = "logit_bias"
 _ANY_PX = 224
+_PLAIN = Towers()
 _OF_TEXT, _OF_IMAGE = ("text", "text_model"), ("visual", "vision_model", "visual_projection")
 
 
@@ -83,11 +84,14 @@ def library_facts(folder: Path) -> SourceFacts:
     return facts_of_entry({name: found.get(f"image_{name}", found.get(name)) for name in ("mean", "std")})
 
 
-def facts_of_entry(entry: Mapping[str, Any]) -> SourceFacts:
-    """Facts from the entry of a tag of open_clip."""
+def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _PLAIN) -> SourceFacts:
+    """Facts from the entry of a tag of open_clip, whose weights are for `towers`."""
     mean, std = (colours(None if entry.get(name) is None else list(entry[name])) for name in ("mean", "std"))
-    remarks = ("trained with QuickGELU, which open_clip:NAME-quickgelu has",) if entry.get("quick_gelu") else ()
-    return SourceFacts(mean=mean, std=std, remarks=remarks)
+    is_other = entry.get("quick_gelu") and not (towers.image or "").endswith("-quickgelu")
+    remarks = ("trained with QuickGELU, which open_clip:NAME-quickgelu has",) if is_other else ()
+    names = {name: value for name in ("image", "text") if (value := getattr(towers, name, None)) is not None}
+    picture_px = None if towers.image is None else preprocessing_of(towers.image).size_px
+    return SourceFacts(mean=mean, std=std, picture_px=picture_px, towers=names, remarks=remarks)
 
 
 def state_of(weights: Tensors, prefix: str) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,8 @@ def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
     elif path.is_file() or not match:
         file, facts = path, None
     else:
-        file, facts = file_of_tag(match[1], match[2], read_facts=None if library is None else facts_of_entry)
+        read_facts = None if library is None else partial(facts_of_entry, towers=towers)
+        file, facts = file_of_tag(match[1], match[2], read_facts=read_facts)
     is_hf = library is not None and "model_type" in (read_config(path / "config.json") or {})
     state = read_hf(path) if is_hf else without_prefixes(read_tensors(file))
     require_float_weights(state, source=file)

@@ -74,6 +74,30 @@ def test_an_export_is_what_open_clip_loads_and_what_clipmill_loads(run: Path, tm
     assert torch.equal(back.encode_video(CLIPS), ours.encode_video(CLIPS))
 
 
+@pytest.mark.parametrize("name", [RESNET, SIGLIP2])
+def test_a_name_and_tag_opens_towers_that_open_clip_has_to_build(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    torch.manual_seed(4)
+    theirs = open_clip.create_model(name, precision="fp32").eval()
+    torch.save(theirs.state_dict(), tmp_path / "cached.pt")
+    entry = {"hf_hub": "test/", "mean": (0.4, 0.5, 0.6), "std": (0.3, 0.3, 0.3)}
+    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, name, {"some": entry})
+    monkeypatch.setattr("open_clip.pretrained.download_pretrained", lambda entry: str(tmp_path / "cached.pt"))
+    ours = load_model(f"{name}:some", device="cpu")
+    assert (ours.settings.size_px, ours.settings.num_frames) == (PX, 4)
+    assert ours.settings.init.pixel_mean == pytest.approx(entry["mean"])
+    assert any("the mean of those of its 4 frames" in remark for remark in ours.remarks)
+    assert not any("activation" in remark for remark in ours.remarks)
+    frames = torch.randn(2, 3, PX, PX)
+    tokens = torch.from_numpy(np.stack([encoder(ours).tokenize(text) for text in TEXTS]))
+    with torch.no_grad():
+        clips = ours.encode_video(frames[:, :, None].expand(-1, -1, 4, -1, -1))
+        torch.testing.assert_close(clips, theirs.encode_image(frames, normalize=True), rtol=0, atol=1e-5)
+        texts = theirs.encode_text(tokens, normalize=True)
+        torch.testing.assert_close(ours.encode_text(TEXTS), texts, rtol=0, atol=1e-5)
+
+
 def test_adapters_of_peft_are_trained_and_merged(data_dir: Path, siglip2: Path, tmp_path: Path) -> None:
     out = tmp_path / "adapted"
     flags = ("--lora.rank", 2, "--lora.alpha", 4, "--steps", 3, "--checkpoint-every", 1, "--lr", "1e-2")
