@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
+from clipmill.manifests.quoting import counted
 from clipmill.train.commands.training import docstring
 from clipmill.train.config.data import AS_TRAINED, Overrides, Weights
 from clipmill.train.config.files import read_values
@@ -126,10 +127,9 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
                     print(f"written: {files[-1]}{page}")
             failed += len(result["failed"])
         if failed:
-            num = f"{failed} samples" if failed > 1 else "1 sample"
             listed = "; see `failed` in " + ", ".join(map(str, files)) if files else ""
             hint = listed or ("" if as_json else "; --json or --out lists them")
-            raise FailedWork(f"{num} could not be decoded{hint}")
+            raise FailedWork(f"{counted(failed, 'sample')} could not be decoded{hint}")
 
     command.__doc__ = docstring(
         evaluation.help,

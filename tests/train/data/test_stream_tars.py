@@ -182,7 +182,7 @@ def test_a_stream_of_fewer_clips_than_a_batch_is_the_users_mistake(tmp_path: Pat
 
 def test_tars_without_samples_are_the_users_mistake(tmp_path: Path, payload: bytes) -> None:
     write_tar(tmp_path / "0.tar", payload, [])
-    with pytest.raises(UserError, match="fewer than the 1 clips that are needed"):
+    with pytest.raises(UserError, match="fewer clips than the 1 that are needed"):
         list(open_stream(tmp_path / "0.tar").evaluation_batches())
     with pytest.raises(UserError, match="fewer than the 4 clips that are needed"):
         first(open_stream(tmp_path / "0.tar"), 1)
