@@ -89,7 +89,7 @@ def _measure(
     several: Several,
     as_json: bool,
 ) -> None:
-    require_places(shards=settings.folders, init=settings.init.weights)
+    require_places(shards=settings.folders, init=settings.init.sources)
     with Activity("importing torch"):
         from clipmill.train.bench.communication import print_breakdown, write_breakdown
         from clipmill.train.bench.report import print_report

@@ -26,7 +26,8 @@ IMAGE, TEXT = "video.model.", "text.model."
 LOGIT_BIAS = "logit_bias"
 _ANY_PX = 224
 _PLAIN = Towers()
-_OF_TEXT, _OF_IMAGE = ("text", "text_model"), ("visual", "vision_model", "visual_projection")
+_OF_IMAGE = ("visual", "vision_model", "visual_projection")
+OF_TEXT = ("text", "text_model", *TEXT_ROOTS)  # first parts of the names of a CLIP's text tower
 
 
 def library_format(towers: Towers) -> Format | None:
@@ -46,12 +47,12 @@ def _converted(names: Mapping[str, frozenset[str]], state: Tensors) -> Converted
     tensors, origins = dict[str, torch.Tensor](), dict[str, str]()
     unknown, rest, ignored = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[str]()
     # Of a model with two towers, the first part of a name says which.
-    has_both = any_begins(state, "token_embedding.", *(f"{root}." for root in (*_OF_TEXT, *_OF_IMAGE)))
+    has_both = any_begins(state, "token_embedding.", *(f"{root}." for root in ("text", "text_model", *_OF_IMAGE)))
     for name, tensor in state.items():
         root = name.partition(".")[0]
         sides = list(names)
         if has_both:
-            sides = [TEXT] if root in (*_OF_TEXT, *TEXT_ROOTS) else [IMAGE] if root in _OF_IMAGE else []
+            sides = [TEXT] if root in OF_TEXT else [IMAGE] if root in _OF_IMAGE else []
         sides = [side for side in sides if side in names and root != LOGIT_SCALE]
         ours = next((f"{side}{part}" for side in sides for part in _endings(name) if part in names[side]), None)
         if not tensor.is_floating_point() or name.endswith(BUFFERS) or name == LOGIT_BIAS:

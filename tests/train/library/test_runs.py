@@ -170,15 +170,16 @@ def test_other_tasks_take_the_image_tower_of_a_run(data_dir: Path, run: Path, tm
 
 def test_an_encoder_of_pictures_and_one_of_texts_are_paired(data_dir: Path, tmp_path: Path) -> None:
     """DINOv2's files have other names than its modules, which transformers' own loader knows."""
-    theirs = save_hf(tmp_path / "dino", "dinov2")
-    save_hf(tmp_path / "bert", "bert")
+    theirs, of_text = save_hf(tmp_path / "dino", "dinov2"), save_hf(tmp_path / "bert", "bert")
     towers = ("--towers.image", f"hf:{tmp_path / 'dino'}", "--towers.text", f"hf:{tmp_path / 'bert'}")
     some = ("--towers.text-pooling", "mean", "--towers.activation-checkpointing", "--steps", 1, "--lr", "1e-12")
-    given = ("--init.weights", tmp_path / "dino", "--init.allow", "text.*", "--shards", data_dir)
+    given = ("--init.weights", tmp_path / "dino", "--init.text", tmp_path / "bert", "--shards", data_dir)
     assert train("dual-encoder", *TINY, *towers, *some, *given, "--out", tmp_path / "run") == 0
     after = weights(tmp_path / "run")
     for name, one in theirs.state_dict().items():
         torch.testing.assert_close(after[f"video.model.{name}"], one, rtol=0, atol=1e-9)
+    for name, one in of_text.state_dict().items():
+        torch.testing.assert_close(after[f"text.model.{name}"], one, rtol=0, atol=1e-9)
     assert train("export", tmp_path / "run", "--format", "hf", "--out", tmp_path / "out") == 0
     assert load_model(tmp_path / "out").identity == load_model(tmp_path / "run").identity
 
