@@ -31,8 +31,8 @@ def quickstart(
 ) -> None:
     """Look at the data and this machine, measure a few training steps, and propose a first run.
 
-    The plan says task, preset, batch size, steps, expected time, memory and disk, and ends in the complete command. On a
-    terminal it asks whether to run it; elsewhere it runs only with --yes.
+    The plan says task, preset, batch size, steps, expected time, memory and disk, and ends in the complete command.
+    On a terminal it asks whether to run it; elsewhere it runs only with --yes.
 
     Examples:
 
