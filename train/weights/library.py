@@ -27,7 +27,7 @@ LOGIT_BIAS = "logit_bias"
 _ANY_PX = 224
 _PLAIN = Towers()
 _OF_IMAGE = ("visual", "vision_model", "visual_projection")
-OF_TEXT = ("text", "text_model", *TEXT_ROOTS)  # first parts of the names of a CLIP's text tower
+OF_TEXT = ("text", "text_model", *TEXT_ROOTS)  # first parts of the names of a CLIP's text tower, and of its temperature
 
 
 def library_format(towers: Towers) -> Format | None:

@@ -37,7 +37,7 @@ def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title
         raise UserError(f"{title}: there is no text tower", hint="name weights that have one with --init.text")
 
     def both(of_video: Mapping[str, Any], of_text: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {name: one for name, one in of_video.items() if _root(name) not in (*OF_TEXT, LOGIT_SCALE)}
+        kept = {name: one for name, one in of_video.items() if _root(name) not in OF_TEXT}
         return kept | {name: one for name, one in of_text.items() if _root(name) in OF_TEXT and name != LOGIT_SCALE}
 
     return ConvertedStateDict(

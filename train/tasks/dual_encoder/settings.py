@@ -141,6 +141,11 @@ class DualEncoderSettings(LatentSettings):
             )
         if not self.reads_latents:
             yield from caught(check_picture, self.model, self.towers, size_px=self.size_px)
+        if self.text_tower == "frozen" and self.init.text is not None:
+            yield UserError(
+                f"--init.text is {self.init.text}, and stored embeddings take the place of the text tower",
+                hint="leave out --init.text or --text-tower frozen",
+            )
         if self.text_tower == "frozen" and self.towers.embedding_width is not None:
             yield UserError(
                 f"--towers.embedding-width is {self.towers.embedding_width}, and stored embeddings have their own",
