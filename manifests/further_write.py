@@ -17,7 +17,7 @@ from clipmill.manifests.further_sources import FurtherCaptions, of_sources, sour
 from clipmill.manifests.merge import rows_of
 from clipmill.manifests.previous import PreviousManifest, stable_ids
 from clipmill.manifests.publication import NewManifest, publish_manifest
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import counted, quoted
 from clipmill.manifests.schema import REJECTED
 from clipmill.manifests.store import manifest_dir, read_manifest
 
@@ -156,7 +156,7 @@ def _require_free(source: str, kind: str, *, before: Mapping[str, int], further:
         )
     if source in before and source not in further:
         raise UserError(
-            f"the source {source!r} is that of {before[source]:,} captions of a dataset in the manifest",
+            f"the source {source!r} is that of {counted(before[source], 'caption')} of a dataset in the manifest",
             hint="give the new captions another name with --source",
         )
 

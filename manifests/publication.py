@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
@@ -91,5 +92,7 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
         },
     )
     promote(folder, fingerprint=fingerprint)
+    number = rejected.schema.get_field_index("row")
+    counted_from_1 = rejected.set_column(number, "entry", pc.add(rejected["row"], 1))
     with published(folder / REJECTED_LIST) as temporary:
-        csv.write_csv(rejected, temporary)
+        csv.write_csv(counted_from_1, temporary)

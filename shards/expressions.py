@@ -178,6 +178,8 @@ class _Parser:
             nearest = difflib.get_close_matches(name.lower(), self._fields, n=1)
             hint = f"did you mean {nearest[0]}? " if nearest else "texts are written in 'single quotes'; "
             hint = "ask for unknown values by `NAME is null`; " if name == "None" else hint
+            if "_" in name:  # the fields of a plug-in's column are named after it
+                hint += f"if {name.partition('_')[0]} is a column of a plug-in, its package is not installed here; "
             self._fail(f"there is no name {name}", place, hint=f"{hint}names: {', '.join(self._fields)}")
 
     def _check_kinds(self, root: _Node) -> None:

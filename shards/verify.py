@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.publish import read_record
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import file_state, local_copy, touched
 from clipmill.shards.commits import Commit, ShardFiles, commit_path
 from clipmill.shards.damage import DamagedCommit, DamagedIndex
@@ -156,7 +157,8 @@ def _check_index(variant_dir: Path, *, shard_id: int, files: ShardFiles) -> tupl
         return [Problem(shard_id, None, Code.INDEX_FORMAT, str(error))], None
     num_keys = len(set(table.column("key").to_pylist()))
     if not num_keys == table.num_rows == files.num_samples:
-        message = f"{path.name} has {table.num_rows} rows and {num_keys} keys, expected {files.num_samples} samples"
+        message = f"{path.name} has {counted(table.num_rows, 'row')} and {counted(num_keys, 'key')}, expected "
+        message += counted(files.num_samples, "sample")
         return [Problem(shard_id, None, Code.INDEX_FORMAT, message)], None
     energon_index = variant_dir / files.energon_index
     with local_copy(energon_index):

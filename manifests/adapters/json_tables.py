@@ -5,7 +5,8 @@
     {"video": ["a.mp4", ...], "text": ["...", ...]}                 columns as lists of equal length, or as pandas
     {"video": {"0": "a.mp4", ...}, "text": {"0": "...", ...}}       writes them, with an index
     {"a.mp4": ["...", ...], "b.mp4": {"start": 0, "text": "..."}}   videos: a caption, a row, or a list of these
-    {"annotations": [{"video": "a.mp4", "text": "..."}, ...]}       lists of rows below any name
+    {"annotations": [{"video": "a.mp4", "text": "..."}, ...]}       lists of rows below any name; what else is beside
+                                                                    them, such as "info", is left out and noted
 
 Lines may be in a file named .json too, as `datasets` writes them.
 """
@@ -21,11 +22,14 @@ from clipmill.manifests.adapters.dialects import LINE_SUFFIXES, note_encoding
 from clipmill.manifests.adapters.json_stream import array_items, object_items
 from clipmill.manifests.adapters.tables import Row, json_rows, unrepeated
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import on_one_line, quoted
+from clipmill.manifests.quoting import counted, on_one_line, quoted
 
 JSON_SUFFIX = ".json"
 _MAX_FORMS = 20  # sets of keys of rows that are remembered, and of notes on them
 _MAX_LINE_CHARS = 1 << 20
+_MAX_NAMED = 5
+# Names of lists in files of COCO, ActivityNet and MSR-VTT, which are not those of videos.
+_NAMES_OF_LISTS = frozenset({"annotations", "database", "sentences"})
 _SHAPES = (
     'give a list of rows ([{"video": ..., "text": ...}, ...]), columns ({"video": [...], "text": [...]}), or videos '
     'with their captions ({"a.mp4": ["...", ...]})'
@@ -66,7 +70,7 @@ def _rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
         for number, item in enumerate(array_items(path, hook=unrepeated)):
             yield _row(number, item)
     else:
-        yield from _object_rows(path)
+        yield from _object_rows(path, note=note)
 
 
 def _first_character(path: Path) -> str:
@@ -98,7 +102,7 @@ def _is_texts(item: object) -> bool:
     return isinstance(item, list) and all(isinstance(one, str) for one in item)
 
 
-def _object_rows(path: Path) -> Iterator[Row]:
+def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
     content: dict[str, Any] = {}
     for key, value in object_items(path, hook=unrepeated):
         if key in content:
@@ -107,6 +111,16 @@ def _object_rows(path: Path) -> Iterator[Row]:
     if not missing_columns(columns_of(list(content)).values(), ("video", "text")):
         yield from _column_rows(content, path=path)
         return
+    if beside := [key for key, value in content.items() if not _has_whole_rows(value)]:
+        if len(beside) < len(content):
+            content = {key: value for key, value in content.items() if key not in beside}
+            some = ", ".join(map(quoted, beside[:_MAX_NAMED])) + (", ..." if len(beside) > _MAX_NAMED else "")
+            note(f"{path.name}: the rows are below {', '.join(map(quoted, content))}; not read: {some}")
+        elif named := sorted(_NAMES_OF_LISTS.intersection(content)):
+            raise UserError(
+                f"{path}: {named[0]} is not a list of rows with a video and a text",
+                hint=f"{_SHAPES}; prep manifest --help names the datasets that are read as they are",
+            )
     number = 0
     for video, value in content.items():
         items = value if isinstance(value, list) and not _is_texts(value) else [value]
@@ -115,6 +129,14 @@ def _object_rows(path: Path) -> Iterator[Row]:
             is_row = isinstance(item, dict) and "video" in columns_of(list(item)).values()
             yield _row(number, item, video=None if is_row else video)
             number += 1
+
+
+def _has_whole_rows(value: object) -> bool:
+    """Return True for a list with a row that names its video and has a text or a label."""
+    return isinstance(value, list) and any(
+        isinstance(item, dict) and not missing_columns(columns_of(list(item)).values(), ("video", "text"))
+        for item in value
+    )
 
 
 def _column_rows(columns: Mapping[str, Any], *, path: Path) -> Iterator[Row]:
@@ -130,7 +152,7 @@ def _column_rows(columns: Mapping[str, Any], *, path: Path) -> Iterator[Row]:
     lengths = {name: len(column) if isinstance(column, list) else None for name, column in columns.items()}
     if len(set(lengths.values())) > 1 or None in lengths.values():
         found = ", ".join(
-            f"{on_one_line(name)} {'is not a list' if length is None else f'has {length:,} values'}"
+            f"{on_one_line(name)} {'is not a list' if length is None else 'has ' + counted(length, 'value')}"
             for name, length in lengths.items()
         )
         raise UserError(f"{path}: its columns are not lists of the same length: {found}", hint=_SHAPES)

@@ -69,7 +69,9 @@ def captions_report(plan: CaptionsPlan) -> Report:
     lines: list[str] = []
     if num_chunks:
         # Unchanged chunks of a changed shard, and those with an answer, are not asked about again.
-        lines.append(f"estimate at most {counted(num_chunks, 'chunk')} to caption, {settings.frames} frames each")
+        lines.append(
+            f"estimate at most {counted(num_chunks, 'chunk')} to caption, {counted(settings.frames, 'frame')} each"
+        )
         if cost.num_answers:
             share = num_chunks / cost.num_answers
             tokens = (round(cost.tokens_in * share), round(cost.tokens_out * share))

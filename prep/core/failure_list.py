@@ -124,5 +124,5 @@ def _location(row: dict[str, Any], *, line: int | None) -> str:
     if line is not None:
         location += f", line {line}"
     elif row["row"] is not None:
-        location += f", cue {row['row'] + 1}" if file.suffix.lower() in _CUES else f", row {row['row']}"
+        location += f", {'cue' if file.suffix.lower() in _CUES else 'entry'} {row['row'] + 1}"
     return location if source_id is None else f"{location}: {source_id}"

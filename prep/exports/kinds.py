@@ -93,7 +93,8 @@ KINDS = (
         """Write latents and text embeddings as a Zarr store for loaders of segments.
 
         The arrays are base_frames [segments, frames, C, h, w], clip_emb [videos, D] and segment_to_video [segments].
-        A video has the embedding of its first caption. A rerun does nothing if neither columns nor flags have changed.
+        A video has the embedding of its first caption. A rerun does nothing if columns and flags have not changed
+        and no file is missing.
 
         Example: prep export zarr segments.zarr --chunk 32
 

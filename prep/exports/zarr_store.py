@@ -33,10 +33,11 @@ _MARK = "clipmill"  # attribute of a store that was written here: what it was ma
 _SCHEMA = 1
 _WRITTEN_AT_ONCE = 64  # segments, rounded to whole chunks; zarr compresses the chunks of one call in parallel
 _ROWS_AT_ONCE = 1 << 14  # of a chunk of the small arrays
+_ALL_CHUNKS: Any = {"write_empty_chunks": True}  # a missing file is a lost one, of segments of one video too
 
 
 def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: Progress) -> Exported:
-    """Write the store, unless the one at `destination` is up to date.
+    """Write the store, unless the one at `destination` is up to date and complete.
 
     Raises:
         UserError: zarr is not installed; columns are missing or damaged; latents are not float16 or differ in shape;
@@ -176,7 +177,7 @@ def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFl
     blosc = get_numcodec(codec)
     for name, values in ((EMBEDDINGS, segments.embeddings), (VIDEOS, segments.video)):
         chunks = (min(len(values), _ROWS_AT_ONCE), *values.shape[1:])
-        store.create_array(name, data=values, chunks=chunks, compressors=blosc)
+        store.create_array(name, data=values, chunks=chunks, compressors=blosc, config=_ALL_CHUNKS)
     frames = store.create_array(
         FRAMES,
         shape=(num_segments, *segments.shape),
@@ -184,6 +185,7 @@ def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFl
         dtype=np.float16,
         fill_value=np.nan,  # of a chunk whose file is lost, such as by a copy that was cut off
         compressors=blosc,
+        config=_ALL_CHUNKS,
     )
     num_at_once = -(-_WRITTEN_AT_ONCE // flags.chunk) * flags.chunk
     opened, array = -1, np.empty(0, np.float16)
@@ -201,7 +203,7 @@ def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFl
 
 
 def _mark_at(destination: Path) -> dict[str, Any] | None:
-    """What the store at `destination` was made of; None if nothing is there.
+    """What the store at `destination` was made of; None if nothing is there, or files of its arrays are missing.
 
     Raises:
         UserError: something else is there.
@@ -211,11 +213,21 @@ def _mark_at(destination: Path) -> dict[str, Any] | None:
     if not destination.exists():
         return None
     try:
-        mark = zarr.open_group(destination, mode="r").attrs.get(_MARK)
+        store = zarr.open_group(destination, mode="r")
+        mark = store.attrs.get(_MARK)
     except (OSError, ValueError, KeyError):
         mark = None
     if not isinstance(mark, dict):
         raise UserError(
             f"{destination} exists and was not written by prep export zarr", hint="remove it, or give another name"
         )
-    return mark
+    arrays = (FRAMES, EMBEDDINGS, VIDEOS)
+    return mark if all(_is_complete(destination / name, store.get(name)) for name in arrays) else None
+
+
+def _is_complete(folder: Path, array: Any) -> bool:
+    """Whether an array is there with a file for each of its chunks, which divide the first dimension alone."""
+    if array is None:
+        return False
+    rest, there = ".0" * (array.ndim - 1), {path.name for path in folder.iterdir()}
+    return there.issuperset(f"{number}{rest}" for number in range(array.nchunks))

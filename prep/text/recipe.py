@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.json_text import parse_json
 from clipmill.prep.core.column import recipe_fingerprint
 from clipmill.prep.core.selection import WHERE
@@ -45,11 +46,11 @@ _ONE_OF_BOTH = "give --clip MODEL:TAG for embeddings, or --encoder t5:NAME for s
 class TextRecipe:
     """Settings of `prep text` that affect the embeddings."""
 
-    clip: Annotated[str | None, MODEL] = None
+    clip: Annotated[str | None, MODEL, FIRST_RUN] = None
     """CLIP text tower: an open_clip model and the tag or file of its weights, as MODEL:TAG or MODEL:FILE; or tiny
     (small, random weights, for trials)."""
 
-    encoder: Annotated[str | None, MODEL] = None
+    encoder: Annotated[str | None, MODEL, FIRST_RUN] = None
     """Encoder of sequences in place of --clip: t5: and the folder or Hugging Face name of a T5 or umT5, such as
     t5:google/umt5-xxl."""
 

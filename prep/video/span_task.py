@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from clipmill.manifests.keys import split_key
+from clipmill.manifests.quoting import counted
 from clipmill.prep.core.failures import TRANSIENT, FailureCode, SourceFailure
 from clipmill.prep.sources.files import current_fingerprint
 from clipmill.prep.video.codecs import codec_named
@@ -110,7 +111,8 @@ def _checked(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) ->
             times_s = times_s[planned:]
     if len(encoded.segments) != len(pieces):
         raise SourceFailure(
-            FailureCode.FRAMES_DIFFER, f"the encoder wrote {len(encoded.segments)} chunks, expected {len(pieces)}"
+            FailureCode.FRAMES_DIFFER,
+            f"the encoder wrote {counted(len(encoded.segments), 'chunk')}, expected {len(pieces)}",
         )
     return [
         checked_chunk(path, num_frames=num_frames, num_source_frames=num_source, plan=plan, recipe=recipe)

@@ -60,7 +60,7 @@ class Histogram:
     def span_text(self, unit: str) -> str:
         """Return the number of values and their range in words."""
         span = f"from {short_number(self.begin)} to {short_number(self.end)} {unit}".rstrip()
-        return f"{int(self.counts.sum()):,} values {span}"
+        return f"{counted(int(self.counts.sum()), 'value')} {span}"
 
     def bars(self, unit: str) -> list[Bar]:
         """Return the bars: of `kept` values, in front of `all` where a selection drops some."""

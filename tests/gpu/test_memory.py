@@ -35,7 +35,7 @@ def test_out_of_memory_names_a_microbatch_that_then_fits(
     limit_bytes = round(1.3 * int(found[1]))
     status, said = start(train_within, command("large"), limit_bytes, said=tmp_path / "large.txt").end(within_s=60)
     assert status == 2, f"32 samples fit as well, or it ended otherwise: {status}: {said[-2000:]}"
-    assert f"want more than {limit_bytes / 1e9:.1f} GB" in said, said[-2000:]
+    assert f"needs more than {limit_bytes / 1e9:.1f} GB" in said, said[-2000:]
     named = re.search(r"--microbatch (\d+) would probably fit", said)
     assert named is not None, said[-2000:]
     assert 1 <= int(named[1]) <= FITTING

@@ -80,7 +80,7 @@ def test_a_table_of_any_shape_is_read_by_both_commands(make_videos: VideoMaker, 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"video": ["a"], "text": ["x", "y"]}, "video has 1 values, text has 2 values"),
+        ({"video": ["a"], "text": ["x", "y"]}, "video has 1 value, text has 2 values"),
         ({"video": ["a"], "text": "x"}, "text is not a list"),
         ({"video": {"0": "a"}, "text": {"1": "x"}}, "the column text has other rows than the first"),
     ],
@@ -91,6 +91,33 @@ def test_columns_that_do_not_fit_each_other_are_refused(
     (path := tmp_path / "t.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=message):
         of_table(make_videos, path)
+
+
+def test_what_is_beside_the_rows_is_left_out_and_named(make_videos: VideoMaker, tmp_path: Path) -> None:
+    """The form of COCO, and MSR-VTT's, whose list of videos has no texts."""
+    sentences = [{"video_id": row["video"], "caption": row["caption"], "sen_id": 0} for row in ROWS]
+    videos = [{"video_id": row["video"], "split": "train"} for row in ROWS]
+    for name in ("annotations", "sentences"):
+        content = {"info": {"year": 2016}, "videos": videos, name: sentences, "licenses": []}
+        (path := tmp_path / "t.json").write_text(json.dumps(content))
+        reading = of_table(make_videos, path)
+        assert [text for *_, text in captions(reading)] == ["one", "two"] and not reading.rejected.num_rows
+        assert f"t.json: the rows are below '{name}'; not read: 'info', 'videos', 'licenses'" in reading.notes
+        assert not any("info" in note and "rows are below" not in note for note in reading.notes)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"info": {}, "images": [{"id": 1}], "annotations": [{"image_id": 1, "caption": "x"}]},
+        {"version": "1", "database": {"a": {"annotations": [{"segment": [0, 1], "label": "x"}]}}},
+    ],
+)
+def test_a_file_whose_lists_have_no_rows_is_refused(make_videos: VideoMaker, tmp_path: Path, content: Any) -> None:
+    (path := tmp_path / "t.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="is not a list of rows with a video and a text") as refused:
+        of_table(make_videos, path)
+    assert "prep manifest --help" in refused.value.hint
 
 
 def test_keys_that_are_there_twice_are_refused(make_videos: VideoMaker, tmp_path: Path) -> None:

@@ -104,6 +104,11 @@ def test_what_is_unknown_is_selected_by_neither_a_comparison_nor_its_opposite(ex
         ("'ü' = text and motin > 1", "character 16: there is no name motin", "did you mean motion?"),
         ('source in ("asr")', "character 12: there is no name asr", "'single quotes'; names: motion"),
         ("fields.motion > 1", "there is no name fields.motion", ""),
+        (
+            "mood_mean > 1",
+            "there is no name mood_mean",
+            "if mood is a column of a plug-in, its package is",
+        ),
         ("rowid > 1", "there is no name rowid", ""),
         ("motion", "motion is a number, where a condition is needed", "motion > 0"),
         ("motion and cuts = 1", "motion is a number, where a condition is needed", ""),

@@ -24,7 +24,7 @@ def test_nothing_fits_where_one_sample_does_not() -> None:
 def test_the_error_names_the_flags() -> None:
     figures = {"before_bytes": 2 * GB, "peak_bytes": 78 * GB, "total_bytes": 80 * GB}
     error = too_large(batch=1024, share=256, at_once=256, **figures)
-    assert "out of GPU memory: 256 samples at once want more than 80 GB" in str(error)
+    assert "out of GPU memory: a pass of 256 samples needs more than 80 GB" in str(error)
     assert error.hint is not None
     assert "--microbatch 128" in error.hint and "--batch 1024" in error.hint and "else --batch 512" in error.hint
     alone = too_large(batch=4, share=1, at_once=1, **figures)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import size_text
 from clipmill.train.bench.stages import AUGMENT, CROP, DECODE, LOADING, READ, TOKENS
 from clipmill.train.config.clips import ClipSettings
@@ -78,8 +79,8 @@ def about(result: dict[str, Any]) -> str:
     """What was measured, as one line."""
     settings = result["settings"]
     return (
-        f"{result['data']}; {result['variant']}; {result['machine']}; batches of {settings['batch']} clips of "
-        f"{settings['num_frames']} frames, {settings['size_px']} px, model {settings['model']}"
+        f"{result['data']}; {result['variant']}; {result['machine']}; batches of {counted(settings['batch'], 'clip')} "
+        f"of {counted(settings['num_frames'], 'frame')}, {settings['size_px']} px, model {settings['model']}"
     )
 
 
@@ -98,7 +99,9 @@ def print_report(result: dict[str, Any]) -> None:
         table.add_row(link["link"] + mark, _WHAT[link["link"]], *_cells(link["items_per_s"]))
     table.add_section()
     workers = result["settings"]["workers"]
-    table.add_row("loader", f"from disk to batches, {workers} workers", *_cells(result["loader_items_per_s"]))
+    table.add_row(
+        "loader", f"from disk to batches, {counted(workers, 'worker')}", *_cells(result["loader_items_per_s"])
+    )
     table.add_row("compute", "augment and model, a batch on the device", *_cells(result["compute_items_per_s"]))
     table.add_row("step", "loader and compute, overlapping", *_cells(result["step_items_per_s"]))
     console.print(table)
@@ -130,5 +133,7 @@ def _conclusion(result: dict[str, Any]) -> list[str]:
         lines.append("the model shares the cores with decoding, so together each is slower than alone")
     lines += [f"what to change ({cause}): {one}" for one in result["advice"]]
     if result["num_failed"]:
-        lines.append(f"{result['num_failed']} samples could not be loaded; the first: {result['first_failure']}")
+        lines.append(
+            f"{counted(result['num_failed'], 'sample')} could not be loaded; the first: {result['first_failure']}"
+        )
     return lines

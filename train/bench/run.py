@@ -92,7 +92,7 @@ def run_breakdown(
                 opened, settings=replace(opened.settings, parallel=replace(opened.settings.parallel, strategy=name))
             )
             for exchange in exchanges:
-                with Activity(f"measuring steps with {name}"):
+                with Activity(f"measuring steps with {name}{'' if exchange is None else f', exchange {exchange}'}"):
                     found.append(measure_breakdown(changed, exchange=exchange, seconds=seconds))
     return {"strategies": found, **_about(opened)}
 

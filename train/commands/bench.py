@@ -67,9 +67,9 @@ def bench_command(name: str) -> Callable[..., None]:
                 print(remark, file=sys.stderr)
         _measure(spec, settings, seconds=seconds, several=several, as_json=as_json)
 
-    which = f" of train {name}" if name != DEFAULT else f", by default of train {DEFAULT}"
+    which = f"train {name}, the default task" if name == DEFAULT else f"train {name}"
     command.__doc__ = docstring(
-        f"Profile the input pipeline and training step{which}, and report the bottleneck.\n\n"
+        f"Profile the input pipeline and training step of {which}, and report the bottleneck.\n\n"
         "It measures the disk, the loader and its stages, the model, whole steps and their memory. With several "
         "processes (torchrun), it breaks down the time of a step into computation and communication instead.",
         example=f"train bench{'' if name == DEFAULT else f' {name}'} --shards data --preset tiny",
@@ -89,7 +89,7 @@ def _measure(
     several: Several,
     as_json: bool,
 ) -> None:
-    require_places(shards=settings.folders, init=settings.init.weights)
+    require_places(shards=settings.folders, init=settings.init.sources)
     with Activity("importing torch"):
         from clipmill.train.bench.communication import print_breakdown, write_breakdown
         from clipmill.train.bench.report import print_report

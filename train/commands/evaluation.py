@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
+from clipmill.manifests.quoting import counted
 from clipmill.train.commands.training import docstring
 from clipmill.train.config.data import AS_TRAINED, Overrides, Weights
 from clipmill.train.config.files import read_values
@@ -20,7 +21,7 @@ from clipmill.train.registry import evaluations, evaluations_of, tasks_where
 from clipmill.train.run.charts import add_evaluation
 from clipmill.train.run.counted_batches import counting_batches
 from clipmill.train.run.folder import is_run, open_run, read_lines
-from clipmill.train.spec import EvaluationSpec, take_tags
+from clipmill.train.spec import EvaluationSpec, Tasks, take_tags
 
 
 def score_run(
@@ -44,7 +45,7 @@ def score_run(
             needed.
         FailedWork: nothing could be decoded.
     """
-    tasks = tasks_where(lambda spec: evaluation.name in (one.name for one in spec.evaluations))
+    tasks = _tasks_with(evaluation)
     require_named_weights(weights, takes_tags=take_tags(tasks))
     require_places(shards=(use.shards,))
     with Activity("importing torch"):
@@ -75,6 +76,10 @@ def score_run(
         except UserError as error:  # the result is in its file
             say(f"not added to W&B: {error}; {error.hint}")
     return result
+
+
+def _tasks_with(evaluation: EvaluationSpec) -> Tasks:
+    return tasks_where(lambda spec: evaluation.name in (one.name for one in spec.evaluations))
 
 
 def data_of(weights: str | Path) -> tuple[str | None, ...]:
@@ -126,18 +131,18 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
                     print(f"written: {files[-1]}{page}")
             failed += len(result["failed"])
         if failed:
-            num = f"{failed} samples" if failed > 1 else "1 sample"
             listed = "; see `failed` in " + ", ".join(map(str, files)) if files else ""
             hint = listed or ("" if as_json else "; --json or --out lists them")
-            raise FailedWork(f"{num} could not be decoded{hint}")
+            raise FailedWork(f"{counted(failed, 'sample')} could not be decoded{hint}")
 
+    tags = ", NAME:TAG of open_clip" if take_tags(_tasks_with(evaluation)) else ""
     command.__doc__ = docstring(
         evaluation.help,
         example=evaluation.example,
-        weights=f"{evaluation.run_help} Or other weights: an exported folder, a file, or NAME:TAG of open_clip.",
+        weights=f"{evaluation.run_help} Or other weights: an exported folder, a file{tags} or hf:NAME of the Hub.",
         shards="Data folder or tar files. Default: those of the training run; of several data folders each in turn.",
-        where="Condition that selects the samples, such as 'motion > 0.2 and words > 3' (docs/data.md). That of the "
-        "training does not apply. Default: all.",
+        where="Condition that selects the samples, such as 'motion > 0.2 and words > 3' (docs/data.md). The "
+        "condition of the training does not apply. Default: all.",
         out="Folder for the result file of weights that are not a run. Default: not written.",
         as_json="Print one JSON object per data folder, without images.",
     )

@@ -204,8 +204,8 @@ def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iter
     share = world.replicas.share(settings.batch)
     if world.replicas.size > 1 and share % settings.samples_per_chunk:
         yield (
-            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {share} samples of a process: "
-            "batches differ from those of one process"
+            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {counted(share, 'sample')} of a "
+            "process: batches differ from those of one process"
         )
     if isinstance(settings.warmup_steps, int) and settings.warmup_steps >= settings.steps:
         yield (

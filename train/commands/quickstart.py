@@ -29,10 +29,10 @@ def quickstart(
     yes: Annotated[bool, Parameter(negative="")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
-    """Look at the data and this machine, measure a few training steps, propose a first run, and run it on a yes.
+    """Look at the data and this machine, measure a few training steps, and propose a first run.
 
     The plan says task, preset, batch size, steps, expected time, memory and disk, and ends in the complete command.
-    Without a terminal nothing is asked: --yes runs it.
+    On a terminal it asks whether to run it; elsewhere it runs only with --yes.
 
     Examples:
 

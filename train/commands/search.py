@@ -63,7 +63,8 @@ def embed(
         for remark in model.remarks:
             progress.say(remark)
         record = run(work, request.out, world=world, progress=progress)
-        progress.say(f"done: {record['num_clips']:,} clips and {record['num_captions']:,} captions in {request.out}")
+        captions = counted(record["num_captions"], "caption")
+        progress.say(f"done: {counted(record['num_clips'], 'clip')} and {captions} in {request.out}")
         if record["features"] == "embedding":
             progress.say(f'next: train search {shlex.quote(str(request.out))} "what to look for"')
     if record["num_failed"]:

@@ -203,7 +203,7 @@ def training_command(name: str) -> Callable[..., None]:
 
 
 def _require_places(settings: ClipSettings) -> None:
-    require_places(shards=settings.folders, init=settings.init.weights)
+    require_places(shards=settings.folders, init=settings.init.sources)
 
 
 def __getattr__(name: str) -> Callable[..., None]:

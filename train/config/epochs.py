@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
 
 _EPOCHS = re.compile(r"(\d+\.?\d*|\.\d+)ep")
 
@@ -51,7 +52,8 @@ def in_steps(settings: Any, epoch_steps: float | None) -> Any:
 def given_in_epochs(settings: Any, epoch_steps: float | None) -> list[str]:
     """What the log says of settings that are in epochs; raises as `num_steps`."""
     given = [(flag, value) for _, _, flag, value in _numbers(settings) if epochs_of(value)]
-    return [f"{flag} {value} = {num_steps(value, epoch_steps=epoch_steps, flag=flag):,} steps" for flag, value in given]
+    steps = [num_steps(value, epoch_steps=epoch_steps, flag=flag) for flag, value in given]
+    return [f"{flag} {value} = {counted(num, 'step')}" for (flag, value), num in zip(given, steps, strict=True)]
 
 
 def _numbers(settings: Any) -> Iterator[tuple[str, str, str, int | str]]:

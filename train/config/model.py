@@ -221,9 +221,36 @@ class Init(Checked):
     pixel_std: Annotated[tuple[float, float, float] | None, PIXEL_STD] = None
     """Standard deviation of R, G and B for normalisation. Default: see --init.pixel-mean."""
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All weights that are named."""
+        return () if self.weights is None else (self.weights,)
+
     def rules(self) -> Iterator[UserError]:
         """Yields flags about initial weights if there are none."""
         if self.weights is None and (self.format != "auto" or self.allow):
             yield UserError(
                 "--init.format and --init.allow are about weights, and there are none", hint="name them: --init.weights"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualEncoderInit(Init):
+    """Weights to start from, of one source or of one for each tower."""
+
+    text: str | None = None
+    """Initial weights of the text tower, named like --init.weights, which then has those of the video tower alone.
+    Default: --init.weights has both."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All weights that are named."""
+        return super().sources + (() if self.text is None else (self.text,))
+
+    def rules(self) -> Iterator[UserError]:
+        """Yields weights of the text tower alone."""
+        yield from super().rules()
+        if self.text is not None and self.weights is None:
+            yield UserError(
+                f"--init.text is {self.text}, and the video tower has no weights", hint="name them: --init.weights"
             )

@@ -20,7 +20,7 @@ def is_name_and_tag(weights: str) -> bool:
     return NAME_AND_TAG.fullmatch(weights) is not None or weights.startswith(HUB_PREFIX)
 
 
-def require_places(*, shards: tuple[str | None, ...] = (), init: str | None = None) -> None:
+def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...] = ()) -> None:
     """Raise a UserError for a local data folder, or initial weights, that do not exist.
 
     Of several processes none looks: where folders differ from node to node, the ranks have to agree on the mistake.
@@ -30,8 +30,11 @@ def require_places(*, shards: tuple[str | None, ...] = (), init: str | None = No
     for address in shards:
         if address is not None and _is_local_folder(address) and not Path(address).exists():
             raise UserError(f"there is no data folder {address}", hint="name one that prep made: --shards DIR")
-    if init is not None and not is_name_and_tag(init) and not Path(init).exists():
-        raise UserError(f"cannot read the weights {init}: No such file or directory", hint="name a file or a folder")
+    for weights in init:
+        if not is_name_and_tag(weights) and not Path(weights).exists():
+            raise UserError(
+                f"cannot read the weights {weights}: No such file or directory", hint="name a file or a folder"
+            )
 
 
 def require_named_weights(weights: str | Path, *, takes_tags: bool) -> None:

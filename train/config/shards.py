@@ -11,6 +11,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.objects import is_remote
 from clipmill.manifests.units import parse_size
 from clipmill.train.config import fields as groups
@@ -134,7 +135,7 @@ def _same_folders(folders: Sequence[str]) -> Iterator[UserError]:
 
 def _require_weights(mix: str, *, num_folders: int) -> None:
     if (num_weights := len(parse_mix(mix))) != num_folders:
-        weights = "1 weight" if num_weights == 1 else f"{num_weights} weights"
+        weights = counted(num_weights, "weight")
         raise UserError(
             f"--mix is {mix}: {weights} for {num_folders} data folders",
             hint=f"give a weight for each --shards, in their order, as {','.join('1' * num_folders)}",

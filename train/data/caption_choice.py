@@ -56,9 +56,9 @@ class Sources:
         if not num_captions:
             return ""
         if not self.not_asked_for:
-            return f"{num_captions:,} captions of other sources left out"
+            return f"{counted(num_captions, 'caption')} of other sources left out"
         return (
-            f"{num_captions:,} captions of models left out ({', '.join(self.not_asked_for)}); to use them: "
+            f"{counted(num_captions, 'caption')} of models left out ({', '.join(self.not_asked_for)}); to use them: "
             f"{_asking_for([*self.names, *self.not_asked_for])}"
         )
 

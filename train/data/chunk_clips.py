@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from clipmill.manifests.quoting import counted
 from clipmill.train.data.chunk_table import ChunkTable
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.clip_query import ClipQuery
@@ -79,13 +80,13 @@ class ChunkClips(ClipSamples):
     def describe(self) -> str:
         """One line for the log: the chunks, their samples in an epoch, and deviations from the settings."""
         chunks, opened = self.chunks, self._opened
-        videos = "1 video" if opened.num_videos == 1 else f"{opened.num_videos:,} videos"
-        num_chunks = "1 chunk" if opened.num_chunks == 1 else f"{opened.num_chunks:,} chunks"
+        videos = counted(opened.num_videos, "video")
+        num_chunks = counted(opened.num_chunks, "chunk")
         if self._segment_us is not None:
-            num_chunks = f"{self.num_clips:,} segments of {num_chunks}"
+            num_chunks = f"{counted(self.num_clips, 'segment')} of {num_chunks}"
         parts = [f"{num_chunks} of {videos} of split {self.split!r}"]
         if num_without := opened.num_without:
-            parts.append(f"{num_without:,} video{'s' * (num_without > 1)} without chunks")
+            parts.append(f"{counted(num_without, 'video')} without chunks")
         if self._repeats > 1:
             what = "crops of the same frames" if self._same_frames else "clips"
             parts.append(f"{self._repeats} {what} of each in an epoch")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
+from clipmill.manifests.quoting import counted
 from clipmill.train.data.arguments import names_arguments, require_process, require_whole_numbers
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.outcomes import FailedSample, SampleFailed, list_failures
@@ -51,7 +52,9 @@ class Chunk:
         width_px = round(_SHOWN_PX * shown.shape[2] / shown.shape[1])
         strip = np.concatenate([cv2.resize(frame, (width_px, _SHOWN_PX)) for frame in shown], axis=1)
         jpeg = base64.b64encode(cv2.imencode(".jpg", strip[..., ::-1])[1].tobytes()).decode()
-        text = html.escape(f"{self.key}: {self.begin_s:.2f} to {self.end_s:.2f} s, {len(self.frames)} frames")
+        text = html.escape(
+            f"{self.key}: {self.begin_s:.2f} to {self.end_s:.2f} s, {counted(len(self.frames), 'frame')}"
+        )
         return f'<img src="data:image/jpeg;base64,{jpeg}" alt="{text}"><br>{text}'
 
 

@@ -14,7 +14,7 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.tars import names_tars
 
-FEW_CLIPS = 100  # with fewer, the interval of a metric of 50 % is wider than 20 points
+FEW = 100  # clips or questions: with fewer, the interval of a metric of 50 % is wider than 20 points
 _Z = 1.96  # 95 % of a normal distribution
 
 
@@ -52,17 +52,19 @@ class HeldOut:
         """Plain values."""
         return asdict(self)
 
-    def cautions(self, share: float | None = None) -> list[str]:
+    def cautions(self, share: float | None = None, *, of: tuple[int, str] | None = None) -> list[str]:
         """What to know before the metrics are believed; empty for many clips without look-alikes.
 
         Args:
-            share: a metric of the clips in [0, 1], whose 95 % interval is stated.
+            share: a metric in [0, 1], whose 95 % interval is stated.
+            of: number and noun of what metrics are means of; by default the clips.
         """
+        num, noun = of or (self.num_clips, "clip")
         found = ["the model was trained on these clips: tars have no splits"] if self.were_trained_on else []
-        if self.num_clips < FEW_CLIPS:
-            low, high = interval(0.0 if share is None else share, self.num_clips)
+        if num < FEW:
+            low, high = interval(0.0 if share is None else share, num)
             between = f", so that {percent(share)} has a 95 % interval from {percent(low)} to {percent(high)}"
-            found.append(f"only {counted(self.num_clips, 'clip')}{'' if share is None else between}")
+            found.append(f"only {counted(num, noun)}{'' if share is None else between}")
         if self.num_alike:
             chunks = f"{self.num_alike:,} of {counted(self.num_chunks, 'chunk')}"
             verb = "looks" if self.num_alike == 1 else "look"

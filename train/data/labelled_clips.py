@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import num_captions_of, read_captions
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.chunk_table import rows_of
@@ -145,7 +146,7 @@ class LabelledClips(ClipSamples):
     def describe(self) -> str:
         """One line for the log: captions used and excluded, by reason, and how many of the classes occur."""
         classes = [its.describe(label) for its, label in zip(self._classes, self.all_labels.T, strict=True)]
-        first = f"{self.num_clips:,} of {self._opened.num_captions:,} captions of split {self.split!r}"
+        first = f"{self.num_clips:,} of {counted(self._opened.num_captions, 'caption')} of split {self.split!r}"
         repeated = [f"{self._repeats} samples of each in an epoch"] if self._repeats > 1 else []
         return "; ".join(
             [

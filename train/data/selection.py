@@ -9,6 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from clipmill.manifests.caption_table import caption_blocks
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import open_captions
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant, variant_dir
@@ -143,9 +144,9 @@ class Selection:
         if self._where is None:
             return []
         num_chunks = self._num_chunks if self.chunks is None else int(self.chunks.sum())
-        parts = [f"{num_chunks:,} of {self._num_chunks:,} chunks"]
+        parts = [f"{num_chunks:,} of {counted(self._num_chunks, 'chunk')}"]
         if self._of_captions is not None:
-            parts.append(f"{self.num_selected:,} of {self.num_captions:,} captions")
+            parts.append(f"{self.num_selected:,} of {counted(self.num_captions, 'caption')}")
         return [f"where {self._where.text}: {' and '.join(parts)} selected"]
 
     def _require(self, where: Where, num_selected: int, count: int, noun: str) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.caption_spans import CaptionSpans
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import num_captions_of, read_captions, read_videos
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.batch import Sample
@@ -135,7 +136,7 @@ class VideoCaptions(ClipSamples):
     def describe(self) -> str:
         """One line for the log: captions used and excluded, by reason, and deviations from the settings."""
         opened, num_used = self._opened, len(self.captions.rows)
-        parts = [f"{num_used:,} of {self.num_captions:,} captions of split {self.split!r}"]
+        parts = [f"{num_used:,} of {counted(self.num_captions, 'caption')} of split {self.split!r}"]
         if num_used != len(self):
             parts[0] += f", one at a time for each of {len(self):,} clips"
         if len(opened.sources.names) > 1 or self._settings.sources is not None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from clipmill.manifests.errors import ClipmillError, UserError
+from clipmill.manifests.quoting import counted
 
 Outcome = TypeVar("Outcome")
 
@@ -59,7 +60,7 @@ class World:
         if num_stages == 1:
             return self
         if self.size % num_stages:
-            processes = f"{self.size} processes" if self.size > 1 else "1 process"
+            processes = counted(self.size, "process", "processes")
             raise UserError(
                 f"--parallel.stages is {num_stages}, and {processes} cannot be divided into pipelines of that length",
                 hint=f"launch a multiple of {num_stages} processes, as torchrun --nproc-per-node {num_stages} does",

@@ -99,11 +99,17 @@ class ClipTask(Generic[Settings, Samples, Model]):
         other._settings = settings
         return other
 
-    def note_evaluation(self, one: EvaluatedData, samples: EvaluatedSet, **more: str) -> None:
-        """Record the data of an evaluation in the loop, for run.json and the results page."""
+    def note_evaluation(
+        self, one: EvaluatedData, samples: EvaluatedSet, *, means_of: tuple[int, str] | None = None, **more: str
+    ) -> None:
+        """Record the data of an evaluation in the loop, for run.json and the results page.
+
+        Args:
+            means_of: number and noun of what its metrics are means of, if not of clips.
+        """
         data = data_facts(self._settings.shards, one.shards)
         held = held_out(samples, self.on(one.shards)._settings, split=one.split, data=data)
-        cautions = [] if held is None else held.cautions()
+        cautions = [] if held is None else held.cautions(of=means_of)
         self._evaluations[one.name] = {
             **data,
             "split": one.split,

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import ClipmillError, Stopped, UserError
+from clipmill.manifests.quoting import counted
 from clipmill.train.config.epochs import given_in_epochs, in_steps, num_steps
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.batch import PICTURES, TENSORS, to_device
@@ -205,7 +206,7 @@ def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
     """Raise a UserError if a batch would hold a sample twice."""
     if samples.num_samples is not None and settings.batch > samples.num_samples:
         raise UserError(
-            f"--batch is {settings.batch}, and there are {samples.num_samples} samples to train on",
+            f"--batch is {settings.batch}, and the training set has {counted(samples.num_samples, 'sample')}",
             hint=f"use --batch {1 << (samples.num_samples.bit_length() - 1)}, or more data",
         )
 

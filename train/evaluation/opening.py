@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import deferred_checks
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.model import Init, Towers
-from clipmill.train.config.places import HUB_PREFIX, is_name_and_tag, no_weights
+from clipmill.train.config.places import HUB_PREFIX, NAME_AND_TAG, is_name_and_tag, no_weights
 from clipmill.train.engine.trained_run import ready
 from clipmill.train.evaluation.record import read_record
 from clipmill.train.evaluation.runner import OpenedRun, open_for
@@ -23,6 +24,7 @@ from clipmill.train.spec import Adopted, Tasks, TaskSpec, take_tags
 from clipmill.train.weights.architecture import sized_as
 from clipmill.train.weights.files import has_weights
 from clipmill.train.weights.loading import load_whole
+from clipmill.train.weights.open_clip import named_towers
 from clipmill.train.weights.sources import Say, Source, fetch_tag, open_weights
 
 
@@ -103,7 +105,9 @@ def require_weights(weights: str | Path, tasks: Tasks) -> None:
 
 
 def _source(weights: str, towers: Towers | None = None, *, say: Say) -> Source:
-    init, towers = Init(weights=weights), towers or Towers()
+    match = None if Path(weights).exists() else NAME_AND_TAG.fullmatch(weights)
+    init = Init(weights=weights)
+    towers = towers or (match and named_towers(match[1], match[2])) or Towers()
     fetch_tag(init, towers, say=say)
     source = open_weights(init, towers)
     assert source is not None
@@ -162,7 +166,7 @@ def _require_whole_cubes(settings: ClipSettings, shape: ModelShape) -> None:
         size = shape.size.video
         raise UserError(
             f"--num-frames {settings.num_frames}, --size-px {settings.size_px}: {error}",
-            hint=f"use multiples of {size.cube_frames} frames and {size.patch_px} px",
+            hint=f"use multiples of {counted(size.cube_frames, 'frame')} and {size.patch_px} px",
         ) from error
 
 

@@ -57,6 +57,7 @@ class Table:
     Attributes:
         headline: the row that represents the table in overviews.
         reference: what its cells are compared with, `CHANCE` or `MAJORITY`.
+        means_of: number and noun of what its metrics are means of, if not of clips.
         cautions: what limits its metrics, in few words.
     """
 
@@ -66,6 +67,7 @@ class Table:
     protocol: dict[str, str]
     headline: int = 0
     reference: str = CHANCE
+    means_of: tuple[int, str] | None = None
     cautions: tuple[str, ...] = ()
 
     @property
@@ -93,9 +95,10 @@ def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) ->
     """
     table = make(result)
     held = HeldOut(**result["held_out"]) if "held_out" in result else None
-    if held is not None and (cautions := held.cautions(table.rows[table.headline].cells[0].share)):
+    share = table.rows[table.headline].cells[0].share
+    if held is not None and (cautions := held.cautions(share, of=table.means_of)):
         protocol = {"caution": "; ".join(cautions), **table.protocol}
-        table = replace(table, protocol=protocol, cautions=tuple(held.cautions()))
+        table = replace(table, protocol=protocol, cautions=tuple(held.cautions(of=table.means_of)))
     if not (incomplete := result.get("incomplete", "")):
         return table
     rows = tuple(replace(row, label=marked(row.label)) for row in table.rows)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import counted, quoted
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import Overrides
 from clipmill.train.config.training import Device
@@ -93,7 +93,7 @@ class LoadedModel:
         """Weights, step, precision, and how clips are shown."""
         trained, settings = self.opened.trained, self.settings
         step = "" if trained.step is None else f" (step {trained.step})"
-        clip = f"T = {settings.num_frames} frames, {settings.sampling}, {settings.size_px} px"
+        clip = f"T = {counted(settings.num_frames, 'frame')}, {settings.sampling}, {settings.size_px} px"
         return f"{self.opened.title}{step}: {trained.weights}; {clip}"
 
     @cached_property
@@ -198,7 +198,7 @@ class LoadedModel:
             raise UserError(f"frames of shape {tuple(frames_BTHWC.shape)} are not [B, T, H, W, 3]", hint=_CLIPS_HINT)
         if frames_BTHWC.shape[1] != settings.num_frames:
             raise UserError(
-                f"clips of {frames_BTHWC.shape[1]} frames, and the model takes {settings.num_frames}",
+                f"clips of {counted(frames_BTHWC.shape[1], 'frame')}, and the model takes {settings.num_frames}",
                 hint=f"choose {settings.num_frames} of them, or give num_frames to load_model",
             )
         pictures = frames_BTHWC.to(self.device).permute(0, 1, 4, 2, 3).float() / 255

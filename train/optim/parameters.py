@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
 from clipmill.train.config.tuning import FrozenPart
 from clipmill.train.models.gpt2 import CROSS_ATTENTION
 
@@ -136,7 +137,7 @@ def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
         depth = max((count for tower, count in depths.items() if tower.startswith(prefix)), default=0)
         if part.num_blocks is not None and part.num_blocks > depth:
             raise UserError(
-                f"--freeze {part.given}, and the {part.tower} tower has {depth} blocks",
+                f"--freeze {part.given}, and the {part.tower} tower has {counted(depth, 'block')}",
                 hint=f"use {depth} or less, or --freeze {part.tower} for all of the tower",
             )
         for name, parameter in parameters.items():

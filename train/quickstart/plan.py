@@ -144,7 +144,7 @@ class Plan:
         memory = "" if host.memory_bytes is None else f", {size_text(host.memory_bytes)} of memory"
         yield "machine", f"{gpu}; {counted(host.allowed_cores, 'core')}{memory}"
         yield "task", f"{proposal.task.value} on split {proposal.split}: {proposal.task.reason}"
-        about = f"{settings.num_frames} frames of {settings.size_px} px"
+        about = f"{counted(settings.num_frames, 'frame')} of {settings.size_px} px"
         yield "preset", f"{proposal.preset.value}, {about}: {proposal.preset.reason}"
         several = f" on {proposal.num_processes} GPUs, of which one was measured" if proposal.num_processes > 1 else ""
         halved = f"; {counted(measured.num_halved, 'larger size')} did not fit" if measured.num_halved else ""

@@ -30,9 +30,15 @@ _HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations p
 
 @dataclass(frozen=True, kw_only=True)
 class SplitFacts:
-    """A split of a data folder; its chunks are those of the current variant of the `video` column."""
+    """A split of a data folder; its chunks are those of the current variant of the `video` column.
+
+    Attributes:
+        num_videos, num_captions: videos that have chunks, and their captions.
+        num_without: videos that have none: not made yet, or failed.
+    """
 
     num_videos: int
+    num_without: int
     num_chunks: int
     hours: float
     num_captions: int
@@ -99,11 +105,12 @@ def survey(address: str) -> Survey:
         )
     coded = videos["split"].combine_chunks().dictionary_encode()
     codes: NDArray[np.int64] = coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-    num_captions, labels = _captions(folder.path, video_ids, codes)
+    is_made = np.bincount(table.video_row, minlength=len(codes)) > 0
+    num_captions, labels = _captions(folder.path, video_ids, codes, is_made)
     return Survey(
         address=address,
         columns=columns,
-        splits=_splits(coded.dictionary.to_pylist(), codes, table, num_captions),
+        splits=_splits(coded.dictionary.to_pylist(), codes, is_made, table, num_captions),
         chunk_s=float(np.median(_seconds(table))),
         labels=labels,
     )
@@ -149,6 +156,7 @@ def describe(one: Survey) -> list[str]:
         f"split {name}: {counted(its.num_videos, 'video')}, {counted(its.num_chunks, 'chunk')}, "
         + f"{duration_text(3600 * its.hours)}, "
         + (counted(its.num_captions, "caption") if its.num_captions else "no captions")
+        + (f"; {counted(its.num_without, 'video')} without chunks" if its.num_without else "")
         for name, its in one.splits.items()
     ]
     others = [name for name in one.columns if name != VIDEO]
@@ -188,25 +196,30 @@ def _seconds(table: ChunkTable) -> NDArray[np.float64]:
 
 
 def _captions(
-    data_dir: Path, video_ids: pa.Array, codes: NDArray[np.int64]
+    data_dir: Path, video_ids: pa.Array, codes: NDArray[np.int64], is_made: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Number of captions of each split, and the labels."""
+    """Number of captions of each split, of videos that are made, and the labels."""
     count = np.zeros(int(codes.max(initial=0)) + 1, np.int64)
     with open_captions(data_dir, coded=("video_id",)) as file:
         labels = class_labels(file.schema_arrow)
         for group in range(file.num_row_groups):
             row = rows_of(file.read_row_group(group, columns=["video_id"])["video_id"], video_ids)
-            count += np.bincount(codes[row[row >= 0]], minlength=len(count))
+            count += np.bincount(codes[row[(row >= 0) & is_made[row]]], minlength=len(count))
     return count, labels
 
 
 def _splits(
-    names: Sequence[str], codes: NDArray[np.int64], table: ChunkTable, num_captions: NDArray[np.int64]
+    names: Sequence[str],
+    codes: NDArray[np.int64],
+    is_made: NDArray[np.bool_],
+    table: ChunkTable,
+    num_captions: NDArray[np.int64],
 ) -> dict[str, SplitFacts]:
     of_chunk, seconds = codes[table.video_row], _seconds(table)
     found = {
         name: SplitFacts(
-            num_videos=int((codes == code).sum()),
+            num_videos=int(is_made[codes == code].sum()),
+            num_without=int((~is_made[codes == code]).sum()),
             num_chunks=int((of_chunk == code).sum()),
             hours=float(seconds[of_chunk == code].sum()) / 3600,
             num_captions=int(num_captions[code]),

@@ -93,7 +93,7 @@ def _summary(opened: OpenedRun) -> str:
     settings = opened.settings
     kind = opened.spec.name.replace("-", " ")
     return (
-        f"A {kind} model for video ({settings.model}), for clips of {settings.num_frames} frames of "
+        f"A {kind} model for video ({settings.model}), for clips of {counted(settings.num_frames, 'frame')} of "
         f"{settings.size_px} x {settings.size_px} pixels. Trained with clipmill {installed_version('clipmill')}."
     )
 

@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from clipmill.manifests.quoting import counted
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,7 +20,7 @@ def machine(device: "torch.device") -> str:
     import torch
 
     cores = len(os.sched_getaffinity(0))
-    text = f"{processor()}, {cores} cores, {torch.get_num_threads()} torch threads"
+    text = f"{processor()}, {counted(cores, 'core')}, {counted(torch.get_num_threads(), 'torch thread')}"
     return f"{text}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else text
 
 

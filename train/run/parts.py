@@ -93,7 +93,7 @@ def missing_parts(parts: Sequence[P], out: Path, *, world: "World", progress: "P
     """The parts that are not finished; the first rank looks for all."""
     missing = world.first(lambda: [number for number, part in enumerate(parts) if not part.path(out).is_file()])
     if len(missing) < len(parts):
-        progress.say(f"resumed: {len(parts) - len(missing)} of {len(parts)} parts were finished")
+        progress.say(f"resumed: {len(parts) - len(missing)} of {counted(len(parts), 'part')} finished")
     return [parts[number] for number in missing]
 
 

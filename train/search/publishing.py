@@ -18,6 +18,7 @@ from clipmill.manifests.checked_json import publish_checked_json
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.publish import publish_bytes, published
+from clipmill.manifests.quoting import counted
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.search.folder import (
@@ -76,7 +77,7 @@ def publish_folder(
     sample_N, failed, shape = _read_outcomes([part for part in parts if part.kind == "video"], out)
     if not len(sample_N):
         first = f"; the first: {failed[0]['detail']}" if failed else ""
-        raise FailedWork(f"none of the {len(samples)} clips could be decoded{first}")
+        raise FailedWork(f"none of {counted(len(samples), 'clip')} could be decoded{first}")
     names = [VIDEO, CLIPS]
     _join(out, [part for part in parts if part.kind == "video"], out / VIDEO, shape=(len(sample_N), *shape))
     row_of_sample = np.full(len(samples), -1)

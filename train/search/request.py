@@ -47,13 +47,13 @@ class SearchRequest(Checked):
     """Flags of `train search`."""
 
     like: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    """Clip to search for similar ones of: the key of its chunk, or its row in clips.parquet."""
+    """Clip to find similar clips to: the key of its chunk, or its row in clips.parquet."""
     top: int = 10
     """Number of clips to find for each query."""
     page: Path | None = None
     """HTML file to write, which plays the clips."""
     weights: str | None = None
-    """Weights that the clips were embedded with. Default: where they were then."""
+    """Weights that the clips were embedded with. Default: where they were at that time."""
     shards: str | None = None
     """Data folder of the page's clips. Default: where it was when the clips were embedded."""
     device: Device = "auto"

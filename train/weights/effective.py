@@ -39,7 +39,8 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     facts, towers = source.facts, settings.towers
     for remark in facts.remarks:
         say(f"weights: {remark}")
-    if facts.activation is None and towers.activation is None:
+    are_ours = towers.image is None or getattr(towers, "text", towers.image) is None
+    if facts.activation is None and towers.activation is None and are_ours:
         say("weights: their activation is not recorded, so gelu is used (change it with --towers.activation)")
     # Of another package's tower, no file says that it holds the weights.
     wanted = LIBRARY if towers.image is not None else towers.kind

@@ -25,7 +25,9 @@ from clipmill.train.weights.open_clip import BUFFERS, TEXT_ROOTS, from_open_clip
 IMAGE, TEXT = "video.model.", "text.model."
 LOGIT_BIAS = "logit_bias"
 _ANY_PX = 224
-_OF_TEXT, _OF_IMAGE = ("text", "text_model"), ("visual", "vision_model", "visual_projection")
+_PLAIN = Towers()
+_OF_IMAGE = ("visual", "vision_model", "visual_projection")
+OF_TEXT = ("text", "text_model", *TEXT_ROOTS)  # first parts of the names of a CLIP's text tower, and of its temperature
 
 
 def library_format(towers: Towers) -> Format | None:
@@ -45,12 +47,12 @@ def _converted(names: Mapping[str, frozenset[str]], state: Tensors) -> Converted
     tensors, origins = dict[str, torch.Tensor](), dict[str, str]()
     unknown, rest, ignored = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[str]()
     # Of a model with two towers, the first part of a name says which.
-    has_both = any_begins(state, "token_embedding.", *(f"{root}." for root in (*_OF_TEXT, *_OF_IMAGE)))
+    has_both = any_begins(state, "token_embedding.", *(f"{root}." for root in ("text", "text_model", *_OF_IMAGE)))
     for name, tensor in state.items():
         root = name.partition(".")[0]
         sides = list(names)
         if has_both:
-            sides = [TEXT] if root in (*_OF_TEXT, *TEXT_ROOTS) else [IMAGE] if root in _OF_IMAGE else []
+            sides = [TEXT] if root in OF_TEXT else [IMAGE] if root in _OF_IMAGE else []
         sides = [side for side in sides if side in names and root != LOGIT_SCALE]
         ours = next((f"{side}{part}" for side in sides for part in _endings(name) if part in names[side]), None)
         if not tensor.is_floating_point() or name.endswith(BUFFERS) or name == LOGIT_BIAS:
@@ -83,11 +85,14 @@ def library_facts(folder: Path) -> SourceFacts:
     return facts_of_entry({name: found.get(f"image_{name}", found.get(name)) for name in ("mean", "std")})
 
 
-def facts_of_entry(entry: Mapping[str, Any]) -> SourceFacts:
-    """Facts from the entry of a tag of open_clip."""
+def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _PLAIN) -> SourceFacts:
+    """Facts from the entry of a tag of open_clip, whose weights are for `towers`."""
     mean, std = (colours(None if entry.get(name) is None else list(entry[name])) for name in ("mean", "std"))
-    remarks = ("trained with QuickGELU, which open_clip:NAME-quickgelu has",) if entry.get("quick_gelu") else ()
-    return SourceFacts(mean=mean, std=std, remarks=remarks)
+    is_other = entry.get("quick_gelu") and not (towers.image or "").endswith("-quickgelu")
+    remarks = ("trained with QuickGELU, which open_clip:NAME-quickgelu has",) if is_other else ()
+    names = {name: value for name in ("image", "text") if (value := getattr(towers, name, None)) is not None}
+    picture_px = None if towers.image is None else preprocessing_of(towers.image).size_px
+    return SourceFacts(mean=mean, std=std, picture_px=picture_px, towers=names, remarks=remarks)
 
 
 def state_of(weights: Tensors, prefix: str) -> dict[str, torch.Tensor]:

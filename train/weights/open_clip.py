@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import Init
+from clipmill.train.config.model import DualEncoderTowers, Init
 from clipmill.train.models.dual_encoder import DualEncoderSize
 from clipmill.train.models.transformer import NORM_EPS
 from clipmill.train.weights.conversion import (
@@ -77,10 +77,12 @@ def facts_of_open_clip(model: Mapping[str, Any], preprocess: Mapping[str, Any], 
         defaults, given = {field.name: field.default for field in fields(config_class)}, model.get(part) or {}
         for name, value in given.items():
             is_plain = value == defaults.get(name) or (not value and name not in _POOLING)
-            if name not in _FREE and not is_plain:
+            # The layers of a ResNet are a list.
+            if not is_plain and (name not in _FREE or isinstance(value, list)):
                 raise UserError(
                     f"{source}: {part}.{name} is {value!r}, which the towers here do not have",
-                    hint="use the weights of a plain CLIP with a vision Transformer (ViT)",
+                    hint="name open_clip's own towers with --towers.image open_clip:NAME and --towers.text, or use the "
+                    "weights of a plain CLIP with a vision Transformer (ViT)",
                 )
         towers[part] = {**defaults, **given}
     vision, text = towers["vision_cfg"], towers["text_cfg"]
@@ -161,6 +163,23 @@ def file_of_tag(
             f"cannot download {name}:{tag}, and it is not in the cache: {str(error).splitlines()[0]}",
             hint="check the network, fill the cache with open_clip.create_model on a machine with one, or name a file",
         ) from error
+
+
+def named_towers(name: str, tag: str) -> DualEncoderTowers | None:
+    """The towers of pretrained weights by name that open_clip has to build; None for those here, and unknown names."""
+    import open_clip
+    from open_clip.pretrained import get_pretrained_cfg
+
+    entry, model = get_pretrained_cfg(name, tag), open_clip.get_model_config(name)
+    if not entry or model is None:
+        return None
+    try:
+        facts_of_open_clip(model, entry, source=f"{name}:{tag}")
+    except UserError:
+        quick = f"{name}-quickgelu"  # is not the default of the configuration, whatever the weights were trained with
+        of_weights = quick if entry.get("quick_gelu") and open_clip.get_model_config(quick) else name
+        return DualEncoderTowers(image=f"open_clip:{of_weights}", text=f"open_clip:{of_weights}")
+    return None
 
 
 _OTHER_TOWERS = {

@@ -4,13 +4,14 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import LIBRARY, DualEncoderTowers, FormatChoice, Init, Kind, Towers
+from clipmill.train.config.model import LIBRARY, DualEncoderInit, DualEncoderTowers, FormatChoice, Init, Kind, Towers
 from clipmill.train.config.places import HUB_PREFIX, NAME_AND_TAG
 from clipmill.train.models.adapters import merged
 from clipmill.train.models.dual_encoder import size_of
@@ -40,6 +41,7 @@ from clipmill.train.weights.hf_videomae import HF_VIDEOMAE
 from clipmill.train.weights.library import facts_of_entry, library_facts, library_format
 from clipmill.train.weights.logits import read_logits
 from clipmill.train.weights.open_clip import OPEN_CLIP, OPENAI, facts_of_open_clip, file_of_tag
+from clipmill.train.weights.pairing import paired_facts, paired_tensors, parts_of
 from clipmill.train.weights.videomae import VIDEOMAE
 
 # The formats that weights are read in: one row each, in the order in which names of tensors are compared with them.
@@ -142,13 +144,14 @@ def fetch_tag(init: Init, towers: Towers = _PLAIN, *, say: Say) -> None:
     Raises:
         UserError: there are no such weights, or they cannot be downloaded.
     """
-    if (init.weights or "").startswith(HUB_PREFIX):
-        say(f"weights: {init.weights} come from Hugging Face's cache or a download")
-        place_of_weights(str(init.weights))
-    match = NAME_AND_TAG.fullmatch(init.weights or "")
-    if match and not Path(match[0]).exists():
-        say(f"weights: {init.weights} come from open_clip's cache or a download")
-        file_of_tag(match[1], match[2], read_facts=None if library_format(towers) is None else facts_of_entry)
+    for one, its in parts_of(init, towers):
+        if (one.weights or "").startswith(HUB_PREFIX):
+            say(f"weights: {one.weights} come from Hugging Face's cache or a download")
+            place_of_weights(str(one.weights))
+        match = NAME_AND_TAG.fullmatch(one.weights or "")
+        if match and not Path(match[0]).exists():
+            say(f"weights: {one.weights} come from open_clip's cache or a download")
+            file_of_tag(match[1], match[2], read_facts=None if library_format(its) is None else facts_of_entry)
 
 
 def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
@@ -163,6 +166,20 @@ def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
     """
     if init.weights is None:
         return None
+    first, *others = [_opened(*part) for part in parts_of(init, towers)]
+    if not others:
+        return first
+    [text] = others
+    return Source(
+        title=f"{first.title}, with the text tower of {text.title}",
+        converted=paired_tensors(first.converted, text.converted, title=text.title),
+        facts=paired_facts(first.facts, text.facts, towers),
+    )
+
+
+def _opened(init: Init, towers: Towers) -> Source:
+    """The weights of one source."""
+    assert init.weights is not None
     path, match = place_of_weights(init.weights), NAME_AND_TAG.fullmatch(init.weights)
     if is_run(path):
         return open_run_weights(RunFolder(path))
@@ -172,7 +189,8 @@ def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
     elif path.is_file() or not match:
         file, facts = path, None
     else:
-        file, facts = file_of_tag(match[1], match[2], read_facts=None if library is None else facts_of_entry)
+        read_facts = None if library is None else partial(facts_of_entry, towers=towers)
+        file, facts = file_of_tag(match[1], match[2], read_facts=read_facts)
     is_hf = library is not None and "model_type" in (read_config(path / "config.json") or {})
     state = read_hf(path) if is_hf else without_prefixes(read_tensors(file))
     require_float_weights(state, source=file)
@@ -249,6 +267,7 @@ class Base:
         sha256: of their names, shapes and values.
         tensors: their names, and the shape of each.
         scale: of the adapters.
+        text: where those of the text tower are from, if elsewhere.
     """
 
     weights: str
@@ -256,19 +275,25 @@ class Base:
     sha256: str
     tensors: dict[str, list[int]]
     scale: float
+    text: str | None = None
 
 
 def base_of(source: Source, init: Init, *, names: Iterable[str], scale: float) -> Base:
     """The base made of some tensors of a source, which the settings name."""
     assert init.weights is not None
-    names, path = sorted(names), Path(init.weights)
+    names, text = sorted(names), getattr(init, "text", None)
     return Base(
-        weights=str(path.resolve()) if path.exists() else init.weights,
+        weights=_from_anywhere(init.weights),
+        text=None if text is None else _from_anywhere(text),
         format=init.format,
         sha256=_digest_of(source, names),
         tensors={name: list(source.converted.tensors[name].shape) for name in names},
         scale=scale,
     )
+
+
+def _from_anywhere(weights: str) -> str:
+    return str(Path(weights).resolve()) if Path(weights).exists() else weights
 
 
 def _digest_of(source: Source, names: Iterable[str]) -> str:
@@ -290,9 +315,10 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
     if not metadata.base:
         return None
     base = Base(**metadata.base)
-    hint = f"put back the weights that the run started from: {base.weights}"
+    hint = f"put back the weights that the run started from: {base.weights}{f', {base.text}' if base.text else ''}"
+    init = DualEncoderInit(weights=base.weights, format=base.format, text=base.text)
     try:
-        source = open_weights(Init(weights=base.weights, format=base.format), _towers_in(metadata.settings))
+        source = open_weights(init, _towers_in(metadata.settings))
     except UserError as error:
         raise UserError(
             f"{checkpoint} holds adapters, and not the weights that they adapt: {error}", hint=hint

@@ -164,13 +164,17 @@ def test_captions_of_chunks_and_videos_that_are_gone_are_listed(data: Path, tmp_
     table = pseudo(tmp_path / "p.parquet", rows, video_variant=current_variant(data, "video"))
     ran = captions(data, table)
     assert "bad_time: 1\n" in ran.stdout and "missing_file: 1\n" in ran.stdout
-    assert f"p.parquet, row 1: {first}: bad_time: begins at 2.0 s, after the end of the video at 2.0 s\n" in ran.stdout
+    assert (
+        f"p.parquet, entry 2: {first}: bad_time: begins at 2.0 s, after the end of the video at 2.0 s\n" in ran.stdout
+    )
     assert "p.parquet: gone: missing_file: no such video in the manifest; captions lost: 1\n" in ran.stdout
     # Without the commit of its shard, the second video has no chunks.
     sorted((data / "video").glob("*/commits/*.json"))[1].unlink()
     rows = [{"video": video, "begin_s": 0.0, "end_s": 1.0, "text": "a"} for video in (first, second)]
     ran = captions(data, pseudo(tmp_path / "p.parquet", rows))
-    assert f"p.parquet, row 1: {second}: missing_chunk: the video has no chunk between 0.0 s and 1.0 s\n" in ran.stdout
+    assert (
+        f"p.parquet, entry 2: {second}: missing_chunk: the video has no chunk between 0.0 s and 1.0 s\n" in ran.stdout
+    )
     hint = "  hint: if the videos have no chunks yet, such as videos that returned, run `prep chunk` first, then this "
     assert hint in ran.stdout
     only = pseudo(tmp_path / "only.parquet", rows[1:])

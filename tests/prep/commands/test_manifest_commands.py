@@ -45,6 +45,7 @@ def test_a_folder_becomes_a_manifest(videos: Path, tmp_path: Path, capsys: pytes
     assert read_rejected(tmp_path / "data")["source_id"].to_pylist() == ["gone"]
     [row] = csv.DictReader((tmp_path / "data" / "manifest" / "rejected.csv").open())
     assert (row["source_id"], row["reason"], row["file"]) == ("gone", "missing_file", str(table))
+    assert row["entry"] == "2" and "row" not in row, "the second row below the header"
 
 
 def test_videos_and_captions_are_counted_by_split(

@@ -105,6 +105,25 @@ def test_a_lost_chunk_of_a_store_does_not_read_as_latents_of_zeros(written: Writ
     assert np.isnan(frames[1]).all() and np.isfinite(frames[0]).all()
 
 
+@pytest.mark.parametrize("lost", ["base_frames/1.0.0.0.0", "clip_emb/0.0", "segment_to_video/0", "clip_emb/.zarray"])
+def test_a_rerun_replaces_a_store_that_has_lost_a_file(written: Written, tmp_path: Path, lost: str) -> None:
+    store_dir = tmp_path / "segments.zarr"
+    line = ("export", "zarr", store_dir, "--data", written.data_dir)
+    prep_here(*line)
+    (store_dir / lost).unlink()
+    assert prep_here(*line, "--json").summary["num_written"] == 10
+    assert np.array_equal(opened(store_dir)["base_frames"][:].view(np.uint16), wanted(written)[0])
+    assert (store_dir / lost).exists() and "nothing to do" in prep_here(*line).stdout
+
+
+def test_a_store_of_one_video_is_complete(tmp_path: Path) -> None:
+    of_one = write_all(tmp_path / "data", [[Chunk("b", 0, 40)]], [Caption("b", 0.0, 5.0, "b")], splits={"b": "train"})
+    line = ("export", "zarr", tmp_path / "segments.zarr", "--data", of_one.data_dir)
+    prep_here(*line)
+    assert not opened(tmp_path / "segments.zarr")["segment_to_video"][:].any()
+    assert "nothing to do" in prep_here(*line).stdout
+
+
 def test_what_a_killed_run_left_is_removed_and_a_failed_one_leaves_the_old_store(
     written: Written, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from clipmill.manifests.progress import Activity
 from clipmill.train.bench.communication import Event, breakdowns
 from clipmill.train.cli import main
 from tests.train.bench.test_bench import SMALL
@@ -74,8 +75,16 @@ def test_a_step_on_a_gpu_is_broken_down_by_its_kernels() -> None:
 
 def bench_rank(words: list[str], said: Path) -> None:
     sys.argv = ["train", "bench", *words]
+    doing = list[str]()
+
+    def activity(text: str) -> Activity:
+        doing.append(text)
+        return Activity(text)
+
+    pytest.MonkeyPatch().setattr("clipmill.train.bench.run.Activity", activity)
     with Path(f"{said}.{os.environ['RANK']}").open("w") as sys.stdout, pytest.raises(SystemExit) as left:
         main()
+    Path(f"{said}.doing.{os.environ['RANK']}").write_text("\n".join(doing))
     sys.exit(left.value.code)
 
 
@@ -89,6 +98,8 @@ def test_two_processes_break_their_steps_down_under_each_strategy(data_dir: Path
     wanted = [(strategy, exchange) for strategy in STRATEGIES for exchange in ("scalars", "features")]
     assert [(one["strategy"], one["exchange"]) for one in result["strategies"]] == wanted
     assert (tmp_path / "said.1").read_text() == "", "one process speaks for all"
+    doing = [f"measuring steps with {strategy}, exchange {exchange}" for strategy, exchange in wanted]
+    assert (tmp_path / "said.doing.0").read_text().splitlines() == doing
     for one in result["strategies"]:
         assert (one["num_processes"], one["num_steps"], len(one["ranks"])) == (2, 3, 2) and one["unrecorded_s"] > 0
         for numbers in (one["mean"], *one["ranks"]):

@@ -176,21 +176,21 @@ def test_a_window_of_large_videos_is_bounded_in_bytes(monkeypatch: pytest.Monkey
 
 
 def test_a_stream_of_fewer_clips_than_a_batch_is_the_users_mistake(tmp_path: Path, payload: bytes) -> None:
-    with pytest.raises(UserError, match="fewer than the 4 clips that are needed"):
+    with pytest.raises(UserError, match="fewer clips than the 4 that are needed"):
         first(open_stream(write_tar(tmp_path / "0.tar", payload, ["a", "b"])), 1)
 
 
 def test_tars_without_samples_are_the_users_mistake(tmp_path: Path, payload: bytes) -> None:
     write_tar(tmp_path / "0.tar", payload, [])
-    with pytest.raises(UserError, match="fewer than the 1 clips that are needed"):
+    with pytest.raises(UserError, match="fewer clips than the 1 that are needed"):
         list(open_stream(tmp_path / "0.tar").evaluation_batches())
-    with pytest.raises(UserError, match="fewer than the 4 clips that are needed"):
+    with pytest.raises(UserError, match="fewer clips than the 4 that are needed"):
         first(open_stream(tmp_path / "0.tar"), 1)
 
 
 def test_what_is_no_tar_is_named_where_clips_are_too_few(tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(b"<html>not found</html>" * 100)
-    with pytest.raises(UserError, match=r"fewer than the 4 .* cannot be read: .*0\.tar"):
+    with pytest.raises(UserError, match=r"fewer clips than the 4 .* cannot be read: .*0\.tar"):
         first(open_stream(tmp_path / "0.tar"), 1)
 
 

@@ -122,7 +122,7 @@ def test_without_labels_the_caption_is_the_class(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no labels") as caught:
         opened(data_dir)
     assert "--classes" in str(caught.value.hint)
-    with pytest.raises(UserError, match="such as 'take plate' is among 1 classes"):
+    with pytest.raises(UserError, match="such as 'take plate' is among 1 class"):
         opened(data_dir, classes=lines(tmp_path / "d.txt", "sing"))
 
 

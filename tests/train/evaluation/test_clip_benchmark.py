@@ -17,6 +17,7 @@ from sklearn.metrics import top_k_accuracy_score
 from torch.utils.data import DataLoader
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
 from tests.train.evaluation.test_commands import scored
 from tests.train.running import train
@@ -113,6 +114,25 @@ def test_retrieval_with_several_captions_is_that_of_clip_benchmark(
         assert recall == pytest.approx({key: expected[key] for key in recall})
     assert result["video_to_text"]["num_queries"] == NUM_IMAGES
     assert result["text_to_video"]["num_queries"] == result["video_to_text"]["gallery_size"] > NUM_IMAGES
+
+
+def test_the_loop_has_the_figures_of_the_command(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluations of images by both protocols, in a run on videos."""
+    tars = {kind: write_set(tmp_path / kind, kind=kind) / "test" / "{0..1}.tar" for kind in ("cls", "txt")}
+    words = f"--model tiny --num-frames 1 --size-px {SIDE_PX} --batch 4 --steps 1 --workers 1 --evaluate.every 1"
+    named = (f"zero={tars['cls']}@test:zero-shot", f"pairs={tars['txt']}@test:clip-benchmark")
+    out = tmp_path / "run"
+    assert train("dual-encoder", "--shards", data_dir, "--out", out, *words.split(), "--evaluate.shards", *named) == 0
+    last = read_lines(RunFolder(out).metrics)[-1]
+    zero: dict[str, Any] = scored(capsys, "zero-shot", out, "--shards", tars["cls"])
+    pairs: dict[str, Any] = scored(capsys, "retrieval", out, "--shards", tars["txt"], "--protocol", "clip-benchmark")
+    assert last["zero/top1"] == pytest.approx(zero["top"]["1"])
+    assert last["zero/mean_class_accuracy"] == pytest.approx(zero["mean_class_accuracy"])
+    for direction in ("text_to_video", "video_to_text"):
+        assert last[f"pairs/{direction}_r5"] == pytest.approx(pairs[direction]["recall"]["5"])
+        assert 0 < last[f"pairs/{direction}_r10"] < 1
 
 
 def test_what_the_tars_lack_is_said(

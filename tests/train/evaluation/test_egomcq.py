@@ -21,7 +21,7 @@ from clipmill.train.tasks.dual_encoder.embeddings import embed_all
 from clipmill.train.tasks.dual_encoder.protocols import protocol_captions
 from tests.manifests.test_egovlp import question
 from tests.train.evaluation.test_commands import scored
-from tests.train.running import train
+from tests.train.running import facts, train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
 VIDEOS = ["a", "b", "c"]
@@ -97,7 +97,9 @@ def test_accuracies_are_those_of_the_public_rule_and_of_the_loop(
         assert last[f"val/{kind}_accuracy"] == pytest.approx(expected[kind])
     assert result["incomplete"] == ""
     assert train("eval", "egomcq", run, "--questions", kitchen / "egomcq.json") == 0
-    assert "inter-video" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "inter-video" in printed and "caution: only 12 inter-video questions, so that " in printed
+    assert facts(run)["evaluations"]["val"]["caution"] == "only 24 questions"
 
 
 def test_questions_without_all_their_clips_make_a_result_incomplete(

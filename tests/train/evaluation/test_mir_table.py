@@ -144,7 +144,7 @@ def test_what_is_not_of_this_split_is_named(
 @pytest.mark.parametrize(
     ("sentences", "what"),
     [
-        ([*SENTENCES, "peel carrot"], "1 sentences that no caption of split 'test' has; the first: peel carrot"),
+        ([*SENTENCES, "peel carrot"], "1 sentence that no caption of split 'test' has; the first: peel carrot"),
         ([*SENTENCES, "open tap"], "a sentence twice"),
     ],
 )

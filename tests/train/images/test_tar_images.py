@@ -1,6 +1,7 @@
 """Images of tars as samples: order, captions, classes, ids, ranks, resumption, repeats, failures, remote tars."""
 
 import gzip
+import json
 import shutil
 from collections.abc import Iterator
 from fractions import Fraction
@@ -17,7 +18,7 @@ from clipmill.train.data.classes import ClassList
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape, Views
 from clipmill.train.data.frame_sampling import Sampling
-from clipmill.train.data.images.query import ImageQuery, names_images
+from clipmill.train.data.images.query import ImageQuery, class_names_of_images, names_images
 from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.mixed_clips import MixedClips
@@ -127,6 +128,18 @@ def test_classes_are_those_of_the_cls_members(tars: str) -> None:
     assert some.labels.tolist() == [0, 1] * 6 and len(some) == 12
     assert [loaded(some, number)["label"] for number in range(12)] == [0, 1] * 6
     assert "6 without one of the classes (the first: 00000.tar/000000001)" in some.describe()
+
+
+def test_other_labels_are_keys_of_json(tmp_path: Path) -> None:
+    values: list[object] = ["dog", 7, None, ["dog"], True, " dog "]
+    said = [json.dumps({"noun": value}).encode() for value in values] + [b"{}", b"[", None]
+    samples = [{**sample(1), **({} if one is None else {"json": one})} for one in said]
+    pattern = str(write_tar(tmp_path / "0.tar", ((str(number), one) for number, one in enumerate(samples))))
+    assert class_names_of_images(pattern, label="noun", cache=None, cache_size=None) == {"dog", "7"}
+    found = TarImages(query(pattern), classes=ClassList("noun", ("7", "dog")))
+    assert found.labels.tolist() == [1, 0, 1]
+    assert [found.key(number) for number in range(3)] == ["0.tar/0", "0.tar/1", "0.tar/5"]
+    assert "1 with an unreadable txt or json (the first: 0.tar/7)" in found.describe()
 
 
 def test_an_image_fills_all_frames_of_its_clip_and_all_views(tars: str) -> None:

@@ -169,6 +169,6 @@ def test_chunks_of_videos_that_left_the_manifest_are_counted(own: Written) -> No
     captions = [caption for caption in CAPTIONS if caption.video_id != "c"]
     write_captions(own.data_dir, dict.fromkeys("abde", "train"), captions)
     loader = opened(own.data_dir)
-    assert "1 chunks of videos that the manifest does not name left out" in loader.describe()
+    assert "1 chunk of videos that the manifest does not name left out" in loader.describe()
     shown = {key for loaded in loader.evaluation_batches() for key in loaded.batch["key"]}
     assert shown and "c_000015000" not in shown

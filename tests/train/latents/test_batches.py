@@ -101,9 +101,9 @@ def test_the_log_says_what_is_left_out(written: Written) -> None:
     num_segments = sum(1 for place in segments_of(written) if overlapping(*place))
     assert line.startswith(f"{num_segments} segments of 20 frames (2 x 4 x 4 float16 at 4 frames a second) in 7 chunks")
     assert "2 shorter tails left out" in line
-    assert "1 captions without embedding" in line
+    assert "1 caption without embedding" in line
     assert f"{len(segments_of(written)) - num_segments} segments without captions left out" in line
-    assert "3 captions that overlap no segment" in line
+    assert "3 captions outside of all segments" in line
 
 
 def test_a_tail_is_filled_up_with_zeros_and_says_so(written: Written) -> None:

@@ -50,7 +50,7 @@ def test_sources_are_drawn_by_weight_and_segments_are_clips(spoken: Written) -> 
     assert all(abs(counts[key] - wanted[key]) < 4 * np.sqrt(wanted[key]) for key in wanted)
     [first] = [one.batch for one in LatentLoader(replace(query, loading=LoaderSettings())).evaluation_batches()]
     assert first["caption_id"].tolist() == [2, 2]
-    assert "1 captions of other sources left out" in loader.describe()
+    assert "1 caption of other sources left out" in loader.describe()
 
 
 def test_by_default_all_sources_weigh_alike_and_the_first_of_the_alphabet_is_shown(spoken: Written) -> None:

@@ -74,6 +74,30 @@ def test_an_export_is_what_open_clip_loads_and_what_clipmill_loads(run: Path, tm
     assert torch.equal(back.encode_video(CLIPS), ours.encode_video(CLIPS))
 
 
+@pytest.mark.parametrize("name", [RESNET, SIGLIP2])
+def test_a_name_and_tag_opens_towers_that_open_clip_has_to_build(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    torch.manual_seed(4)
+    theirs = open_clip.create_model(name, precision="fp32").eval()
+    torch.save(theirs.state_dict(), tmp_path / "cached.pt")
+    entry = {"hf_hub": "test/", "mean": (0.4, 0.5, 0.6), "std": (0.3, 0.3, 0.3)}
+    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, name, {"some": entry})
+    monkeypatch.setattr("open_clip.pretrained.download_pretrained", lambda entry: str(tmp_path / "cached.pt"))
+    ours = load_model(f"{name}:some", device="cpu")
+    assert (ours.settings.size_px, ours.settings.num_frames) == (PX, 4)
+    assert ours.settings.init.pixel_mean == pytest.approx(entry["mean"])
+    assert any("the mean of those of its 4 frames" in remark for remark in ours.remarks)
+    assert not any("activation" in remark for remark in ours.remarks)
+    frames = torch.randn(2, 3, PX, PX)
+    tokens = torch.from_numpy(np.stack([encoder(ours).tokenize(text) for text in TEXTS]))
+    with torch.no_grad():
+        clips = ours.encode_video(frames[:, :, None].expand(-1, -1, 4, -1, -1))
+        torch.testing.assert_close(clips, theirs.encode_image(frames, normalize=True), rtol=0, atol=1e-5)
+        texts = theirs.encode_text(tokens, normalize=True)
+        torch.testing.assert_close(ours.encode_text(TEXTS), texts, rtol=0, atol=1e-5)
+
+
 def test_adapters_of_peft_are_trained_and_merged(data_dir: Path, siglip2: Path, tmp_path: Path) -> None:
     out = tmp_path / "adapted"
     flags = ("--lora.rank", 2, "--lora.alpha", 4, "--steps", 3, "--checkpoint-every", 1, "--lr", "1e-2")
@@ -146,15 +170,16 @@ def test_other_tasks_take_the_image_tower_of_a_run(data_dir: Path, run: Path, tm
 
 def test_an_encoder_of_pictures_and_one_of_texts_are_paired(data_dir: Path, tmp_path: Path) -> None:
     """DINOv2's files have other names than its modules, which transformers' own loader knows."""
-    theirs = save_hf(tmp_path / "dino", "dinov2")
-    save_hf(tmp_path / "bert", "bert")
+    theirs, of_text = save_hf(tmp_path / "dino", "dinov2"), save_hf(tmp_path / "bert", "bert")
     towers = ("--towers.image", f"hf:{tmp_path / 'dino'}", "--towers.text", f"hf:{tmp_path / 'bert'}")
     some = ("--towers.text-pooling", "mean", "--towers.activation-checkpointing", "--steps", 1, "--lr", "1e-12")
-    given = ("--init.weights", tmp_path / "dino", "--init.allow", "text.*", "--shards", data_dir)
+    given = ("--init.weights", tmp_path / "dino", "--init.text", tmp_path / "bert", "--shards", data_dir)
     assert train("dual-encoder", *TINY, *towers, *some, *given, "--out", tmp_path / "run") == 0
     after = weights(tmp_path / "run")
     for name, one in theirs.state_dict().items():
         torch.testing.assert_close(after[f"video.model.{name}"], one, rtol=0, atol=1e-9)
+    for name, one in of_text.state_dict().items():
+        torch.testing.assert_close(after[f"text.model.{name}"], one, rtol=0, atol=1e-9)
     assert train("export", tmp_path / "run", "--format", "hf", "--out", tmp_path / "out") == 0
     assert load_model(tmp_path / "out").identity == load_model(tmp_path / "run").identity
 

@@ -103,7 +103,7 @@ def test_visible_pixels_are_shown_as_they_are_and_hidden_ones_change() -> None:
 def test_weights_that_have_diverged_and_data_that_cannot_be_decoded_are_named() -> None:
     with pytest.raises(FailedWork, match="the weights have diverged"):
         evaluated(Known(float("nan")))
-    with pytest.raises(FailedWork, match="none of the 1 clips could be decoded"):
+    with pytest.raises(FailedWork, match="none of 1 clip could be decoded"):
         evaluated(Known(1.0), num_clips=0)
 
 

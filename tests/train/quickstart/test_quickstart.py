@@ -23,10 +23,11 @@ from clipmill.train.quickstart import choice
 from clipmill.train.quickstart import measured as measurements
 from clipmill.train.quickstart.asked import Asked
 from clipmill.train.quickstart.plan import Plan, _held_out, propose
-from clipmill.train.quickstart.survey import survey
+from clipmill.train.quickstart.survey import describe, survey
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.data.http_folder import HttpFolder
 from tests.train.running import train
+from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
 CPU = torch.device("cpu")
 Quickstart = Callable[..., int]
@@ -169,7 +170,7 @@ def test_what_does_not_fit_is_tried_with_fewer_clips(
     assert tried == [4, 2] and said == ["4 clips do not fit into memory; trying 2"]
     assert (found.batch, found.num_halved) == (2, 1)
     most = 0
-    with pytest.raises(UserError, match="not even 2 clips"):
+    with pytest.raises(UserError, match="not even a batch of 2 clips"):
         measurements.measure(plan.proposal.spec, plan.proposal.settings, **how)
     monkeypatch.setattr(measurements, "take_steps", lambda *others, **more: (_ for _ in ()).throw(RuntimeError("x")))
     with pytest.raises(RuntimeError, match="x"):
@@ -215,6 +216,16 @@ def test_what_cannot_be_trained_on_is_refused_with_what_to_do(tmp_path: Path, da
         with pytest.raises(UserError, match=why) as refused:
             survey(address)
         assert hint in (refused.value.hint or ""), address
+
+
+def test_videos_that_failed_and_their_captions_do_not_count(tmp_path: Path) -> None:
+    write_shard(tmp_path, 0, chunks_of("a", 40), split="train")
+    spans = [Caption(video, 0.0, 1.0, "x") for video in ("a", "failed", "failed")]
+    write_captions(tmp_path, dict.fromkeys(("a", "failed"), "train"), spans)
+    found = survey(str(tmp_path))
+    split = found.splits["train"]
+    assert (split.num_videos, split.num_without, split.num_captions) == (1, 1, 1)
+    assert describe(found)[1] == "split train: 1 video, 2 chunks, 4 s, 1 caption; 1 video without chunks"
 
 
 def test_flags_that_contradict_data_or_each_other_are_refused(

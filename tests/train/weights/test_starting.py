@@ -26,7 +26,7 @@ from clipmill.train.weights.avion import MISTYPED_MEAN
 from clipmill.train.weights.conversion import LOGIT_SCALE, TEMPORAL_EMBEDDING
 from clipmill.train.weights.loading import fit_to
 from clipmill.train.weights.open_clip import to_open_clip
-from clipmill.train.weights.sources import open_weights
+from clipmill.train.weights.sources import open_weights, whole_weights
 from tests.train.running import facts, steps, train
 from tests.train.weights.test_avion import lavila_state
 
@@ -89,6 +89,34 @@ def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
     weights.unlink()
     assert train("dual-encoder", "--out", out, "--resume") == 0
     assert json.loads(run.facts.read_text())["weights"] == weights_fact
+
+
+def test_the_text_tower_starts_from_a_source_of_its_own(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both sources are read again for a checkpoint of adapters."""
+    video, text, tower = write_avion(tmp_path / "avion.pt"), tmp_path / "text.safetensors", tmp_path / "tower.pt"
+    others = {name: one + 0.5 for name, one in tiny_weights().items()}
+    save_file({name: tensor.contiguous() for name, tensor in to_open_clip(others).items()}, text)
+    torch.save({name: one for name, one in torch.load(video)["state_dict"].items() if "visual" in name}, tower)
+    words = ["dual-encoder", "--shards", data_dir, *SMALL, "--lora.rank", "2", "--out"]
+    assert train(*words, tmp_path / "run", "--init.weights", video, "--init.text", text) == 0
+    assert "avion.pt (AVION), with the text tower of" in capsys.readouterr().out
+    after, first = whole_weights(RunFolder(tmp_path / "run").require_checkpoint()), tiny_weights()
+    for name, one in after.items():
+        wanted = others[name] if name.startswith("text.") else first[name]
+        torch.testing.assert_close(one, wanted, rtol=0, atol=1e-6)
+    for flags, problem in (
+        (("--init.text", text), f"--init.text is {text}, and the video tower has no weights"),
+        (("--init.weights", text, "--init.text", tower), "there is no text tower"),
+        (("--init.weights", text, "--init.text", "nowhere"), "cannot read the weights nowhere"),
+        (("--init.weights", text, "--init.text", text, "--text-tower", "frozen"), "take the place of the text tower"),
+    ):
+        assert train(*words, tmp_path / "none", *flags) == 2
+        assert problem in capsys.readouterr().err and not (tmp_path / "none").exists()
+    text.unlink()
+    assert train("eval", "retrieval", tmp_path / "run") == 2
+    assert f"hint: put back the weights that the run started from: {video}, {text}" in capsys.readouterr().err
 
 
 def test_the_user_names_what_may_differ_in_one_flag(

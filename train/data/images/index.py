@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.cache import ObjectCache
 from clipmill.manifests.storage.objects import is_remote, open_objects
 from clipmill.shards.tars import LocalTars
@@ -28,13 +29,14 @@ from clipmill.train.data.streams.samples import (
     TarSample,
     Unreadable,
     caption_of,
+    description_of,
     samples_of,
 )
 from clipmill.train.data.workers import Stuck, in_order
 
 # The first of these that a sample has is its image; open_clip prefers them in the same order.
 EXTENSIONS = ("jpg", "png", "jpeg", "webp")
-_CLASS = "cls"
+LABEL, _CLASS = "class", "cls"  # a label, and the member that has it; other labels are keys of json
 MAX_IMAGE_BYTES = 1 << 28
 _LIMITS = dict.fromkeys(("txt", "json", _CLASS), MAX_TEXT_BYTES)
 _BYTES_PER_ROW = 512  # a header: a tar has fewer samples than that
@@ -98,6 +100,7 @@ class ImageTars:
     Args:
         tars: paths or addresses.
         cache: for copies of remote ones.
+        label: whose classes are read.
 
     Attributes:
         indexes: of each tar.
@@ -106,11 +109,11 @@ class ImageTars:
         UserError: a tar cannot be read, or is compressed.
     """
 
-    def __init__(self, tars: Sequence[str], cache: ObjectCache | None) -> None:
-        self.tars, self._cache, self._local = tars, cache, LocalTars()
+    def __init__(self, tars: Sequence[str], cache: ObjectCache | None, *, label: str = LABEL) -> None:
+        self.tars, self._cache, self._label, self._local = tars, cache, label, LocalTars()
         self._copies: dict[str, str] = {}
         self.indexes: list[TarIndex] = []
-        with Activity(f"looking for the images in {len(tars):,} tars") as activity:
+        with Activity(f"looking for the images in {counted(len(tars), 'tar')}") as activity:
             add = activity.adder(len(tars), unit="tars")
             done = in_order(
                 self._index, tars, num_threads=_NUM_AT_ONCE, num_ahead=2 * _NUM_AT_ONCE, stuck_after_s=_INDEX_TIMEOUT_S
@@ -147,7 +150,7 @@ class ImageTars:
                 version, size_bytes = f"{Path(tar).resolve()} {state.st_mtime_ns}", state.st_size
             return shared(
                 lambda: self._made(tar),
-                of=("images", version, size_bytes),
+                of=("images", self._label, version, size_bytes),
                 num_rows=size_bytes // _BYTES_PER_ROW,
                 types=(TarIndex,),
                 column="images",
@@ -157,9 +160,9 @@ class ImageTars:
 
     def _made(self, tar: str) -> TarIndex:
         if self._cache is None or not is_remote(tar):
-            return index_tar(tar, Path(tar))
+            return index_tar(tar, Path(tar), label=self._label)
         with held_copy(tar, self._cache) as copy:
-            return index_tar(tar, copy.path)
+            return index_tar(tar, copy.path, label=self._label)
 
 
 def holds_images(tar: str, path: Path) -> bool:
@@ -173,8 +176,8 @@ def holds_images(tar: str, path: Path) -> bool:
     return False
 
 
-def index_tar(tar: str, path: Path) -> TarIndex:
-    """Index the tar at `path`, called `tar` in messages.
+def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
+    """Index the tar at `path`, called `tar` in messages, with the classes of `label`.
 
     Raises:
         UserError: it is compressed.
@@ -207,12 +210,13 @@ def index_tar(tar: str, path: Path) -> TarIndex:
         else:
             try:
                 caption = (caption_of(sample) or "").encode("utf-8", "replace").decode()
+                name = _class_of(sample, label)
             except ValueError:
                 left_out.add("with an unreadable txt or json", sample.key)
                 continue
             keys.append(sample.key)
             captions.append(caption)
-            classes.append(sample.members.get(_CLASS, b"").decode("utf-8", "replace").strip())
+            classes.append(name)
             places.append((place[0], place[1]))
     offset, size = np.array(places, np.int64).reshape(-1, 2).T.copy()
     return TarIndex(
@@ -227,6 +231,14 @@ def index_tar(tar: str, path: Path) -> TarIndex:
         order_sha256=_sha256([*keys, str(size.tolist())]),
         content_sha256=_sha256([*captions, *classes]),
     )
+
+
+def _class_of(sample: TarSample, label: str) -> str:
+    """The class of an image, '' without one; raises ValueError if its json cannot be read."""
+    if label == LABEL:
+        return sample.members.get(_CLASS, b"").decode("utf-8", "replace").strip()
+    value = description_of(sample).get(label)
+    return str(value).encode("utf-8", "replace").decode().strip() if type(value) in (str, int) else ""
 
 
 def _sha256(texts: Iterable[str]) -> str:

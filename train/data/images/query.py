@@ -5,15 +5,12 @@ from pathlib import Path
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.objects import is_remote
-from clipmill.train.data.classes import listed
 from clipmill.train.data.decoding.clip import ClipShape
-from clipmill.train.data.images.index import ImageTars, holds_images
+from clipmill.train.data.images.index import LABEL, ImageTars, holds_images
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.node_cache import choose_folder
 from clipmill.train.data.remote import local_copy, open_cache
 from clipmill.train.data.streams.tars import expand, names_tars
-
-LABEL = "class"  # of the members `cls`
 
 
 @dataclass(frozen=True)
@@ -34,11 +31,11 @@ class ImageQuery:
     cache_size: str | None = None
 
 
-def open_tars(pattern: str, *, cache: Path | None, cache_size: str | None) -> ImageTars:
-    """Index tars; for the arguments see `ImageQuery`. Raises UserError if one cannot be read or is compressed."""
+def open_tars(pattern: str, *, cache: Path | None, cache_size: str | None, label: str = LABEL) -> ImageTars:
+    """Index tars; see `ImageQuery` and `ImageTars`. Raises UserError if one cannot be read or is compressed."""
     choose_folder(cache)
     tars = expand(pattern)
-    return ImageTars(tars, open_cache(cache, size=cache_size) if any(map(is_remote, tars)) else None)
+    return ImageTars(tars, open_cache(cache, size=cache_size) if any(map(is_remote, tars)) else None, label=label)
 
 
 def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> bool:
@@ -58,9 +55,11 @@ def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> 
 
 def class_names_of_images(pattern: str, *, label: str, cache: Path | None, cache_size: str | None) -> set[str]:
     """The classes of images in tars; raises UserError if these cannot be read, or have no such label."""
-    tars = open_tars(pattern, cache=cache, cache_size=cache_size)
+    tars = open_tars(pattern, cache=cache, cache_size=cache_size, label=label)
     found = {name for one in tars.indexes for name in one.classes.unique().to_pylist() if name}
-    if label != LABEL or not found:
-        there = (LABEL,) if found else ()
-        raise UserError(f"the images of {pattern} have no label {label!r}", hint=f"labels there: {listed(there)}")
+    if not found:
+        raise UserError(
+            f"the images of {pattern} have no label {label!r}",
+            hint=f"labels of images in tars: {LABEL} is their cls, others are keys of their json",
+        )
     return found

@@ -23,7 +23,7 @@ from clipmill.train.data.classes import ClassList, class_numbers_of
 from clipmill.train.data.decoding.clip import ClipBuilder
 from clipmill.train.data.decoding.image_files import decode_image
 from clipmill.train.data.decoding.pictures import rgb_pictures
-from clipmill.train.data.images.index import ImageTars, LeftOut
+from clipmill.train.data.images.index import LABEL, ImageTars, LeftOut
 from clipmill.train.data.images.query import ImageQuery, open_tars
 from clipmill.train.data.loader import Loader, ReadAhead, SampleRequest
 from clipmill.train.data.order import set_fingerprint
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import av
 
 _NUM_READERS = 32  # of remote tars; a request waits for tens of milliseconds
-_HINT = "img2dataset writes such tars: jpg, png or webp, with txt or json; classes are in cls"
+_HINT = "img2dataset writes such tars: jpg, png or webp, with txt or json; classes are in cls, or under a key of json"
 
 
 class TarImages(Loader):
@@ -64,7 +64,8 @@ class TarImages(Loader):
         classes: ClassList | None = None,
         repeats: int = 1,
     ) -> None:
-        self._tars = open_tars(query.pattern, cache=query.cache, cache_size=query.cache_size)
+        label = LABEL if classes is None else classes.label
+        self._tars = open_tars(query.pattern, cache=query.cache, cache_size=query.cache_size, label=label)
         self._shape = query.shape
         self._has_captions, self._tokenize, self._classes = has_captions, tokenize, classes
         self._group, self._repeats = query.loading.group, repeats
@@ -84,9 +85,9 @@ class TarImages(Loader):
             rows = self._kept(rows, pc.binary_length(self._captions).to_numpy() > 0, "without caption")
         self.labels: NDArray[np.int64] = np.empty(0, np.int64)
         if classes is not None:
-            label = class_numbers_of(pa.chunked_array([one.classes for one in indexes]), classes)
-            rows = self._kept(rows, label >= 0, "without one of the classes")
-            self.labels = label[rows]
+            number = class_numbers_of(pa.chunked_array([one.classes for one in indexes]), classes)
+            rows = self._kept(rows, number >= 0, "without one of the classes")
+            self.labels = number[rows]
         self._rows = rows  # of each image that is used
         if not len(rows):
             raise UserError(f"no image can be shown: {self.describe()}", hint=_HINT)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import num_captions_of
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO
 from clipmill.shards.dataset import current_variant
@@ -197,28 +198,30 @@ class SegmentSet:
         """One line for the log: what the set contains, what was excluded and why."""
         shape, segments, captions = self.records.shape, self.segments, self.captions
         parts = [
-            f"{len(self):,} segments of {segments.num_frames} frames ({shape}) "
-            f"in {len(self.records):,} chunks of split {self.split!r}"
+            f"{counted(len(self), 'segment')} of {counted(segments.num_frames, 'frame')} ({shape}) "
+            f"in {counted(len(self.records), 'chunk')} of split {self.split!r}"
         ]
         if self.records.num_unknown:
-            parts.append(f"{self.records.num_unknown:,} chunks of videos that the manifest does not name left out")
+            parts.append(
+                f"{counted(self.records.num_unknown, 'chunk')} of videos that the manifest does not name left out"
+            )
         if segments.num_tails:
             what = "left out" if segments.tails == "drop" else "padded with zeros"
-            parts.append(f"{segments.num_tails:,} shorter tails {what}")
+            parts.append(f"{counted(segments.num_tails, 'shorter tail')} {what}")
         if captions is not None:
             counts = {
-                f"{len(segments) - self._num_before:,} segments without captions left out": len(segments)
+                f"{counted(len(segments) - self._num_before, 'segment')} without captions left out": len(segments)
                 - self._num_before,
                 captions.sources.describe_excluded(captions.num_other_sources): captions.num_other_sources,
-                f"{captions.num_not_embedded:,} captions without embedding": captions.num_not_embedded,
-                f"{captions.num_not_selected:,} captions not selected": captions.num_not_selected,
-                f"{captions.num_not_shown:,} captions that overlap no segment": captions.num_not_shown,
+                f"{counted(captions.num_not_embedded, 'caption')} without embedding": captions.num_not_embedded,
+                f"{counted(captions.num_not_selected, 'caption')} not selected": captions.num_not_selected,
+                f"{counted(captions.num_not_shown, 'caption')} outside of all segments": captions.num_not_shown,
             }
             parts += [text for text, count in counts.items() if count]
         if self.labels is not None:
             parts += self._describe_labels(self.labels)
         if num_more := self._num_before - len(self):
-            parts.append(f"{num_more:,} further segments of long videos left out")
+            parts.append(f"{counted(num_more, 'further segment')} of long videos left out")
         parts += self._opened.remarks
         if self._stale:
             parts.append(self._stale)
@@ -281,7 +284,7 @@ class SegmentSet:
     def _describe_labels(self, labels: SegmentLabels) -> list[str]:
         parts = [", ".join(its.describe(label) for its, label in zip(self._classes, labels.label.T, strict=True))]
         if num_without := len(self.segments) - len(labels.segment):
-            parts.append(f"{num_without:,} segments without label left out")
+            parts.append(f"{counted(num_without, 'segment')} without label left out")
         if labels.remarks:
             parts.append(f"captions: {', '.join(labels.remarks)}")
         return [*parts, f"the caption that gives the label covers {labels.mean_share:.0%} of a segment on average"]

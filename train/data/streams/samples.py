@@ -174,7 +174,7 @@ def clips_of(sample: TarSample) -> Sequence[StreamedClip | WithoutVideo]:
         ValueError: it has no video, no caption, or members that cannot be read.
     """
     key, members = sample.key, sample.members
-    description = _description_of(sample)
+    description = description_of(sample)
     content = next((members[extension] for extension in VIDEO_EXTENSIONS if extension in members), None)
     if content is None:
         if str(description.get("status")).startswith(_FAILED_STATUS):
@@ -196,11 +196,11 @@ def caption_of(sample: TarSample) -> str | None:
         text = sample.members.get("txt", b"").decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"its txt is not UTF-8: {error}") from error
-    found = text if text.strip() else _description_of(sample).get("caption")
+    found = text if text.strip() else description_of(sample).get("caption")
     return found if isinstance(found, str) and found.strip() else None
 
 
-def _description_of(sample: TarSample) -> dict[str, Any]:
+def description_of(sample: TarSample) -> dict[str, Any]:
     """The json of a sample, {} without one; raises ValueError if it cannot be read."""
     try:
         description = json.loads(sample.members.get("json") or b"{}")

@@ -93,9 +93,9 @@ class VideoStream(BatchLoader):
         tars = f"{len(self._tars)} tars" if len(self._tars) > 1 else self._tars[0]
         parts = [f"{tars} from front to back, decoded through the container: a stream has no packet tables"]
         if self.num_shortened:
-            parts.append(f"{self.num_shortened:,} captions shortened to the borders of their chunks")
+            parts.append(f"{counted(self.num_shortened, 'caption')} shortened to the borders of their chunks")
         if self.num_without_video:
-            parts.append(f"{self.num_without_video:,} samples left out, whose videos could not be downloaded")
+            parts.append(f"{counted(self.num_without_video, 'sample')} left out: the video could not be downloaded")
         return "; ".join(parts)
 
     def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
@@ -180,7 +180,7 @@ class VideoStream(BatchLoader):
     def _require(self, num_items: int, *, at_least: int) -> None:
         if num_items >= at_least:
             return
-        message = f"{self.variant_name} holds fewer than the {at_least} clips that are needed: {self.describe()}"
+        message = f"{self.variant_name} holds fewer clips than the {at_least} that are needed: {self.describe()}"
         if self._first_unreadable is not None:
             key, why = self._first_unreadable.key, self._first_unreadable.detail
             raise UserError(f"{message}; what cannot be read: {key}: {why}", hint="repair or leave out that tar")

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.cache import CachedFile
 from clipmill.manifests.storage.objects import is_remote, open_objects
 from clipmill.train.data.order import permute
@@ -46,7 +47,10 @@ def expand(pattern: str) -> list[str]:
     tars = _names_of(pattern)
     missing = [tar for tar in tars if not is_remote(tar) and not Path(tar).is_file()]
     if missing:
-        raise UserError(f"{len(missing)} of {len(tars)} tars are not there; the first: {missing[0]}", hint=PATTERN_HINT)
+        raise UserError(
+            f"of {counted(len(tars), 'tar')}, {len(missing):,} cannot be found; the first: {missing[0]}",
+            hint=PATTERN_HINT,
+        )
     first = next((tar for tar in tars if is_remote(tar)), None)
     if first is not None:
         # The others are checked when their turn comes: a request for each would delay the run.

@@ -53,9 +53,8 @@ def probe_table(result: dict[str, Any]) -> Table:
             cells[1] = share_cell(None)
         is_random = one["encoder"] == "random"
         words = [one["label"], METHOD_TITLES[one["method"]], *(["random"] if is_random else [])]
-        detail = (
-            f"{counted(one['num_samples'], 'clip')}, {one['num_bank']:,} in the bank, {one['num_classes']:,} classes"
-        )
+        detail = f"{counted(one['num_samples'], 'clip')}, {one['num_bank']:,} in the bank, "
+        detail += counted(one["num_classes"], "class", "classes")
         detail += "" if one["l2"] is None else f", L2 {one['l2']:g}"
         rows.append(Row(", ".join(words), detail, tuple(cells), is_baseline=is_random))
         if one["num_unseen"]:

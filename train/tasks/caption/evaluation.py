@@ -8,6 +8,7 @@ import numpy as np
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import publish_json
+from clipmill.manifests.quoting import counted
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for
@@ -185,7 +186,8 @@ def _constant(
         return best_constant(references), reason
     every = every_for(len(training_set), at_most=_MAX_CLIPS_OF_CONSTANT)
     known = {str(index): training_set.references(index) for index in range(0, len(training_set), every)}
-    return best_constant(known), f"{CONSTANT_RULE}: of split {split!r}, {len(known):,} clips spread evenly over it"
+    rule = f"{CONSTANT_RULE}: of split {split!r}, {counted(len(known), 'clip')} spread evenly over it"
+    return best_constant(known), rule
 
 
 def _left_out(samples: CaptionedClips, *, every: int) -> list[str]:

@@ -47,7 +47,7 @@ class DecodingSettings(Checked):
     length_penalty: Annotated[float | None, Range(), _BEAM] = None
     """beam: exponent of the length by which log probabilities are divided; more favours longer captions. Default: 1."""
     early_stopping: Annotated[bool | None, _BEAM] = None
-    """beam: stop at as many finished captions as beams. Otherwise, once no better ones can follow."""
+    """beam: stop once there are as many finished captions as beams. Otherwise, once no better one can follow."""
     min_tokens: Annotated[int, Range(least=0)] = 0
     """Minimum number of tokens before a caption ends."""
     max_tokens: Annotated[int | None, Range(least=1)] = None

@@ -31,7 +31,7 @@ class CaptionFlags(Checked):
     split: str = "val"
     """Split to evaluate on."""
     max_samples: Annotated[int, Range(least=1)] = 100_000
-    """Maximum number of clips: every k-th of the split, with the smallest sufficient k (12 of 52: every 5th, 11)."""
+    """Maximum number of clips: every k-th of the split, with the smallest sufficient k (12 of 52: 11, every 5th)."""
     spice_jars: Path | None = None
     """Folder of the two jar files that SPICE needs. Default: SPICE is left out."""
     decoding: Annotated[DecodingSettings | None, DECODING] = None

@@ -202,7 +202,7 @@ def score_classifier(
     if counts[1]:
         raise FailedWork("logits are not finite: the weights have diverged")
     if not num_samples:
-        raise FailedWork(f"none of the {counts[0]} clips could be decoded")
+        raise FailedWork(f"none of {counted(counts[0], 'clip')} could be decoded")
     return ClassResult(metrics, num_samples, counts[0], tuple(failed), tallies.by_class())
 
 

@@ -45,7 +45,7 @@ def classification_table(result: dict[str, Any]) -> Table:
         cells = [share_cell(share, baseline[key]) for share, key in zip(shares, BASELINE_KEYS, strict=True)]
         if num_classes <= FEW_CLASSES:
             cells[1] = share_cell(None)
-        rows.append(Row(name, f"{clips}, {num_classes:,} classes", tuple(cells)))
+        rows.append(Row(name, f"{clips}, {counted(num_classes, 'class', 'classes')}", tuple(cells)))
     protocol = protocol_of(result, clips)
     return Table("Classification", ("top-1", "top-5", "mean class"), tuple(rows), protocol, reference=MAJORITY)
 

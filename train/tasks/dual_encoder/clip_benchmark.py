@@ -15,9 +15,10 @@ import pyarrow as pa
 
 from clipmill.manifests.adapters.tables import text_lines
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.objects import is_remote
 from clipmill.train.data.classes import ClassList
-from clipmill.train.data.images.query import LABEL
+from clipmill.train.data.images.index import LABEL
 from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.streams.tars import expand
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation
@@ -51,7 +52,7 @@ def class_prompts(samples: TarImages, pattern: str, wanted: DualEncoderEvaluatio
     templates = templates or _beside(pattern, _TEMPLATES)
     wordings = (PLAIN_TEMPLATE,) if templates is None else read_templates(templates)
     ids = np.arange(samples.num_clips)
-    source = f"{len(names)} classes of {(classes or Path(_CLASSES)).name}, by the images' cls"
+    source = f"{counted(len(names), 'class', 'classes')} of {(classes or Path(_CLASSES)).name}, by the images' cls"
     return ClassPrompts(tuple((name,) for name in names), wordings, ids, samples.labels, source, 0)
 
 

@@ -41,6 +41,11 @@ class EgoMcqScorer:
     num_all: int
     definition: str = EGOMCQ_PROTOCOL
 
+    @property
+    def means_of(self) -> tuple[int, str]:
+        """Number and noun of what its metrics are means of."""
+        return len(self.questions), "question"
+
     def score(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
         row_of = {caption_id: row for row, caption_id in enumerate(embeddings.caption_id.tolist())}
         scored = [number for number, ids in enumerate(self.ids) if all(one in row_of for one in ids)]

@@ -189,6 +189,7 @@ class LoopEvaluation:
 
     Attributes:
         protocol: its name and definition, and what the data lack of it.
+        means_of: number and noun of what its metrics are means of; None for clips.
 
     Raises:
         UserError: the split cannot be evaluated by this protocol.
@@ -219,6 +220,7 @@ class LoopEvaluation:
             )
         self._scorer = open_scorer(wanted, settings, samples)
         self.protocol = f"{wanted.protocol}: {self._scorer.definition}"
+        self.means_of: tuple[int, str] | None = getattr(self._scorer, "means_of", None)
         if isinstance(self._scorer, RetrievalScorer) and (incomplete := self._scorer.missing(samples.num_samples)):
             self.protocol += f"; incomplete: {incomplete}"
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.fields import deferred_checks
-from clipmill.train.config.model import DualEncoderTowers, kind_of
+from clipmill.train.config.model import LIBRARY, DualEncoderTowers, kind_of
 from clipmill.train.evaluation.served import PROGRAM_FORMATS, exported_program, similarity
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
@@ -82,18 +82,21 @@ def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
 
 def adopted_clip(source: Source, path: Path, *, say: Say) -> Adopted | None:
     """Weights of a CLIP as a dual encoder; None if they have no text tower, or a video tower of another kind."""
-    tensors = source.converted.tensors
-    if source.kind != "clip" or not any(name.startswith("text.") for name in tensors):
+    tensors, named = source.converted.tensors, source.facts.towers
+    is_library = source.kind == LIBRARY and {"image", "text"} <= named.keys()
+    if not (is_library or (source.kind == "clip" and any(name.startswith("text.") for name in tensors))):
         return None
     with deferred_checks():  # which are about --model
         settings = DualEncoderSettings(
             model=model_like(source),
             num_frames=num_frames_of(source, default=DualEncoderSettings.num_frames),
             size_px=picture_px_of(source, default=DualEncoderSettings.size_px),
-            towers=DualEncoderTowers(kind="clip"),
+            towers=DualEncoderTowers(**named) if is_library else DualEncoderTowers(kind="clip"),
         )
         settings = with_towers_of(settings, source, say=say)
-    if TEMPORAL_EMBEDDING not in tensors:
+    if is_library:
+        say(f"weights: an image model: a clip's embedding is the mean of those of its {settings.num_frames} frames")
+    elif TEMPORAL_EMBEDDING not in tensors:
         say(
             f"weights: an image model, whose tower attends to the patches of all {settings.num_frames} frames at once "
             "here; --num-frames 1 is the image model itself"

@@ -144,7 +144,8 @@ def _sentences(path: Path, texts: pa.Array, *, split: str) -> pa.Array:
     strange = names.filter(pc.invert(pc.is_in(names, value_set=texts)))
     if len(strange):
         raise UserError(
-            f"{path} has {len(strange)} sentences that no caption of split {split!r} has; the first: {strange[0]}",
+            f"{path} has {counted(len(strange), 'sentence')} that no caption of split {split!r} has; the first: "
+            f"{strange[0]}",
             hint="give the sentence file of this split",
         )
     if len(pc.unique(names)) != len(names):

@@ -13,7 +13,7 @@ from clipmill.train.config.clips import LatentSettings
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, Range, caught, help_group
-from clipmill.train.config.model import DualEncoderTowers, check_picture
+from clipmill.train.config.model import DualEncoderInit, DualEncoderTowers, check_picture
 from clipmill.train.config.tuning import Tower
 from clipmill.train.losses.settings import Loss
 
@@ -114,6 +114,7 @@ class DualEncoderSettings(LatentSettings):
     only_kind = "clip"
 
     towers: Annotated[DualEncoderTowers, groups.TOWERS] = field(default_factory=DualEncoderTowers)
+    init: Annotated[DualEncoderInit, groups.MODEL, groups.SEVERAL] = field(default_factory=DualEncoderInit)
     text_tower: Annotated[Literal["trained", "frozen"], groups.MODEL, FIRST_RUN] = "trained"
     """Text tower. frozen: the embeddings made by prep text take its place."""
     captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
@@ -140,6 +141,11 @@ class DualEncoderSettings(LatentSettings):
             )
         if not self.reads_latents:
             yield from caught(check_picture, self.model, self.towers, size_px=self.size_px)
+        if self.text_tower == "frozen" and self.init.text is not None:
+            yield UserError(
+                f"--init.text is {self.init.text}, and stored embeddings take the place of the text tower",
+                hint="leave out --init.text or --text-tower frozen",
+            )
         if self.text_tower == "frozen" and self.towers.embedding_width is not None:
             yield UserError(
                 f"--towers.embedding-width is {self.towers.embedding_width}, and stored embeddings have their own",

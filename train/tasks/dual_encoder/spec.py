@@ -157,7 +157,9 @@ def egomcq_table(result: dict[str, Any]) -> Table:
     cells = tuple(share_cell(result[kind]["accuracy"], result[kind]["chance"]) for kind in kinds)
     sizes = ", ".join(counted(result[kind]["num_questions"], f"{name} question") for kind, name in kinds.items())
     rows = (Row("accuracy", sizes, cells),)
-    return Table("EgoMCQ", tuple(kinds.values()), rows, protocol_of(result, sizes, questions=result["questions"]))
+    protocol = protocol_of(result, sizes, questions=result["questions"])
+    of_first = result["inter"]["num_questions"], f"{kinds['inter']} question"
+    return Table("EgoMCQ", tuple(kinds.values()), rows, protocol, means_of=of_first)
 
 
 def zero_shot_table(result: dict[str, Any]) -> Table:

@@ -241,7 +241,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         with one.opening():
             samples = task.samples_of(wanted, world)
             found = LoopEvaluation(task, samples, task._settings, wanted=wanted, name=one.name, device=self._device)
-        self.note_evaluation(one, samples, protocol=found.protocol)
+        self.note_evaluation(one, samples, means_of=found.means_of, protocol=found.protocol)
         return found
 
 

@@ -21,7 +21,7 @@ class ReconstructionFlags(Checked):
     split: str = "val"
     """Split to evaluate on."""
     max_samples: Annotated[int, Range(least=1)] = 1000
-    """Maximum number of clips: every k-th of the split, with the smallest sufficient k (12 of 52: every 5th, 11)."""
+    """Maximum number of clips: every k-th of the split, with the smallest sufficient k (12 of 52: 11, every 5th)."""
 
 
 def reconstruction_table(result: dict[str, Any]) -> Table:

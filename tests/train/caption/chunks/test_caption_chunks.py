@@ -174,7 +174,7 @@ def test_unfinished_work_is_not_continued_as_other_work(
     said = capsys.readouterr().err
     assert f"{tmp_path / 'pseudo.parts'} is stale, it has other captions: settings.seed was 0 and is 1" in said
     assert caption(captioner_run, data_dir, out) == 0
-    assert "resumed: 1 of 1 parts were finished" in capsys.readouterr().out
+    assert "resumed: 1 of 1 part finished" in capsys.readouterr().out
 
 
 def test_chunks_that_cannot_be_decoded_are_listed_and_have_no_row(

@@ -24,6 +24,7 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.pseudo_captions import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
 from clipmill.manifests.publish import publish_bytes, published
+from clipmill.manifests.quoting import counted
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.run.parts import differences
 
@@ -114,7 +115,7 @@ def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str,
             num_captions += file.metadata.num_rows
     num_clips = parts[-1].end
     if len(failed) == num_clips:
-        raise FailedWork(f"none of the {num_clips} clips could be decoded; the first: {failed[0]['detail']}")
+        raise FailedWork(f"none of {counted(num_clips, 'clip')} could be decoded; the first: {failed[0]['detail']}")
     if failed:
         publish_bytes(failures_path(out), "".join(json.dumps(one) + "\n" for one in failed).encode())
     num_empty = (num_clips - len(failed)) * plan["settings"].get("num_samples", 1) - num_captions

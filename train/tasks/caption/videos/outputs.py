@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX, published
+from clipmill.manifests.quoting import counted
 from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.tasks.caption.settings import VideoFormat
 from clipmill.train.tasks.caption.videos.captioning import CaptionedWindow, VideoEnd
@@ -215,7 +216,7 @@ def open_sink(out: Path, videos: Sequence[Path], *, wanted: VideoFormat | None) 
     folder = out if is_folder else out.parent
     files = [out / name for name in subtitle_names(videos)] if is_folder else [out]
     if there := [file for file in files if file.exists()]:
-        more = f", and {len(there) - 1:,} more files of --out {out}" if len(there) > 1 else ""
+        more = f", and {counted(len(there) - 1, 'more file')} of --out {out}" if len(there) > 1 else ""
         raise UserError(f"{there[0]} exists already{more}", hint="use another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)

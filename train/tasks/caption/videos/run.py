@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
+from clipmill.manifests.quoting import counted
 from clipmill.train.config.data import AS_TRAINED, Overrides
 from clipmill.train.config.training import Device
 from clipmill.train.data.batch import Batch, to_device
@@ -102,7 +103,7 @@ def caption_files(
 
     Raises:
         UserError: a flag, the weights or a path does not work.
-        FailedWork: some videos could not be read to their ends (the others are done), or captions could not be
+        FailedWork: some videos could not be read to the end (the others are done), or captions could not be
             written.
     """
     if batch < 1:
@@ -135,7 +136,9 @@ def caption_files(
     if failed:
         named = ", ".join(shown_name(one.video) for one in failed[:_MAX_NAMED])
         more = f" and {len(failed) - _MAX_NAMED} more" if len(failed) > _MAX_NAMED else ""
-        raise FailedWork(f"{len(failed)} of {len(videos)} videos could not be read to their ends: {named}{more}")
+        raise FailedWork(
+            f"{len(failed)} of {counted(len(videos), 'video')} could not be read to the end: {named}{more}"
+        )
 
 
 def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings, *, source: str) -> CaptionClips:
