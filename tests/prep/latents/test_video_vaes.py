@@ -12,10 +12,14 @@ import torch
 from torch.nn import functional
 
 from clipmill.manifests.errors import UserError
+from clipmill.prep.core.request import Request
+from clipmill.prep.engines.execution import Execution
 from clipmill.prep.latents.borders import following_chunks
 from clipmill.prep.latents.frames import video_segments
 from clipmill.prep.latents.plan import make_latents_plan
 from clipmill.prep.latents.recipe import LatentsSettings, resolve
+from clipmill.prep.latents.trial import run_trial
+from clipmill.prep.latents.work import worker_memory_gb
 from clipmill.shards.reader import Variant, open_shard
 from tests.prep.latents.conftest import make, video
 from tests.prep.latents.test_column import stored
@@ -143,6 +147,27 @@ def test_what_is_made_again_has_the_same_bytes(shard_set: ShardSet, wan: Path, t
     assert resolve(LatentsSettings(vae=str(changed), **RECIPE), video="v").variant.startswith("random-wan-32px")
     variants = {resolve(LatentsSettings(vae=str(vae), **RECIPE), video="v").variant for vae in (wan, changed)}
     assert len(variants) == 2
+
+
+def test_a_worker_on_a_cluster_reserves_the_memory_that_its_segments_take(shard_set: ShardSet, wan: Path) -> None:
+    plans = [
+        make_latents_plan(
+            shard_set.data, resolve(LatentsSettings(vae=vae, **{**RECIPE, **size}), video=video(shard_set.data))
+        )
+        for vae, size in ((str(wan), {}), ("tiny", {"size": 64}))
+    ]
+    there = Request(address="10.0.0.1:6379")
+    one, two = (worker_memory_gb(plans[0], there, on_cpu=True, batch=batch) for batch in (9, 18))
+    trial = run_trial(plans[0])
+    assert trial is not None and trial.segment_bytes is not None
+    assert one <= 1.2 * trial.segment_bytes / 1e9 and two == pytest.approx(2 * one, rel=0.2)
+    constant = worker_memory_gb(plans[1], there, on_cpu=True, batch=16)
+    for request, on_cpu in (
+        (there, False),
+        (Request(), True),
+        (Request(address="10.0.0.1:6379", execution=Execution(task_memory=2.0)), True),
+    ):
+        assert worker_memory_gb(plans[0], request, on_cpu=on_cpu, batch=9) == constant
 
 
 def test_the_next_chunk_may_be_in_another_shard_and_come_later(shard_set: ShardSet, wan: Path) -> None:
