@@ -7,13 +7,14 @@ The trainer samples the posterior of each segment and normalises the sample. Its
 VAE gives them and, because they are stored without the posterior's width, a standard deviation of almost zero.
 """
 
-from io import BytesIO
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.exports.kinds import Exported, Progress, TrainerFlags
-from clipmill.prep.exports.trainers import Part, Segment, Segments, write_cache
+from clipmill.prep.exports.trainers import Part, Segment, Segments, torch_saved, write_cache
 
 if TYPE_CHECKING:
     import torch
@@ -41,18 +42,14 @@ def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFla
             hint=f"use {' or '.join(_MODELS)}",
         )
 
-    def parts(segment: Segment, number: int) -> list[Part]:
-        latents = Part(
-            f"{_FOLDER}/latent-{number}.pt",
-            segments.latents_mark(segment),
-            lambda: _saved(_latents(segments, segment)),
-        )
-        condition = Part(
-            f"{_FOLDER}/condition-{number}.pt",
-            segments.text_mark(segment),
-            lambda: _saved(_condition(segments, segment)),
-        )
-        return [condition, latents]
+    def parts(found: list[Segment]) -> Iterator[Part]:
+        for number, segment in enumerate(found):
+            for name, mark, made in (
+                ("condition", segments.text_mark(segment), _condition),
+                ("latent", segments.latents_mark(segment), _latents),
+            ):
+                content = partial(lambda made, segment: [torch_saved(made(segments, segment))], made, segment)
+                yield Part(f"{_FOLDER}/{name}-{number}.pt", mark, content, (number,))
 
     return write_cache(destination, segments, parts, form="finetrainers", show=show)
 
@@ -81,11 +78,3 @@ def _condition(segments: Segments, segment: Segment) -> dict[str, "torch.Tensor"
     mask = _MODELS[segments.kind]
     found = {"encoder_hidden_states": padded}
     return found if mask is None else {**found, mask: (torch.arange(padded.shape[1]) < len(sequence))[None]}
-
-
-def _saved(values: dict[str, Any]) -> bytes:
-    import torch
-
-    content = BytesIO()
-    torch.save(values, content)
-    return content.getvalue()

@@ -85,6 +85,19 @@ class TrainerFlags:
     """Split of the manifest."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DiffusionPipeFlags(TrainerFlags):
+    """The flags of `prep export diffusion-pipe`."""
+
+    model: str | None = None
+    """Name of the trainer's model, that of its folder in the cache. Default: wan, wan2.2_5b, hunyuan-video or
+    hunyuan_video_1.5; for LTX-Video, the name of the file of single_file_path, without .safetensors."""
+
+    def __post_init__(self) -> None:
+        if self.model is not None and (not self.model or Path(self.model).name != self.model):
+            raise UserError(f'--model "{self.model}" is not the name of a folder', hint="give a name such as wan")
+
+
 KINDS = (
     ExportKind(
         "zarr",
@@ -135,6 +148,24 @@ KINDS = (
         ----------
         destination
             Folder of the data: --precomputation_dir of finetrainers, with --precomputation_reuse. An existing one is
+            replaced if prep export wrote it.
+        """,
+    ),
+    ExportKind(
+        "diffusion-pipe",
+        DiffusionPipeFlags,
+        "clipmill.prep.exports.diffusion_pipe:write_diffusion_pipe_cache",
+        """Write latents and texts as a cache of diffusion-pipe: Wan, LTX-Video, and the latents of HunyuanVideo and
+        -1.5.
+
+        Each segment has the first caption that overlaps it. A rerun links the files of shards that have not changed.
+
+        Example: prep export diffusion-pipe dataset
+
+        Parameters
+        ----------
+        destination
+            Folder of the cache and of dataset.toml, with which the trainer starts by --trust_cache. An existing one is
             replaced if prep export wrote it.
         """,
     ),

@@ -10,6 +10,8 @@ HunyuanVideo are neither shifted nor scaled, which the trainer does. Its text en
 left to the trainer's own script.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
@@ -39,7 +41,7 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
     short, full, is_normalised = _ARCHITECTURES[segments.kind]
     size, num_frames = int(segments.recipe["size"]), segments.num_frames
 
-    def latents(segment: Segment) -> bytes:
+    def latents(segment: Segment) -> list[bytes]:
         stored = segments.stored(segment)
         values = stored if is_normalised else segments.raw(segment).to(stored.dtype)
         _, frames, height, width = values.shape
@@ -51,22 +53,22 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
             frame_count=str(num_frames),
         )
 
-    def text(segment: Segment) -> bytes:
+    def text(segment: Segment) -> list[bytes]:
         return _saved({"varlen_t5_float16": segments.sequence(segment)}, architecture=full, caption1=segment.caption)
 
-    def parts(segment: Segment, number: int) -> list[Part]:
-        name = f"{segment.name}_00000-{num_frames:03d}_{size:04d}x{size:04d}_{short}.safetensors"
-        found = [Part(name, segments.latents_mark(segment), lambda: latents(segment))]
-        if short == "wan":
-            te = f"{segment.name}_{short}_te.safetensors"
-            found.append(Part(te, segments.text_mark(segment), lambda: text(segment)))
-        return found
+    def parts(found: list[Segment]) -> Iterator[Part]:
+        for number, segment in enumerate(found):
+            name = f"{segment.name}_00000-{num_frames:03d}_{size:04d}x{size:04d}_{short}.safetensors"
+            yield Part(name, segments.latents_mark(segment), partial(latents, segment), (number,))
+            if short == "wan":
+                name = f"{segment.name}_{short}_te.safetensors"
+                yield Part(name, segments.text_mark(segment), partial(text, segment), (number,))
 
     return write_cache(destination, segments, parts, form=f"musubi {_FORMAT_VERSION}", show=show)
 
 
-def _saved(tensors: dict[str, object], **metadata: str) -> bytes:
+def _saved(tensors: dict[str, object], **metadata: str) -> list[bytes]:
     from safetensors.torch import save
 
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}  # type: ignore[attr-defined]
-    return save(contiguous, metadata={**metadata, "format_version": _FORMAT_VERSION})
+    return [save(contiguous, metadata={**metadata, "format_version": _FORMAT_VERSION})]

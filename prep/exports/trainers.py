@@ -8,12 +8,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -186,61 +187,76 @@ class Segments:
 
 @dataclass(frozen=True)
 class Part:
-    """A file of a segment in a cache.
+    """A file of a cache.
 
     Attributes:
         path: in the cache.
         mark: what its content depends on, besides the format.
-        content: makes its bytes.
+        content: makes its bytes, piece by piece.
+        segments: numbers of the segments that it holds.
+        is_kept: whether it is linked while its mark is the same; otherwise the trainer may have written into it.
     """
 
     path: str
     mark: str
-    content: Callable[[], bytes]
+    content: Callable[[], Iterable[bytes]]
+    segments: Sequence[int] = ()
+    is_kept: bool = True
 
 
 def write_cache(
-    destination: Path, segments: Segments, parts: Callable[[Segment, int], list[Part]], *, form: str, show: Progress
+    destination: Path,
+    segments: Segments,
+    parts: Callable[[list[Segment]], Iterable[Part]],
+    *,
+    form: str,
+    show: Progress,
 ) -> Exported:
     """Write the files of all segments, unless those at `destination` are up to date.
 
     Args:
-        parts: the files of a segment, given its number in the cache.
+        parts: the files of the segments.
         form: name and version of the format.
 
     Raises:
         UserError: there is no segment with a caption, or something else is at `destination`.
     """
     old = _record_at(destination)
-    wanted = [parts(segment, number) for number, segment in enumerate(segments)]
+    found = list(segments)
     left_out = {"segments without a caption that has a sequence": segments.left_out}
-    if not wanted:
+    if not found:
         raise UserError(
             "no segment has a caption with a stored sequence",
             hint=f"make them by prep {command_for(TEXT)}, or give another --split",
         )
-    record = {
-        part.path: hashlib.sha256(f"{_SCHEMA} {form} {part.mark}".encode()).hexdigest()
-        for own in wanted
-        for part in own
-    }
+    wanted = list(parts(found))
+    record = {part.path: hashlib.sha256(f"{_SCHEMA} {form} {part.mark}".encode()).hexdigest() for part in wanted}
     if old == record and all((destination / path).is_file() for path in record):
-        return Exported("segment", len(wanted), 0, left_out)
+        return Exported("segment", len(found), 0, left_out)
     there = {digest: path for path, digest in old.items()}
-    num_written = 0
+    seen: set[int] = set()
+    written: set[int] = set()
     with replaced_folder(destination) as folder:
-        for number, own in enumerate(wanted):
-            is_new = False
-            for part in own:
-                path, source = folder / part.path, there.get(record[part.path])
-                path.parent.mkdir(exist_ok=True)
-                if source is None or not _linked(destination / source, path):
-                    path.write_bytes(part.content())
-                    is_new = True
-            num_written += is_new
-            show(number + 1, len(wanted))
+        for part in wanted:
+            path, source = folder / part.path, there.get(record[part.path]) if part.is_kept else None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if source is None or not _linked(destination / source, path):
+                with path.open("wb") as file:
+                    file.writelines(part.content())
+                written.update(part.segments)
+            seen.update(part.segments)
+            show(len(seen), len(found))
         (folder / RECORD_FILE).write_text(json.dumps({"format": form, "files": record}))
-    return Exported("segment", len(wanted), num_written, left_out)
+    return Exported("segment", len(found), len(written), left_out)
+
+
+def torch_saved(values: dict[str, Any]) -> bytes:
+    """Return what torch.save writes."""
+    import torch
+
+    content = BytesIO()
+    torch.save(values, content)
+    return content.getvalue()
 
 
 def _linked(source: Path, path: Path) -> bool:

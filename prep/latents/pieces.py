@@ -24,7 +24,7 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.latents.frames import Square
 
 PIECE_FRAMES = 16
-_PIECES_AHEAD = 4  # queue length per chunk: with 60 frames, the whole chunk; of a video VAE, four segments
+PIECES_AHEAD = 4  # queue length per chunk: with 60 frames, the whole chunk; of a video VAE, four segments
 _RETRY_S = 0.2
 
 C = TypeVar("C")
@@ -109,7 +109,7 @@ class _Decoding(Generic[C]):
 
     def __init__(self, chunk: C, read: Callable[[C], ChunkVideo]) -> None:
         self._chunk, self._read = chunk, read
-        self._queue: Queue[Piece[C] | Exception] = Queue(_PIECES_AHEAD)
+        self._queue: Queue[Piece[C] | Exception] = Queue(PIECES_AHEAD)
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()

@@ -190,6 +190,10 @@ class LatentsRecipe:
         frames = () if self.latent_frames is None else (self.latent_frames,)
         return (self.vae.channels, *frames, side, side)
 
+    def units_per_batch(self, batch: int) -> int:
+        """Return how many frames, or segments of a VAE of videos, are encoded at once for `batch` frames; 1 or more."""
+        return batch if self.latent_frames is None else max(1, batch // self.segment_frames)
+
     def _require_segments(self) -> None:
         """Raise UserError unless the VAE encodes all frames of a segment, and has the statistics to normalise them."""
         num_frames, step, vae = self.segment_frames, self.vae.frames_step, self.vae

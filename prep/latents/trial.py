@@ -16,7 +16,7 @@ from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import between, duration_text, size_text
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.engines.choice import count_gpus, num_cores
-from clipmill.prep.latents.pieces import cut
+from clipmill.prep.latents.pieces import PIECES_AHEAD, cut
 from clipmill.prep.latents.plan import LatentsPlan
 from clipmill.prep.latents.vae import Device, open_encoder
 from clipmill.shards.damage import Damaged
@@ -32,8 +32,8 @@ class FrameCost:
 
     Attributes:
         num_workers: number of cores or GPUs of this machine.
-        segment_bytes: the most memory that a process took to encode one segment, libraries and weights included; None
-            for a VAE of images.
+        segment_bytes: the most memory that a worker takes to encode one segment, libraries, weights and, on a CPU, the
+            segments that are decoded ahead included; None for a VAE of images.
     """
 
     device: Device
@@ -49,12 +49,16 @@ class FrameCost:
         return max(least, _SECOND), max(most, _SECOND)
 
 
-def run_trial(plan: LatentsPlan) -> FrameCost | None:
-    """Encode a few frames or a segment of a chunk; None if chunks or model cannot be read, which the run reports."""
+def run_trial(plan: LatentsPlan, *, num_gpus: int | None = None) -> FrameCost | None:
+    """Encode a few frames or a segment of a chunk; None if chunks or model cannot be read, which the run reports.
+
+    Args:
+        num_gpus: number of GPUs of this machine; None to count them.
+    """
     recipe = plan.recipe
     try:
         with Activity("encoding a few frames for the estimate"):
-            num_gpus = count_gpus()
+            num_gpus = count_gpus() if num_gpus is None else num_gpus
             device: Device = "cuda" if num_gpus else "cpu"
             encoder = open_encoder(recipe, recipe.vae, device=device, num_threads=1)
             size, is_video = recipe.settings.size, recipe.latent_frames is not None
@@ -73,7 +77,8 @@ def run_trial(plan: LatentsPlan) -> FrameCost | None:
             encode_s = (time.monotonic() - begin_s) / num_frames
     except (UserError, SourceFailure, Damaged, MemoryError, OSError, StopIteration):
         return None
-    segment_bytes = encoder.peak_bytes if is_video else None
+    waiting_bytes = 0 if num_gpus else PIECES_AHEAD * crops.nbytes
+    segment_bytes = encoder.peak_bytes + waiting_bytes if is_video else None
     return FrameCost(device, decode_s + encode_s, num_gpus or num_cores(), segment_bytes)
 
 

@@ -14,8 +14,10 @@ from clipmill.prep.latents.column import BATCH
 from clipmill.prep.latents.plan import LatentsPlan, latents_job, make_latents_plan, pending_latents
 from clipmill.prep.latents.recipe import LatentsSettings, resolve
 from clipmill.prep.latents.report import latents_report, latents_summary
+from clipmill.prep.latents.trial import run_trial
 
 _WORKER_GB = 3.5  # measured (benchmarks/README.md): Stable Diffusion's VAE, batch of 16 on a CPU: 3.0 GB
+_MARGIN = 1.2
 
 
 def _plan(data_dir: Path, settings: LatentsSettings, request: Request) -> LatentsPlan:
@@ -26,11 +28,15 @@ def _plan(data_dir: Path, settings: LatentsSettings, request: Request) -> Latent
 
 def _run(plan: LatentsPlan, settings: LatentsSettings, request: Request, part_run: PartRun | None) -> Summary:
     gpus_per_worker = request.gpus_per_worker(has_work=any(shard.has_work for shard in plan.shards))
-    engine = request.open_engine(memory_gb=_WORKER_GB, gpus_per_worker=gpus_per_worker)
+    batch = request.batch or BATCH
+    engine = request.open_engine(
+        memory_gb=worker_memory_gb(plan, request, on_cpu=not gpus_per_worker, batch=batch),
+        gpus_per_worker=gpus_per_worker,
+    )
     job = latents_job(
         plan,
         device="cuda" if gpus_per_worker else "cpu",
-        batch=request.batch or BATCH,
+        batch=batch,
         num_threads=threads_per_worker(
             request.workers,
             gpus_per_worker=gpus_per_worker,
@@ -39,6 +45,20 @@ def _run(plan: LatentsPlan, settings: LatentsSettings, request: Request, part_ru
         ),
     )
     return execute(replace(job, lag_limit_s=request.lag_limit_s), engine, part_run=part_run)
+
+
+def worker_memory_gb(plan: LatentsPlan, request: Request, *, on_cpu: bool, batch: int) -> float:
+    """Return the memory that a worker reserves on a cluster.
+
+    For a VAE of videos on CPUs it is what the segments of a batch take in a trial on this machine, with a margin.
+    """
+    recipe, has_work = plan.recipe, any(shard.has_work for shard in plan.shards)
+    is_asked = request.cluster is not None and request.execution.task_memory is None
+    if is_asked and on_cpu and has_work and recipe.latent_frames is not None:
+        trial = run_trial(plan, num_gpus=0)
+        if trial is not None and trial.segment_bytes is not None:
+            return _MARGIN * trial.segment_bytes * recipe.units_per_batch(batch) / 1e9
+    return _WORKER_GB
 
 
 def _next_command(data: Path) -> list[str]:

@@ -166,9 +166,11 @@ def _make_samples(
         return encoder.encode([part.pictures for part in parts], noise=noise)
 
     pieces = pieces_in_order(rows, read=chunks.read, num_threads=_threads(task))
-    batch = max(1, task.batch // recipe.segment_frames) if is_video else task.batch
     for done in encoded_chunks(
-        pieces, resized=partial(encoder.resized, size=settings.size), encode=encode, batch=batch
+        pieces,
+        resized=partial(encoder.resized, size=settings.size),
+        encode=encode,
+        batch=recipe.units_per_batch(task.batch),
     ):
         row, failure = done.chunk, done.failure
         if done.latents is not None:

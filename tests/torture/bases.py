@@ -42,6 +42,18 @@ _CAPTIONS = (("a", "one", 0, 1, "train"), ("a", "two", 1, 2, "train"), ("b", "th
 _LATER_CAPTIONS = (*_CAPTIONS[:1], ("a", "another", 1, 2, "train"), ("c", "four", 0, 1, "val"))
 
 
+def video_latents(workspace: Workspace) -> tuple[object, ...]:
+    """Return the arguments of `prep latents` with a VAE of videos: a segment per chunk, ending in the next chunk."""
+
+    def save(folder: Path) -> None:
+        from tests.prep.latents.video_vaes import saved
+
+        saved("AutoencoderKLWan", folder / "vae")
+
+    vae = workspace.made("video-vae", save) / "vae"
+    return ("latents", "--vae", vae, "--fps", 8, "--segment", "500ms", "--size", 32, "--num-gpus", 0)
+
+
 def prep(workspace: Workspace, folder: Path, *arguments: object, status: int = 0) -> Ran:
     """Run `prep ... --data FOLDER/data` without faults."""
     scratch = folder / "tmp"

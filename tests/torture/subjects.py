@@ -85,6 +85,10 @@ def _subtitles(workspace: Workspace, folder: Path) -> Sequence[object]:
     return ("manifest", "folder", bases.videos(workspace) / "first", "--subtitles", "--data", folder / "data")
 
 
+def _video_latents(workspace: Workspace, folder: Path) -> Sequence[object]:
+    return (*bases.video_latents(workspace), *bases.ENGINE, "--data", folder / "data")
+
+
 def _inspect(_: Workspace, folder: Path) -> Sequence[object]:
     return ("inspect", "--html", folder / "run" / "chunks.html", "--data", folder / "data")
 
@@ -177,6 +181,7 @@ SUBJECTS = (
     Subject("scores", _prep("scores", *bases.ENGINE), bases.with_chunks),
     Subject("inspect", _inspect, bases.with_page_folder, kept=_page_contents),
     Subject("latents", _prep(*bases.LATENTS, *bases.ENGINE), bases.with_chunks),
+    Subject("latents-video", _video_latents, bases.with_chunks),
     Subject("text", _prep(*bases.TEXT, *bases.ENGINE), bases.with_manifest),
     Subject("text-again", _prep(*bases.TEXT, *bases.ENGINE), bases.with_later_manifest),
     Subject("text-fresh", _prep(*bases.TEXT, *bases.ENGINE), bases.with_manifest, is_fresh=True, max_cases=10),

@@ -1,16 +1,21 @@
 """Caches of trainers hold what the columns hold, by the trainers' own definitions of names, keys and scaling.
 
-Neither trainer can be installed as a package. What they do with the files is written out here: musubi-tuner's
-`VideoDataset.prepare_for_training` and `BucketBatchManager`, and the `forward` of finetrainers' model specifications.
+None of the trainers can be installed as a package. What they do with the files is written out here: musubi-tuner's
+`VideoDataset.prepare_for_training` and `BucketBatchManager`, the `forward` of finetrainers' model specifications, and
+diffusion-pipe's `Cache` and the order of its `SizeBucketDataset`.
 """
 
 import json
+import sqlite3
+import tomllib
+from contextlib import closing
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -50,6 +55,7 @@ def write(data: Path, kind: str, **recipe: Any) -> Written:
     is_normalised = kind in ("AutoencoderKLWan", "AutoencoderKLLTXVideo")
     of_vae = {
         "kind": kind,
+        "factor": 8,
         "scaling_factor": 1.0 if is_normalised else SCALE,
         "shift_factor": None,
         "latents_mean": MEAN if is_normalised else None,
@@ -160,6 +166,81 @@ def test_finetrainers_samples_and_normalises_to_what_is_stored(
         assert all(one.shape == (1, 20) and int(one.sum()) == len(sequence) for one in condition.values())
 
 
+def items(folder: Path) -> list[dict[str, Any]]:
+    """The items of a cache of diffusion-pipe."""
+    found = []
+    with closing(sqlite3.connect(folder / "metadata.db")) as database:
+        assert not database.execute("SELECT value FROM fingerprint").fetchall(), "the trainer enters its own"
+        for shard, number in database.execute("SELECT shard, shard_index FROM items").fetchall():
+            offset, size = database.execute(f"SELECT offset, size FROM shard_{shard}").fetchall()[number]
+            content = (folder / f"shard_{shard}.bin").read_bytes()[offset : offset + size]
+            assert len(content) == size
+            found.append(torch.load(BytesIO(content), weights_only=True))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "model", "entries"),
+    [
+        ("AutoencoderKLWan", 8, "wan", ("text_embeddings", "seq_lens", 512)),
+        ("AutoencoderKLWan", 16, "wan2.2_5b", ("text_embeddings", "seq_lens", 512)),
+        ("AutoencoderKLLTXVideo", 32, "ltxv-13b", ("prompt_embeds", "prompt_attention_mask", 256)),
+        ("AutoencoderKLHunyuanVideo", 8, "hunyuan-video", None),
+    ],
+)
+def test_diffusion_pipe_pairs_latents_with_their_captions(
+    texts: Path, tmp_path: Path, kind: str, factor: int, model: str, entries: tuple[str, str, int] | None
+) -> None:
+    write(texts, kind, factor=factor)
+    line = ("export", "diffusion-pipe", tmp_path / "out", "--data", texts)
+    prep_here(*line, *(["--model", model] if kind == "AutoencoderKLLTXVideo" else []))
+    told = tomllib.loads((tmp_path / "out" / "dataset.toml").read_text())
+    assert (told["resolutions"], told["frame_buckets"], told["enable_ar_bucket"]) == ([32], [9], False)
+    cache = Path(told["directory"][0]["path"]) / "cache" / model
+    assert json.loads((cache / "metadata" / "grouping_keys.json").read_bytes()) == [[1.0, 9]]
+    grouped = cache / "metadata" / "grouped_metadata_1.000_9"
+    state = json.loads((grouped / "state.json").read_bytes())
+    with pa.ipc.open_stream(grouped / state["_data_files"][0]["filename"]) as stream:
+        listed = stream.read_all().to_pylist()
+    segments = wanted(texts)
+    assert [(one["image_spec"], one["caption"]) for one in listed] == [
+        ([None, f"{name}.mp4"], [caption]) for name, _, caption in segments
+    ]
+    shuffled = [2, 0, 1]  # three by the seed of (1.0, 32, 32, 9), as the library `datasets` 5.2.0 shuffles them
+    for number, item in zip(shuffled, items(cache / "cache_1.000x32x32x9" / "latents"), strict=True):
+        assert torch.equal(item["latents"], segments[number][1]) and item["mask"] is None
+    folder = cache / "ar_frames_1.000_9" / "text_embeddings_1"
+    assert folder.exists() == (entries is not None)
+    if entries is not None:
+        vectors, length, num_tokens = entries
+        for item, (_, _, caption) in zip(items(folder), segments, strict=True):
+            sequence, padded = sequence_of(texts, caption), item[vectors]
+            assert padded.shape == (num_tokens, 16) and not padded[len(sequence) :].any()
+            assert torch.equal(padded[: len(sequence)], sequence.bfloat16()) and int(item[length].sum()) == len(
+                sequence
+            )
+            assert item[length].shape == (() if length == "seq_lens" else (num_tokens,))
+
+
+def test_a_rerun_for_diffusion_pipe_links_shards_and_writes_again_what_the_trainer_writes_into(
+    texts: Path, tmp_path: Path
+) -> None:
+    write(texts, "AutoencoderKLWan")
+    line = ("export", "diffusion-pipe", tmp_path / "out", "--data", texts)
+    prep_here(*line)
+    databases = sorted((tmp_path / "out").rglob("metadata.db"))
+    for path in databases:
+        with closing(sqlite3.connect(path)) as database, database:
+            database.execute("INSERT INTO fingerprint VALUES('of the trainer')")
+    assert "nothing to do" in prep_here(*line).stdout
+    text, latents = sorted((tmp_path / "out").rglob("*.bin"))
+    inode = latents.stat().st_ino
+    text.unlink()  # as the trainer deletes a cache whose fingerprint differs
+    assert "exported  3 segments" in prep_here(*line).stdout
+    assert latents.stat().st_ino == inode
+    assert [len(items(path.parent)) for path in databases] == [3, 3]
+
+
 def test_a_rerun_links_what_has_not_changed(texts: Path, tmp_path: Path) -> None:
     write(texts, "AutoencoderKLWan")
     cache = tmp_path / "cache"
@@ -178,7 +259,7 @@ def test_a_rerun_links_what_has_not_changed(texts: Path, tmp_path: Path) -> None
 
 def test_what_cannot_be_exported_is_named(texts: Path, tmp_path: Path) -> None:
     write(texts, "AutoencoderKLCosmos")
-    for kind in ("musubi", "finetrainers"):
+    for kind in ("musubi", "finetrainers", "diffusion-pipe"):
         error = prep_here("export", kind, tmp_path / "out", "--data", texts, status=2).error
         assert "AutoencoderKLCosmos" in error
     write(texts, "AutoencoderKLWan")
@@ -191,3 +272,11 @@ def test_what_cannot_be_exported_is_named(texts: Path, tmp_path: Path) -> None:
     assert "no latents of split 'val'" in told("out", "--split", "val")
     write(texts, "AutoencoderKLWan", latent_frames=None)
     assert "latents of single frames" in told("out")
+    for recipe, flags, words in (
+        ({"size": 40}, (), "multiples of 16 pixels"),
+        ({"kind": "AutoencoderKLLTXVideo", "factor": 32}, (), "give --model with the name of the file"),
+        ({}, ("--model", "../wan"), "is not the name of a folder"),
+    ):
+        write(texts, **{"kind": "AutoencoderKLWan", **recipe})
+        line = ("export", "diffusion-pipe", tmp_path / "out", "--data", texts, *flags)
+        assert words in prep_here(*line, status=2).stderr

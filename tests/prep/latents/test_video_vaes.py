@@ -1,6 +1,7 @@
 """`prep latents` with VAEs of videos: segments are what diffusers makes of the same frames, and no frame is lost."""
 
 from collections.abc import Callable
+from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,20 @@ import torch
 from torch.nn import functional
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.latents.borders import following_chunks
+from clipmill.prep.core.request import Request
+from clipmill.prep.engines.execution import Execution
 from clipmill.prep.latents.frames import video_segments
 from clipmill.prep.latents.plan import make_latents_plan
 from clipmill.prep.latents.recipe import LatentsSettings, resolve
-from clipmill.shards.reader import Variant, open_shard
+from clipmill.prep.latents.trial import run_trial
+from clipmill.prep.latents.work import worker_memory_gb
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.shards.commits import commit_path
+from clipmill.shards.reader import Variant
 from tests.prep.latents.conftest import make, video
 from tests.prep.latents.test_column import stored
 from tests.prep.latents.video_vaes import NAMES, opened, saved
-from tests.prep.running import Ran, contents
+from tests.prep.running import Ran, chunk, contents, manifest
 from tests.prep.sets import ShardSet
 
 Prep = Callable[..., Ran]
@@ -145,17 +151,53 @@ def test_what_is_made_again_has_the_same_bytes(shard_set: ShardSet, wan: Path, t
     assert len(variants) == 2
 
 
-def test_the_next_chunk_may_be_in_another_shard_and_come_later(shard_set: ShardSet, wan: Path) -> None:
-    """Each shard of the set holds one video, so that its index is split in two to have a border between shards."""
-    recipe = resolve(LatentsSettings(vae=str(wan), **RECIPE), video=video(shard_set.data))
-    plan = make_latents_plan(shard_set.data, recipe)
-    index = {one: open_shard(plan.video_dir, commit).index for one, commit in plan.video_commits.items()}
-    long = next(one for one, table in index.items() if table["video_id"][0].as_py() == "long")
-    assert plan.borders[long].following == {0: (long, 1), 1: (long, 2)}
-    halves = {0: index[long].slice(0, 1), 1: index[long].slice(1)}
-    assert following_chunks(halves) == {0: {0: (1, 0)}, 1: {0: (1, 1)}}
-    assert following_chunks({0: halves[0]}) == {}
-    assert following_chunks({0: index[long].take([0, 2])}) == {}, "a chunk between them is missing"
+def test_a_worker_on_a_cluster_reserves_the_memory_that_its_segments_take(shard_set: ShardSet, wan: Path) -> None:
+    plans = [
+        make_latents_plan(
+            shard_set.data, resolve(LatentsSettings(vae=vae, **{**RECIPE, **size}), video=video(shard_set.data))
+        )
+        for vae, size in ((str(wan), {}), ("tiny", {"size": 64}))
+    ]
+    there = Request(address="10.0.0.1:6379")
+    one, two = (worker_memory_gb(plans[0], there, on_cpu=True, batch=batch) for batch in (9, 18))
+    trial = run_trial(plans[0])
+    assert trial is not None and trial.segment_bytes is not None
+    assert one <= 1.2 * trial.segment_bytes / 1e9 and two == pytest.approx(2 * one, rel=0.2)
+    constant = worker_memory_gb(plans[1], there, on_cpu=True, batch=16)
+    for request, on_cpu in (
+        (there, False),
+        (Request(), True),
+        (Request(address="10.0.0.1:6379", execution=Execution(task_memory=2.0)), True),
+    ):
+        assert worker_memory_gb(plans[0], request, on_cpu=on_cpu, batch=9) == constant
+
+
+def test_a_video_in_two_shards_has_the_latents_that_it_has_in_one(
+    wan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty chunks and two: the last frame of the twentieth is in the other shard, which may also come later."""
+    settings = {"vae": str(wan), "fps": "8", "segment": "500ms", "size": 32}
+    video_file = FrameNumberVideo(num_frames=330, fps=Fraction(30), width=64, height=48)
+    video_file.write(tmp_path / "videos" / "long.mp4")
+    found = []
+    for num_shards in (2, 1):
+        if num_shards == 1:
+            monkeypatch.setattr("clipmill.prep.video.layout.MIN_SHARDS", 1)
+        data = tmp_path / str(num_shards)
+        manifest(data, tmp_path / "videos")
+        chunk(data, "--len", "500ms", "--preset", "ultrafast", "--short-side", 32)
+        if num_shards == 2:
+            late = commit_path(data / "video" / video(data), 1)
+            aside = late.rename(late.with_name("aside"))
+            assert make(data, **settings).num_chunks == 19
+            aside.rename(late)
+            summary = make(data, **settings)
+            assert (summary.num_encoded, summary.num_reused) == (2, 19)
+        make(data, **settings)
+        latents = Variant.open(data, column="latents")
+        assert len(latents.shards()) == num_shards
+        found.append({sample["__key__"]: sample["latents.npy"] for sample in latents.iterate()})
+    assert len(found[0]) == 21 and found[0] == found[1]
 
 
 def test_lengths_that_the_vae_cannot_take_are_refused_with_the_nearest(

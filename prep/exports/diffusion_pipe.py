@@ -1,0 +1,233 @@
+"""The cache of diffusion-pipe (tdrussell/diffusion-pipe), from which it trains with --trust_cache.
+
+    dataset.toml                                                     the trainer's configuration of the dataset
+    segments/cache/MODEL/metadata/grouping_keys.json                 [[1.0, F]]
+    segments/cache/MODEL/metadata/grouped_metadata_1.000_F/          segments and captions, by datasets' save_to_disk
+    segments/cache/MODEL/cache_1.000xSxSxF/latents/                  items of latents
+    segments/cache/MODEL/ar_frames_1.000_F/text_embeddings_1/        items of texts, for models with a T5
+
+S is the side of the pictures in pixels, F the number of frames of a segment. Items are stored one after another in
+shard_N.bin, each as torch.save writes it; metadata.db, of SQLite, has their places: `items` the shard of each item and
+its number there, `shard_N` offset and size. Texts are ordered as the list of segments; latents as that list after the
+trainer has shuffled it, with a seed that is a hash of S and F.
+
+The table `fingerprint` of metadata.db has no row: at its first start, the trainer enters the fingerprint that it makes
+from the list of segments, and at a later start it deletes a cache with another one. Because the trainer writes into
+metadata.db, no run links it from an older cache.
+"""
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from clipmill.manifests.errors import UserError
+from clipmill.prep.exports.kinds import DiffusionPipeFlags, Exported, Progress
+from clipmill.prep.exports.trainers import Part, Segment, Segments, torch_saved, write_cache
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model of the trainer.
+
+    Attributes:
+        name: its name there, a folder of the cache; None: the user gives it.
+        side_step: the trainer rounds sides to multiples of this number of pixels.
+        entries: of an item of text: the vectors, and their number or mask; None: its text encoders are not T5.
+        num_tokens: number of vectors of an item of text, padding included.
+    """
+
+    name: str | None
+    side_step: int
+    entries: tuple[str, str] | None = None
+    num_tokens: int = 0
+
+
+_WAN = ("text_embeddings", "seq_lens")
+_MODELS = {  # by class of the VAE and its spatial factor
+    ("AutoencoderKLWan", 8): _Model("wan", 16, _WAN, 512),
+    ("AutoencoderKLWan", 16): _Model("wan2.2_5b", 32, _WAN, 512),
+    ("AutoencoderKLLTXVideo", 32): _Model(None, 32, ("prompt_embeds", "prompt_attention_mask"), 256),
+    ("AutoencoderKLHunyuanVideo", 8): _Model("hunyuan-video", 16),
+    ("AutoencoderKLHunyuanVideo15", 16): _Model("hunyuan_video_1.5", 16),
+}
+
+
+@dataclass(frozen=True)
+class _Item:
+    """An item of a cache: what it depends on, what makes it, and the shard of the column that it comes from."""
+
+    mark: str
+    shard: int
+    values: Callable[[], dict[str, Any]]
+
+
+def write_diffusion_pipe_cache(
+    data_dir: Path, destination: Path, flags: DiffusionPipeFlags, show: Progress
+) -> Exported:
+    """Write the cache.
+
+    Raises:
+        UserError: see `Segments` and `write_cache`; or the trainer has no model with the VAE, size or texts.
+    """
+    segments = Segments(data_dir, split=flags.split)
+    model, size, num_frames = _model(segments), int(segments.recipe["size"]), segments.num_frames
+    name = flags.model or model.name
+    if name is None:
+        raise UserError(
+            "the trainer names LTX-Video after the file of its version",
+            hint="give --model with the name of the file in single_file_path, without .safetensors",
+        )
+    cache, bucket = f"segments/cache/{name}", (1.0, size, size, num_frames)
+    latents_shard, text_shard = (column.numbers("shard") for column in (segments.latents, segments.text))
+
+    def latents_item(one: Segment) -> _Item:
+        values = partial(lambda one: {"latents": segments.stored(one), "mask": None}, one)
+        return _Item(segments.latents_mark(one), int(latents_shard[one.sample]), values)
+
+    def text_item(one: Segment) -> _Item:
+        return _Item(segments.text_mark(one), int(text_shard[one.text_sample]), partial(_text, segments, model, one))
+
+    def parts(found: list[Segment]) -> Iterator[Part]:
+        latents, texts = [latents_item(one) for one in found], [text_item(one) for one in found]
+        yield from _items(f"{cache}/cache_1.000x{size}x{size}x{num_frames}/latents", latents, _shuffled(found, bucket))
+        if model.entries:
+            folder = f"{cache}/ar_frames_1.000_{num_frames}/text_embeddings_1"
+            yield from _items(folder, texts, range(len(found)))
+        listed = zip(found, latents, texts, strict=True)
+        mark = _digest(f"{one.name} {own.mark} {its.mark}" for one, own, its in listed)
+        yield from _metadata(f"{cache}/metadata", found, num_frames=num_frames, mark=mark)
+        folder = json.dumps(str(destination.resolve() / "segments"), ensure_ascii=False)
+        yield _written(
+            "dataset.toml",
+            f"resolutions = [{size}]\nframe_buckets = [{num_frames}]\nenable_ar_bucket = false\n\n"
+            f"[[directory]]\npath = {folder}\n",
+        )
+
+    return write_cache(destination, segments, parts, form=f"diffusion-pipe {name}", show=show)
+
+
+def _model(segments: Segments) -> _Model:
+    recipe, kind = segments.recipe, segments.kind
+    model = _MODELS.get((kind, int(recipe["factor"])))
+    if model is None:
+        classes = " or ".join(dict.fromkeys(one for one, _ in _MODELS))
+        raise UserError(f"diffusion-pipe has no model with {kind} of factor {recipe['factor']}", hint=f"use {classes}")
+    if int(recipe["size"]) % model.side_step:
+        raise UserError(
+            f"diffusion-pipe takes pictures whose sides are multiples of {model.side_step} pixels for this model,"
+            f" and these have {recipe['size']}",
+            hint="make latents with another --size",
+        )
+    most = int(segments.text_recipe["max_tokens"])
+    if model.entries and most > model.num_tokens:
+        raise UserError(
+            f"the texts have up to {most} tokens, and diffusion-pipe takes {model.num_tokens} for this model",
+            hint=f"make them with --max-tokens {model.num_tokens}",
+        )
+    return model
+
+
+def _text(segments: Segments, model: _Model, segment: Segment) -> dict[str, Any]:
+    import torch
+
+    sequence = segments.sequence(segment)
+    padded = torch.zeros(model.num_tokens, sequence.shape[1], dtype=torch.bfloat16)
+    padded[: len(sequence)] = sequence
+    vectors, length = model.entries or ("", "")
+    num_tokens = torch.tensor(len(sequence))
+    is_mask = length.endswith("mask")
+    return {vectors: padded, length: (torch.arange(len(padded)) < num_tokens).long() if is_mask else num_tokens}
+
+
+def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterator[Part]:
+    """Yield the files of a cache of items, one of each; `order` has for each place the number of the item."""
+    places: dict[str, tuple[int, int]] = {}
+    shards: dict[int, list[_Item]] = {}
+    segments: dict[int, list[int]] = {}
+    for number, item in enumerate(items):
+        own = shards.setdefault(item.shard, [])
+        segments.setdefault(item.shard, []).append(number)
+        if item.mark not in places:
+            places[item.mark] = item.shard, len(own)
+            own.append(item)
+    size = len(torch_saved(items[0].values()))
+
+    def contents(own: list[_Item]) -> Iterator[bytes]:
+        for item in own:
+            content = torch_saved(item.values())
+            if len(content) != size:
+                raise RuntimeError(f"an item has {len(content)} bytes, and the first one {size}")
+            yield content
+
+    def database() -> bytes:
+        with closing(sqlite3.connect(":memory:")) as found:
+            found.execute("CREATE TABLE fingerprint(value)")
+            found.execute("CREATE TABLE items(shard, shard_index)")
+            found.executemany("INSERT INTO items VALUES(?, ?)", [places[items[one].mark] for one in order])
+            for shard, own in shards.items():
+                found.execute(f"CREATE TABLE shard_{shard}(offset, size)")
+                rows = [(number * size, size) for number in range(len(own))]
+                found.executemany(f"INSERT INTO shard_{shard} VALUES(?, ?)", rows)
+            found.commit()
+            return found.serialize()
+
+    for shard, own in shards.items():
+        mark = _digest(item.mark for item in own)
+        yield Part(f"{folder}/shard_{shard}.bin", mark, partial(contents, own), segments[shard])
+    mark = f"places {_digest(items[one].mark for one in order)}"
+    yield Part(f"{folder}/metadata.db", mark, lambda: [database()], is_kept=False)
+
+
+def _shuffled(found: list[Segment], bucket: tuple[float, int, int, int]) -> list[int]:
+    """The order of latents: numbers of the segments, as the trainer shuffles those of a bucket of sizes."""
+    seed = int(hashlib.md5(str(bucket).encode(), usedforsecurity=False).hexdigest(), 16) % 10**9
+    order: list[int] = np.random.default_rng(seed).permutation(len(found)).tolist()
+    return order
+
+
+def _metadata(folder: str, found: list[Segment], *, num_frames: int, mark: str) -> Iterator[Part]:
+    """Yield the list of segments; the video files that it names are not there, and the trainer opens none of them."""
+    columns = {
+        "image_spec": pa.array([[None, f"{one.name}.mp4"] for one in found], pa.list_(pa.string())),
+        "mask_file": pa.nulls(len(found)),
+        "caption": pa.array([[one.caption] for one in found], pa.list_(pa.string())),
+        "ar_bucket": pa.array([[1.0, num_frames]] * len(found), pa.list_(pa.float64())),
+        "size_bucket": pa.nulls(len(found)),
+        "is_video": pa.array([True] * len(found)),
+    }
+    state = {
+        "_data_files": [{"filename": "data-00000-of-00001.arrow"}],
+        "_fingerprint": mark,
+        **dict.fromkeys(("_format_columns", "_format_type", "_split")),
+        "_format_kwargs": {},
+        "_output_all_columns": False,
+    }
+
+    def stream() -> list[bytes]:
+        table, sink = pa.table(columns), pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        return [sink.getvalue().to_pybytes()]
+
+    grouped = f"{folder}/grouped_metadata_1.000_{num_frames}"
+    yield _written(f"{folder}/grouping_keys.json", json.dumps([[1.0, num_frames]]))
+    yield _written(f"{grouped}/dataset_info.json", "{}")
+    yield _written(f"{grouped}/state.json", json.dumps(state))
+    yield Part(f"{grouped}/data-00000-of-00001.arrow", mark, stream)
+
+
+def _written(path: str, content: str) -> Part:
+    return Part(path, content, lambda: [content.encode()])
+
+
+def _digest(marks: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(marks).encode()).hexdigest()
