@@ -3,11 +3,12 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clipmill.prep.captions.answers import answers_in
 from tests.prep.running import contents
 from tests.torture import bases
 from tests.torture.checks import ended_well
@@ -83,6 +84,18 @@ def _captions(workspace: Workspace, folder: Path) -> Sequence[object]:
 
 def _subtitles(workspace: Workspace, folder: Path) -> Sequence[object]:
     return ("manifest", "folder", bases.videos(workspace) / "first", "--subtitles", "--data", folder / "data")
+
+
+def _vlm(_: Workspace, folder: Path) -> Sequence[object]:
+    return (*bases.vlm_arguments(), *bases.ENGINE, "--data", folder / "data")
+
+
+def _asked_once(folder: Path) -> dict[str, str]:
+    """Return the column, and the answers without their times: there is another one if a question was asked twice."""
+    data = folder / "data"
+    found = {name: digest for name, digest in contents(data).items() if "/answers/" not in name}
+    answers = (answer for journals in data.glob("captions/*/answers") for answer in answers_in(journals))
+    return {**found, "answers": "\n".join(sorted(str(replace(answer, seconds=0)) for answer in answers))}
 
 
 def _inspect(_: Workspace, folder: Path) -> Sequence[object]:
@@ -176,6 +189,7 @@ SUBJECTS = (
     Subject("subtitles", _subtitles, None),
     Subject("scores", _prep("scores", *bases.ENGINE), bases.with_chunks),
     Subject("inspect", _inspect, bases.with_page_folder, kept=_page_contents),
+    Subject("vlm", _vlm, bases.with_chunks, kept=_asked_once),
     Subject("latents", _prep(*bases.LATENTS, *bases.ENGINE), bases.with_chunks),
     Subject("text", _prep(*bases.TEXT, *bases.ENGINE), bases.with_manifest),
     Subject("text-again", _prep(*bases.TEXT, *bases.ENGINE), bases.with_later_manifest),
