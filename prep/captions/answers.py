@@ -29,6 +29,7 @@ ANSWER_FILE = re.compile(r"\d{6,}\.jsonl|spent")
 _SPENT_FILE = "spent"
 _STOP, _LENGTH, _FILTERED = "stop", "length", "content_filter"
 _RECORD_BYTES = 8
+_MAX_TOKENS = (1 << 31) - 1  # of one answer; the index has 32 bits
 _SHOWN = {"Cc": " ", "Cs": ""}  # Unicode categories of control characters and surrogates
 
 
@@ -53,10 +54,19 @@ class Answer:
     model: str
     refusal: str | None = None
 
+    def __post_init__(self) -> None:
+        if any(count is not None and token_count(count) is None for count in (self.tokens_in, self.tokens_out)):
+            raise ValueError(f"{self.tokens_in} and {self.tokens_out} are not numbers of tokens")
+
     @property
     def tokens(self) -> int:
         """Tokens in and out, as far as they are known."""
         return (self.tokens_in or 0) + (self.tokens_out or 0)
+
+    @property
+    def is_counted(self) -> bool:
+        """True if the server said how many tokens it took."""
+        return None not in (self.tokens_in, self.tokens_out)
 
     @property
     def caption(self) -> str:
@@ -80,6 +90,11 @@ class Answer:
         if not self.caption:
             return SourceFailure(FailureCode.ANSWER_EMPTY, "the answer has no text")
         return None
+
+
+def token_count(given: object) -> int | None:
+    """Return the number of tokens that a server reports; None for what cannot be one."""
+    return given if isinstance(given, int) and 0 <= given <= _MAX_TOKENS else None
 
 
 def journal_path(variant_dir: Path, shard_id: int) -> Path:
@@ -106,8 +121,12 @@ def _lines(path: Path) -> Iterator[tuple[str, Answer]]:
     for line in content.split(b"\n"):
         digits, _, text = line.partition(b" ")
         if line and digits == b"%08x" % zlib.crc32(text):
-            record: dict[str, Any] = parse_json(text)
-            yield record.pop("chunk_fingerprint"), Answer(**record)
+            try:
+                record: dict[str, Any] = parse_json(text)
+                found = record.pop("chunk_fingerprint"), Answer(**record)
+            except (ValueError, LookupError, TypeError, AttributeError):  # of another version
+                continue
+            yield found
 
 
 class Journal:

@@ -17,14 +17,16 @@ class Questions:
     Attributes:
         rows: the rows of the shard to ask about.
         stop: return why nothing more may be asked, or None; called before each request.
-        pictures: decode the pictures of a row; may raise SourceFailure. Threads may call it.
+        read: return the file of a row; may raise SourceFailure. Threads may call it.
+        pictures: decode the pictures of a row from its file; likewise.
         keep: keep the answer about a row, or why there is none; on return, an answer is on disk. Threads may call it.
         seed: return the random seed of a row.
     """
 
     rows: Iterator[int]
     stop: Callable[[], Stop | None]
-    pictures: Callable[[int], Sequence[Picture]]
+    read: Callable[[int], bytes]
+    pictures: Callable[[bytes, int], Sequence[Picture]]
     keep: Callable[[int, Answer | SourceFailure], None]
     seed: Callable[[int], int]
 

@@ -24,6 +24,15 @@ _SHOWN_CHARS = 80  # of a prompt
 class CaptionsRequest(ModelRequest):
     """The flags of `prep captions` that are not settings: how a model or a server is asked."""
 
+    workers: Annotated[
+        int | None,
+        EXECUTION,
+        FIRST_RUN,
+        Parameter(
+            help="Number of shards to caption in parallel, 1 or more: by a model each, or by requests to the server. "
+            "Default: one per GPU, or 1 on a CPU; with --endpoint one per CPU core, or 4 if there are fewer cores."
+        ),
+    ] = None
     batch: Annotated[int, EXECUTION, Parameter(help="Batch size of a model that runs here, in chunks, 1 or more.")] = (
         BATCH
     )

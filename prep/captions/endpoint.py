@@ -1,20 +1,23 @@
 """The single interface to `openai`: captions by a server with OpenAI's interface, many requests at a time.
 
-    row ──► thread: decode, JPEG ──► request, one of `in_flight` ──► thread: journal
+    row ──► thread: read ──► decode, JPEG, JSON ──► request, one of `in_flight` ──► thread: journal
 
-A few rows more than requests are in work, so that pictures are ready when a request ends. The client repeats requests
-that fail (429, 5xx, time limit, broken connection) after growing pauses with jitter, or when Retry-After says.
+Rows beyond the requests in flight are prepared, so that one is ready when a request ends. What needs the CPU is done by
+a single thread, because there are as many workers as cores, and threads that take turns cost a third more. The client
+repeats requests that fail (429, 5xx, time limit, broken connection) after growing pauses with jitter, or when
+Retry-After says. It sends and returns bytes: converting its classes of messages takes as long as decoding.
 """
 
 import asyncio
+import json
 import os
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.quoting import on_one_line
-from clipmill.prep.captions.answers import Answer
+from clipmill.prep.captions.answers import Answer, token_count
 from clipmill.prep.captions.asking import Questions
 from clipmill.prep.captions.frames import jpeg_address
 from clipmill.prep.captions.recipe import CaptionsSettings
@@ -28,8 +31,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 _NO_KEY = "none"  # servers on one's own machine need none, but the client does
 _MAX_UNUSABLE = 3  # answers to one request that are not answers
 _MAX_FAILED = 8  # requests in a row that fail for good, before the rest of the shard is left
-_MAX_TOKENS = (1 << 31) - 1  # of one answer; the index has 32 bits
-_AHEAD = 2  # rows that are decoded while others wait for the server
+_MAX_AHEAD = 16  # rows that are prepared while others wait for the server
 
 
 class Endpoint:
@@ -60,7 +62,7 @@ class Endpoint:
         return self._stop
 
     async def _answer_all(self, questions: Questions) -> None:
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAioHttpClient
 
         free = asyncio.Semaphore(self._in_flight)
         async with AsyncOpenAI(
@@ -68,13 +70,18 @@ class Endpoint:
             api_key=self._key,
             max_retries=self._retries,
             timeout=self._timeout_s,
+            http_client=DefaultAioHttpClient(),  # less CPU time for each request than by the default, httpx
         ) as client:
-            await asyncio.gather(*(self._answer_some(questions, client, free) for _ in range(self._in_flight + _AHEAD)))
+            num_places = self._in_flight + min(self._in_flight, _MAX_AHEAD)
+            places = (self._answer_some(questions, client, free) for _ in range(num_places))
+            for error in await asyncio.gather(*places, return_exceptions=True):
+                if error is not None:
+                    raise error
 
     async def _answer_some(self, questions: Questions, client: "AsyncOpenAI", free: asyncio.Semaphore) -> None:
         while (row := next(questions.rows, None)) is not None and not self._has_to_stop(questions):
             try:
-                addresses = await asyncio.to_thread(_addresses, questions, row)
+                request = self._request(questions, row, await asyncio.to_thread(questions.read, row))
             except SourceFailure as failure:
                 questions.keep(row, failure)
                 continue
@@ -82,17 +89,41 @@ class Endpoint:
                 if self._has_to_stop(questions):
                     return
                 try:
-                    found: Answer | SourceFailure = await self._asked(client, addresses, seed=questions.seed(row))
+                    found: Answer | SourceFailure = await self._asked(client, request)
                 except SourceFailure as failure:
                     found = failure
                 # Before the next request: the answer is on disk, and its tokens count.
-                await asyncio.to_thread(questions.keep, row, found)
+                try:
+                    await asyncio.to_thread(questions.keep, row, found)
+                except OSError as error:  # the other requests in flight are still answered
+                    self._stop = self._stop or Stop(FailureCode.IO_ERROR, str(error))
+                    raise
 
     def _has_to_stop(self, questions: Questions) -> bool:
         self._stop = self._stop or questions.stop()
         return self._stop is not None
 
-    async def _asked(self, client: "AsyncOpenAI", addresses: Sequence[str], *, seed: int) -> Answer:
+    def _request(self, questions: Questions, row: int, file: bytes) -> bytes:
+        """Return the body of the request about a row, given its file.
+
+        Raises:
+            SourceFailure: its pictures cannot be decoded.
+        """
+        settings = self._settings
+        addresses = map(jpeg_address, questions.pictures(file, row))
+        pictures = [{"type": "image_url", "image_url": {"url": address}} for address in addresses]
+        content = [*pictures, {"type": "text", "text": settings.prompt}]
+        sampling = {"top_p": settings.top_p, "seed": None if settings.seed is None else questions.seed(row)}
+        body = {
+            "model": settings.model,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+            **{name: value for name, value in sampling.items() if value is not None},
+        }
+        return json.dumps(body).encode()
+
+    async def _asked(self, client: "AsyncOpenAI", request: bytes) -> Answer:
         """Ask about the pictures of a chunk.
 
         Raises:
@@ -103,7 +134,8 @@ class Endpoint:
         begin_s = time.monotonic()
         try:
             for _ in range(_MAX_UNUSABLE):
-                answer = self._answer_in(await self._completion(client, addresses, seed=seed), begin_s=begin_s)
+                content = await client.post("/chat/completions", cast_to=bytes, content=request)
+                answer = self._answer_in(content, begin_s=begin_s)
                 if answer is not None:
                     self._num_failed = 0
                     wrong = answer.problem(self._settings.model)
@@ -123,45 +155,26 @@ class Endpoint:
             self._stop = self._stop or Stop(failure.code, failure.message)
         raise failure
 
-    async def _completion(self, client: "AsyncOpenAI", addresses: Sequence[str], *, seed: int) -> Any:
-        """Return what the server sent; None if it is not JSON."""
-        settings = self._settings
-        pictures = [{"type": "image_url", "image_url": {"url": address}} for address in addresses]
-        content = [*pictures, {"type": "text", "text": settings.prompt}]
-        sampling = {"top_p": settings.top_p, "seed": None if settings.seed is None else seed}
-        given: Any = {name: value for name, value in sampling.items() if value is not None}
+    def _answer_in(self, content: bytes, *, begin_s: float) -> Answer | None:
+        """Return the answer in what a server sent; None if it has none: half a body, or a page of a proxy."""
         try:
-            return await client.chat.completions.create(
-                model=settings.model,
-                messages=[],
-                max_tokens=settings.max_tokens,
-                temperature=settings.temperature,
-                # Here, the client leaves megabytes of pictures as they are: a third of its CPU time.
-                extra_body={"messages": [{"role": "user", "content": content}]},
-                **given,
-            )
-        except ValueError:  # half a body, or a page of a proxy
+            completion = parse_json(content)
+            choice, usage, model = completion["choices"][0], completion.get("usage"), completion["model"]
+            text, refusal = (choice["message"].get(name) or "" for name in ("content", "refusal"))
+            reason = choice["finish_reason"]
+        except (ValueError, LookupError, TypeError, AttributeError):
             return None
-
-    def _answer_in(self, completion: Any, *, begin_s: float) -> Answer | None:
-        """Return the answer in what a server sent; None if it has none."""
-        choices = getattr(completion, "choices", None)
-        choice = choices[0] if isinstance(choices, list) and choices else None
-        message, reason = getattr(choice, "message", None), getattr(choice, "finish_reason", None)
-        text, refusal = (getattr(message, name, None) or "" for name in ("content", "refusal"))
-        model = getattr(completion, "model", None)
-        if message is None or not all(isinstance(value, str) for value in (text, refusal, reason, model)):
+        if not all(isinstance(value, str) for value in (text, refusal, reason, model)):
             return None
-        usage = getattr(completion, "usage", None)
-        tokens = [getattr(usage, name, None) for name in ("prompt_tokens", "completion_tokens")]
-        tokens_in, tokens_out = map(_token_count, tokens)
+        counts = usage if isinstance(usage, dict) else {}
+        tokens_in, tokens_out = (token_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens"))
         return Answer(
             text=self._without_key(text),
-            finish_reason=self._without_key(str(reason)),
+            finish_reason=self._without_key(reason),
             tokens_in=tokens_in,
             tokens_out=tokens_out,
             seconds=round(time.monotonic() - begin_s, 3),
-            model=self._without_key(str(model)),
+            model=self._without_key(model),
             refusal=self._without_key(refusal) or None,
         )
 
@@ -173,15 +186,6 @@ class Endpoint:
     def _without_key(self, text: str) -> str:
         """Return what a server sent without the key: some repeat it in their errors."""
         return text if self._key == _NO_KEY else text.replace(self._key, "***")
-
-
-def _token_count(given: object) -> int | None:
-    """Return the number of tokens that a server reports; None for what cannot be one."""
-    return given if isinstance(given, int) and 0 <= given <= _MAX_TOKENS else None
-
-
-def _addresses(questions: Questions, row: int) -> list[str]:
-    return [*map(jpeg_address, questions.pictures(row))]
 
 
 def require_client() -> None:

@@ -4,6 +4,7 @@ import base64
 
 import cv2
 import numpy as np
+from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
 from clipmill.prep.core.chunk_frames import decode_frames
@@ -22,12 +23,21 @@ def frames_to_show(num_frames: int, *, count: int) -> list[int]:
 
 
 def read_pictures(video: CommittedShard, row: int, *, count: int, size: int) -> list[Picture]:
-    """Decode frames of a chunk of a `video` shard, their longer side at most `size` pixels.
+    """Read and decode frames of a chunk of a `video` shard.
 
     Raises:
         SourceFailure: the chunk is damaged or cannot be decoded.
     """
-    index, content = video.index, read_chunk(video, row)
+    return decode_pictures(read_chunk(video, row), video, row, count=count, size=size)
+
+
+def decode_pictures(content: bytes, video: CommittedShard, row: int, *, count: int, size: int) -> list[Picture]:
+    """Decode frames of a chunk from its MP4 file, their longer side at most `size` pixels.
+
+    Raises:
+        SourceFailure: the chunk cannot be decoded.
+    """
+    index = video.index
     frames = decode_frames(
         content,
         frames_to_show(index["num_frames"][row].as_py(), count=count),
@@ -35,10 +45,11 @@ def read_pictures(video: CommittedShard, row: int, *, count: int, size: int) -> 
         packet_frame=index["packet_frame"][row].as_py(),
         packet_flags=index["packet_flags"][row].as_py(),
     )
-    return [_resized(np.asarray(frame.to_ndarray(format="rgb24"), np.uint8), size=size) for frame in frames]
+    colours = VideoReformatter()  # one for all frames: setting it up costs more than converting a frame
+    return [_resized(np.asarray(colours.reformat(one, format="rgb24").to_ndarray(), np.uint8), size) for one in frames]
 
 
-def _resized(picture: Picture, *, size: int) -> Picture:
+def _resized(picture: Picture, size: int) -> Picture:
     height, width = picture.shape[:2]
     scale = size / max(height, width)
     if scale >= 1:

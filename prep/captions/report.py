@@ -39,7 +39,7 @@ class Cost:
         tokens_in, tokens_out = (
             sum(getattr(one, name) or 0 for one in answers) for name in ("tokens_in", "tokens_out")
         )
-        num_uncounted = sum(None in (one.tokens_in, one.tokens_out) for one in answers)
+        num_uncounted = sum(not one.is_counted for one in answers)
         return cls(len(answers), num_uncounted, tokens_in, tokens_out, sum(one.seconds for one in answers))
 
     def values(self) -> dict[str, Any]:
@@ -55,16 +55,17 @@ class Cost:
         return f"{counted(self.num_answers, 'answer')}: {tokens}{each}"
 
 
-def cost_of(variant_dir: Path, *, limit: int | None = None) -> Cost:
-    """Return what the answers of a variant took, or the first `limit` of them."""
-    return Cost.of(list(islice(answers_in(variant_dir / ANSWERS_FOLDER), limit)))
+def cost_of(variant_dir: Path) -> Cost:
+    """Return what the answers of a variant took."""
+    return Cost.of(list(answers_in(variant_dir / ANSWERS_FOLDER)))
 
 
 def captions_report(plan: CaptionsPlan) -> Report:
     """Return the report of a plan: the work by state and reason."""
     settings = plan.recipe.settings
     num_chunks = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
-    cost = cost_of(plan.variant_dir, limit=_MAX_ANSWERS)
+    answers = list(islice(answers_in(plan.variant_dir / ANSWERS_FOLDER), _MAX_ANSWERS))
+    cost, counted_cost = Cost.of(answers), Cost.of([one for one in answers if one.is_counted])
     estimate: dict[str, Any] = {"num_chunks": num_chunks}
     lines: list[str] = []
     if num_chunks:
@@ -73,11 +74,13 @@ def captions_report(plan: CaptionsPlan) -> Report:
             f"estimate at most {counted(num_chunks, 'chunk')} to caption, {counted(settings.frames, 'frame')} each"
         )
         if cost.num_answers:
-            share = num_chunks / cost.num_answers
-            tokens = (round(cost.tokens_in * share), round(cost.tokens_out * share))
-            estimate |= {"tokens_in": tokens[0], "tokens_out": tokens[1], "answer_s": cost.seconds * share}
-            time = duration_text(cost.seconds * share)
-            lines.append(f"         {tokens[0]:,} tokens in and {tokens[1]:,} out; {time} without requests in parallel")
+            estimate["answer_s"] = cost.seconds * num_chunks / cost.num_answers
+            tokens = "an unknown number of tokens"
+            if counted_cost.num_answers:
+                share = num_chunks / counted_cost.num_answers
+                estimate |= {name: round(getattr(counted_cost, name) * share) for name in ("tokens_in", "tokens_out")}
+                tokens = f"{estimate['tokens_in']:,} tokens in and {estimate['tokens_out']:,} out"
+            lines.append(f"         {tokens}; {duration_text(estimate['answer_s'])} without requests in parallel")
             lines.append(f"         ({cost.line()})")
         else:
             lines.append(

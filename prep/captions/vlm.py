@@ -136,7 +136,7 @@ class LocalCaptioner:
     def answer(self, questions: Questions) -> Stop | None:
         """See `clipmill.prep.captions.asking.Captioner`."""
         with ThreadPoolExecutor(_DECODE_THREADS) as pool:
-            decode = partial(_pictures_or_failure, questions.pictures)
+            decode = partial(_pictures_or_failure, questions)
             for rows, waiting in _ahead(
                 self._batches(questions.rows), lambda rows: [pool.submit(decode, one) for one in rows]
             ):
@@ -173,9 +173,9 @@ def _ahead(batches: Iterator[list[int]], begin: Callable[[list[int]], Any]) -> I
         yield running.pop(0)
 
 
-def _pictures_or_failure(pictures: Callable[[int], Sequence[Picture]], row: int) -> Sequence[Picture] | SourceFailure:
+def _pictures_or_failure(questions: Questions, row: int) -> Sequence[Picture] | SourceFailure:
     try:
-        return pictures(row)
+        return questions.pictures(questions.read(row), row)
     except SourceFailure as failure:
         return failure
 

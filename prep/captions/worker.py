@@ -15,12 +15,12 @@ from clipmill.manifests.errors import UserError
 from clipmill.prep.captions.answers import Answer, Budget, Journal, journal_path
 from clipmill.prep.captions.asking import Captioner, Questions
 from clipmill.prep.captions.endpoint import Endpoint
-from clipmill.prep.captions.frames import read_pictures
+from clipmill.prep.captions.frames import Picture, decode_pictures
 from clipmill.prep.captions.recipe import CAPTIONS, CaptionsRecipe
 from clipmill.prep.captions.sample import EXTENSION, caption_sample
 from clipmill.prep.captions.vlm import Device, LocalCaptioner, open_model
 from clipmill.prep.captions.weights import find_model
-from clipmill.prep.core.chunk_shards import OldSamples, chunk_fingerprints, seconds_of
+from clipmill.prep.core.chunk_shards import OldSamples, chunk_fingerprints, read_chunk, seconds_of
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.heartbeat import Heartbeat
 from clipmill.prep.core.shard_result import ShardResult, Stop, cpu_s, stopped, system_errors_as_results
@@ -130,8 +130,11 @@ class Chunks:
             text = f"{settings.seed or 0} {self.video.index['key'][row].as_py()}"
             return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
-        read = partial(read_pictures, self.video, count=settings.frames, size=settings.size)
-        questions = Questions(rows=iter(rows), stop=stop, pictures=read, keep=keep, seed=seed)
+        def pictures(content: bytes, row: int) -> list[Picture]:
+            return decode_pictures(content, self.video, row, count=settings.frames, size=settings.size)
+
+        read = partial(read_chunk, self.video)
+        questions = Questions(rows=iter(rows), stop=stop, read=read, pictures=pictures, keep=keep, seed=seed)
         return captioner.answer(questions) if rows else None
 
     def sample(self, row: int) -> Sample | SourceFailure:

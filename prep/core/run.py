@@ -179,7 +179,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
 
     def tasks() -> Iterator[W]:
         progress.start()
-        yield from (job.task(shard) for shard in work)
+        yield from (job.task(shard) for shard in work if summary.gave_up is None)
 
     def name(task: W) -> str:
         return f"{job.column.command} {task.shard_id:06d}"
@@ -208,7 +208,9 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 num_alike, last_code = (num_alike if stop_code == last_code else 0) + 1, stop_code
                 if stop is not None and num_alike == _MOST_STOPS.get(stop.code):
                     summary.gave_up = _why_given_up(stop, num_shards=num_alike)
-                    return
+                    if stop.code == FailureCode.DISK_FULL:
+                        return
+                    # Workers that wait for answers end their shards: what is on its way has been paid for.
             num_running = running.num_done()
             progress.show(made + num_running, work_done + running.work_done(), has_begun=running.has_begun)
 

@@ -7,9 +7,11 @@ refer to the same videos.
 import os
 import shutil
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from tests.prep.captions.server import MODEL, Server
 from tests.torture.checks import ended_well
 from tests.torture.commands import Ran
 from tests.torture.workspace import Workspace, copy
@@ -91,6 +93,15 @@ def manifest_arguments(workspace: Workspace, *, which: str = "first") -> tuple[o
 def captions_arguments(workspace: Workspace) -> tuple[object, ...]:
     """Return the arguments of `prep manifest captions` for captions of a further source."""
     return ("manifest", "captions", videos(workspace) / "further.csv", "--source", "model")
+
+
+@cache
+def vlm_arguments() -> tuple[object, ...]:
+    """Return the arguments of `prep captions`, by a server that runs as long as this process; its answers are short."""
+    server = Server()
+    server.begin()
+    asked = ("--frames", 1, "--size", 32, "--in-flight", 1, "--retries", 0)
+    return ("captions", "--endpoint", server.address, "--model", MODEL, *asked)
 
 
 def with_manifest(workspace: Workspace) -> Path:

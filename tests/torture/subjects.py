@@ -3,11 +3,12 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clipmill.prep.captions.answers import answers_in
 from tests.prep.running import contents
 from tests.torture import bases
 from tests.torture.checks import ended_well
@@ -87,6 +88,18 @@ def _subtitles(workspace: Workspace, folder: Path) -> Sequence[object]:
 
 def _video_latents(workspace: Workspace, folder: Path) -> Sequence[object]:
     return (*bases.video_latents(workspace), *bases.ENGINE, "--data", folder / "data")
+
+
+def _vlm(_: Workspace, folder: Path) -> Sequence[object]:
+    return (*bases.vlm_arguments(), *bases.ENGINE, "--data", folder / "data")
+
+
+def _asked_once(folder: Path) -> dict[str, str]:
+    """Return the column, and the answers without their times: there is another one if a question was asked twice."""
+    data = folder / "data"
+    found = {name: digest for name, digest in contents(data).items() if "/answers/" not in name}
+    answers = (answer for journals in data.glob("captions/*/answers") for answer in answers_in(journals))
+    return {**found, "answers": "\n".join(sorted(str(replace(answer, seconds=0)) for answer in answers))}
 
 
 def _inspect(_: Workspace, folder: Path) -> Sequence[object]:
@@ -180,6 +193,7 @@ SUBJECTS = (
     Subject("subtitles", _subtitles, None),
     Subject("scores", _prep("scores", *bases.ENGINE), bases.with_chunks),
     Subject("inspect", _inspect, bases.with_page_folder, kept=_page_contents),
+    Subject("vlm", _vlm, bases.with_chunks, kept=_asked_once),
     Subject("latents", _prep(*bases.LATENTS, *bases.ENGINE), bases.with_chunks),
     Subject("latents-video", _video_latents, bases.with_chunks),
     Subject("text", _prep(*bases.TEXT, *bases.ENGINE), bases.with_manifest),

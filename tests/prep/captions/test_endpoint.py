@@ -5,6 +5,8 @@ import re
 import secrets
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,6 +218,23 @@ def test_a_key_is_sent_and_shown_nowhere(shard_set: ShardSet, monkeypatch: pytes
         assert make(data, server).summary["num_chunks"] == NUM_CHUNKS and len(server.log) == NUM_CHUNKS - 1
 
 
+def test_answers_on_their_way_are_kept_when_another_worker_is_refused(shard_set: ShardSet) -> None:
+    both_asked = threading.Event()
+
+    def refuses_the_first(request: Request, number: int) -> Reply:
+        if number:
+            both_asked.set()
+            time.sleep(0.5)
+            return described(request, number)
+        assert both_asked.wait(60)
+        return 401
+
+    with served(refuses_the_first) as server:
+        ran = make(shard_set.data, server, "--in-flight", 2, workers=2, status=1)
+    assert ran.summary["gave_up"].startswith("stopped: ") and "endpoint_refused" in ran.summary["failures"]
+    assert len(journaled(shard_set.data)) == len(server.log) - 1 >= 2
+
+
 def test_another_model_is_refused_and_a_dated_one_is_the_same(shard_set: ShardSet) -> None:
     data = shard_set.data
     with served(lambda request, number: completion("a dog", request, model=f"{MODEL}-mini")) as server:
@@ -341,3 +360,12 @@ def test_counts_of_tokens_that_cannot_be_are_unknown_and_the_report_says_so(shar
         ran = prep_here(*flags(shard_set.data, server, "--max-tokens-total", 100), "--engine", "processes")
     assert "5 answers: 0 tokens in, 0 out, and an unknown number for 5 answers" in ran.stdout
     assert {(row["tokens_in"], row["tokens_out"]) for row in rows(shard_set.data).values()} == {(None, None)}
+
+
+def test_an_estimate_is_scaled_from_the_answers_whose_tokens_are_known(shard_set: ShardSet) -> None:
+    with served(lambda request, number: completion("a b", request, **({} if number else {"usage": None}))) as server:
+        plan = ("plan", "captions", "--endpoint", server.address, "--model", MODEL, "--frames", 2, "--size", 64)
+        planned = prep_here(*plan, "--data", shard_set.data, "--trial", 1)
+        assert "an unknown number of tokens; " in planned.stdout
+        estimate = prep_here(*plan, "--data", shard_set.data, "--trial", 2, "--json").summary["estimate"]
+    assert (estimate["tokens_in"], estimate["tokens_out"]) == (server.log[1].tokens * NUM_CHUNKS, 2 * NUM_CHUNKS)
