@@ -79,7 +79,7 @@ class Activity:
 
         Args:
             what: what is shown in place of the description of the work until all are done.
-            unit: what is counted, such as "clips".
+            unit: what is counted, a singular noun.
         """
         outer, pace = self._what, ProgressRate()
 
@@ -151,9 +151,10 @@ def joined(*parts: str) -> str:
 
 
 def amount_text(done: float, total: int | None, unit: str) -> str:
-    """Format how much is done: `12 of 24 chunks`, or `12 chunks` if the total is not known."""
+    """Format how much is done of a singular noun: `12 of 24 chunks`, or `12 chunks` if the total is not known."""
     shown = f"{done:,}" if total is None else f"{done:,} of {total:,}"
-    return f"{shown} {unit}".rstrip()
+    ending = "" if not unit or (done if total is None else total) == 1 else "s"
+    return f"{shown} {unit}{ending}".rstrip()
 
 
 class ProgressRate:

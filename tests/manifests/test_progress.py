@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from clipmill.manifests import progress
-from clipmill.manifests.progress import Activity, ProgressRate, joined, log_interval
+from clipmill.manifests.progress import Activity, ProgressRate, amount_text, joined, log_interval
 from tests.screens import open_screen
 
 
@@ -100,7 +100,7 @@ def test_what_is_counted_is_shown_with_rate_and_time_left(monkeypatch: pytest.Mo
     now_s = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     work = Activity("embedding")
-    add = work.adder(1000, unit="clips")
+    add = work.adder(1000, unit="clip")
     add(0)
     assert work.text() == "embedding: 0 of 1,000 clips"
     now_s += 10
@@ -108,10 +108,11 @@ def test_what_is_counted_is_shown_with_rate_and_time_left(monkeypatch: pytest.Mo
     assert work.text() == "embedding: 200 of 1,000 clips, 20/s, 0:40 left"
     add(800)
     assert work.text() == "embedding"
-    add = work.adder(None, unit="clips")
+    add = work.adder(None, unit="clip")
     now_s += 12
     add(6)
     assert work.text() == "embedding: 6 clips, 30.0/min"
+    assert amount_text(0, 1, "tar") == "0 of 1 tar" and amount_text(1, None, "tar") == "1 tar"
 
 
 def test_lines_of_a_log_become_rarer() -> None:

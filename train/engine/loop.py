@@ -205,8 +205,9 @@ def train(
 def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
     """Raise a UserError if a batch would hold a sample twice."""
     if samples.num_samples is not None and settings.batch > samples.num_samples:
+        verb = "is" if samples.num_samples == 1 else "are"
         raise UserError(
-            f"--batch is {settings.batch}, and the training set has {counted(samples.num_samples, 'sample')}",
+            f"--batch is {settings.batch}, and there {verb} {counted(samples.num_samples, 'sample')} to train on",
             hint=f"use --batch {1 << (samples.num_samples.bit_length() - 1)}, or more data",
         )
 

@@ -34,7 +34,7 @@ def counted_batches(batches: "Iterable[LoadedBatch]", what: str, *, total: int |
         yield from batches
         return
     with Activity(what) as now:
-        add = now.adder(total, unit="clips")
+        add = now.adder(total, unit="clip")
         add(0)
         for loaded in batches:
             yield loaded

@@ -46,7 +46,7 @@ class Progress:
         self._pace = ProgressRate(step)
         if step < num_steps and not self._is_quiet:
             self._activity = Activity(self._what)
-            self._activity.say(amount_text(step, num_steps, f"{self._unit}s"), share=step / num_steps)
+            self._activity.say(amount_text(step, num_steps, self._unit), share=step / num_steps)
             self._activity.__enter__()
 
     def log(self, line: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ class Progress:
         """Show that `step` steps are done; in a log only the first, the last, and some at growing intervals."""
         self._pace.add(step)
         if self._activity is not None and is_terminal(sys.stderr):
-            done = amount_text(step, self._num_steps, f"{self._unit}s")
+            done = amount_text(step, self._num_steps, self._unit)
             self._activity.say(
                 lambda: joined(done, self._pace.rate(), self._pace.left(self._num_steps), text),
                 share=step / self._num_steps,

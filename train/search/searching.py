@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes
-from clipmill.manifests.quoting import on_one_line
+from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.shards.pages.templates import load_template
 from clipmill.train.evaluation.player import Player
 from clipmill.train.search.folder import VIDEO, Embedded, EmbeddedClip
@@ -105,7 +105,7 @@ def search_folder(
     _check(embedded, texts, like=like, top=top)
     vectors = _encode(embedded, texts, weights=weights, device=device) if texts else None
     with Activity("searching") as now:
-        add = now.adder(embedded.num_clips, unit="clips")
+        add = now.adder(embedded.num_clips, unit="clip")
         return search(embedded, texts, like=like, top=top, encode=lambda _: cast(Vectors, vectors), say_done=add)
 
 
@@ -212,6 +212,8 @@ def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result],
         "folder": str(embedded.path.resolve()),
     }
     template = load_template(Path(__file__).with_name("search.html.j2"))
-    content = template.render(results=results, show=player.show, num_clips=embedded.num_clips, data=data, facts=facts)
+    content = template.render(
+        results=results, show=player.show, clips=counted(embedded.num_clips, "clip"), data=data, facts=facts
+    )
     publish_bytes(path, content.encode("utf-8", errors="replace"))
     return player.num_missing

@@ -12,10 +12,8 @@ from clipmill.train.weights.library import OF_TEXT
 _SETTINGS_OF_TEXT = ("text", "text_pooling", "context_length")
 
 
-def parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
-    """The settings of each source of weights, with the towers that it is for."""
-    if not isinstance(init, DualEncoderInit) or init.text is None:
-        return [(init, towers)]
+def parts_of(init: DualEncoderInit, towers: Towers) -> list[tuple[Init, Towers]]:
+    """The settings of both sources of weights, with the towers that each is for."""
     of_text = DualEncoderTowers()
     if isinstance(towers, DualEncoderTowers) and towers.text is not None:
         of_text = DualEncoderTowers(text=towers.text, text_pooling=towers.text_pooling)

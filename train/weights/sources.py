@@ -41,16 +41,11 @@ from clipmill.train.weights.hf_videomae import HF_VIDEOMAE
 from clipmill.train.weights.library import facts_of_entry, library_facts, library_format
 from clipmill.train.weights.logits import read_logits
 from clipmill.train.weights.open_clip import OPEN_CLIP, OPENAI, facts_of_open_clip, file_of_tag
-from clipmill.train.weights.pairing import paired_facts, paired_tensors, parts_of
 from clipmill.train.weights.videomae import VIDEOMAE
 
-# The formats that weights are read in: one row each, in the order in which names of tensors are compared with them.
-#
-# A new format is a file beside this one that defines a Format, and its row here. `--init.format`
-# (clipmill.train.config.model) names it too.
-
-
 _PLAIN = Towers()
+# The formats, in the order in which names of tensors are compared with them. A new one is a file beside this one that
+# defines a Format, its row here, and its name among the choices of `--init.format` (config/model.py).
 FORMATS = {one.name: one for one in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)}
 
 
@@ -144,7 +139,7 @@ def fetch_tag(init: Init, towers: Towers = _PLAIN, *, say: Say) -> None:
     Raises:
         UserError: there are no such weights, or they cannot be downloaded.
     """
-    for one, its in parts_of(init, towers):
+    for one, its in _parts_of(init, towers):
         if (one.weights or "").startswith(HUB_PREFIX):
             say(f"weights: {one.weights} come from Hugging Face's cache or a download")
             place_of_weights(str(one.weights))
@@ -166,15 +161,23 @@ def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
     """
     if init.weights is None:
         return None
-    first, *others = [_opened(*part) for part in parts_of(init, towers)]
+    first, *others = [_opened(*part) for part in _parts_of(init, towers)]
     if not others:
         return first
-    [text] = others
-    return Source(
-        title=f"{first.title}, with the text tower of {text.title}",
-        converted=paired_tensors(first.converted, text.converted, title=text.title),
-        facts=paired_facts(first.facts, text.facts, towers),
-    )
+    from clipmill.train.weights.pairing import paired_facts, paired_tensors
+
+    converted = paired_tensors(first.converted, others[0].converted, title=others[0].title)
+    facts = paired_facts(first.facts, others[0].facts, towers)
+    return Source(title=f"{first.title}, with the text tower of {others[0].title}", converted=converted, facts=facts)
+
+
+def _parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
+    """The settings of each source of weights, with the towers that it is for."""
+    if not isinstance(init, DualEncoderInit) or init.text is None:
+        return [(init, towers)]
+    from clipmill.train.weights.pairing import parts_of
+
+    return parts_of(init, towers)
 
 
 def _opened(init: Init, towers: Towers) -> Source:

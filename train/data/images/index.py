@@ -114,7 +114,7 @@ class ImageTars:
         self._copies: dict[str, str] = {}
         self.indexes: list[TarIndex] = []
         with Activity(f"looking for the images in {counted(len(tars), 'tar')}") as activity:
-            add = activity.adder(len(tars), unit="tars")
+            add = activity.adder(len(tars), unit="tar")
             done = in_order(
                 self._index, tars, num_threads=_NUM_AT_ONCE, num_ahead=2 * _NUM_AT_ONCE, stuck_after_s=_INDEX_TIMEOUT_S
             )

@@ -180,7 +180,7 @@ class VideoProgress:
                 print(f"{shown_name(event.video)}: {event.failure}", file=sys.stderr, flush=True)
         done = self._num_done + share
         self._pace.add(done)
-        shown = amount_text(round(done, 1), self._num_videos, "videos")
+        shown = amount_text(round(done, 1), self._num_videos, "video")
         self._activity.say(
             lambda: joined(shown, self._speed(), self._pace.left(self._num_videos)),
             what="captioning",
