@@ -78,17 +78,16 @@ class Encoder:
         import torch
 
         with torch.inference_mode():
-            scaled = torch.cat(parts).to(self._dtype).div_(127.5).sub_(1)
-            if scaled.ndim == 5:
-                scaled = scaled.transpose(1, 2)
+            num_units = sum(map(len, parts))
             try:
+                scaled = torch.cat(parts).to(self._dtype).div_(127.5).sub_(1)
+                if scaled.ndim == 5:
+                    scaled = scaled.transpose(1, 2)
                 posterior = self._model.encode(scaled.contiguous()).latent_dist
             except torch.OutOfMemoryError:
-                raise MemoryError(
-                    f"a batch of {len(scaled)} {self._noun} does not fit in GPU memory: use a smaller --batch"
-                ) from None
+                raise MemoryError(self._too_much(num_units)) from None
             latents = posterior.mode().float()
-            if latents.shape != (len(scaled), *self._unit_shape):
+            if latents.shape != (num_units, *self._unit_shape):
                 raise UserError(
                     f"the VAE gave latents of {tuple(latents.shape[1:])} for {self._noun}, where its configuration"
                     f" promises {self._unit_shape}",
@@ -98,6 +97,10 @@ class Encoder:
                 latents = latents + posterior.std.float() * torch.from_numpy(noise).to(self._device)
             found: NDArray[np.float32] = ((latents - self._shift) * self._scale).cpu().numpy()
             return found
+
+    def _too_much(self, num_units: int) -> str:
+        asked = "a smaller --batch" if num_units > 1 else "--tiling or a smaller --size"
+        return f"a batch of {num_units} {self._noun} does not fit in GPU memory: use {asked}"
 
     @property
     def _noun(self) -> str:

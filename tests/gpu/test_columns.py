@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from clipmill.prep.text.tower import resolve as resolve_text
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 from tests.prep.here import Here
+from tests.prep.latents.video_vaes import NAMES, saved
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
@@ -39,13 +41,15 @@ def device_name(device: torch.device) -> Device:
     return "cuda" if device.type == "cuda" else "cpu"
 
 
-def make_latents(data_dir: Path, *, device: Device, precision: Precision, size: int = SIZE_PX) -> None:
+def make_latents(
+    data_dir: Path, *, device: Device, precision: Precision, size: int = SIZE_PX, batch: int = 8, **of_vae: Any
+) -> None:
     with writing(data_dir, column=LATENTS):
         video = current_variant(data_dir, VIDEO)
         assert video is not None
-        settings = LatentsSettings(vae="tiny", size=size, fps="2", precision=precision)
+        settings = LatentsSettings(**{"vae": "tiny", "size": size, "fps": "2", "precision": precision, **of_vae})
         planned = make_latents_plan(data_dir, resolve_latents(settings, video=video))
-        summary = execute(latents_job(planned, device=device, batch=8, num_threads=1), Here())
+        summary = execute(latents_job(planned, device=device, batch=batch, num_threads=1), Here())
     assert not summary.failures and summary.gave_up is None
 
 
@@ -110,6 +114,24 @@ def test_latents_of_resized_pictures_are_those_of_a_cpu(
     for name, one in (("found", device_name(device)), ("expected", "cpu")):
         shutil.copytree(clips_dir, tmp_path / name)
         make_latents(tmp_path / name, device=one, precision="float32", size=RESIZED_PX)  # type: ignore[arg-type]
+    errors = relative_errors(tmp_path / "found", tmp_path / "expected", LATENTS)
+    record_property("relative_error", f"{errors.max():.2g}")
+    assert bool((errors <= BOUNDS["float32"]).all()), errors.max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_segments_of_a_video_vae_are_those_of_a_cpu_two_at_a_time(
+    name: str, clips_dir: Path, device: torch.device, tmp_path: Path, record_property: Record
+) -> None:
+    if device.type == "cpu" and name != "AutoencoderKLWan":
+        pytest.skip("one class is enough for the dry run")
+    vae = str(saved(name, tmp_path / "vae"))
+    posterior = "mean" if name == "AutoencoderKLCosmos" else "sample"
+    for folder, one in (("found", device_name(device)), ("expected", "cpu")):
+        shutil.copytree(clips_dir, tmp_path / folder)
+        of_vae = {"vae": vae, "fps": "8", "segment": "9f", "posterior": posterior}
+        make_latents(tmp_path / folder, device=one, precision="float32", size=32, batch=18, **of_vae)  # type: ignore[arg-type]
+    assert all(array.ndim == 5 for array in column(tmp_path / "found", LATENTS).values())
     errors = relative_errors(tmp_path / "found", tmp_path / "expected", LATENTS)
     record_property("relative_error", f"{errors.max():.2g}")
     assert bool((errors <= BOUNDS["float32"]).all()), errors.max()
