@@ -1,7 +1,8 @@
 """What a data folder has to train on: columns, splits, chunks, captions and labels. It reads the small files only."""
 
 import shlex
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.objects import is_remote
@@ -30,12 +32,17 @@ _HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations p
 
 @dataclass(frozen=True, kw_only=True)
 class SplitFacts:
-    """A split of a data folder; its chunks are those of the current variant of the `video` column."""
+    """A split of a data folder; its chunks are those of the current variant of the `video` column.
+
+    Attributes:
+        sources: sources of its captions.
+    """
 
     num_videos: int
     num_chunks: int
     hours: float
     num_captions: int
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +106,11 @@ def survey(address: str) -> Survey:
         )
     coded = videos["split"].combine_chunks().dictionary_encode()
     codes: NDArray[np.int64] = coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-    num_captions, labels = _captions(folder.path, video_ids, codes)
+    captions, labels = _captions(folder.path, video_ids, codes)
     return Survey(
         address=address,
         columns=columns,
-        splits=_splits(coded.dictionary.to_pylist(), codes, table, num_captions),
+        splits=_splits(coded.dictionary.to_pylist(), codes, table, captions),
         chunk_s=float(np.median(_seconds(table))),
         labels=labels,
     )
@@ -149,6 +156,7 @@ def describe(one: Survey) -> list[str]:
         f"split {name}: {counted(its.num_videos, 'video')}, {counted(its.num_chunks, 'chunk')}, "
         + f"{duration_text(3600 * its.hours)}, "
         + (counted(its.num_captions, "caption") if its.num_captions else "no captions")
+        + (" of models" if its.sources and all(map(is_of_model, its.sources)) else "")
         for name, its in one.splits.items()
     ]
     others = [name for name in one.columns if name != VIDEO]
@@ -189,19 +197,23 @@ def _seconds(table: ChunkTable) -> NDArray[np.float64]:
 
 def _captions(
     data_dir: Path, video_ids: pa.Array, codes: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Number of captions of each split, and the labels."""
-    count = np.zeros(int(codes.max(initial=0)) + 1, np.int64)
+) -> tuple[dict[int, Counter[str]], tuple[str, ...]]:
+    """Number of captions of each split by their source, and the labels."""
+    found = defaultdict[int, Counter[str]](Counter)
     with open_captions(data_dir, coded=("video_id",)) as file:
         labels = class_labels(file.schema_arrow)
         for group in range(file.num_row_groups):
-            row = rows_of(file.read_row_group(group, columns=["video_id"])["video_id"], video_ids)
-            count += np.bincount(codes[row[row >= 0]], minlength=len(count))
-    return count, labels
+            table = file.read_row_group(group, columns=["video_id", "source"])
+            row, source = rows_of(table["video_id"], video_ids), table["source"].combine_chunks().dictionary_encode()
+            names = source.dictionary.to_pylist()
+            pairs = codes[row[row >= 0]] * len(names) + source.indices.to_numpy()[row >= 0]
+            for pair, number in zip(*(one.tolist() for one in np.unique(pairs, return_counts=True)), strict=True):
+                found[pair // len(names)][names[pair % len(names)]] += number
+    return found, labels
 
 
 def _splits(
-    names: Sequence[str], codes: NDArray[np.int64], table: ChunkTable, num_captions: NDArray[np.int64]
+    names: Sequence[str], codes: NDArray[np.int64], table: ChunkTable, captions: Mapping[int, Counter[str]]
 ) -> dict[str, SplitFacts]:
     of_chunk, seconds = codes[table.video_row], _seconds(table)
     found = {
@@ -209,7 +221,8 @@ def _splits(
             num_videos=int((codes == code).sum()),
             num_chunks=int((of_chunk == code).sum()),
             hours=float(seconds[of_chunk == code].sum()) / 3600,
-            num_captions=int(num_captions[code]),
+            num_captions=captions[code].total(),
+            sources=tuple(sorted(captions[code])),
         )
         for code, name in enumerate(names)
     }
