@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import time
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from clipmill.manifests.errors import UserError
@@ -189,8 +190,7 @@ class Endpoint:
 
 
 def require_client() -> None:
-    """Raise UserError if `openai` is not installed."""
-    try:
-        import openai  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"{error.name} is not installed", hint="install clipmill[endpoint]") from None
+    """Raise UserError if `openai` or its transport is not installed; importing them here would take a second."""
+    for name in ("openai", "aiohttp"):
+        if find_spec(name) is None:
+            raise UserError(f"{name} is not installed", hint="install clipmill[endpoint]")

@@ -7,12 +7,14 @@ everything again.
 import multiprocessing
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from types import ModuleType
 from typing import Any
 
 from clipmill.prep.engines import (
@@ -108,9 +110,21 @@ class ProcessEngine:
         self._num_started += 1
         ours, theirs = _CONTEXT.Pipe()
         process = _CONTEXT.Process(target=_work, args=(function, check, theirs, gpu), daemon=True)
-        process.start()
+        with _without_main_module():
+            process.start()
         theirs.close()  # so that the worker's death is seen as the end of the pipe
         return _Worker(process, ours)
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Have `multiprocessing` load no main module in the new process: it would build the whole command line again."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _end(busy: list[_Worker], idle: list[_Worker]) -> None:

@@ -59,13 +59,14 @@ class Sources:
             return f"{counted(num_captions, 'caption')} of other sources left out"
         return (
             f"{counted(num_captions, 'caption')} of models left out ({', '.join(self.not_asked_for)}); to use them: "
-            f"{_asking_for([*self.names, *self.not_asked_for])}"
+            f'--captions.sources "{asking_for([*self.names, *self.not_asked_for])}"'
         )
 
 
-def _asking_for(names: Sequence[str]) -> str:
+def asking_for(names: Sequence[str]) -> str:
+    """The value of `--captions.sources` that takes these sources alike, whatever their models' fingerprints."""
     wanted = dict.fromkeys(f"{name.partition('@')[0]}@*=1" if is_of_model(name) else f"{name}=1" for name in names)
-    return f'--captions.sources "{",".join(wanted)}"'
+    return ",".join(wanted)
 
 
 def choose_sources(names: list[str], *, wanted: str | None, elsewhere: Collection[str] = ()) -> Sources:
@@ -86,7 +87,7 @@ def choose_sources(names: list[str], *, wanted: str | None, elsewhere: Collectio
     if wanted is None and left and not by_people:
         raise UserError(
             f"all captions of this split are of models ({', '.join(left)}), which are used only if they are named",
-            hint=f"name them: {_asking_for(left)}",
+            hint=f'name them: --captions.sources "{asking_for(left)}"',
         )
     not_asked_for = tuple(left[len(by_people) :]) if wanted is None else ()
     pairs = [(name, 1.0) for name in by_people] if wanted is None else list(parse_weights(wanted).items())

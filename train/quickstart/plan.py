@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import duration_text, size_text
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.epochs import in_steps
 from clipmill.train.config.files import load_settings, preset_path, presets_of
+from clipmill.train.data.caption_choice import asking_for
 from clipmill.train.data.held_out import HeldOut, alike_of
 from clipmill.train.doctor.commands import filled
 from clipmill.train.doctor.examined import Examined
@@ -195,6 +197,10 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
     }
     if asked.weights is not None:
         changes["init"] = replace(settings.init, weights=asked.weights)
+    sources = sorted({name for one in surveys for name in one.splits[split].sources})
+    captions = getattr(settings, "captions", None)
+    if captions is not None and sources and all(map(is_of_model, sources)):
+        changes["captions"] = replace(captions, sources=asking_for(sources))
     if choice.first_run_of(task.value).needs_label:
         changes["label"] = choice.choose_label(surveys, asked=asked.label)
     elif asked.label is not None:
@@ -282,6 +288,8 @@ def _words(proposal: Proposal, settings: ClipSettings) -> list[str]:
         if name in ("steps", "batch") or value != getattr(preset, name, None):
             words += [f"--{name.replace('_', '-')}", str(value)]
     words += ["--init.weights", settings.init.weights] if settings.init.weights else []
+    if (captions := getattr(settings, "captions", None)) != getattr(preset, "captions", None):
+        words += ["--captions.sources", captions.sources]
     return [*words, "--out", str(settings.out)]
 
 

@@ -1,7 +1,8 @@
 """What a data folder has to train on: columns, splits, chunks, captions and labels. It reads the small files only."""
 
 import shlex
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.objects import is_remote
@@ -35,6 +37,7 @@ class SplitFacts:
     Attributes:
         num_videos, num_captions: videos that have chunks, and their captions.
         num_without: videos that have none: not made yet, or failed.
+        sources: sources of its captions.
     """
 
     num_videos: int
@@ -42,6 +45,7 @@ class SplitFacts:
     num_chunks: int
     hours: float
     num_captions: int
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +110,11 @@ def survey(address: str) -> Survey:
     coded = videos["split"].combine_chunks().dictionary_encode()
     codes: NDArray[np.int64] = coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
     is_made = np.bincount(table.video_row, minlength=len(codes)) > 0
-    num_captions, labels = _captions(folder.path, video_ids, codes, is_made)
+    captions, labels = _captions(folder.path, video_ids, codes, is_made)
     return Survey(
         address=address,
         columns=columns,
-        splits=_splits(coded.dictionary.to_pylist(), codes, is_made, table, num_captions),
+        splits=_splits(coded.dictionary.to_pylist(), codes, is_made, table, captions),
         chunk_s=float(np.median(_seconds(table))),
         labels=labels,
     )
@@ -156,6 +160,7 @@ def describe(one: Survey) -> list[str]:
         f"split {name}: {counted(its.num_videos, 'video')}, {counted(its.num_chunks, 'chunk')}, "
         + f"{duration_text(3600 * its.hours)}, "
         + (counted(its.num_captions, "caption") if its.num_captions else "no captions")
+        + (" of models" if its.sources and all(map(is_of_model, its.sources)) else "")
         + (f"; {counted(its.num_without, 'video')} without chunks" if its.num_without else "")
         for name, its in one.splits.items()
     ]
@@ -197,15 +202,20 @@ def _seconds(table: ChunkTable) -> NDArray[np.float64]:
 
 def _captions(
     data_dir: Path, video_ids: pa.Array, codes: NDArray[np.int64], is_made: NDArray[np.bool_]
-) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Number of captions of each split, of videos that are made, and the labels."""
-    count = np.zeros(int(codes.max(initial=0)) + 1, np.int64)
+) -> tuple[dict[int, Counter[str]], tuple[str, ...]]:
+    """Number of captions of each split by their source, of videos that have chunks, and the labels."""
+    found = defaultdict[int, Counter[str]](Counter)
     with open_captions(data_dir, coded=("video_id",)) as file:
         labels = class_labels(file.schema_arrow)
         for group in range(file.num_row_groups):
-            row = rows_of(file.read_row_group(group, columns=["video_id"])["video_id"], video_ids)
-            count += np.bincount(codes[row[(row >= 0) & is_made[row]]], minlength=len(count))
-    return count, labels
+            table = file.read_row_group(group, columns=["video_id", "source"])
+            row, source = rows_of(table["video_id"], video_ids), table["source"].combine_chunks().dictionary_encode()
+            names = source.dictionary.to_pylist()
+            is_counted = (row >= 0) & is_made[row]
+            pairs = codes[row[is_counted]] * len(names) + source.indices.to_numpy()[is_counted]
+            for pair, number in zip(*(one.tolist() for one in np.unique(pairs, return_counts=True)), strict=True):
+                found[pair // len(names)][names[pair % len(names)]] += number
+    return found, labels
 
 
 def _splits(
@@ -213,7 +223,7 @@ def _splits(
     codes: NDArray[np.int64],
     is_made: NDArray[np.bool_],
     table: ChunkTable,
-    num_captions: NDArray[np.int64],
+    captions: Mapping[int, Counter[str]],
 ) -> dict[str, SplitFacts]:
     of_chunk, seconds = codes[table.video_row], _seconds(table)
     found = {
@@ -222,7 +232,8 @@ def _splits(
             num_without=int((~is_made[codes == code]).sum()),
             num_chunks=int((of_chunk == code).sum()),
             hours=float(seconds[of_chunk == code].sum()) / 3600,
-            num_captions=int(num_captions[code]),
+            num_captions=captions[code].total(),
+            sources=tuple(sorted(captions[code])),
         )
         for code, name in enumerate(names)
     }

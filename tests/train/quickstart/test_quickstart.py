@@ -22,7 +22,7 @@ from clipmill.train.doctor.examined import examine_in_run
 from clipmill.train.quickstart import choice
 from clipmill.train.quickstart import measured as measurements
 from clipmill.train.quickstart.asked import Asked
-from clipmill.train.quickstart.plan import Plan, _held_out, propose
+from clipmill.train.quickstart.plan import Plan, _held_out, make_plan, propose
 from clipmill.train.quickstart.survey import describe, survey
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.data.http_folder import HttpFolder
@@ -76,6 +76,18 @@ def test_the_printed_command_is_accepted_and_has_the_settings_of_the_plan(
     assert plan.then[0] == "train eval retrieval runs/quickstart"
     for command in plan.then[:2]:
         app.parse_args(command.removeprefix("train "))
+
+
+def test_captions_of_models_are_named_if_there_are_no_others(plan: Plan) -> None:
+    (found,) = plan.proposal.surveys
+    assert found.splits["train"].sources == ("test",)
+    train = replace(found.splits["train"], sources=("captioner@12", "vlm@ab"))
+    proposal = propose(
+        Asked(device="cpu"), [replace(found, splits={**found.splits, "train": train})], plan.proposal.examined
+    )
+    words = make_plan(proposal, plan.measured).words
+    assert words[words.index("--captions.sources") + 1] == "captioner@*=1,vlm@*=1"
+    assert "--captions.sources" not in plan.words
 
 
 def test_held_out_clips_are_not_more_than_their_captions(plan: Plan) -> None:
