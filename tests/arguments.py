@@ -1,7 +1,7 @@
 """Commands in the process of the tests read their words as in a process of their own, for a sixth of the time.
 
-`train TASK` has 150 flags. cyclopts makes an object of each of them anew for each command line, and has pydantic look at
-each value where that is imported, which it is in the tests and in none of the programs.
+`train TASK` has 150 flags. cyclopts makes an object of each of them anew for each command line, and has pydantic look
+at each value where that is imported, which it is in the tests and in none of the programs.
 """
 
 import copy
