@@ -64,16 +64,9 @@ def load_settings(path: Path, kind: type[Settings]) -> Settings:
 
 
 def _parsed(path: Path, kind: type[Settings]) -> Settings:
-    from cyclopts import App, CycloptsError
+    from cyclopts import CycloptsError
 
-    app = App(exit_on_error=False, print_error=False, result_action="return_value")
-
-    default = kind()
-
-    @app.default
-    def give(settings: kind = default) -> Settings:  # type: ignore[valid-type]
-        return settings
-
+    app = _reader(kind)
     try:
         app.config = [yaml_source(path, kind)]
         with deferred_checks():
@@ -92,6 +85,21 @@ def _parsed(path: Path, kind: type[Settings]) -> Settings:
             # What a run saves ends in a whole line.
             wrong = f"{path} is cut off in the middle of a line; {wrong}"
         raise UserError(wrong, hint="; ".join(hints)) from error
+
+
+@cache
+def _reader(kind: type[Settings]) -> Any:
+    """A command line whose flags are the fields of the settings, which it returns."""
+    from cyclopts import App
+
+    app = App(exit_on_error=False, print_error=False, result_action="return_value")
+    default = kind()
+
+    @app.default
+    def give(settings: kind = default) -> Settings:  # type: ignore[valid-type]
+        return settings
+
+    return app
 
 
 def yaml_source(

@@ -156,14 +156,17 @@ def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence
     The signed corners of boxes sum to those of the whole tensor if and only if the boxes tile it: O(number of boxes).
     Raises TypeError or ValueError for numbers that do not describe a box.
     """
-    corners: Counter[tuple[int, ...]] = Counter()
-    for sign, offsets, sizes in ((-1, [0] * len(size), size), *((1, *piece) for piece in pieces)):
-        if not len(offsets) == len(sizes) == len(size) <= _MAX_DIMENSIONS or any(length < 0 for length in sizes):
+    whole = ([0] * len(size), size)
+    boxes = [(list(map(index, offsets)), list(map(index, sizes))) for offsets, sizes in (whole, *pieces)]
+    for offsets, sizes in boxes:
+        if not len(offsets) == len(sizes) == len(size) <= _MAX_DIMENSIONS or min(sizes, default=0) < 0:
             raise ValueError(f"{sizes} at {offsets} is not a part of a tensor {size}")
-        ends = [
-            ((begin, 1), (begin + length, -1))
-            for begin, length in zip(map(index, offsets), map(index, sizes), strict=True)
-        ]
+    if boxes[1:] == boxes[:1]:
+        return True  # one piece, as most tensors are written
+    corners: Counter[tuple[int, ...]] = Counter()
+    for number, (offsets, sizes) in enumerate(boxes):
+        sign = 1 if number else -1
+        ends = [((begin, 1), (begin + length, -1)) for begin, length in zip(offsets, sizes, strict=True)]
         for corner in product(*ends):
             corners[tuple(at for at, _ in corner)] += sign * prod(one for _, one in corner)
     return not any(corners.values())
