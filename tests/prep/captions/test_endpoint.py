@@ -178,6 +178,7 @@ def test_a_server_that_stays_away_fails_by_name_and_the_rerun_asks_only_for_the_
         assert (again["num_chunks"], again["num_reused"]) == (NUM_CHUNKS, 2) and len(server.log) == 2 + 3 + 3
     http = Server().begin()
     away = Server(address=f"http://127.0.0.1:{http.server_port}/v1")
+    http.shutdown()  # without it, its thread would poll the closed socket for as long as the process lives
     http.server_close()
     made = make(data, away, "--prompt", "Other", "--retries", 0, status=1).summary
     assert made["failures"] == {"endpoint_failed": NUM_CHUNKS}

@@ -23,9 +23,14 @@ KILL_AT_EACH = """
 import os, shutil, sys, tempfile
 from pathlib import Path
 from clipmill.manifests.errors import run_command
+from clipmill.manifests.imported import imported
 from clipmill.prep import cli
-import clipmill.manifests.adapters.folder  # once, not in every child
-import clipmill.prep.upkeep.garbage, clipmill.prep.upkeep.texts
+from clipmill.prep.registry import columns
+
+for column in columns():  # once, not in every child
+    imported(column.work)
+import clipmill.manifests.adapters.folder, clipmill.manifests.adapters.remote_tables, clipmill.manifests.dataset_write
+import clipmill.prep.commands.manifest_text, clipmill.prep.upkeep.garbage, clipmill.prep.upkeep.texts, pyarrow.dataset
 
 pristine, work, expected = map(Path, sys.argv[1:4])
 command = sys.argv[4:]
