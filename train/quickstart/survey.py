@@ -38,10 +38,10 @@ class SplitFacts:
     """
 
     num_videos: int
-    num_without: int
     num_chunks: int
     hours: float
     num_captions: int
+    num_without: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
