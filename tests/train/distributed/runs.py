@@ -89,9 +89,8 @@ def towers(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
 def adapted(out: Path, data_dir: Path, *, source: Path, **changes: Any) -> DualEncoderSettings:
     """Settings of that dual encoder with a frozen first block, and adapters in the others of a tower of `source`."""
     tuned = {"freeze": ("blocks:1",), "lora": Lora(rank=2, alpha=4), "lr": 1e-2, "microbatch": 3}
-    return towers(
-        out, data_dir, init=DualEncoderInit(weights=str(source)), optimizer=OptimizerSettings(ema=0.9), **tuned, **changes
-    )
+    init = DualEncoderInit(weights=str(source))
+    return towers(out, data_dir, init=init, optimizer=OptimizerSettings(ema=0.9), **tuned, **changes)
 
 
 def locked(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
