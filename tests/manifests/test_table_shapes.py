@@ -117,7 +117,7 @@ def test_a_file_whose_lists_have_no_rows_is_refused(make_videos: VideoMaker, tmp
     (path := tmp_path / "t.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="is not a list of rows with a video and a text") as refused:
         of_table(make_videos, path)
-    assert "prep manifest --help" in refused.value.hint
+    assert "prep manifest --help" in str(refused.value.hint)
 
 
 def test_keys_that_are_there_twice_are_refused(make_videos: VideoMaker, tmp_path: Path) -> None:

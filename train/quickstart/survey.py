@@ -41,10 +41,10 @@ class SplitFacts:
     """
 
     num_videos: int
-    num_without: int
     num_chunks: int
     hours: float
     num_captions: int
+    num_without: int = 0
     sources: tuple[str, ...] = ()
 
 

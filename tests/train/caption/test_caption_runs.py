@@ -163,7 +163,7 @@ def test_what_contradicts_the_decoder_of_the_start_is_refused(
         ((folder, "--decoder.tokenizer", other_tokens), "has other tokens than those that the decoder of", "leave --d"),
         ((bare,), "has a decoder and no tokenizer", "--decoder.tokenizer FOLDER"),
         ((file,), "has a decoder and no tokenizer", "--decoder.tokenizer FOLDER"),
-        ((file, "--decoder.tokenizer", run), "decoder of width 128 and 1 blocks", "--decoder.depth 1 --decoder.max-"),
+        ((file, "--decoder.tokenizer", run), "decoder of width 128 and 1 block", "--decoder.depth 1 --decoder.max-"),
         ((run, "--decoder.weights", folder), "two decoders are named", "leave --decoder.weights out"),
         ((file, "--decoder.weights", folder), "two decoders are named", "leave --decoder.weights out"),
         ((run, "--decoder.depth", 2), "--decoder.depth is 2, and the decoder of", "leave it out"),

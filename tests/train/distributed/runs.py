@@ -21,7 +21,7 @@ from torch import nn
 from clipmill.manifests.errors import FailedWork
 from clipmill.train.cli import main
 from clipmill.train.config.evaluation import EvaluationSettings, ProbeEvaluation
-from clipmill.train.config.model import Init
+from clipmill.train.config.model import DualEncoderInit
 from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.config.training import ParallelSettings, Strategy, TrainingSettings
 from clipmill.train.config.tuning import Lora
@@ -89,9 +89,8 @@ def towers(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
 def adapted(out: Path, data_dir: Path, *, source: Path, **changes: Any) -> DualEncoderSettings:
     """Settings of that dual encoder with a frozen first block, and adapters in the others of a tower of `source`."""
     tuned = {"freeze": ("blocks:1",), "lora": Lora(rank=2, alpha=4), "lr": 1e-2, "microbatch": 3}
-    return towers(
-        out, data_dir, init=Init(weights=str(source)), optimizer=OptimizerSettings(ema=0.9), **tuned, **changes
-    )
+    init = DualEncoderInit(weights=str(source))
+    return towers(out, data_dir, init=init, optimizer=OptimizerSettings(ema=0.9), **tuned, **changes)
 
 
 def locked(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:

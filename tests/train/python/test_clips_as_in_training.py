@@ -8,7 +8,7 @@ import torch
 
 from clipmill import UserError
 from clipmill.train.config.data import Augment, CaptionSettings
-from clipmill.train.config.model import Init
+from clipmill.train.config.model import DualEncoderInit
 from clipmill.train.distributed.world import World
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
@@ -41,7 +41,7 @@ def test_model_input_and_captions_are_those_of_the_training_command(narrated: Pa
         size_px=32,
         seed=7,
         model="tiny",
-        init=Init(pixel_mean=MEAN, pixel_std=STD),
+        init=DualEncoderInit(pixel_mean=MEAN, pixel_std=STD),
         augment=Augment(flip=0.5, contrast=0.4, erase=0.5, rand_ops=1),
         captions=CaptionSettings(sources="human=1,model=3", min_relevancy=0.4),
     )

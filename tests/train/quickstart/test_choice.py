@@ -14,7 +14,7 @@ def folder(
     splits: tuple[str, ...] = ("train", "val"),
     labels: tuple[str, ...] = (),
 ) -> Survey:
-    facts = SplitFacts(num_videos=2, num_without=0, num_chunks=4, hours=0.1, num_captions=captions)
+    facts = SplitFacts(num_videos=2, num_chunks=4, hours=0.1, num_captions=captions)
     return Survey(
         address=address, columns={"video": "v"}, splits=dict.fromkeys(splits, facts), chunk_s=15.0, labels=labels
     )

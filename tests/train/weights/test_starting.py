@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from clipmill.manifests.errors import UserError
 from clipmill.train.augment import pictures
 from clipmill.train.config.files import load_settings
-from clipmill.train.config.model import Init, Towers
+from clipmill.train.config.model import DualEncoderInit, Towers
 from clipmill.train.losses.settings import Loss
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import DualEncoder, size_of
@@ -154,7 +154,7 @@ def test_what_does_not_fit_leaves_no_run_behind(
 
 
 def settings_from(path: Path, say: Callable[[str], None] = lambda line: None, **changes: Any) -> DualEncoderSettings:
-    settings = DualEncoderSettings(init=Init(weights=str(path)), model="tiny", **changes)
+    settings = DualEncoderSettings(init=DualEncoderInit(weights=str(path)), model="tiny", **changes)
     return effective_settings(settings, open_weights(settings.init), say=say)
 
 
@@ -259,7 +259,7 @@ def test_a_temperature_that_is_not_used_is_named(tmp_path: Path, changes: dict[s
 
 
 def test_text_norms_of_another_eps_are_refused(tmp_path: Path) -> None:
-    source = open_weights(Init(weights=str(write_open_clip(tmp_path / "w.safetensors"))))
+    source = open_weights(DualEncoderInit(weights=str(write_open_clip(tmp_path / "w.safetensors"))))
     assert source is not None
     odd = replace(source, facts=replace(source.facts, text_eps=1e-12))
     with pytest.raises(UserError, match="layer norms have eps 1e-12"):
