@@ -207,7 +207,7 @@ def _metadata(folder: str, found: list[Segment], *, num_frames: int, mark: str) 
         "size_bucket": pa.nulls(len(found)),
         "is_video": pa.array([True] * len(found)),
     }
-    state = {
+    state: dict[str, Any] = {
         "_data_files": [{"filename": "data-00000-of-00001.arrow"}],
         "_fingerprint": mark,
         **dict.fromkeys(("_format_columns", "_format_type", "_split")),

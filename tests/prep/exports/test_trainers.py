@@ -264,6 +264,10 @@ def test_a_rerun_links_what_has_not_changed(texts: Path, tmp_path: Path) -> None
     assert {name for name in before if after[name] != before[name]} <= {gone.name}
     assert (cache / "mine" / "a_wan_te.safetensors").read_bytes() == b"of another program"
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+    (tmp_path / "link").symlink_to(cache)
+    gone.unlink()
+    assert "exported  1 segment " in prep_here("export", "musubi", tmp_path / "link", "--data", texts).stdout
+    assert (tmp_path / "link").is_symlink() and gone.is_file()
 
 
 def test_models_without_a_t5_need_no_texts(texts: Path, tmp_path: Path) -> None:
