@@ -301,6 +301,7 @@ def test_what_cannot_be_exported_is_named(texts: Path, tmp_path: Path) -> None:
         ({"kind": "AutoencoderKLLTXVideo", "factor": 32}, (), "give --model with the name of the file"),
         ({}, ("--model", "../wan"), "is not the name of a folder"),
     ):
-        write(texts, **{"kind": "AutoencoderKLWan", **recipe})
+        of_vae: dict[str, Any] = {"kind": "AutoencoderKLWan", **recipe}
+        write(texts, **of_vae)
         line = ("export", "diffusion-pipe", tmp_path / "out", "--data", texts, *flags)
         assert words in prep_here(*line, status=2).stderr

@@ -176,7 +176,7 @@ def test_a_video_in_two_shards_has_the_latents_that_it_has_in_one(
     wan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twenty chunks and two: the last frame of the twentieth is in the other shard, which may also come later."""
-    settings = {"vae": str(wan), "fps": "8", "segment": "500ms", "size": 32}
+    settings: dict[str, Any] = {"vae": str(wan), "fps": "8", "segment": "500ms", "size": 32}
     video_file = FrameNumberVideo(num_frames=330, fps=Fraction(30), width=64, height=48)
     video_file.write(tmp_path / "videos" / "long.mp4")
     found = []
