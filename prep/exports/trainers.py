@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 RECORD_FILE = "clipmill.json"
 _SCHEMA = 1
+_MAKE_TEXTS = f"make sequences: prep {command_for(TEXT)} --encoder t5:NAME"
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,7 @@ class Segments:
         self.has_texts = self.kind in with_texts
         if self.has_texts and not self.text_recipe.get("max_tokens"):
             raise UserError(
-                f"{self.text.variant.directory} has embeddings of CLIP, and trainers take sequences",
-                hint=f"make them with --encoder t5:NAME: prep {command_for(TEXT)} --help",
+                f"{self.text.variant.directory} has embeddings of CLIP, and trainers take sequences", hint=_MAKE_TEXTS
             )
         self._stored = lru_cache(maxsize=1)(self.latents.array)
         self._stored_text = lru_cache(maxsize=1)(lambda sample: self.text.array(sample))
@@ -113,7 +113,10 @@ class Segments:
     @cached_property
     def text(self) -> ColumnArrays:
         """The column of texts."""
-        return ColumnArrays.open(self._data_dir, TEXT)
+        try:
+            return ColumnArrays.open(self._data_dir, TEXT)
+        except UserError as error:
+            raise UserError(str(error), hint=_MAKE_TEXTS) from None
 
     @property
     def text_recipe(self) -> dict[str, Any]:
@@ -243,7 +246,7 @@ def write_cache(
     lacking = "a caption that has a sequence" if segments.has_texts else "a caption"
     left_out = {f"segments without {lacking}": segments.left_out}
     if not found:
-        make = f"make sequences by prep {command_for(TEXT)}" if segments.has_texts else "give the videos captions"
+        make = _MAKE_TEXTS if segments.has_texts else "give the videos captions"
         raise UserError(f"no segment has {lacking}", hint=f"{make}, or give another --split")
     wanted = list(parts(found))
     record = {part.path: hashlib.sha256(f"{_SCHEMA} {form} {part.mark}".encode()).hexdigest() for part in wanted}

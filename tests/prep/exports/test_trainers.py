@@ -278,7 +278,10 @@ def test_models_without_a_t5_need_no_texts(texts: Path, tmp_path: Path) -> None:
     for kind in ("musubi", "diffusion-pipe"):
         assert "exported  3 segments" in prep_here("export", kind, tmp_path / kind, "--data", data).stdout
     write(data, "AutoencoderKLWan")
-    assert "prep text" in prep_here("export", "musubi", tmp_path / "out", "--data", data, status=2).stderr
+    assert (
+        "prep text --encoder t5:NAME"
+        in prep_here("export", "musubi", tmp_path / "out", "--data", data, status=2).stderr
+    )
 
 
 def test_what_cannot_be_exported_is_named(texts: Path, tmp_path: Path) -> None:
