@@ -79,15 +79,18 @@ def parse_size(text: str, *, flag: str) -> int:
     return size_bytes
 
 
-def parse_length(text: str, *, flag: str) -> Fraction:
+def parse_length(text: str, *, flag: str, also: str = "") -> Fraction:
     """Return the seconds of a length such as 15s or 500ms, exact.
+
+    Args:
+        also: what else the flag takes, for the hint, such as ", or 81f for frames".
 
     Raises:
         UserError: it is not a length above 0 with a unit.
     """
     match = _LENGTH.fullmatch(text)
     if match is None or Fraction(match["number"]) == 0:
-        raise UserError(f'{flag} "{text}" is not a length', hint="write a number with a unit: 15s or 500ms")
+        raise UserError(f'{flag} "{text}" is not a length', hint=f"write a number with a unit: 15s or 500ms{also}")
     return Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
 
 

@@ -38,7 +38,9 @@ MODULES_OF_DISTRIBUTION = {
 INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/charts.py"}}
 TORCH_IN_PREP = {
     *("prep/latents/vae.py", "prep/text/tower.py", "prep/text/t5.py", "prep/captions/vlm.py", "prep/engines/choice.py"),
-    *("prep/exports/trainers.py", "prep/exports/finetrainers.py"),  # whose formats are torch's
+    *(
+        f"prep/exports/{name}.py" for name in ("trainers", "finetrainers", "diffusion_pipe")
+    ),  # their formats are torch's
 }
 # Programs are started in one place of each side, which has the time limit and ends the whole process group.
 MAY_START_PROGRAMS = {

@@ -78,7 +78,8 @@ def write_diffusion_pipe_cache(
     Raises:
         UserError: see `Segments` and `write_cache`; or the trainer has no model with the VAE, size or texts.
     """
-    segments = Segments(data_dir, split=flags.split)
+    with_texts = [kind for (kind, _), one in _MODELS.items() if one.entries]
+    segments = Segments(data_dir, split=flags.split, with_texts=with_texts)
     model, size, num_frames = _model(segments), int(segments.recipe["size"]), segments.num_frames
     name = flags.model or model.name
     if name is None:
@@ -87,23 +88,24 @@ def write_diffusion_pipe_cache(
             hint="give --model with the name of the file in single_file_path, without .safetensors",
         )
     cache, bucket = f"segments/cache/{name}", (1.0, size, size, num_frames)
-    latents_shard, text_shard = (column.numbers("shard") for column in (segments.latents, segments.text))
+    latents_shard = segments.latents.numbers("shard")
 
     def latents_item(one: Segment) -> _Item:
         values = partial(lambda one: {"latents": segments.stored(one), "mask": None}, one)
         return _Item(segments.latents_mark(one), int(latents_shard[one.sample]), values)
 
     def text_item(one: Segment) -> _Item:
-        return _Item(segments.text_mark(one), int(text_shard[one.text_sample]), partial(_text, segments, model, one))
+        shard = int(segments.text.numbers("shard")[one.text_sample])
+        return _Item(segments.text_mark(one), shard, partial(_text, segments, model, one))
 
     def parts(found: list[Segment]) -> Iterator[Part]:
-        latents, texts = [latents_item(one) for one in found], [text_item(one) for one in found]
+        latents = [latents_item(one) for one in found]
+        texts = [text_item(one) for one in found] if segments.has_texts else []
         yield from _items(f"{cache}/cache_1.000x{size}x{size}x{num_frames}/latents", latents, _shuffled(found, bucket))
-        if model.entries:
+        if texts:
             folder = f"{cache}/ar_frames_1.000_{num_frames}/text_embeddings_1"
             yield from _items(folder, texts, range(len(found)))
-        listed = zip(found, latents, texts, strict=True)
-        mark = _digest(f"{one.name} {own.mark} {its.mark}" for one, own, its in listed)
+        mark = _digest([*(item.mark for item in latents + texts), *(f"{one.name} {one.caption}" for one in found)])
         yield from _metadata(f"{cache}/metadata", found, num_frames=num_frames, mark=mark)
         folder = json.dumps(str(destination.resolve() / "segments"), ensure_ascii=False)
         yield _written(
@@ -112,7 +114,8 @@ def write_diffusion_pipe_cache(
             f"[[directory]]\npath = {folder}\n",
         )
 
-    return write_cache(destination, segments, parts, form=f"diffusion-pipe {name}", show=show)
+    form = f"diffusion-pipe {name}"
+    return write_cache(destination, segments, parts, form=form, show=show, trainers_own="segments")
 
 
 def _model(segments: Segments) -> _Model:
@@ -127,8 +130,8 @@ def _model(segments: Segments) -> _Model:
             f" and these have {recipe['size']}",
             hint="make latents with another --size",
         )
-    most = int(segments.text_recipe["max_tokens"])
-    if model.entries and most > model.num_tokens:
+    most = int(segments.text_recipe["max_tokens"]) if segments.has_texts else 0
+    if most > model.num_tokens:
         raise UserError(
             f"the texts have up to {most} tokens, and diffusion-pipe takes {model.num_tokens} for this model",
             hint=f"make them with --max-tokens {model.num_tokens}",
@@ -204,7 +207,7 @@ def _metadata(folder: str, found: list[Segment], *, num_frames: int, mark: str) 
         "size_bucket": pa.nulls(len(found)),
         "is_video": pa.array([True] * len(found)),
     }
-    state = {
+    state: dict[str, Any] = {
         "_data_files": [{"filename": "data-00000-of-00001.arrow"}],
         "_fingerprint": mark,
         **dict.fromkeys(("_format_columns", "_format_type", "_split")),

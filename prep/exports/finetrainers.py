@@ -35,7 +35,7 @@ def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFla
     Raises:
         UserError: see `Segments` and `write_cache`; or the VAE is not that of a model of this trainer with a T5.
     """
-    segments = Segments(data_dir, split=flags.split)
+    segments = Segments(data_dir, split=flags.split, with_texts=_MODELS)
     if segments.kind not in _MODELS:
         raise UserError(
             f"finetrainers has no model with {segments.kind} and the text encoder T5",

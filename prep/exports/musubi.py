@@ -25,6 +25,7 @@ _ARCHITECTURES = {
     "AutoencoderKLHunyuanVideo": ("hv", "hunyuan_video", False),
     "AutoencoderKLHunyuanVideo15": ("hv15", "hunyuan_video_1_5", False),
 }
+_WITH_T5 = ("AutoencoderKLWan",)
 
 
 def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, show: Progress) -> Exported:
@@ -33,7 +34,7 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
     Raises:
         UserError: see `Segments` and `write_cache`; or the VAE is not that of an architecture of this trainer.
     """
-    segments = Segments(data_dir, split=flags.split)
+    segments = Segments(data_dir, split=flags.split, with_texts=_WITH_T5)
     if segments.kind not in _ARCHITECTURES:
         raise UserError(
             f"musubi-tuner has no architecture with {segments.kind}", hint=f"use {' or '.join(_ARCHITECTURES)}"
@@ -60,7 +61,7 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
         for number, segment in enumerate(found):
             name = f"{segment.name}_00000-{num_frames:03d}_{size:04d}x{size:04d}_{short}.safetensors"
             yield Part(name, segments.latents_mark(segment), partial(latents, segment), (number,))
-            if short == "wan":
+            if segments.has_texts:
                 name = f"{segment.name}_{short}_te.safetensors"
                 yield Part(name, segments.text_mark(segment), partial(text, segment), (number,))
 

@@ -12,7 +12,11 @@ from clipmill.manifests.publish import TEMPORARY_PREFIX, rename, target_of, temp
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder, and rename it to `folder` once the block has succeeded; remove what killed runs left."""
+    """Yield a new folder, and rename it to `folder` once the block has succeeded; remove what killed runs left.
+
+    Where `folder` is a link, it is the folder that it points to.
+    """
+    folder = folder.resolve()
     for left in folder.parent.glob(f"{TEMPORARY_PREFIX}*"):
         if target_of(left.name) == folder.name and (held := try_lock(left)) is not None:
             shutil.rmtree(left)

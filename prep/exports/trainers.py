@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 RECORD_FILE = "clipmill.json"
 _SCHEMA = 1
+_MAKE_TEXTS = f"make sequences: prep {command_for(TEXT)} --encoder t5:NAME"
 
 
 @dataclass(frozen=True)
@@ -55,33 +56,37 @@ class Segment:
 
 
 class Segments:
-    """The segments of a split that have a caption with a stored sequence.
+    """The segments of a split that have a caption, with a stored sequence where texts are exported.
+
+    Args:
+        with_texts: the classes of VAEs whose models take the sequences of a T5.
 
     Attributes:
         kind: class of the VAE.
-        left_out: segments that have none.
+        has_texts: whether captions have sequences.
+        left_out: segments that have no such caption.
 
     Raises:
         UserError: a column is missing, or is not one of segments or sequences.
     """
 
-    def __init__(self, data_dir: Path, *, split: str) -> None:
+    def __init__(self, data_dir: Path, *, split: str, with_texts: Collection[str]) -> None:
         self._data_dir, self._split = data_dir, split
-        self.latents, self.text = (ColumnArrays.open(data_dir, name) for name in (LATENTS, TEXT))
-        self.recipe, self.text_recipe = self.latents.variant.recipe, self.text.variant.recipe
+        self.latents = ColumnArrays.open(data_dir, LATENTS)
+        self.recipe = self.latents.variant.recipe
         if not self.recipe.get("latent_frames"):
             raise UserError(
                 f"{self.latents.variant.directory} has latents of single frames",
                 hint=f"make latents with the VAE of a video model: {how_to_make(LATENTS, data_dir)}",
             )
-        if not self.text_recipe.get("max_tokens"):
-            raise UserError(
-                f"{self.text.variant.directory} has embeddings of CLIP, and trainers take sequences",
-                hint=f"make them with --encoder t5:NAME: prep {command_for(TEXT)} --help",
-            )
         self.kind, self.left_out = str(self.recipe["kind"]), 0
+        self.has_texts = self.kind in with_texts
+        if self.has_texts and not self.text_recipe.get("max_tokens"):
+            raise UserError(
+                f"{self.text.variant.directory} has embeddings of CLIP, and trainers take sequences", hint=_MAKE_TEXTS
+            )
         self._stored = lru_cache(maxsize=1)(self.latents.array)
-        self._stored_text = lru_cache(maxsize=1)(self.text.array)
+        self._stored_text = lru_cache(maxsize=1)(lambda sample: self.text.array(sample))
 
     def __iter__(self) -> Iterator[Segment]:
         """Yield the segments, ordered by video and time."""
@@ -104,6 +109,19 @@ class Segments:
                 else:
                     name = f"{chunk_key(video_id, int(start_ms[sample]))}-{number:02d}"
                     yield Segment(name, sample, number, *found)
+
+    @cached_property
+    def text(self) -> ColumnArrays:
+        """The column of texts."""
+        try:
+            return ColumnArrays.open(self._data_dir, TEXT)
+        except UserError as error:
+            raise UserError(str(error), hint=_MAKE_TEXTS) from None
+
+    @property
+    def text_recipe(self) -> dict[str, Any]:
+        """The recipe of the texts."""
+        return self.text.variant.recipe
 
     @property
     def num_frames(self) -> int:
@@ -158,10 +176,10 @@ class Segments:
 
     def _caption(self, video_id: str, begin_s: float, end_s: float) -> tuple[int, int, str] | None:
         """The first caption that overlaps a time and has a sequence: row of its video's texts, text, and words."""
-        sample, row_of = self._texts.get(video_id, (0, {}))
+        sample, row_of = self._texts.get(video_id, (0, {})) if self.has_texts else (0, None)
         for caption_id, its_begin_s, its_end_s, words in self._captions.get(video_id, ()):
-            if caption_id in row_of and its_begin_s < end_s and its_end_s > begin_s:
-                return sample, row_of[caption_id], words
+            if its_begin_s < end_s and its_end_s > begin_s and (row_of is None or caption_id in row_of):
+                return sample, row_of[caption_id] if row_of else 0, words
         return None
 
     @cached_property
@@ -211,24 +229,25 @@ def write_cache(
     *,
     form: str,
     show: Progress,
+    trainers_own: str | None = None,
 ) -> Exported:
-    """Write the files of all segments, unless those at `destination` are up to date.
+    """Write the files of all segments, unless those at `destination` are up to date; keep what others have put there.
 
     Args:
         parts: the files of the segments.
         form: name and version of the format.
+        trainers_own: folder in which the trainer stores what it derives from these files, which is not kept.
 
     Raises:
         UserError: there is no segment with a caption, or something else is at `destination`.
     """
     old = _record_at(destination)
     found = list(segments)
-    left_out = {"segments without a caption that has a sequence": segments.left_out}
+    lacking = "a caption that has a sequence" if segments.has_texts else "a caption"
+    left_out = {f"segments without {lacking}": segments.left_out}
     if not found:
-        raise UserError(
-            "no segment has a caption with a stored sequence",
-            hint=f"make them by prep {command_for(TEXT)}, or give another --split",
-        )
+        make = _MAKE_TEXTS if segments.has_texts else "give the videos captions"
+        raise UserError(f"no segment has {lacking}", hint=f"{make}, or give another --split")
     wanted = list(parts(found))
     record = {part.path: hashlib.sha256(f"{_SCHEMA} {form} {part.mark}".encode()).hexdigest() for part in wanted}
     if old == record and all((destination / path).is_file() for path in record):
@@ -246,6 +265,12 @@ def write_cache(
                 written.update(part.segments)
             seen.update(part.segments)
             show(len(seen), len(found))
+        for path in destination.rglob("*"):
+            name = path.relative_to(destination)
+            is_own = str(name) in (*old, *record, RECORD_FILE) or name.parts[0] == trainers_own
+            if not is_own and (path.is_file() or path.is_symlink()):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                _linked(path, folder / name)
         (folder / RECORD_FILE).write_text(json.dumps({"format": form, "files": record}))
     return Exported("segment", len(found), len(written), left_out)
 

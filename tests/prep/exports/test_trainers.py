@@ -6,6 +6,7 @@ diffusion-pipe's `Cache` and the order of its `SizeBucketDataset`.
 """
 
 import json
+import shutil
 import sqlite3
 import tomllib
 from contextlib import closing
@@ -104,6 +105,7 @@ def test_musubi_tuner_finds_segments_and_texts_by_their_names(
     cache = tmp_path / "cache"
     ran = prep_here("export", "musubi", cache, "--data", texts)
     assert "exported  3 segments" in ran.stdout and "left out  5: segments without a caption" in ran.stdout
+    assert ("that has a sequence" in ran.stdout) == (short == "wan")
     found = {}
     for file in cache.glob(f"*_{short}.safetensors"):
         tokens = file.name.split("_")
@@ -236,9 +238,13 @@ def test_a_rerun_for_diffusion_pipe_links_shards_and_writes_again_what_the_train
     text, latents = sorted((tmp_path / "out").rglob("*.bin"))
     inode = latents.stat().st_ino
     text.unlink()  # as the trainer deletes a cache whose fingerprint differs
+    order = latents.parent / "iteration_order"
+    order.write_text("of the trainer")
+    (tmp_path / "out" / "train.toml").write_text("of the user")
     assert "exported  3 segments" in prep_here(*line).stdout
     assert latents.stat().st_ino == inode
     assert [len(items(path.parent)) for path in databases] == [3, 3]
+    assert not order.exists() and (tmp_path / "out" / "train.toml").read_text() == "of the user"
 
 
 def test_a_rerun_links_what_has_not_changed(texts: Path, tmp_path: Path) -> None:
@@ -250,11 +256,32 @@ def test_a_rerun_links_what_has_not_changed(texts: Path, tmp_path: Path) -> None
     assert "nothing to do" in prep_here(*line).stdout
     gone = next(cache.glob("long_000000000-00_*_wan.safetensors"))
     gone.unlink()
+    (cache / "mine").mkdir()
+    (cache / "mine" / "a_wan_te.safetensors").write_bytes(b"of another program")
     assert "exported  1 segment " in prep_here(*line).stdout
     after = {file.name: file.stat().st_ino for file in cache.iterdir() if file.suffix == ".safetensors"}
     assert after.keys() == before.keys()
     assert {name for name in before if after[name] != before[name]} <= {gone.name}
+    assert (cache / "mine" / "a_wan_te.safetensors").read_bytes() == b"of another program"
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+    (tmp_path / "link").symlink_to(cache)
+    gone.unlink()
+    assert "exported  1 segment " in prep_here("export", "musubi", tmp_path / "link", "--data", texts).stdout
+    assert (tmp_path / "link").is_symlink() and gone.is_file()
+
+
+def test_models_without_a_t5_need_no_texts(texts: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(texts, data)
+    shutil.rmtree(data / "text")
+    write(data, "AutoencoderKLHunyuanVideo")
+    for kind in ("musubi", "diffusion-pipe"):
+        assert "exported  3 segments" in prep_here("export", kind, tmp_path / kind, "--data", data).stdout
+    write(data, "AutoencoderKLWan")
+    assert (
+        "prep text --encoder t5:NAME"
+        in prep_here("export", "musubi", tmp_path / "out", "--data", data, status=2).stderr
+    )
 
 
 def test_what_cannot_be_exported_is_named(texts: Path, tmp_path: Path) -> None:
@@ -277,6 +304,7 @@ def test_what_cannot_be_exported_is_named(texts: Path, tmp_path: Path) -> None:
         ({"kind": "AutoencoderKLLTXVideo", "factor": 32}, (), "give --model with the name of the file"),
         ({}, ("--model", "../wan"), "is not the name of a folder"),
     ):
-        write(texts, **{"kind": "AutoencoderKLWan", **recipe})
+        of_vae: dict[str, Any] = {"kind": "AutoencoderKLWan", **recipe}
+        write(texts, **of_vae)
         line = ("export", "diffusion-pipe", tmp_path / "out", "--data", texts, *flags)
         assert words in prep_here(*line, status=2).stderr

@@ -176,7 +176,7 @@ def test_a_video_in_two_shards_has_the_latents_that_it_has_in_one(
     wan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twenty chunks and two: the last frame of the twentieth is in the other shard, which may also come later."""
-    settings = {"vae": str(wan), "fps": "8", "segment": "500ms", "size": 32}
+    settings: dict[str, Any] = {"vae": str(wan), "fps": "8", "segment": "500ms", "size": 32}
     video_file = FrameNumberVideo(num_frames=330, fps=Fraction(30), width=64, height=48)
     video_file.write(tmp_path / "videos" / "long.mp4")
     found = []
@@ -212,6 +212,7 @@ def test_lengths_that_the_vae_cannot_take_are_refused_with_the_nearest(
     assert "use --segment 57f (3.5s) or --segment 61f (3.75s); a chunk of 15 s holds 4 or 4 of them" in message
     assert "has 4 frames" in told("--segment", "1s", "--fps", "3")
     assert "--segment 5f" in told("--segment", "1f")
+    assert "or 81f for frames" in told("--segment", "0f")
     resolve(LatentsSettings(vae=str(wan), segment="5s", fps="16", size=32), video=video(shard_set.data))
 
 
