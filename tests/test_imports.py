@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.forked import forked
+from tests.forked import forget, forked
 from tests.imports import circles, imported_names, reaches
 
 PACKAGES = ("manifests", "shards", "prep", "train")
@@ -182,12 +182,6 @@ def test_prep_loads_on_a_machine_without_what_training_needs(repository: Path) -
     )
     ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-
-
-def forget(*packages: str) -> None:
-    """In a forked process: import them anew, beside a torch that is there already and takes seconds."""
-    for name in [name for name in sys.modules if reaches({name}, packages[0]) or name in packages]:
-        del sys.modules[name]
 
 
 def test_train_loads_on_a_machine_without_what_prep_needs(repository: Path) -> None:
