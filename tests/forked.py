@@ -22,3 +22,10 @@ def forked(work: Callable[[], object]) -> tuple[int, str]:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         errors.seek(0)
         return status, errors.read()
+
+
+def forget(*packages: str) -> None:
+    """In a forked process: let them be imported anew, beside a torch that is there already and takes seconds."""
+    for name in list(sys.modules):
+        if any(f"{name}.".startswith(f"{package}.") for package in packages):
+            del sys.modules[name]

@@ -1,7 +1,7 @@
 """Reads what a Python file imports, wherever in the file it does so."""
 
 import ast
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
 
@@ -15,9 +15,9 @@ def imported_names(path: Path) -> set[str]:
     `from a import b` gives both `a` and `a.b`, because b may be a module; `import a` followed by `a.b.c` gives `a.b`
     and `a.b.c`, because a package may load its parts by itself.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    names = set(_statements(tree)) | set(_calls(tree))
-    return names | set(_attributes(tree, roots={name.partition(".")[0] for name in names}))
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))))
+    names = set(_statements(nodes)) | set(_calls(nodes))
+    return names | set(_attributes(nodes, roots={name.partition(".")[0] for name in names}))
 
 
 def reaches(names: set[str], module: str) -> bool:
@@ -50,8 +50,8 @@ def circles(imports: Mapping[str, Set[str]]) -> Iterator[list[str]]:
             yield from visit(name)
 
 
-def _statements(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _statements(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -61,16 +61,16 @@ def _statements(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _calls(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _calls(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in _CALLS_THAT_IMPORT:
                 yield str(node.args[0].value)
 
 
-def _attributes(tree: ast.AST, *, roots: set[str]) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _attributes(nodes: Iterable[ast.AST], *, roots: set[str]) -> Iterator[str]:
+    for node in nodes:
         parts: list[str] = []
         value: ast.AST = node
         while isinstance(value, ast.Attribute):

@@ -1,6 +1,8 @@
 """The documentation site: every document and every command has a page, and all links lead somewhere."""
 
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -8,9 +10,18 @@ import yaml
 
 from clipmill.prep.cli import app as prep
 from clipmill.train.cli import app as train
-from scripts.site import build
-from scripts.site.messages import Message, messages_of, messages_page
-from scripts.site.reference import reference_pages
+from scripts.site import build, messages
+from scripts.site.messages import Message, messages_page
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sources_are_read_once() -> Iterator[None]:
+    """By the build and by the tests of what it is made of."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "reference_pages", cache(build.reference_pages))
+        of_source = messages.messages_of
+        patch.setattr(messages, "messages_of", cache(lambda source: list(of_source(source))))
+        yield
 
 
 def test_every_document_has_a_place_in_the_navigation() -> None:
@@ -21,7 +32,7 @@ def test_every_document_has_a_place_in_the_navigation() -> None:
 
 
 def test_every_command_has_a_page_with_all_of_its_flags() -> None:
-    pages = reference_pages()
+    pages = build.reference_pages()
     for app, program in ((prep, "prep"), (train, "train")):
         commands = {name for name in app if not name.startswith("-")}
         assert {name.split(" ")[0] for name in pages[program]} == commands
@@ -71,7 +82,7 @@ def test_the_stories_are_about_messages_that_exist() -> None:
         one.text
         for name in ("manifests", "shards", "prep", "train")
         for path in (root / name).rglob("*.py")
-        for one in messages_of(path.read_text())
+        for one in messages.messages_of(path.read_text())
     ]
     known = [re.compile(".*".join(map(re.escape, re.split(" ?… ?", text)))) for text in found if len(text) > 15]
     told = re.findall(r"^(?:error|failed): (.*)$", (root / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
@@ -82,11 +93,11 @@ def test_the_stories_are_about_messages_that_exist() -> None:
 
 def test_a_message_with_alternatives_and_values_is_read_as_each_of_them() -> None:
     source = """raise UserError(f"{a} and {b}{c} differ" if x else "nothing *is* here", hint="try " + name)"""
-    assert list(messages_of(source)) == [
+    assert list(messages.messages_of(source)) == [
         Message("… and … differ", "try …"),
         Message("nothing *is* here", "try …"),
     ]
-    assert list(messages_of("HINT = 'wait'\nraise FailedWork('late', hint=HINT)")) == [Message("late", "wait")]
+    assert list(messages.messages_of("HINT = 'wait'\nraise FailedWork('late', hint=HINT)")) == [Message("late", "wait")]
 
 
 def test_the_site_is_built_without_a_broken_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

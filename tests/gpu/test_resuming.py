@@ -30,7 +30,7 @@ def test_a_killed_run_goes_on_with_the_losses_of_an_undisturbed_one(
     killed = start(train_alone, runs.command(task, device, *flags, out=out), said=tmp_path / "said.txt")
     until = time.monotonic() + 100
     while killed.process.is_alive() and latest_checkpoint(out / "checkpoints") is None and time.monotonic() < until:
-        time.sleep(0.005)
+        time.sleep(0.02)
     assert killed.process.pid is not None
     killed.process.kill()
     status, said = killed.end(within_s=20)

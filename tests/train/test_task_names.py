@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from clipmill.train.registry import task_names
@@ -13,15 +14,20 @@ EXCEPTIONS = {"registry.py"}  # a row for each task
 THINGS = {"caption"}
 
 
+@cache
+def literals(path: Path) -> list[tuple[int, str]]:
+    """The strings of a file and their lines, without docstrings."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    strings = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in texts)
+    return [(node.lineno, node.value) for node in strings if isinstance(node.value, str)]
+
+
 def mentions(path: Path, names: re.Pattern[str]) -> Iterator[str]:
-    """The literals of a file, without docstrings, that name a task."""
-    tree = ast.parse(path.read_text())
-    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in texts:
-            continue
-        if names.search(node.value):
-            yield f"{path.relative_to(TRAIN)}:{node.lineno}: {node.value!r}"
+    """The literals of a file that name a task."""
+    for line, text in literals(path):
+        if names.search(text):
+            yield f"{path.relative_to(TRAIN)}:{line}: {text!r}"
 
 
 def test_no_file_outside_of_a_tasks_folder_names_the_task() -> None:

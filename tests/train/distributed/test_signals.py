@@ -30,7 +30,7 @@ def is_running(process: subprocess.Popen[str]) -> Callable[[], bool]:
 
 def wait_for(path: Path, *, num_lines: int, runs: Callable[[], bool]) -> None:
     while runs() and len(read_lines(path)) < num_lines:
-        time.sleep(0.01)
+        time.sleep(0.05)
     assert runs(), "it ended before it could be stopped"
 
 

@@ -16,9 +16,10 @@ from tests.forks import Forks
 
 
 def test_this_machine_is_described(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(forks.python()))
     run_doctor(shards=None, device="cpu", is_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["training"]["device"] == "cpu" and found["training"]["attention"] == "sdpa"

@@ -1,7 +1,7 @@
 """Every implementation of attention against the formula on a CPU (a GPU's are in tests/gpu), and how one is chosen."""
 
-import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from clipmill.train.models.attention import (
     open_attention,
     pack,
 )
+from tests.forked import forget, forked
 
 LENGTHS = (3, 1, 7, 3, 2, 7)
 
@@ -112,9 +113,9 @@ def test_xformers_on_a_cpu_is_refused_in_words() -> None:
 
 
 def test_a_cpu_run_never_loads_xformers() -> None:
-    code = (
-        "import sys; from clipmill.train.models.attention import open_attention;"
-        "open_attention('auto', device_type='cpu');"
-        "sys.exit('xformers' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    def work() -> None:
+        forget("clipmill", "xformers")
+        import_module("clipmill.train.models.attention").open_attention("auto", device_type="cpu")
+        assert "xformers" not in sys.modules
+
+    assert forked(work) == (0, "")

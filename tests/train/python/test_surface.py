@@ -33,9 +33,9 @@ def test_the_interface_is_as_recorded() -> None:
 
 
 def test_importing_clipmill_loads_nothing_else() -> None:
-    script = "import sys, clipmill; print('numpy' in sys.modules); clipmill.open_clips; print('torch' in sys.modules)"
+    script = "import sys, clipmill; print(*(name for name in ('numpy', 'torch') if name in sys.modules))"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["False", "True"]
+    assert ran.stdout == "\n"
 
 
 if __name__ == "__main__":

@@ -15,19 +15,27 @@ from tests.train.running import train
 SIDE = 32
 SMALL = ["--model", "tiny", "--num-frames", "2", "--size-px", str(SIDE), "--batch", "4", "--lr", "1e-3", "--steps", "2"]
 MEAN = ["--init.pixel-mean", "0.42", "0.46", "0.41"]
+RNG = np.random.default_rng(0)
+BATCHES = [RNG.standard_normal((size, 3, 2, SIDE, SIDE), dtype=np.float32) for size in (1, 5)]
 # Without clipmill: an installed package that was imported would show in sys.modules.
 OPEN = {
-    "torch": "import torch; model = torch.export.load(folder + '/model.pt2').module()\n"
-    "run = lambda clips: model(torch.from_numpy(clips)).detach().numpy()",
-    "onnx": "import onnxruntime; model = onnxruntime.InferenceSession(folder + '/model.onnx')\n"
-    "run = lambda clips: model.run(None, {'clips': clips})[0]",
+    "torch": "import torch\n"
+    "def opened(folder):\n"
+    "    model = torch.export.load(folder + '/model.pt2').module()\n"
+    "    return lambda clips: model(torch.from_numpy(clips)).detach().numpy()",
+    "onnx": "import onnxruntime\n"
+    "def opened(folder):\n"
+    "    model = onnxruntime.InferenceSession(folder + '/model.onnx')\n"
+    "    return lambda clips: model.run(None, {'clips': clips})[0]",
 }
 SCRIPT = """
 import sys, numpy
-folder = sys.argv[1]
 OPEN
-for name in sys.argv[2:]:
-    numpy.save(name + '.out.npy', run(numpy.load(name)))
+num_folders = int(sys.argv[1])
+for folder in sys.argv[2:][:num_folders]:
+    run = opened(folder)
+    for number, name in enumerate(sys.argv[2:][num_folders:]):
+        numpy.save(f"{folder}/{number}.out.npy", run(numpy.load(name)))
 assert not any(name.partition('.')[0] == 'clipmill' for name in sys.modules)
 """
 
@@ -40,27 +48,41 @@ def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def outputs(folder: Path, form: str, batches: list[np.ndarray], *, tmp_path: Path) -> list[np.ndarray]:
-    """What a fresh process computes from the exported program."""
-    names = [str(tmp_path / f"{number}.npy") for number in range(len(batches))]
-    for name, clips in zip(names, batches, strict=True):
+@pytest.fixture(scope="module")
+def classifier(moving: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "run"
+    assert train("classify", "--shards", moving, "--label", "action", "--out", out, *SMALL) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """Programs by model and format, with what a fresh process for each format computes of both batches."""
+    folder = tmp_path_factory.mktemp("exported")
+    names = [str(folder / f"{number}.npy") for number in range(len(BATCHES))]
+    for name, clips in zip(names, BATCHES, strict=True):
         np.save(name, clips)
-    script = SCRIPT.replace("OPEN", OPEN[form])
-    subprocess.run([sys.executable, "-c", script, str(folder), *names], check=True, cwd=tmp_path, timeout=200)
-    return [np.load(f"{name}.out.npy") for name in names]
+    found = {}
+    for form, models in {"torch": {"run": run, "classifier": classifier}, "onnx": {"run": run}}.items():
+        outs = {name: folder / form / name for name in models}
+        for name, weights in models.items():
+            assert train("export", weights, "--format", form, "--out", outs[name]) == 0
+        command = [sys.executable, "-c", SCRIPT.replace("OPEN", OPEN[form]), str(len(outs)), *map(str, outs.values())]
+        subprocess.run([*command, *names], check=True, cwd=folder, timeout=200)
+        found |= {(name, form): out for name, out in outs.items()}
+    return found
 
 
-def clips_of(*sizes: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [rng.standard_normal((size, 3, 2, SIDE, SIDE), dtype=np.float32) for size in sizes]
+def outputs(folder: Path) -> list[np.ndarray]:
+    return [np.load(folder / f"{number}.out.npy") for number in range(len(BATCHES))]
 
 
 @pytest.mark.parametrize("form", ["torch", "onnx"])
-def test_the_video_tower_is_served_without_clipmill(run: Path, tmp_path: Path, form: str) -> None:
-    out, batches = tmp_path / "exported", clips_of(1, 5)
-    assert train("export", run, "--format", form, "--out", out) == 0
-    model = load_model(run, device="cpu")
-    for clips, found in zip(batches, outputs(out, form, batches, tmp_path=tmp_path), strict=True):
+def test_the_video_tower_is_served_without_clipmill(
+    run: Path, exported: dict[tuple[str, str], Path], form: str
+) -> None:
+    out, model = exported["run", form], load_model(run, device="cpu")
+    for clips, found in zip(BATCHES, outputs(out), strict=True):
         np.testing.assert_allclose(found, model.encode_video(clips).numpy(), atol=1e-5)
     told = json.loads((out / "preprocessing.json").read_text())
     assert told["input"]["shape"] == ["batch", 3, 2, SIDE, SIDE] and told["input"]["sampling"] == "uniform"
@@ -70,12 +92,9 @@ def test_the_video_tower_is_served_without_clipmill(run: Path, tmp_path: Path, f
     assert "[0.42, 0.46, 0.41]" in card and "load_model" not in card
 
 
-def test_a_classifier_is_served_as_its_logits(moving: Path, tmp_path: Path) -> None:
-    run, out, batches = tmp_path / "run", tmp_path / "exported", clips_of(1, 5)
-    assert train("classify", "--shards", moving, "--label", "action", "--out", run, *SMALL) == 0
-    assert train("export", run, "--format", "torch", "--out", out) == 0
-    model = load_model(run, device="cpu").model
-    for clips, found in zip(batches, outputs(out, "torch", batches, tmp_path=tmp_path), strict=True):
+def test_a_classifier_is_served_as_its_logits(classifier: Path, exported: dict[tuple[str, str], Path]) -> None:
+    out, model = exported["classifier", "torch"], load_model(classifier, device="cpu").model
+    for clips, found in zip(BATCHES, outputs(out), strict=True):
         with torch.no_grad():
             np.testing.assert_allclose(found, model(torch.from_numpy(clips)).numpy(), atol=1e-5)
     told = json.loads((out / "preprocessing.json").read_text())["output"]

@@ -92,4 +92,5 @@ def test_stages_of_training_start_from_each_other(
     onward = ("--decoder.lm", language_models["llama"], *LM, "--freeze", "video", "--init.weights", third)
     assert train(*shards, "--out", tmp_path / "fourth", *onward) == 0
     tower = {name: one for name, one in weights_of(third).items() if name.startswith("video.")}
-    assert all(torch.equal(weights_of(tmp_path / "fourth")[name], one) for name, one in tower.items())
+    after = weights_of(tmp_path / "fourth")
+    assert all(torch.equal(after[name], one) for name, one in tower.items())
