@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -114,6 +116,24 @@ def _fsync_at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", fsync_at_once)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_thread_keeps_a_core_busy() -> Iterator[None]:
+    """The thread of a server whose socket was closed before it was shut down polls until the process ends."""
+    yield
+    others = [thread for thread in threading.enumerate() if thread.native_id != threading.get_native_id()]
+    assert not [thread for thread in others if _keeps_a_core_busy(thread)]
+
+
+def _keeps_a_core_busy(thread: threading.Thread) -> bool:
+    """Whether a thread has run for a fifth of its life, and for seconds."""
+    try:
+        fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return False
+    used, began = (number / os.sysconf("SC_CLK_TCK") for number in (int(fields[11]) + int(fields[12]), int(fields[19])))
+    return used > max(5.0, 0.2 * (time.clock_gettime(time.CLOCK_BOOTTIME) - began))
 
 
 @pytest.fixture(scope="session", autouse=True)

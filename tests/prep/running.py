@@ -175,12 +175,21 @@ def processes(mark: str) -> Iterator[Process]:
         try:
             if f"{MARK}={mark}\0".encode() not in (folder / "environ").read_bytes() + b"\0":
                 continue
-            arguments = (folder / "cmdline").read_bytes().decode("utf-8", "replace").rstrip("\0").split("\0")
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if fields[0] != "Z" and arguments[0]:
-            yield Process(int(folder.name), int(fields[1]), arguments)
+        if (found := running(int(folder.name))) is not None:
+            yield found
+
+
+def running(pid: int) -> Process | None:
+    """The process of an ID; None if it has ended or is a zombie."""
+    folder = Path("/proc", str(pid))
+    try:
+        arguments = (folder / "cmdline").read_bytes().decode("utf-8", "replace").rstrip("\0").split("\0")
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return Process(pid, int(fields[1]), arguments) if fields[0] != "Z" and arguments[0] else None
 
 
 def wait_until_none(find: Callable[[], Sequence[object]], *, seconds: float) -> None:
@@ -188,7 +197,7 @@ def wait_until_none(find: Callable[[], Sequence[object]], *, seconds: float) -> 
     deadline_s = time.monotonic() + seconds
     while found := find():
         assert time.monotonic() < deadline_s, f"still there: {found}"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def wait_until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:
@@ -196,4 +205,4 @@ def wait_until(condition: Callable[[], object], *, seconds: float = 60.0) -> Non
     deadline_s = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline_s, "it did not come about"
-        time.sleep(0.02)
+        time.sleep(0.05)

@@ -4,12 +4,14 @@ import re
 import stat
 from base64 import b64decode
 from collections.abc import Iterator
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from clipmill.train.doctor.accelerator import ask_child
 from clipmill.train.tasks.caption.metrics.java import MetricUnavailable
 from tests.conftest import ROOT
 from tests.prep.captions.server import served
@@ -29,6 +31,14 @@ def _no_java() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("clipmill.train.tasks.caption.metrics.java.java", java)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_machine() -> Iterator[None]:
+    """`train doctor` of several pages asks torch about this machine once, in a process of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("clipmill.train.doctor.examined.ask_child", cache(ask_child))
         yield
 
 

@@ -29,14 +29,15 @@ from tests.prep.running import (
     contents,
     manifest,
     processes,
+    running,
     start,
     wait_until,
     wait_until_none,
 )
 
-QUICK = ("--len", "500ms", "--preset", "ultrafast", "--short-side", 32)
-# An encoder pass takes half a second or more.
-SLOW = ("--len", "500ms", "--preset", "veryslow", "--fps", "60", "--short-side", 192)
+FIRST = ("--len", "500ms", "--preset", "ultrafast", "--short-side", 32)
+# Of the variant whose run is killed. It has as many chunks.
+SECOND = ("--len", "500ms", "--preset", "medium", "--fps", "60", "--short-side", 64)
 
 NUM_CHUNKS = {"000000": 20, "000001": 8, "000002": 20, "000003": 8}
 
@@ -60,10 +61,10 @@ class Job:
     scratch: Path
     gates: Path
     mark: str
-    quick: str
+    first: str
 
     def start(self, engine: str) -> "subprocess.Popen[str]":
-        arguments = ("chunk", "--data", self.data, "--json", "--engine", engine, "--workers", 2, *SLOW)
+        arguments = ("chunk", "--data", self.data, "--json", "--engine", engine, "--workers", 2, *SECOND)
         environment = {"TMPDIR": str(self.scratch), "RAY_TMPDIR": "/tmp", MARK: self.mark}
         return start(*arguments, CLIPMILL_FFMPEG=str(self.gates / "ffmpeg"), **environment)
 
@@ -72,9 +73,9 @@ class Job:
         return Ran(process.returncode, stdout, stderr)
 
     def ffmpegs(self) -> list[Process]:
-        """Encoder passes, those at their gate included."""
-        found = (process for process in processes(self.mark) if "-progress" in process.arguments)
-        return [process for process in found if (self.gates / str(process.pid)).exists()]
+        """Encoder passes, those at their gate included: each has made a gate."""
+        found = (running(int(path.name)) for path in self.gates.iterdir() if path.name.isdigit())
+        return [process for process in found if process is not None and "-progress" in process.arguments]
 
     def let_go(self, ffmpeg: Process) -> bool:
         """Lets an encoder pass its gate; False if it has not come there yet, or is past it."""
@@ -99,7 +100,7 @@ class Job:
     def commits(self) -> list[Path]:
         """Commits of the other variant; one that is being written has a name with a dot before it."""
         found = self.data.glob("video/*/commits/[!.]*.json")
-        return [path for path in found if path.parent.parent.name != self.quick]
+        return [path for path in found if path.parent.parent.name != self.first]
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +108,11 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`NUM_CHUNKS`: two shards of video a, two of video b."""
     root = tmp_path_factory.mktemp("killed")
     for number, name in enumerate("ab"):
-        FrameNumberVideo(num_frames=420, fps=Fraction(30), width=384, height=288, first_number=1000 * number).write(
+        FrameNumberVideo(num_frames=420, fps=Fraction(30), width=160, height=120, first_number=1000 * number).write(
             root / f"videos/{name}.mp4"
         )
     manifest(root / "begun", root / "videos")
-    chunk(root / "begun", *QUICK)
+    chunk(root / "begun", *FIRST)
     return root / "begun"
 
 
@@ -120,7 +121,7 @@ def undisturbed(begun: Path) -> dict[str, str]:
     """What the whole data folder holds when nothing disturbs the run."""
     data = begun.with_name("undisturbed")
     shutil.copytree(begun, data)
-    assert chunk(data, *SLOW)["num_encoded"] == 56
+    assert chunk(data, *SECOND)["num_encoded"] == 56
     return contents(data)
 
 
@@ -132,9 +133,9 @@ def job(begun: Path, tmp_path: Path) -> Iterator[Job]:
     gates.mkdir()
     (gates / "ffmpeg").write_text(GATED.format(gates=gates, ffmpeg=find_ffmpeg().path))
     (gates / "ffmpeg").chmod(0o755)
-    quick = current_variant(data, "video")
-    assert quick is not None
-    job = Job(begun.parent / "videos", data, scratch, gates, secrets.token_hex(8), quick)
+    first = current_variant(data, "video")
+    assert first is not None
+    job = Job(begun.parent / "videos", data, scratch, gates, secrets.token_hex(8), first)
     yield job
     for left in processes(job.mark):
         left.kill()
@@ -158,7 +159,7 @@ def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_work
         process.communicate(timeout=60)
         wait_until_none(job.workers, seconds=40)
         wait_until_none(partial(_still_there, agents), seconds=30)  # Ray would end them after a minute
-        assert current_variant(job.data, "video") == job.quick, "an unfinished variant became the current one"
+        assert current_variant(job.data, "video") == job.first, "an unfinished variant became the current one"
     assert job.commits()
     for path in job.commits():
         if path.stem in {"000001", "000003"}:  # as if it had been killed sooner: each video has something left
@@ -186,10 +187,10 @@ def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_work
     assert {path.stem for path in job.commits()} == done | b
     assert list(job.data.glob("video/*/.tmp-*")) == []
     assert list(job.scratch.glob("clipmill-*")) == []
-    assert current_variant(job.data, "video") == job.quick
-    assert chunk(job.data, *SLOW)["num_encoded"] == sum(map(NUM_CHUNKS.__getitem__, a))
+    assert current_variant(job.data, "video") == job.first
+    assert chunk(job.data, *SECOND)["num_encoded"] == sum(map(NUM_CHUNKS.__getitem__, a))
     assert contents(job.data) == undisturbed
-    assert current_variant(job.data, "video") != job.quick
+    assert current_variant(job.data, "video") != job.first
 
 
 def moments(job: Job, engine: str) -> Iterator[tuple[int, Callable[[], object]]]:
@@ -232,5 +233,5 @@ def test_an_interrupted_run_says_that_nothing_is_lost_and_leaves_no_process(
     ran = job.finish(process)
     assert ran.status == 130 and "finished work is kept; this run has finished " in ran.stderr
     wait_until_none(job.workers, seconds=40)
-    chunk(job.data, *SLOW)
+    chunk(job.data, *SECOND)
     assert contents(job.data) == undisturbed

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.manifests.errors import UserError
 from clipmill.prep.engines import Engine, Outcome, processes
-from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.engines.processes import ProcessEngine
 from clipmill.prep.engines.ray import RayEngine
 
@@ -68,18 +66,6 @@ def test_workers_keep_what_they_loaded_and_outlive_each_other(
     loaded = list(tmp_path.glob("loaded-*"))
     assert {path.read_text() for path in loaded} == {"x"}
     assert len(loaded) <= 2 + 1 + 3  # two workers, and one for each that died
-
-
-def test_a_worker_without_the_package_of_a_column_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
-    (tmp_path / "hidden" / "hidden_column").mkdir(parents=True)
-    (tmp_path / "hidden" / "hidden_column" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path / "hidden")
-    engine = RayEngine(num_workers=1, address=None)
-    with worker_ticket(tmp_path, package="hidden_column") as ticket:
-        assert ticket() is None
-        with pytest.raises(UserError, match="the column's package hidden_column is not installed"):
-            list(engine.run(work, [Task(0, tmp_path)], check=ticket))
 
 
 def answer_late(parent_end: Path) -> str:

@@ -20,6 +20,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.engines import Outcome, worker_threads
+from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.engines.execution import Execution, Need, need_of
 from clipmill.prep.engines.ray import RayEngine, count_cluster_gpus, import_ray
 from clipmill.prep.engines.ray_connection import cluster_address, connect
@@ -148,6 +149,19 @@ def test_gpus_that_are_still_to_come_are_awaited_and_shared(cluster: Any, tmp_pa
     assert len({place.pid for place in outcomes}) <= 2  # two workers of half a GPU
     assert count_cluster_gpus(cluster.address) == 1
     cluster.remove_node(node)
+
+
+def test_a_worker_without_the_package_of_a_column_is_refused(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hidden" / "hidden_column").mkdir(parents=True)
+    (tmp_path / "hidden" / "hidden_column" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "hidden")
+    engine = RayEngine(num_workers=1, address=cluster.address)
+    with worker_ticket(tmp_path, package="hidden_column") as ticket:
+        assert ticket() is None
+        with pytest.raises(UserError, match="the column's package hidden_column is not installed"):
+            list(engine.run(work, [Task(0, tmp_path)], check=ticket))
 
 
 def test_a_worker_that_keeps_dying_is_not_tried_for_ever(cluster: Any, tmp_path: Path) -> None:

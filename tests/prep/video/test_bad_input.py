@@ -14,7 +14,7 @@ from clipmill.manifests.keys import safe_video_id
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.shards.reader import Variant
 from tests.prep.numbered import Source, frame_numbers
-from tests.prep.running import ENGINES, Ran, chunk, contents, manifest
+from tests.prep.running import Ran, chunk, contents, manifest
 
 STRANGE_NAMES = [
     "dots.in.it",
@@ -108,13 +108,12 @@ def _write_streams_without_times(program: str, whole: Path, videos: Path) -> Non
         subprocess.run([program, "-v", "error", "-i", str(whole), *options, str(videos / name)], check=True)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_each_bad_source_is_named_and_all_others_are_made(
-    prep: Callable[..., Ran], engine: str, videos: Path, tmp_path: Path
+    prep: Callable[..., Ran], videos: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
     shutil.copytree(videos.parent / "manifest-only", data)
-    summary = chunk(data, "--len", "1s", engine=engine, status=1)
+    summary = chunk(data, "--len", "1s", status=1)
     variant = Variant.open(data)
     listed = [json.loads(line) for line in (variant.directory / "failures.jsonl").read_text().splitlines()]
     assert {one["video_id"]: one["code"] for one in listed} == EXPECTED
