@@ -11,7 +11,7 @@ only what needs it: lists of parts leave it out, and say so once on standard err
 
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
@@ -37,6 +37,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
         own: parts of clipmill, or their import paths `package.module:NAME`.
         taken: names that no part can have besides those in `own`, such as other commands.
         form: of a name, by default words of lower-case letters and digits that are joined by `-`.
+        fault: says what is wrong with a part of another package; empty if nothing is.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class Parts(Mapping[str, Part], Generic[Part]):
         own: Mapping[str, Part | str],
         taken: Collection[str] = (),
         form: re.Pattern[str] = _WORDS,
+        fault: Callable[[Part], str] = lambda _: "",
     ) -> None:
         self.noun, self._group, self._kind = noun, group, kind
         self._own, self._loaded = dict(own), dict[str, Part]()
-        self._taken, self._form = {*own, *taken}, form
+        self._taken, self._form, self._fault = {*own, *taken}, form, fault
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys([*self._own, *self._added()]))
@@ -83,12 +85,13 @@ class Parts(Mapping[str, Part], Generic[Part]):
         found = []
         for entry in _entries(self._group):
             if entry.name in self._taken:
-                _say_once(self._refused(entry, "has a name that is taken", hint="rename it in that package"))
+                error = self._refused(entry, "has a name that is taken", hint="rename it in that package")
+                _say_once(_warning(error))
         for name in self:
             try:
                 found.append(self[name])
-            except UnusablePart as error:
-                _say_once(error)
+            except UnusablePart as unusable:
+                _say_once(_warning(unusable))
         return found
 
     def usable(self, name: str) -> Part | None:
@@ -129,6 +132,8 @@ class Parts(Mapping[str, Part], Generic[Part]):
             raise self._refused(entry, f"is a {type(part).__name__}, not a {self._kind.__name__}")
         if (named := getattr(part, "name", None)) != entry.name:
             raise self._refused(entry, f"calls itself {named!r}", hint="give both the same name in that package")
+        if fault := self._fault(part):
+            raise self._refused(entry, fault)
         return part
 
     def _refused(self, entry: EntryPoint, why: str, *, hint: str = "") -> UnusablePart:
@@ -152,6 +157,10 @@ def _entries(group: str) -> tuple[EntryPoint, ...]:
     return tuple(_all_entries().select(group=f"clipmill.{group}"))
 
 
-@cache
-def _say_once(error: UnusablePart) -> None:
-    sys.stderr.write(f"warning: {error}\nhint: {error.hint}\n")
+def _warning(error: UnusablePart) -> str:
+    return f"warning: {error}\nhint: {error.hint}\n"
+
+
+@cache  # by the text: each lookup raises an error of its own
+def _say_once(warning: str) -> None:
+    sys.stderr.write(warning)

@@ -6,6 +6,7 @@ import pytest
 
 from clipmill.manifests.plugins import UnusablePart
 from clipmill.train.losses.registry import LOSSES
+from clipmill.train.losses.settings import Loss
 from clipmill.train.registry import TASKS
 from tests.plugins import declare, installed_here
 
@@ -30,9 +31,23 @@ def test_a_part_that_cannot_be_used_is_named_with_its_package_and_stops_nothing_
         assert "of the package odd 1.0" in str(error.value) and f'odd-one = "{path}"' in str(error.value)
         assert "odd-one" not in {loss.name for loss in LOSSES.working()}
         assert LOSSES["infonce"].load().__module__.startswith("clipmill.")
+        LOSSES.working()
         warned = capsys.readouterr().err
-        assert said in warned and "infonce of the package odd 1.0 has a name that is taken" in warned
+        assert warned.count(said) == 1, "each lookup warned"
+        assert "infonce of the package odd 1.0 has a name that is taken" in warned
     assert "odd-one" not in LOSSES
+
+
+def test_a_loss_with_a_setting_that_there_is_not_stops_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "odd_settings.py").write_text(
+        "from clipmill.train.losses.registry import LossSpec\n"
+        "LOSS = LossSpec(name='odd-settings', loss='odd:loss', settings={'temprature': 0.07})\n"
+    )
+    declare(tmp_path, "odd", {"losses": {"odd-settings": "odd_settings:LOSS"}})
+    with installed_here(tmp_path):
+        assert Loss().kind == "infonce"
+        with pytest.raises(UnusablePart, match="has settings that --loss does not have: temprature"):
+            LOSSES["odd-settings"]
 
 
 def test_of_two_packages_with_one_name_neither_is_chosen(tmp_path: Path) -> None:

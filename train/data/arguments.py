@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import wraps
 from numbers import Integral
 from pathlib import Path
+from types import NoneType
 from typing import ParamSpec, TypeVar, get_args
 
 import torch
@@ -66,6 +67,24 @@ def require_whole_numbers(**arguments: object) -> None:
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise UserError(f"{name} is {quoted(value)}", hint="use a whole number")
+
+
+def require_texts(**arguments: object) -> None:
+    """Refuse arguments, given by their names, that are not texts; None means none."""
+    for name, value in arguments.items():
+        if not isinstance(value, str | NoneType):
+            raise UserError(f"{name} is {quoted(value)}", hint="use a text")
+
+
+def colours_of(name: str, values: Sequence[float] | None) -> tuple[float, float, float] | None:
+    """A mean or standard deviation as a list, an array or a tensor has it; raises UserError for anything else."""
+    if values is None:
+        return None
+    try:
+        red, green, blue = map(float, values)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} is {quoted(values)}", hint="give three numbers, for R, G and B") from error
+    return red, green, blue
 
 
 def require_device(device: object) -> None:
@@ -131,6 +150,8 @@ def shards_of(data: Data, mix: Sequence[float] | None) -> Shards:
     folders = tuple(map(str, several))
     if not folders:
         raise UserError("data is an empty list", hint="name a data folder, or several")
+    if mix is not None and (isinstance(mix, str) or not isinstance(mix, Iterable)):
+        raise UserError(f"mix is {quoted(mix)}", hint="give a list with a weight for each data folder")
     if mix is not None and len(folders) == 1:
         raise UserError(f"mix is {mix}, and there is one data folder: {folders[0]}", hint="leave it out")
     return folders if len(folders) > 1 else folders[0]

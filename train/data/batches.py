@@ -3,12 +3,14 @@
 import os
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from functools import wraps
+from numbers import Integral
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted, quoted
+from clipmill.train.config.training import NEW_RUN
 from clipmill.train.data.arguments import require_process
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.clip_samples import ClipSamples
@@ -134,7 +136,7 @@ class Batches:
         if not states:
             raise UserError("no state is given", hint="give what state_dict() returned")
         for state in states:
-            if not isinstance(state, Mapping) or not entries <= state.keys():
+            if not isinstance(state, Mapping) or not entries <= state.keys() or not _is_sound(state):
                 raise UserError(
                     f"not a state of these batches: {quoted(state)}",
                     hint="give what state_dict() returned, each rank's as an argument of its own",
@@ -145,7 +147,12 @@ class Batches:
                     hint="open them as they were opened then",
                 )
         self.close()
-        self._samples.load_state_dict(*(cast(LoaderState, state) for state in states))
+        try:
+            self._samples.load_state_dict(*(cast(LoaderState, state) for state in states))
+        except UserError as error:
+            if NEW_RUN not in (error.hint or ""):
+                raise
+            raise UserError(str(error), hint=_AS_THEN) from error
         self._cursor, self._taken, self._resumes = self._samples.cursor, states[0]["taken"], True
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
@@ -207,6 +214,17 @@ class Batches:
                 f"opened as rank {self._world.rank} of {self._world.size}, used as rank {now.rank} of {now.size}",
                 hint="open the data after the process group is made (docs/python.md), or give rank= and world=",
             )
+
+
+_KINDS = {"position": Integral, "taken": Integral, "seed": Integral, "ahead": list, "samples": str, "shuffle": bool}
+_AS_THEN = "open the same data, in their order, with the split, where=, captions or segment= and seed= of the state"
+
+
+def _is_sound(state: Mapping[str, Any]) -> bool:
+    """Whether the entries are of the kinds that state_dict() gives them."""
+    if not all(isinstance(state[name], kind) for name, kind in _KINDS.items() if name in state):
+        return False
+    return all(isinstance(one, Integral) and one >= 0 for one in (state["position"], state["taken"], *state["ahead"]))
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -112,4 +113,12 @@ def augmentation(wanted: Mapping[str, float] | None) -> Augment:
     known = vars(Augment())
     if wanted is not None and (not isinstance(wanted, Mapping) or wanted.keys() - known.keys()):
         raise UserError(f"augment is {quoted(wanted)}", hint=f"give a dictionary with some of {', '.join(known)}")
-    return Augment(**{name: type(known[name])(value) for name, value in (wanted or {}).items()})
+    numbers = {}
+    for name, value in (wanted or {}).items():
+        whole = isinstance(known[name], int)
+        if isinstance(value, bool) or not isinstance(value, Real) or (whole and value != int(value)):
+            raise UserError(
+                f"augment.{name} is {quoted(value)}", hint="use a whole number" if whole else "use a number"
+            )
+        numbers[name] = type(known[name])(value)
+    return Augment(**numbers)

@@ -19,10 +19,12 @@ from clipmill.train.config.model import Init
 from clipmill.train.config.shards import DataSettings
 from clipmill.train.data.arguments import (
     Data,
+    colours_of,
     names_arguments,
     ranks_of,
     require_choice,
     require_device,
+    require_texts,
     require_whole_numbers,
     shards_of,
 )
@@ -72,8 +74,8 @@ def open_clips(
     crop: CropRule = "random",
     min_crop_area: float = 0.5,
     rgb: bool = True,
-    pixel_mean: tuple[float, float, float] | None = None,
-    pixel_std: tuple[float, float, float] | None = None,
+    pixel_mean: Sequence[float] | None = None,
+    pixel_std: Sequence[float] | None = None,
     augment: Mapping[str, float] | None = None,
     captions: ClipText = "text",
     sources: Mapping[str, float] | None = None,
@@ -132,13 +134,15 @@ def open_clips(
     numbers = {"batch": batch, "num_frames": num_frames, "size_px": size_px, "stride": stride}
     require_whole_numbers(**numbers, clips=clips, crops=crops, workers=workers, seed=seed, max_failures=max_failures)
     require_device(device)
+    require_texts(split=split, label=label, cache_size=cache_size)
     require_choice("sampling", sampling, SamplingRule)
     require_choice("crop", crop, CropRule)
     require_choice("captions", captions, ClipText)
-    is_normalised = pixel_mean is not None and pixel_std is not None
-    if (pixel_mean is None) != (pixel_std is None) or (augment is not None and not is_normalised):
+    mean, std = colours_of("pixel_mean", pixel_mean), colours_of("pixel_std", pixel_std)
+    is_normalised = mean is not None and std is not None
+    if (mean is None) != (std is None) or (augment is not None and not is_normalised):
         raise UserError(
-            f"pixel_mean is {pixel_mean}, pixel_std is {pixel_std} and augment is {augment}",
+            f"pixel_mean is {mean}, pixel_std is {std} and augment is {augment}",
             hint="give mean and standard deviation, both or none of them; augmentation needs them",
         )
     views = Views(num_clips=clips, num_crops=crops)
@@ -166,7 +170,7 @@ def open_clips(
         crop=crop,
         min_crop_area=min_crop_area,
         augment=augmentation(augment),
-        init=Init(pixel_mean=pixel_mean, pixel_std=pixel_std),
+        init=Init(pixel_mean=mean, pixel_std=std),
         workers=workers,
         seed=seed,
         max_failures=max_failures,

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -25,8 +25,9 @@ from clipmill.manifests.quoting import counted, quoted
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import Overrides
 from clipmill.train.config.training import Device
-from clipmill.train.data.arguments import names_arguments, require_device, require_whole_numbers
+from clipmill.train.data.arguments import names_arguments, require_choice, require_device, require_whole_numbers
 from clipmill.train.data.batch import Batch, to_device
+from clipmill.train.data.frame_sampling import SamplingRule
 from clipmill.train.evaluation.identity import identity_of, normalisation_of
 from clipmill.train.evaluation.opening import open_weights_as
 from clipmill.train.evaluation.probe.features import tower_of
@@ -222,7 +223,7 @@ def load_model(
     weights: str | Path,
     *,
     num_frames: int | None = None,
-    sampling: Literal["uniform", "stride", "lavila"] | None = None,
+    sampling: SamplingRule | None = None,
     size_px: int | None = None,
     device: Device = "auto",
     shards: str | None = None,
@@ -243,6 +244,8 @@ def load_model(
     """
     given = {"num_frames": num_frames, "size_px": size_px}
     require_whole_numbers(**{name: value for name, value in given.items() if value is not None})
+    if sampling is not None:
+        require_choice("sampling", sampling, SamplingRule)
     if device != "auto":
         require_device(device)
     remarks: list[str] = []

@@ -249,7 +249,11 @@ class AutogradObjective(ContrastiveObjective):
     def value(self, pairs: Pairs) -> torch.Tensor:
         """The mean loss of this rank's pairs, a scalar with gradient."""
         function: LossFunction = self._settings.spec.load()
-        return function(pairs, self._settings)
+        loss = function(pairs, self._settings)
+        if not isinstance(loss, torch.Tensor) or loss.shape or not loss.requires_grad:
+            got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TypeError(f"the loss {self._settings.kind} returned {got}, not a scalar tensor with a gradient")
+        return loss
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
         """The loss, and its gradients by autograd."""

@@ -55,6 +55,13 @@ _ROWS = (
     _row("fastclip-v2", _EACH, temperature=0.03, gamma=0.2, temperature_lr=1e-2, rho=7.0, **_COSINE),
     _row("fastclip-v3", _ONE, temperature=0.07, gamma=0.2, temperature_lr=2e-4, rho=6.5, **_COSINE),
 )
-LOSSES = Parts("loss", group="losses", kind=LossSpec, own={spec.name: spec for spec in _ROWS})
+
+
+def _fault(spec: LossSpec) -> str:
+    unknown = sorted(set(spec.settings) - set(SETTINGS))
+    return f"has settings that --loss does not have: {', '.join(unknown)}" if unknown else ""
+
+
+LOSSES = Parts("loss", group="losses", kind=LossSpec, own={spec.name: spec for spec in _ROWS}, fault=_fault)
 # The settings that some loss takes and others may not.
 SETTINGS = tuple(dict.fromkeys(name for spec in _ROWS for name in spec.settings))

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import NoReturn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import PATCH_PX, ModelName
@@ -21,6 +22,9 @@ def sized_as(size: DualEncoderSize, source: Source) -> DualEncoderSize:
     """`size` with the dimensions of the towers that the weights have.
 
     The number of heads, which no tensor shows, is that of their configuration; else that of `size` for a tower as wide.
+
+    Raises:
+        UserError: the configuration is of a tower with another depth or width.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     video, text, width = size.video, size.text, size.embedding_width
@@ -32,7 +36,23 @@ def sized_as(size: DualEncoderSize, source: Source) -> DualEncoderSize:
         text = replace(text, trunk=_trunk(text.trunk, gain[0], depth_of(shapes, "text"), source.facts.text_heads))
     if (projection := shapes.get(PROJECTION)) is not None:
         width = projection[-1]
+    for name, trunk, depth in (
+        ("video", video.trunk, source.facts.video_depth),
+        ("text", text.trunk, source.facts.text_depth),
+    ):
+        if found := depth_of(shapes, name):
+            if depth not in (None, found):
+                _refuse(source, name, f"{found} blocks", f"{depth}")
+            if trunk.width % trunk.num_heads:
+                _refuse(source, name, f"width {trunk.width}", f"{trunk.num_heads} heads, which do not divide it")
     return DualEncoderSize(video=video, text=text, embedding_width=width)
+
+
+def _refuse(source: Source, tower: str, found: str, stated: str) -> NoReturn:
+    raise UserError(
+        f"{source.title}: the {tower} tower of the weights has {found}, and that of their configuration {stated}",
+        hint="get both files again: one of them is cut short, or of another model",
+    )
 
 
 def _trunk(trunk: TransformerSize, width: int, depth: int, num_heads: int | None) -> TransformerSize:

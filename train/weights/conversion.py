@@ -44,6 +44,8 @@ class SourceFacts:
         std: of the input normalisation.
         video_heads: attention heads of the video tower.
         text_heads: attention heads of the text tower.
+        video_depth: blocks of the video tower.
+        text_depth: blocks of the text tower.
         decoder_heads: attention heads of a masked autoencoder's decoder.
         picture_px: side of the frames that the weights were trained on.
         towers: settings `--towers.*` by name that say which modules the weights are of.
@@ -57,6 +59,8 @@ class SourceFacts:
     std: Mean | None = None
     video_heads: int | None = None
     text_heads: int | None = None
+    video_depth: int | None = None
+    text_depth: int | None = None
     decoder_heads: int | None = None
     picture_px: int | None = None
     towers: Mapping[str, Any] = field(default_factory=dict)

@@ -220,8 +220,16 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         )
     if path.suffix == ".safetensors" or begin[8:9] == b"{":
         return _read_safetensors(path)
-    if zipfile.is_zipfile(path) and _is_program(path):
-        return _read_openai_archive(path)
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+        if any(name.endswith("/constants.pkl") for name in names):
+            return _read_openai_archive(path)
+        if any(name.endswith("/models/model.json") for name in names):
+            raise UserError(
+                f"{path} is a program of torch.export, not weights",
+                hint="name the run, or the weights, that it was exported from",
+            )
     return _read_torch(path)
 
 
@@ -303,11 +311,6 @@ def _is_printable(begin: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return all(letter.isprintable() or letter.isspace() for letter in text)
-
-
-def _is_program(path: Path) -> bool:
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
 def _read_openai_archive(path: Path) -> dict[str, torch.Tensor]:

@@ -66,7 +66,7 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
     """
     from transformers import CLIPTextConfig, CLIPVisionConfig
 
-    keys = "hidden_size hidden_act layer_norm_eps num_attention_heads"
+    keys = "hidden_size hidden_act layer_norm_eps num_attention_heads num_hidden_layers"
     given = config.get("text_config") or {}
     vision = as_config(CLIPVisionConfig, config.get("vision_config") or {}, keys=keys, source=source)
     text = as_config(CLIPTextConfig, given, keys=f"{keys} vocab_size eos_token_id", source=source)
@@ -89,6 +89,8 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
         std=colours(preprocess.get("image_std")),
         video_heads=vision.num_attention_heads,
         text_heads=text.num_attention_heads,
+        video_depth=vision.num_hidden_layers,
+        text_depth=text.num_hidden_layers,
     )
 
 

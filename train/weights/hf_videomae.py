@@ -80,8 +80,8 @@ NAMES = NameTable(
 from_hf_videomae, to_hf_videomae = NAMES.read, NAMES.write
 
 _KEYS = (
-    "image_size num_channels hidden_size num_attention_heads decoder_num_attention_heads hidden_act layer_norm_eps "
-    "qv_bias use_mean_pooling norm_pix_loss architectures"
+    "image_size num_channels hidden_size num_attention_heads num_hidden_layers decoder_num_attention_heads hidden_act "
+    "layer_norm_eps qv_bias use_mean_pooling norm_pix_loss architectures"
 )
 
 
@@ -125,6 +125,7 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
         mean=colours(preprocess.get("image_mean", IMAGENET_MEAN)) if is_rgb else None,
         std=colours(preprocess.get("image_std", IMAGENET_STD)) if is_rgb else None,
         video_heads=found.num_attention_heads,
+        video_depth=found.num_hidden_layers,
         decoder_heads=found.decoder_num_attention_heads,
         picture_px=found.image_size if is_rgb and isinstance(found.image_size, int) else None,
         remarks=tuple(remarks),

@@ -95,6 +95,8 @@ def facts_of_open_clip(model: Mapping[str, Any], preprocess: Mapping[str, Any], 
         std=colours(preprocess.get("std")),
         video_heads=vision["width"] // vision["head_width"],
         text_heads=text["heads"],
+        video_depth=vision["layers"] if isinstance(vision["layers"], int) else None,
+        text_depth=text["layers"],
     )
 
 

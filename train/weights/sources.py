@@ -30,6 +30,7 @@ from clipmill.train.weights.conversion import (
     SourceFacts,
     by_origin,
     kind_of_tensors,
+    require_finite,
     require_float_weights,
     require_floats,
 )
@@ -206,6 +207,11 @@ def _opened(init: Init, towers: Towers) -> Source:
             origins={**converted.origins, **{name: f"{EXTRAS_FILE}: {name}" for name in extras}},
         )
     require_floats(by_origin(converted), source=file)
+    if (scale := converted.tensors.get(LOGIT_SCALE)) is not None:
+        name = converted.origins[LOGIT_SCALE]
+        if scale.numel() != 1:
+            raise UserError(f"{file}: {name} has {scale.numel()} numbers in place of one", hint="use other weights")
+        require_finite({name: scale}, source=file)
     return Source(title=f"{init.weights} ({form.title})", converted=converted, facts=facts or form.facts)
 
 

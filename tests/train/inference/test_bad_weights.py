@@ -1,6 +1,7 @@
 """What is no whole model, of another task, or damaged is named before anything is computed."""
 
 import json
+import math
 import pickle
 import shutil
 from collections.abc import Callable
@@ -167,6 +168,39 @@ def test_an_export_whose_other_files_have_changed_or_are_missing_is_refused(
     assert "files.json cannot be read" in refused(capsys, *score)[0]
     shutil.rmtree(record)
     assert train(*score) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 5}, "the video tower of the weights has 4 blocks, and that of their configuration 5"),
+        ({"num_attention_heads": 12, "hidden_size": 768}, "has width 128, and that of their configuration 12 heads"),
+    ],
+)
+def test_weights_of_another_size_than_their_configuration_are_refused(
+    exported: Path, tmp_path: Path, changes: dict[str, int], words: str
+) -> None:
+    folder = tmp_path / "clip"
+    shutil.copytree(exported, folder, ignore=shutil.ignore_patterns("clipmill", "video_extras*"))
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=words):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"), [(torch.zeros(3), "has 3 numbers"), (torch.tensor(math.nan), "not finite")]
+)
+def test_a_temperature_that_is_no_number_is_refused(
+    exported: Path, tmp_path: Path, scale: torch.Tensor, words: str
+) -> None:
+    folder = tmp_path / "clip"
+    shutil.copytree(exported, folder, ignore=shutil.ignore_patterns("clipmill", "video_extras*"))
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), "logit_scale": scale}, file)
+    with pytest.raises(UserError, match=f"logit_scale.*{words}"):
+        load_model(folder)
 
 
 def test_weights_of_another_embedding_width_are_not_half_random(

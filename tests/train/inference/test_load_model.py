@@ -110,7 +110,7 @@ def test_what_a_model_cannot_take_is_refused(runs: dict[str, Path], tmp_path: Pa
     for wrong in (None, "a square"):
         with pytest.raises(UserError, match="encode_video takes clips"):
             model.encode_video(wrong)  # type: ignore[arg-type]
-    for name, value in (("device", "tpu"), ("num_frames", "4"), ("size_px", 32.0)):
+    for name, value in (("device", "tpu"), ("num_frames", "4"), ("size_px", 32.0), ("sampling", "every")):
         with pytest.raises(UserError, match=f"{name} is"):
             load_model(tmp_path / "nothing", **{name: value})  # type: ignore[arg-type]
     with pytest.raises(UserError, match="cannot be cut"):

@@ -122,6 +122,18 @@ def test_autograd_finds_the_gradients_of_the_closed_forms(
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [(None, "NoneType"), (torch.zeros(2), r"torch\.float32 \[2\]"), (torch.zeros(()), r"torch\.float32 \[\]")],
+)
+def test_a_function_that_returns_no_loss_is_named(returned: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = LossSpec(name="infonce", loss=lambda pairs, settings: returned, settings=LOSSES["infonce"].settings)
+    monkeypatch.setitem(LOSSES._own, "infonce", row)
+    objective = objective_of(settings_of("infonce"), table=True)
+    with pytest.raises(TypeError, match=f"the loss infonce returned {words}, not a scalar tensor with a gradient"):
+        objective.backward(Table(6), batch_of(0), Step(number=1))
+
+
 @pytest.mark.usefixtures("_installed")
 def test_a_setting_that_its_row_does_not_name_is_refused() -> None:
     with pytest.raises(UserError, match="decoupled does not use it"):

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,6 +19,8 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.train.data.arguments import require_device
 from tests.train.python.test_open_clips import TRAIN_CLIPS, copy_of, ids, opened
 from tests.train.tiny_data import VARIANT, Caption, write_captions
+
+NORMALISED: dict[str, Any] = {"pixel_mean": (0.48, 0.46, 0.41), "pixel_std": (0.27, 0.26, 0.28)}
 
 
 def test_a_chunk_that_changed_after_opening_is_a_named_failure(data_dir: Path, tmp_path: Path) -> None:
@@ -55,8 +58,9 @@ def test_states_of_another_split_seed_or_order_are_refused(data_dir: Path) -> No
         ({"seed": 1}, "state has seed 0, and this loader has seed 1"),
         ({"shuffle": False}, "shuffle=True"),
     ):
-        with opened(data_dir, **changes) as clips, pytest.raises(UserError, match=words):
+        with opened(data_dir, **changes) as clips, pytest.raises(UserError, match=words) as caught:
             clips.load_state_dict(state)
+        assert "--" not in f"{caught.value}{caught.value.hint}", "a flag, where there are arguments"
 
 
 @pytest.mark.parametrize(
@@ -82,12 +86,28 @@ def test_states_of_another_split_seed_or_order_are_refused(data_dir: Path) -> No
         ({"rank": 1}, "rank is 1 and world is None"),
         ({"rank": 2, "world": 2}, "rank is 2 of 2"),
         ({"label": "class"}, "no column label_class"),
+        ({"split": 5}, "split is 5"),
+        ({"cache_size": 5}, "cache_size is 5"),
+        ({"mix": 2}, r"mix is 2\n"),
+        ({"pixel_mean": 0.5, "pixel_std": 0.5}, "pixel_mean is 0.5"),
+        ({"pixel_mean": (0.5, 0.5), "pixel_std": (0.5, 0.5)}, r"pixel_mean is \(0.5, 0.5\)"),
+        (NORMALISED | {"augment": {"flip": "x"}}, "augment.flip is 'x'"),
+        (NORMALISED | {"augment": {"rand_ops": 2.5}}, "augment.rand_ops is 2.5"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(data_dir: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         opened(data_dir, **changes)
     assert caught.value.hint and f"hint: {caught.value.hint}" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_mean_and_deviation_may_be_a_list_an_array_or_a_tensor(data_dir: Path, kind: Any) -> None:
+    expected, given = (
+        next(iter(opened(data_dir, pixel_mean=of(NORMALISED["pixel_mean"]), pixel_std=of(NORMALISED["pixel_std"]))))
+        for of in (tuple, kind)
+    )
+    torch.testing.assert_close(given["video"], expected["video"])  # a tensor has float32
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -116,6 +136,14 @@ def test_devices_are_checked_before_anything_is_opened(tmp_path: Path, monkeypat
     with pytest.raises(UserError) as caught:
         require_device("cuda:2")
     assert caught.value.hint == "available here: cpu, cuda:0, cuda:1"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"position": "1"}, {"position": -5}, {"samples": 1}, {"ahead": 3}, {"ahead": ["a"]}, {"taken": None}]
+)
+def test_a_state_with_damaged_entries_is_refused(data_dir: Path, changes: dict[str, Any]) -> None:
+    with opened(data_dir) as clips, pytest.raises(UserError, match="not a state of these batches"):
+        clips.load_state_dict({**clips.state_dict(), **changes})
 
 
 @pytest.mark.parametrize("state", [{"a": 1}, {}, [], None, 3])

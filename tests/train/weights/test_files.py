@@ -137,6 +137,12 @@ def test_a_program_of_torchscript_is_opened_only_if_openai_published_it(
     assert torch.equal(read_tensors(path)["weight"], torch.arange(3.0))
 
 
+def test_a_program_of_torch_export_is_not_said_to_be_damaged(tmp_path: Path) -> None:
+    torch.export.save(torch.export.export(TorchScript(), (torch.zeros(3),)), tmp_path / "model.pt2")
+    with pytest.raises(UserError, match=r"model\.pt2 is a program of torch\.export, not weights"):
+        read_tensors(tmp_path / "model.pt2")
+
+
 def test_openais_digests_are_those_of_its_archives() -> None:
     digests = openai_digests()
     # ViT-B/16, as the address of the file that OpenAI's own code downloads has it.
