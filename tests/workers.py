@@ -56,7 +56,7 @@ def fork_from(server: _Server) -> None:
                     environment={**os.environ, "OMP_NUM_THREADS": "1"},
                     folder=Path.cwd(),
                     descriptors=(listener.fileno(), alive, 2),
-                    limit_s=60,
+                    limit_s=240,  # the first process imports torch, on a machine that may do much else
                 )
                 os.close(alive)
             while (character := answer.recv(1)) != b"\n":  # its process ID

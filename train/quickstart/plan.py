@@ -288,7 +288,8 @@ def _words(proposal: Proposal, settings: ClipSettings) -> list[str]:
         if name in ("steps", "batch") or value != getattr(preset, name, None):
             words += [f"--{name.replace('_', '-')}", str(value)]
     words += ["--init.weights", settings.init.weights] if settings.init.weights else []
-    if (captions := getattr(settings, "captions", None)) != getattr(preset, "captions", None):
+    captions: Any = getattr(settings, "captions", None)
+    if captions != getattr(preset, "captions", None):
         words += ["--captions.sources", captions.sources]
     return [*words, "--out", str(settings.out)]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import av.error
 
+from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.units import clock, short_number
 from clipmill.prep.video.page.clips import Clip, ClipFolder, ClipPlan, clip_name
 from clipmill.prep.video.page.pictures import PREVIEW_S, NoPicture, decode_frames, jpeg, preview
@@ -31,6 +32,7 @@ class CaptionLine:
     text: str
     begin_s: float
     end_s: float | None
+    of_model: bool = False
 
     @property
     def shown(self) -> str:
@@ -62,7 +64,7 @@ class Card:
         place: where it is in the data folder: shard and row.
         facts: codec, size, frame rate, in words.
         scores: name of a score -> value.
-        written: the caption that a model wrote; empty without one.
+        written: the caption that the column `captions` has; empty without one.
         problem: why it cannot be shown; it then has neither pictures nor a clip.
     """
 
@@ -170,8 +172,9 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
 
 
 def _caption(caption: dict[str, Any]) -> CaptionLine:
-    end_s = caption["end_s"]
-    return CaptionLine(str(caption["text"]), float(caption["begin_s"]), None if end_s is None else float(end_s))
+    end_s, of_model = caption["end_s"], is_of_model(str(caption.get("source")))
+    begin_s, end_s = float(caption["begin_s"]), None if end_s is None else float(end_s)
+    return CaptionLine(str(caption["text"]), begin_s, end_s, of_model)
 
 
 def _clip(content: bytes, entry: dict[str, Any], *, fps: Fraction, plan: ClipPlan, folder: ClipFolder) -> Clip:

@@ -24,7 +24,7 @@ def of_source(data: Path) -> dict[tuple[str, float], tuple[int, str]]:
 
 
 def test_captions_become_a_source_that_is_stale_when_the_column_or_the_chunks_change(
-    shard_set: ShardSet, prep: Callable[..., Ran]
+    shard_set: ShardSet, prep: Callable[..., Ran], tmp_path: Path
 ) -> None:
     data = shard_set.data
     with served() as server:
@@ -42,6 +42,9 @@ def test_captions_become_a_source_that_is_stale_when_the_column_or_the_chunks_ch
         assert "stale" not in prep_here("status", "--data", data, status=None).stdout
         rerun(prep, shard_set, *LEN)  # captions in the tars change, and the chunks do not
         assert make(data, server).summary["num_shards_made"] == 0
+        prep_here("inspect", "--html", tmp_path / "chunks.html", "--data", data)
+        page = (tmp_path / "chunks.html").read_text()
+        assert page.count("frames of brightness") == page.count('"badge">model') == NUM_CHUNKS, "each is shown once"
 
         server.script = lambda request, number: completion(f"other {number}", request)
         make(data, server, "--prompt", "Other")
