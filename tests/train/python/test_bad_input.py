@@ -111,9 +111,10 @@ def test_mean_and_deviation_may_be_a_list_an_array_or_a_tensor(data_dir: Path, k
 
 
 def test_texts_are_asked_of_latents_and_chunks_too(tmp_path: Path) -> None:
-    for open_them, name in ((open_latents, "split"), (open_latents, "segment"), (read_chunks, "split")):
+    cases: list[tuple[Any, str]] = [(open_latents, "split"), (open_latents, "segment"), (read_chunks, "split")]
+    for open_them, name in cases:
         with pytest.raises(UserError, match=f"{name} is 5"):
-            open_them(tmp_path, **{name: 5})  # type: ignore[operator]
+            open_them(tmp_path, **{name: 5})
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
