@@ -150,8 +150,9 @@ def shards_of(data: Data, mix: Sequence[float] | None) -> Shards:
     folders = tuple(map(str, several))
     if not folders:
         raise UserError("data is an empty list", hint="name a data folder, or several")
-    if mix is not None and (isinstance(mix, str) or not isinstance(mix, Iterable)):
-        raise UserError(f"mix is {quoted(mix)}", hint="give a list with a weight for each data folder")
+    weights: object = mix
+    if mix is not None and (isinstance(weights, str) or not isinstance(weights, Iterable)):
+        raise UserError(f"mix is {quoted(weights)}", hint="give a list with a weight for each data folder")
     if mix is not None and len(folders) == 1:
         raise UserError(f"mix is {mix}, and there is one data folder: {folders[0]}", hint="leave it out")
     return folders if len(folders) > 1 else folders[0]

@@ -224,7 +224,9 @@ def _is_sound(state: Mapping[str, Any]) -> bool:
     """Whether the entries are of the kinds that state_dict() gives them."""
     if not all(isinstance(state[name], kind) for name, kind in _KINDS.items() if name in state):
         return False
-    return all(isinstance(one, Integral) and one >= 0 for one in (state["position"], state["taken"], *state["ahead"]))
+    return all(
+        isinstance(one, Integral) and int(one) >= 0 for one in (state["position"], state["taken"], *state["ahead"])
+    )
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
 from clipmill.manifests.quoting import counted
-from clipmill.train.data.arguments import names_arguments, require_process, require_whole_numbers
+from clipmill.train.data.arguments import names_arguments, require_process, require_texts, require_whole_numbers
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.outcomes import FailedSample, SampleFailed, list_failures
 from clipmill.train.data.remote import open_data_folder
@@ -135,6 +135,7 @@ def read_chunks(
         UserError: there is no such data or split, or an argument is out of range.
     """
     require_whole_numbers(every=every, workers=workers, max_failures=max_failures)
+    require_texts(split=split)
     if every < 1 or workers < 1:
         raise UserError(f"every is {every} and workers is {workers}", hint="use 1 or more")
     folder = open_data_folder(str(data), cache=cache)

@@ -113,10 +113,11 @@ def augmentation(wanted: Mapping[str, float] | None) -> Augment:
     known = vars(Augment())
     if wanted is not None and (not isinstance(wanted, Mapping) or wanted.keys() - known.keys()):
         raise UserError(f"augment is {quoted(wanted)}", hint=f"give a dictionary with some of {', '.join(known)}")
-    numbers = {}
-    for name, value in (wanted or {}).items():
+    given: Mapping[str, Any] = wanted or {}
+    numbers: dict[str, Any] = {}
+    for name, value in given.items():
         whole = isinstance(known[name], int)
-        if isinstance(value, bool) or not isinstance(value, Real) or (whole and value != int(value)):
+        if isinstance(value, bool) or not isinstance(value, Real) or (whole and not float(value).is_integer()):
             raise UserError(
                 f"augment.{name} is {quoted(value)}", hint="use a whole number" if whole else "use a number"
             )

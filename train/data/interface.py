@@ -258,6 +258,7 @@ def open_latents(
             argument is of another type or out of range.
     """
     require_whole_numbers(batch=batch, seed=seed, max_failures=max_failures)
+    require_texts(split=split, segment=segment, label=label, cache_size=cache_size)
     if max_segments is not None:
         require_whole_numbers(max_segments=max_segments)
         if max_segments < 1:

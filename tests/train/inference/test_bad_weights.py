@@ -1,7 +1,6 @@
 """What is no whole model, of another task, or damaged is named before anything is computed."""
 
 import json
-import math
 import pickle
 import shutil
 from collections.abc import Callable
@@ -186,20 +185,6 @@ def test_weights_of_another_size_than_their_configuration_are_refused(
     config["vision_config"] |= changes
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=words):
-        load_model(folder)
-
-
-@pytest.mark.parametrize(
-    ("scale", "words"), [(torch.zeros(3), "has 3 numbers"), (torch.tensor(math.nan), "not finite")]
-)
-def test_a_temperature_that_is_no_number_is_refused(
-    exported: Path, tmp_path: Path, scale: torch.Tensor, words: str
-) -> None:
-    folder = tmp_path / "clip"
-    shutil.copytree(exported, folder, ignore=shutil.ignore_patterns("clipmill", "video_extras*"))
-    file = folder / "model.safetensors"
-    save_file({**load_file(file), "logit_scale": scale}, file)
-    with pytest.raises(UserError, match=f"logit_scale.*{words}"):
         load_model(folder)
 
 

@@ -110,6 +110,13 @@ def test_mean_and_deviation_may_be_a_list_an_array_or_a_tensor(data_dir: Path, k
     torch.testing.assert_close(given["video"], expected["video"])  # a tensor has float32
 
 
+def test_texts_are_asked_of_latents_and_chunks_too(tmp_path: Path) -> None:
+    cases: list[tuple[Any, str]] = [(open_latents, "split"), (open_latents, "segment"), (read_chunks, "split")]
+    for open_them, name in cases:
+        with pytest.raises(UserError, match=f"{name} is 5"):
+            open_them(tmp_path, **{name: 5})
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no data folder"):
         opened(tmp_path / "nothing")

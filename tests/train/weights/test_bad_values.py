@@ -11,9 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPModel
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import DualEncoderTowers
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
-from clipmill.train.tasks.dual_encoder.start import effective_settings
 from clipmill.train.weights.conversion import LOGIT_SCALE
 from clipmill.train.weights.hf_caption import read_caption_folder
 from clipmill.train.weights.loading import fit_to
@@ -169,11 +166,16 @@ def test_a_decoder_that_is_not_finite_is_no_start(folders: dict[str, Path], tmp_
         read_caption_folder(changed(folders["caption"], tmp_path, lambda state: state | whole))
 
 
-def test_a_temperature_that_is_not_finite_is_the_weights_fault(tmp_path: Path) -> None:
-    torch.save(to_open_clip({**our_model().state_dict(), LOGIT_SCALE: torch.tensor(float("nan"))}), tmp_path / "w.pt")
-    width = DualEncoderTowers(embedding_width=24)
-    with pytest.raises(UserError, match=r"w\.pt .*: logit_scale holds numbers that are not finite"):
-        effective_settings(DualEncoderSettings(model="tiny", towers=width), opened(tmp_path / "w.pt"), say=quiet)
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [(torch.tensor(float("nan")), "holds numbers that are not finite"), (torch.zeros(3), "has 3 num")],
+)
+def test_a_temperature_that_is_not_one_finite_number_is_the_weights_fault(
+    tmp_path: Path, scale: torch.Tensor, words: str
+) -> None:
+    torch.save(to_open_clip({**our_model().state_dict(), LOGIT_SCALE: scale}), tmp_path / "w.pt")
+    with pytest.raises(UserError, match=rf"w\.pt: logit_scale {words}"):
+        opened(tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize(

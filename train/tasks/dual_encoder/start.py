@@ -11,7 +11,7 @@ from clipmill.train.models.library_towers import library_width
 from clipmill.train.models.text import CONTEXT_LENGTH
 from clipmill.train.models.transformer import NORM_EPS
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
-from clipmill.train.weights.conversion import LOGIT_SCALE, PROJECTION, require_finite
+from clipmill.train.weights.conversion import LOGIT_SCALE, PROJECTION
 from clipmill.train.weights.effective import chosen, effective_clip_settings
 from clipmill.train.weights.sources import Say, Source
 
@@ -86,7 +86,6 @@ def _temperature(settings: DualEncoderSettings, source: Source, *, say: Say) -> 
     loss, tensors = settings.loss, source.converted.tensors
     if LOGIT_SCALE not in tensors:
         return None
-    require_finite({LOGIT_SCALE: tensors[LOGIT_SCALE]}, source=source.title)
     theirs = math.exp(-float(tensors[LOGIT_SCALE]))
     projection, width = tensors.get(PROJECTION), settings.towers.embedding_width
     if loss.temperature is not None:
