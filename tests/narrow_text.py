@@ -9,7 +9,7 @@ from dataclasses import replace
 from clipmill.train.models.dual_encoder import SIZES
 
 _WHOLE = SIZES["tiny"]
-_NARROW = replace(_WHOLE.text.trunk, width=8, num_heads=1)
+_NARROW = replace(_WHOLE.text.trunk, width=16, num_heads=1)
 
 
 def narrow() -> None:
