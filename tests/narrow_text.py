@@ -1,4 +1,4 @@
-"""The model `tiny` with a text tower of a quarter of its width, which tests train and the commands that they fork.
+"""The model `tiny` with a text tower of an eighth of its width, which tests train and the commands that they fork.
 
 The embedding of CLIP's 49,408 tokens makes up nine tenths of the model. To draw, hash, write and read it took a fifth
 of the time of the tests that train.
@@ -9,7 +9,7 @@ from dataclasses import replace
 from clipmill.train.models.dual_encoder import SIZES
 
 _WHOLE = SIZES["tiny"]
-_NARROW = replace(_WHOLE.text.trunk, width=8, num_heads=1)
+_NARROW = replace(_WHOLE.text.trunk, width=16, num_heads=1)
 
 
 def narrow() -> None:

@@ -33,7 +33,7 @@ def test_it_learns_which_way_things_move_and_is_scored_by_verb_noun_and_action(
     moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    flags = (*TINY, *STEPS, "--label", "action", "--steps", 100, "--evaluate.every", 50)
+    flags = (*TINY, *STEPS, "--label", "action", "--steps", 60, "--evaluate.every", 30)
     assert train("classify", "--shards", moving, "--out", out, *flags) == 0
     printed = capsys.readouterr().out
     assert "36 of 37 captions of split 'train', 4 of 4 classes (action); 1 without label" in printed
