@@ -35,7 +35,7 @@ def read_pictures(video: CommittedShard, row: int, *, count: int, size: int) -> 
         packet_frame=index["packet_frame"][row].as_py(),
         packet_flags=index["packet_flags"][row].as_py(),
     )
-    return [_resized(np.asarray(frame.to_ndarray(format="rgb24"), np.uint8), size=size) for frame in frames]
+    return [_resized(np.asarray(frame.to_ndarray(format="rgb24", threads=1), np.uint8), size=size) for frame in frames]
 
 
 def _resized(picture: Picture, *, size: int) -> Picture:
