@@ -4,7 +4,6 @@ import base64
 
 import cv2
 import numpy as np
-from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
 from clipmill.prep.core.chunk_frames import decode_frames
@@ -45,8 +44,7 @@ def decode_pictures(content: bytes, video: CommittedShard, row: int, *, count: i
         packet_frame=index["packet_frame"][row].as_py(),
         packet_flags=index["packet_flags"][row].as_py(),
     )
-    colours = VideoReformatter()  # one for all frames: setting it up costs more than converting a frame
-    return [_resized(np.asarray(colours.reformat(one, format="rgb24").to_ndarray(), np.uint8), size) for one in frames]
+    return [_resized(np.asarray(frame.to_ndarray(format="rgb24", threads=1), np.uint8), size) for frame in frames]
 
 
 def _resized(picture: Picture, size: int) -> Picture:

@@ -47,7 +47,8 @@ class WantedFrames:
             self.content, [*counts], fps=self.fps, packet_frame=self.packet_frame, packet_flags=self.packet_flags
         )
         for decoded, count in zip(frames, counts.values(), strict=True):
-            yield from repeat(np.asarray(decoded.to_ndarray(format="rgb24"), np.uint8), count)
+            # One thread: to start others takes longer than to convert a picture of this size.
+            yield from repeat(np.asarray(decoded.to_ndarray(format="rgb24", threads=1), np.uint8), count)
 
 
 @dataclass(frozen=True)

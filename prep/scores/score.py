@@ -127,12 +127,12 @@ def _first_pass(chunk: ChunkFile, chosen: Chosen, colours: VideoReformatter) -> 
         if number in sharp_frames:
             sharp.append(luma)
         if number == chosen.middle:
-            found_hash = phash(np.asarray(frame.to_ndarray(format="rgb24"), np.uint8))
+            found_hash = phash(np.asarray(frame.to_ndarray(format="rgb24", threads=1), np.uint8))
     return _Seen(looks, pictures, sharp, lines, found_hash, size)
 
 
 def _picture(frame: VideoFrame, colours: VideoReformatter) -> Picture:
-    return analysis_picture(np.asarray(colours.reformat(frame, format="bgr24").to_ndarray(), np.uint8))
+    return analysis_picture(np.asarray(colours.reformat(frame, format="bgr24", threads=1).to_ndarray(), np.uint8))
 
 
 def _mean_motion(

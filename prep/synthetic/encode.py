@@ -36,7 +36,7 @@ def encode_video(
     """
     import av
 
-    # Single-threaded, because the bytes must not depend on the machine.
+    # Single-threaded: the bytes must not depend on the machine, and starting threads for a picture takes longer.
     with av.open(str(path), "w") as container:
         stream = container.add_stream(track.codec, rate=track.fps, options={"threads": "1", **track.options})
         if not isinstance(stream, av.VideoStream):
@@ -47,7 +47,7 @@ def encode_video(
         for picture, tick in zip(pictures, ticks, strict=True):
             frame = av.VideoFrame.from_ndarray(picture, format=picture_format)
             frame.pts, frame.time_base = tick, time_base
-            container.mux(stream.encode(frame.reformat(format=track.pixel_format)))
+            container.mux(stream.encode(frame.reformat(format=track.pixel_format, threads=1)))
         container.mux(stream.encode(None))
 
 

@@ -61,4 +61,4 @@ def due_frames(times_s: np.ndarray, *, output_frame: int, fps: Fraction, tick_s:
 def frame_numbers(content: bytes) -> list[int]:
     """The numbers in all frames of a chunk, in presentation order."""
     with av.open(BytesIO(content), "r") as container:
-        return [read_frame_number(frame.to_ndarray(format="gray")) for frame in container.decode(video=0)]
+        return [read_frame_number(frame.to_ndarray(format="gray", threads=1)) for frame in container.decode(video=0)]

@@ -97,7 +97,8 @@ class Chunks:
         pictures: dict[int, NDArray[np.uint8]] = {}
 
         def add(frame: int, picture: "av.VideoFrame") -> None:
-            pictures[frame] = np.asarray(picture.to_ndarray(format="rgb24"), np.uint8)
+            # One thread: to start others takes longer than to convert a picture of this size.
+            pictures[frame] = np.asarray(picture.to_ndarray(format="rgb24", threads=1), np.uint8)
 
         try:
             chunks.decoder.decode_each(chunks.read(number, wanted), add)
