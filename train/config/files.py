@@ -66,7 +66,7 @@ def load_settings(path: Path, kind: type[Settings]) -> Settings:
 def _parsed(path: Path, kind: type[Settings]) -> Settings:
     from cyclopts import CycloptsError
 
-    app = _reader(kind)
+    app = _reader(kind)  # type: ignore[arg-type]  # classes are hashable, whatever their instances are
     try:
         app.config = [yaml_source(path, kind)]
         with deferred_checks():

@@ -62,7 +62,7 @@ def exported(run: Path, classifier: Path, tmp_path_factory: pytest.TempPathFacto
     names = [str(folder / f"{number}.npy") for number in range(len(BATCHES))]
     for name, clips in zip(names, BATCHES, strict=True):
         np.save(name, clips)
-    found = {}
+    found: dict[tuple[str, str], Path] = {}
     for form, models in {"torch": {"run": run, "classifier": classifier}, "onnx": {"run": run}}.items():
         outs = {name: folder / form / name for name in models}
         for name, weights in models.items():
