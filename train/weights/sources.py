@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,12 @@ from clipmill.train.models.hugging_face import read_hf
 from clipmill.train.models.transformer import NORM_EPS
 from clipmill.train.run.checkpoint import content_of, read_metadata, read_weights
 from clipmill.train.run.folder import RunFolder, is_run
-from clipmill.train.weights.avion import AVION, LAVILA
 from clipmill.train.weights.conversion import (
     CONV,
     LOGIT_SCALE,
     MEANS,
     STDS,
     ConvertedStateDict,
-    Format,
     SourceFacts,
     by_origin,
     kind_of_tensors,
@@ -36,63 +33,14 @@ from clipmill.train.weights.conversion import (
 )
 from clipmill.train.weights.exported import EXTRAS_FILE, read_extras
 from clipmill.train.weights.files import read_config, read_tensors, weights_file, without_prefixes
-from clipmill.train.weights.hf_caption import HF_TIMESFORMER
-from clipmill.train.weights.hf_clip import HF_CLIP
-from clipmill.train.weights.hf_videomae import HF_VIDEOMAE
+from clipmill.train.weights.formats import FORMATS, detect_format, facts_in
 from clipmill.train.weights.library import facts_of_entry, library_facts, library_format
 from clipmill.train.weights.logits import read_logits
-from clipmill.train.weights.open_clip import OPEN_CLIP, OPENAI, facts_of_open_clip, file_of_tag
-from clipmill.train.weights.videomae import VIDEOMAE
-
-_PLAIN = Towers()
-# The formats, in the order in which names of tensors are compared with them. A new one is a file beside this one that
-# defines a Format, its row here, and its name among the choices of `--init.format` (config/model.py).
-FORMATS = {one.name: one for one in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)}
-
-
-def detect_format(names: Iterable[str]) -> Format:
-    """The format of a state dict, by the names of its tensors.
-
-    Raises:
-        UserError: no format has such names, or a tower is of another kind.
-    """
-    known = frozenset(names)
-    for form in FORMATS.values():
-        if form.matches(known):
-            return form
-    first = ", ".join(sorted(known)[:3])
-    raise UserError(
-        "these are not the weights of a CLIP, VideoMAE or TimeSformer of any known format; the first tensors: "
-        f"{first or 'none'}",
-        hint=f"known are {', '.join(FORMATS)}; name one with --init.format to see what fits",
-    )
-
-
-def facts_in(folder: Path) -> SourceFacts | None:
-    """Facts from the configuration files in a folder; None if it has none.
-
-    Raises:
-        UserError: a file is damaged, or of a model that the towers here cannot be.
-    """
-    own = read_config(folder / "open_clip_config.json")
-    if own is not None:
-        preprocess = own.get("preprocess_cfg") or {}
-        return facts_of_open_clip(own.get("model_cfg", own) or {}, preprocess, source=str(folder))
-    config = read_config(folder / "config.json")
-    if config is None:
-        return None
-    preprocess = read_config(folder / "preprocessor_config.json") or {}
-    kind = str(config.get("model_type"))
-    for form in FORMATS.values():
-        if form.read_config is not None and any(fnmatchcase(kind, pattern) for pattern in form.model_types):
-            return form.read_config(config, preprocess, source=str(folder))
-    raise UserError(
-        f"{folder}: the model is a {config.get('model_type')!r}, not a 'clip' or a 'videomae'",
-        hint="name the folder of a CLIPModel or a VideoMAE",
-    )
-
+from clipmill.train.weights.open_clip import file_of_tag
 
 Say = Callable[[str], None]
+
+_PLAIN = Towers()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,10 @@ from clipmill.train.config.model import Init
 from clipmill.train.weights.conversion import ConvertedStateDict, Format, NameTable, SourceFacts, any_begins
 from clipmill.train.weights.files import without_prefixes
 from clipmill.train.weights.fitting import fit, resize_positions, stretched_positions
+from clipmill.train.weights.formats import FORMATS, detect_format
 from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.open_clip import from_open_clip, to_open_clip
-from clipmill.train.weights.sources import FORMATS, Source, detect_format, open_weights
+from clipmill.train.weights.sources import Source, open_weights
 from tests.train.weights.small import loaded_weights, our_model, quiet, shuffle
 
 State = dict[str, torch.Tensor]
