@@ -66,7 +66,10 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.CHUNK_DAMAGED: ("the chunk is damaged", "run prep verify, then the commands that it names"),
     FailureCode.MODEL_UNAVAILABLE: ("a node cannot load the model", "make the weights available on all nodes"),
     FailureCode.NOT_FINITE: ("the model returned NaN or infinity", "check the weights; try another precision"),
-    FailureCode.ANSWER_EMPTY: ("the model wrote nothing", "change --prompt, or run prep retry"),
+    FailureCode.ANSWER_EMPTY: (
+        "the model wrote nothing",
+        "change --prompt, or run prep retry --column captions",
+    ),
     FailureCode.ANSWER_REFUSED: (
         "the model declined to answer",
         "change --prompt, or leave the chunk out with --where",
@@ -77,7 +80,10 @@ WORDS: dict[str, tuple[str, str]] = {
     ),
     FailureCode.PROMPT_TOO_LONG: ("the context of the model is too short", "give fewer --frames, or a smaller --size"),
     FailureCode.OTHER_MODEL: ("the server has another model", "give the name of the model that it serves as --model"),
-    FailureCode.REQUEST_INVALID: ("the server rejected the request", "see its message; then run prep retry"),
+    FailureCode.REQUEST_INVALID: (
+        "the server rejected the request",
+        "see its message; then run prep retry --column captions",
+    ),
     FailureCode.ENDPOINT_REFUSED: (
         "the server rejects all requests",
         "check OPENAI_API_KEY and its credit, --endpoint and --model",
