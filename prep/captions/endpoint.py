@@ -33,6 +33,9 @@ _NO_KEY = "none"  # servers on one's own machine need none, but the client does
 _MAX_UNUSABLE = 3  # answers to one request that are not answers
 _MAX_FAILED = 8  # requests in a row that fail for good, before the rest of the shard is left
 _MAX_AHEAD = 16  # rows that are prepared while others wait for the server
+# Status codes that say nothing about the single request: no credit is left, or there is another program at the address.
+_OF_ALL_REQUESTS = (401, 402, 403, 404, 405)
+_TRANSIENT = (408, 409, 429)  # which the client repeats, like 5xx
 
 
 class Endpoint:
@@ -45,7 +48,7 @@ class Endpoint:
         timeout_s: time limit of each.
 
     Raises:
-        UserError: the client is not installed.
+        UserError: see `require_client`.
     """
 
     def __init__(self, settings: CaptionsSettings, *, in_flight: int, retries: int, timeout_s: float) -> None:
@@ -144,13 +147,15 @@ class Endpoint:
                         self._stop = self._stop or Stop(wrong.code, wrong.message)
                     return answer
             failure = SourceFailure(FailureCode.ENDPOINT_FAILED, "what the server sent is not an answer")
-        except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
-            self._stop = self._stop or Stop(FailureCode.ENDPOINT_REFUSED, self._words(error))
-            raise SourceFailure(FailureCode.ENDPOINT_REFUSED, self._words(error)) from None
-        except (openai.RateLimitError, openai.InternalServerError, openai.APIConnectionError) as error:
+        except openai.APIConnectionError as error:
             failure = SourceFailure(FailureCode.ENDPOINT_FAILED, self._words(error))
         except openai.APIStatusError as error:
-            raise SourceFailure(FailureCode.REQUEST_INVALID, self._words(error)) from None
+            if error.status_code in _OF_ALL_REQUESTS:
+                self._stop = self._stop or Stop(FailureCode.ENDPOINT_REFUSED, self._words(error))
+                raise SourceFailure(FailureCode.ENDPOINT_REFUSED, self._words(error)) from None
+            if error.status_code not in _TRANSIENT and error.status_code < 500:
+                raise SourceFailure(FailureCode.REQUEST_INVALID, self._words(error)) from None
+            failure = SourceFailure(FailureCode.ENDPOINT_FAILED, self._words(error))
         self._num_failed += 1
         if self._num_failed >= _MAX_FAILED:
             self._stop = self._stop or Stop(failure.code, failure.message)
@@ -180,9 +185,10 @@ class Endpoint:
         )
 
     def _words(self, error: Exception) -> str:
-        """Return what an error says on one line."""
-        cause = f": {type(error.__cause__).__name__}" if error.__cause__ is not None else ""
-        return on_one_line(self._without_key(f"{error}{cause}"))
+        """Return what an error says on one line, or its cause: the transport reports a closed port as a time limit."""
+        cause = error.__cause__
+        text = str(error) if cause is None else str(cause) or f"{error}: {type(cause).__name__}"
+        return on_one_line(self._without_key(text))
 
     def _without_key(self, text: str) -> str:
         """Return what a server sent without the key: some repeat it in their errors."""
@@ -190,7 +196,15 @@ class Endpoint:
 
 
 def require_client() -> None:
-    """Raise UserError if `openai` or its transport is not installed; importing them here would take a second."""
+    """Raise UserError if `openai` or its transport is not installed, or if the key cannot be part of a request.
+
+    Importing them here would take a second.
+    """
     for name in ("openai", "aiohttp"):
         if find_spec(name) is None:
             raise UserError(f"{name} is not installed", hint="install clipmill[endpoint]")
+    key = os.environ.get(KEY_VARIABLE, "")
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(
+            f"{KEY_VARIABLE} has a line feed or another character that no key has", hint="set it to the key alone"
+        )

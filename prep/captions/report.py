@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.units import duration_text
 from clipmill.prep.captions.answers import ANSWERS_FOLDER, Answer, answers_in
 from clipmill.prep.captions.column import COLUMN
@@ -17,6 +17,7 @@ from clipmill.prep.core.report import Report, summary_report
 from clipmill.prep.core.run import Summary
 
 _MAX_ANSWERS = 10_000  # that an estimate looks at
+_NUM_SHOWN = 3  # of them, in words
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ def captions_report(plan: CaptionsPlan) -> Report:
                 tokens = f"{estimate['tokens_in']:,} tokens in and {estimate['tokens_out']:,} out"
             lines.append(f"         {tokens}; {duration_text(estimate['answer_s'])} without requests in parallel")
             lines.append(f"         ({cost.line()})")
+            for answer in answers[:_NUM_SHOWN]:
+                problem = answer.problem(plan.recipe.model)
+                code = "" if problem is None else f"{problem.code}: "
+                lines.append(f"answer   {code}{on_one_line(answer.caption)}")
         else:
             lines.append(
                 "         tokens and time are unknown: --trial 3 describes three chunks, and keeps the answers"

@@ -28,7 +28,7 @@ class FailureCode(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"  # pictures, text and answer exceed the context of the model
     OTHER_MODEL = "other_model"  # a server answered with another model than the requested one
     REQUEST_INVALID = "request_invalid"  # a server rejected a single request
-    ENDPOINT_REFUSED = "endpoint_refused"  # a server rejects all requests: key, address or name of the model
+    ENDPOINT_REFUSED = "endpoint_refused"  # a server rejects all requests: key, credit, address or name of the model
     ENDPOINT_FAILED = "endpoint_failed"  # no usable answer of a server, after all retries
     BUDGET_SPENT = "budget_spent"
     TIMEOUT = "timeout"
@@ -66,7 +66,10 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.CHUNK_DAMAGED: ("the chunk is damaged", "run prep verify, then the commands that it names"),
     FailureCode.MODEL_UNAVAILABLE: ("a node cannot load the model", "make the weights available on all nodes"),
     FailureCode.NOT_FINITE: ("the model returned NaN or infinity", "check the weights; try another precision"),
-    FailureCode.ANSWER_EMPTY: ("the model wrote nothing", "change --prompt, or run prep retry"),
+    FailureCode.ANSWER_EMPTY: (
+        "the model wrote nothing",
+        "change --prompt, or run prep retry --column captions",
+    ),
     FailureCode.ANSWER_REFUSED: (
         "the model declined to answer",
         "change --prompt, or leave the chunk out with --where",
@@ -77,8 +80,14 @@ WORDS: dict[str, tuple[str, str]] = {
     ),
     FailureCode.PROMPT_TOO_LONG: ("the context of the model is too short", "give fewer --frames, or a smaller --size"),
     FailureCode.OTHER_MODEL: ("the server has another model", "give the name of the model that it serves as --model"),
-    FailureCode.REQUEST_INVALID: ("the server rejected the request", "see its message; then run prep retry"),
-    FailureCode.ENDPOINT_REFUSED: ("the server rejected the request", "check OPENAI_API_KEY, --endpoint and --model"),
+    FailureCode.REQUEST_INVALID: (
+        "the server rejected the request",
+        "see its message; then run prep retry --column captions",
+    ),
+    FailureCode.ENDPOINT_REFUSED: (
+        "the server rejects all requests",
+        "check OPENAI_API_KEY and its credit, --endpoint and --model",
+    ),
     FailureCode.ENDPOINT_FAILED: ("the server gave no answer", "check the server, then run the same command again"),
     FailureCode.BUDGET_SPENT: ("the tokens are spent", "run the same command with a larger --max-tokens-total"),
     FailureCode.TIMEOUT: ("no answer in time", "check the disk or mount, then run the same command again"),

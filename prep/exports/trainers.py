@@ -300,8 +300,9 @@ def _record_at(destination: Path) -> dict[str, str]:
     if not destination.exists():
         return {}
     try:
-        return dict(parse_json((destination / RECORD_FILE).read_bytes())["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+        files = parse_json((destination / RECORD_FILE).read_bytes())["files"]
+        return {path: bytes.fromhex(digest).hex() for path, digest in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(
             f"{destination} exists and was not written by prep export", hint="remove it, or give another name"
         ) from None

@@ -114,6 +114,7 @@ def _write_hf(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
     import transformers
     from transformers import ImageProcessingMixin
 
+    transformers.utils.logging.disable_progress_bar()  # of save_pretrained, among our own lines
     library: Any = library_of(towers.image)[0]
     name, weights = towers.image.partition(":")[2], towers.weights
     held = {one for one in weights if one.startswith(IMAGE)}

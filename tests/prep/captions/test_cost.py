@@ -33,6 +33,7 @@ def test_a_plan_asks_only_on_request_and_the_run_keeps_what_it_got(shard_set: Sh
         assert len(server.log) == 3 and planned["answers"]["num_answers"] == 3
         tokens_in = sum(one.tokens for one in server.log) * NUM_CHUNKS / 3
         assert planned["estimate"]["tokens_in"] == round(tokens_in) and planned["estimate"]["answer_s"] > 0
+        assert prep_here(*plan, "--data", data).stdout.count("\nanswer   2 frames of brightness ") == 3
         assert make(data, server).summary["num_chunks"] == NUM_CHUNKS and len(server.log) == NUM_CHUNKS
 
 

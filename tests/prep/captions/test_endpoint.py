@@ -185,6 +185,8 @@ def test_a_server_that_stays_away_fails_by_name_and_the_rerun_asks_only_for_the_
     http.server_close()
     made = make(data, away, "--prompt", "Other", "--retries", 0, status=1).summary
     assert made["failures"] == {"endpoint_failed": NUM_CHUNKS}
+    listed = [path.read_text() for path in data.glob("captions/*/failures.jsonl")]
+    assert [text for text in listed if "Cannot connect to host 127.0.0.1" in text], "and not a time limit"
     port = int(away.address.split(":")[2].removesuffix("/v1"))
     back = Server()
     http = back.begin(port)
@@ -193,6 +195,29 @@ def test_a_server_that_stays_away_fails_by_name_and_the_rerun_asks_only_for_the_
     finally:
         http.shutdown()
         http.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "failures"),
+    [(402, {"endpoint_refused": 1, "shard_missing": 1}), (408, {"endpoint_failed": NUM_CHUNKS - 1})],
+)
+def test_spent_credit_and_a_proxy_without_patience_leave_no_chunk_behind(
+    shard_set: ShardSet, status: int, failures: dict[str, int]
+) -> None:
+    with served(lambda request, number: status if number else described(request, number)) as server:
+        ran = make(shard_set.data, server, "--in-flight", 1, "--retries", 0, status=1)
+        assert ran.summary["failures"] == failures
+        server.script = described
+        assert make(shard_set.data, server).summary["num_chunks"] == NUM_CHUNKS, "a plain rerun asks again"
+
+
+@pytest.mark.parametrize("key", ["sk-hidden\n", "sk-hidden-é"])
+def test_a_key_that_no_header_takes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    server = ("--endpoint", "http://localhost:1/v1", "--model", MODEL)
+    ran = prep_here("captions", *server, "--data", tmp_path, status=2)
+    assert ran.error.startswith("OPENAI_API_KEY has a line feed or another") and "hidden" not in ran.stderr
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_key_is_sent_and_shown_nowhere(shard_set: ShardSet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,6 +296,8 @@ def test_what_cannot_be_exported_is_named(texts: Path, tmp_path: Path) -> None:
         return prep_here("export", "musubi", tmp_path / folder, "--data", texts, *flags, status=2).error
 
     assert "was not written by prep export" in told("mine")
+    (tmp_path / "mine" / "clipmill.json").write_text('{"files": {"a": ["b"]}}')
+    assert "was not written by prep export" in told("mine")
     assert "no latents of split 'val'" in told("out", "--split", "val")
     write(texts, "AutoencoderKLWan", latent_frames=None)
     assert "latents of single frames" in told("out")

@@ -41,7 +41,11 @@ BAD: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no weights": (_without("model.safetensors"), "cannot read the weights of", "safetensors files alone"),
     "cut weights": (_cut, "cannot read the weights of", "get the folder"),
     "other weights": (_changed("config.json", intermediate_size=65), "do not fit its config.json", "get the folder"),
-    "contradiction": (_changed("config.json", num_hidden_layers=3), "cannot read", "get the folder"),
+    "contradiction": (
+        _changed("config.json", num_hidden_layers=3),
+        "(3) must be equal to the number",
+        "get the folder",
+    ),
     "other vocabulary": (_changed("config.json", vocab_size=100), "do not belong together", "use the tokenizer"),
     "encoder and decoder": (_changed("config.json", **T5), "T5ForConditionalGeneration, an encoder and", "Qwen3"),
     "no causal model": (_changed("config.json", **BERT), "BertForMaskedLM, of type bert", "Qwen3"),

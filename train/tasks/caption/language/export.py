@@ -83,7 +83,9 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
         UserError: the tower cannot be traced, or peft is not installed.
     """
     from transformers import GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # of save_pretrained, among our own lines
     settings = request.settings
     captioner = build_captioner(settings, parts, attend=attend_with_sdpa)
     assert isinstance(captioner, LanguageCaptioner)

@@ -209,8 +209,10 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # type: ignore[no-any-return]
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        # The first line of the library's own error names a validator, and the second one the value.
+        said = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
         raise UserError(
-            f"cannot read {folder / 'config.json'}: {first_line(error)}", hint="get the folder of --decoder.lm again"
+            f"cannot read {folder / 'config.json'}: {said}", hint="get the folder of --decoder.lm again"
         ) from error
 
 
