@@ -2,6 +2,8 @@
 
 from enum import StrEnum
 
+from clipmill.shards.columns import CAPTIONS
+
 
 class FailureCode(StrEnum):
     """Failure code, as stored in commits and lists, shown on the console and accepted by `prep retry --only CODE`."""
@@ -68,7 +70,7 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.NOT_FINITE: ("the model returned NaN or infinity", "check the weights; try another precision"),
     FailureCode.ANSWER_EMPTY: (
         "the model wrote nothing",
-        "change --prompt, or run prep retry --column captions",
+        f"change --prompt, or run prep retry --column {CAPTIONS}",
     ),
     FailureCode.ANSWER_REFUSED: (
         "the model declined to answer",
@@ -82,7 +84,7 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.OTHER_MODEL: ("the server has another model", "give the name of the model that it serves as --model"),
     FailureCode.REQUEST_INVALID: (
         "the server rejected the request",
-        "see its message; then run prep retry --column captions",
+        f"see its message; then run prep retry --column {CAPTIONS}",
     ),
     FailureCode.ENDPOINT_REFUSED: (
         "the server rejects all requests",
