@@ -7,6 +7,15 @@ from pathlib import Path
 import pytest
 
 
+def refused(command: str, words: list[str], *, folder: Path, settings: str) -> list[str]:
+    """What a command that is refused says, beside a file of settings."""
+    (folder / "settings.yaml").write_text(f"{settings}\n")
+    program = [sys.executable, "-m", f"clipmill.{command}.cli", *words]
+    ran = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    return ran.stderr.splitlines()
+
+
 @pytest.mark.parametrize(
     ("command", "words", "named", "origin"),
     [
@@ -19,12 +28,8 @@ import pytest
 def test_a_fraction_is_refused_by_its_flag(
     tmp_path: Path, command: str, words: list[str], named: str, origin: str
 ) -> None:
-    (tmp_path / "settings.yaml").write_text("batch: 7.5\n")
-    ran = subprocess.run(
-        [sys.executable, "-m", f"{command}.cli", *words], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 2
-    assert ran.stderr.splitlines() == [f"error: {named}", f"hint: give a whole number, without a decimal point{origin}"]
+    said = refused(command, words, folder=tmp_path, settings="batch: 7.5")
+    assert said == [f"error: {named}", f"hint: give a whole number, without a decimal point{origin}"]
 
 
 @pytest.mark.parametrize(
@@ -40,11 +45,7 @@ def test_a_fraction_is_refused_by_its_flag(
 def test_an_address_for_a_local_path_is_refused_and_makes_no_folder_of_its_name(
     tmp_path: Path, command: str, words: list[str], name: str, origin: str
 ) -> None:
-    (tmp_path / "settings.yaml").write_text("out: s3://bucket/run\n")
-    ran = subprocess.run(
-        [sys.executable, "-m", f"{command}.cli", *words], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 2
+    said = refused(command, words, folder=tmp_path, settings="out: s3://bucket/run")
     hint = "hint: give a local path, and copy the files from or to that address"
-    assert ran.stderr.splitlines() == [f"error: {name} is s3://bucket/run, and takes a local path", f"{hint}{origin}"]
+    assert said == [f"error: {name} is s3://bucket/run, and takes a local path", f"{hint}{origin}"]
     assert [one.name for one in tmp_path.iterdir()] == ["settings.yaml"]
