@@ -1,4 +1,4 @@
-"""What every test shares: the root of the checkout, its files, and freedom from the user's own settings."""
+"""Fixtures of all tests: the root of the checkout, its files and servers, in an environment that users cannot change."""
 
 import gc
 import os
@@ -13,16 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.environment import fix_environment
 from tests.forks import Forks
 from tests.object_storage.fixtures import _proxy, bucket, faults, few_retries, other_machine, s3  # noqa: F401 - for every test
 from tests.workers import ForkedContext, fork_from, fsync_at_once
 
+fix_environment()
 # A user may keep Python from writing bytecode; the many programs that tests start would compile the packages each time.
 sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
-# Processes of several tests share the cores: threads of numpy and torch that wait for each other would keep them busy.
-os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 # Imports and the collection make millions of objects that stay; see `pytest_collection_finish`.
 gc.disable()
@@ -134,14 +132,6 @@ def _keeps_a_core_busy(thread: threading.Thread) -> bool:
         return False
     used, began = (number / os.sysconf("SC_CLK_TCK") for number in (int(fields[11]) + int(fields[12]), int(fields[19])))
     return used > max(5.0, 0.2 * (time.clock_gettime(time.CLOCK_BOOTTIME) - began))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_settings_of_the_user() -> Iterator[None]:
-    """A test that names no data folder must not find the user's."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.delenv("CLIPMILL_DATA", raising=False)
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

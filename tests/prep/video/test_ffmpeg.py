@@ -51,6 +51,7 @@ def test_a_trial_that_is_killed_says_nothing_about_encoder_and_program(
     program.rename(tmp_path / "binaries/ffmpeg-linux")
     monkeypatch.setattr("imageio_ffmpeg.__file__", str(tmp_path / "__init__.py"))
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.delenv("CLIPMILL_FFMPEG")
     with pytest.raises(FailedWork, match=killed):
         find_ffmpeg()
 

@@ -1,0 +1,33 @@
+"""The environment of the tests: equal on every machine, whatever its user has set.
+
+A machine may have an old ffmpeg on PATH, a private umask, another language, a proxy, credentials of a cloud, a cluster
+of Ray, or the variables of a job of SLURM. Tests that are about such a setting make it themselves.
+"""
+
+import os
+import re
+
+import imageio_ffmpeg
+
+UMASK = 0o022
+LOCALE = "C.UTF-8"
+# `benchmarks.gpu` tells the tests that it starts when they have to end.
+_KEPT = frozenset({"CLIPMILL_GPU_ENDS"})
+_SETTINGS = re.compile(
+    r"(AWS|AZURE|GOOGLE|S3|RAY|CLIPMILL|HF|HUGGINGFACE|TRANSFORMERS|DIFFUSERS|OPENAI|WANDB|TORCH|TORCHELASTIC"
+    r"|TORCHINDUCTOR|NCCL|GLOO|SLURM|XDG|LC)_.*"
+    r"|(.*_)?PROXY|LANG|LANGUAGE|(NO|FORCE|CLI)_?COLOR(_FORCE)?|COLUMNS|LINES|PYTHONWARNINGS|PYTHONDONTWRITEBYTECODE"
+    r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)",
+    re.IGNORECASE,
+)
+
+
+def fix_environment() -> None:
+    """Remove the settings of the user from this process, and set what the tests rely on."""
+    for name in [name for name in os.environ if _SETTINGS.fullmatch(name) and name not in _KEPT]:
+        del os.environ[name]
+    # Processes of several tests share the cores: threads of numpy and torch that wait for each other would keep them
+    # busy.
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    os.environ |= {"LANG": LOCALE, "CLIPMILL_FFMPEG": imageio_ffmpeg.get_ffmpeg_exe()}
+    os.umask(UMASK)
