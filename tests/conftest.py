@@ -1,4 +1,4 @@
-"""Fixtures of all tests: the root of the checkout, its files and servers, in an environment that users cannot change."""
+"""Fixtures of all tests: the root of the checkout, its files and servers; and the same environment for every user."""
 
 import gc
 import os
