@@ -13,28 +13,45 @@ if TYPE_CHECKING:
     from cyclopts import App, CycloptsError, UnknownOptionError
 
 _VALUES_ONLY = "--"
-# What other programs call a setting -> its flag here, if the command has it.
-_CALLED_ELSEWHERE = {
-    "accum-freq": "microbatch",
-    "batch-size": "batch",
-    "data": "shards",
-    "data-path": "shards",
-    "epochs": "steps",
-    "gradient-accumulation-steps": "microbatch",
-    "img-size": "size-px",
-    "learning-rate": "lr",
-    "max-steps": "steps",
-    "num-epochs": "steps",
-    "num-train-epochs": "steps",
-    "num-workers": "workers",
-    "output": "out",
-    "output-dir": "out",
-    "per-device-train-batch-size": "batch",
-    "pretrained": "init.weights",
-    "train-data": "shards",
-    "warmup": "warmup-steps",
-    "wd": "weight-decay",
+_SIZES = ("short-side", "size-px", "size")
+# Name of a setting in other programs -> its flags here; the first one that the command has is suggested.
+_CALLED_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "accum-freq": ("microbatch",),
+    "batch-size": ("batch",),
+    "chunk-len": ("len",),
+    "chunk-length": ("len",),
+    "chunk-size": ("len",),
+    "clip-length": ("len",),
+    "data": ("shards",),
+    "data-path": ("shards",),
+    "duration": ("len",),
+    "epochs": ("steps",),
+    "frame-rate": ("fps",),
+    "framerate": ("fps",),
+    "gradient-accumulation-steps": ("microbatch",),
+    "height": _SIZES,
+    "image-size": _SIZES,
+    "img-size": _SIZES,
+    "input-size": _SIZES,
+    "learning-rate": ("lr",),
+    "max-steps": ("steps",),
+    "num-epochs": ("steps",),
+    "num-processes": ("workers",),
+    "num-train-epochs": ("steps",),
+    "num-workers": ("workers",),
+    "output": ("out",),
+    "output-dir": ("out",),
+    "per-device-train-batch-size": ("batch",),
+    "pretrained": ("init.weights",),
+    "quality": ("crf",),
+    "resolution": _SIZES,
+    "train-data": ("shards",),
+    "video-bitrate": ("bitrate",),
+    "warmup": ("warmup-steps",),
+    "wd": ("weight-decay",),
+    "width": _SIZES,
 }
+_CUTOFF = 0.7  # of difflib's ratio; at its default of 0.6, --resolution resembles --threshold
 _UNITS = {
     "microbatch": "--microbatch is the number of samples that a process computes at once; --batch stays the same",
     "steps": "--steps is a number of optimizer steps: epochs x samples / --batch",
@@ -63,8 +80,8 @@ def usage_message(error: "CycloptsError") -> str:
     if isinstance(error, UnknownOptionError):
         if error.token.source != "cli":
             return _unknown_key(error)
-        if flag := _called_here(error):
-            return f"unknown option: {on_one_line(_word(error))}. Did you mean --{flag}?"
+        flag = _called_here(error) or _most_similar(error)
+        return f"unknown option: {on_one_line(_word(error))}" + (f". Did you mean --{flag}?" if flag else "")
     if isinstance(error, MissingArgumentError) and error.argument is not None and error.keyword is None:
         name = error.argument.name
         return f"{name.lstrip('-').upper() if error.argument.index is not None else name} is required"
@@ -82,8 +99,18 @@ def _unknown_key(error: "UnknownOptionError") -> str:
 
 def _called_here(error: "UnknownOptionError") -> str | None:
     """Return the flag, without dashes, for the setting that other programs call by the unknown name; None if none."""
-    flag = _CALLED_ELSEWHERE.get(_word(error).partition("=")[0].lstrip("-").replace("_", "-"))
-    return flag if flag in _flags(error) else None
+    flags = _flags(error)
+    return next((flag for flag in _CALLED_ELSEWHERE.get(_plain(error), ()) if flag in flags), None)
+
+
+def _most_similar(error: "UnknownOptionError") -> str | None:
+    """Return the flag, without dashes, of which the unknown one may be a misspelling; None if none is similar."""
+    flags = _flags(error)
+    return next(iter(get_close_matches(_plain(error), flags, n=1, cutoff=_CUTOFF)), None)
+
+
+def _plain(error: "UnknownOptionError") -> str:
+    return _word(error).partition("=")[0].lstrip("-").replace("_", "-")
 
 
 def _flags(error: "UnknownOptionError") -> list[str]:

@@ -6,7 +6,7 @@ packets. Every call that opens a video therefore passes the formats and the prot
 """
 
 # Format names of libav, for its option `format_whitelist`.
-CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mpegvideo,ivf,gif,mxf,wtv,rm"
+CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mpegvideo,ivf,gif,mxf,wtv,rm,dv"
 # For libav's option `protocol_whitelist`.
 FILE_PROTOCOLS = "file,pipe"
 NO_PROTOCOLS = ""  # for a video in memory

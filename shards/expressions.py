@@ -19,6 +19,7 @@ from decimal import Decimal
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
 
 if TYPE_CHECKING:
@@ -178,7 +179,9 @@ class _Parser:
             nearest = difflib.get_close_matches(name.lower(), self._fields, n=1)
             hint = f"did you mean {nearest[0]}? " if nearest else "texts are written in 'single quotes'; "
             hint = "ask for unknown values by `NAME is null`; " if name == "None" else hint
-            if "_" in name:  # the fields of a plug-in's column are named after it
+            if name.lower().startswith(LABEL_PREFIX):
+                hint = "labels of captions are classes (--label), not fields; to select captions, give them a source; "
+            elif "_" in name:  # the fields of a plug-in's column are named after it
                 hint += f"if {name.partition('_')[0]} is a column of a plug-in, its package is not installed here; "
             self._fail(f"there is no name {name}", place, hint=f"{hint}names: {', '.join(self._fields)}")
 

@@ -24,6 +24,7 @@ _STRING = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 # Items are separated by commas, or by white space as NumPy writes arrays.
 _LIST = re.compile(rf"\[\s*{_STRING}(?:[\s,]+{_STRING})*[\s,]*\]", re.DOTALL)
 _LIST_BEGIN = re.compile(r"""\[\s*(?:['"]|\])""")
+_BOOLEANS = frozenset({"true", "false"})
 _IN_BRACKETS = re.compile(r"\[[^\[\]]*,[^\[\]]*\]")
 
 
@@ -128,8 +129,10 @@ def _labels(values: Mapping[str, Any]) -> dict[str, str]:
             value = int(value)  # a column of integers with gaps, as pandas writes it
         if not isinstance(value, str | int | float) or not encodable(str(value)):
             raise Unusable(Reason.BAD_LABEL, f"{name} is {quoted(value)}, expected one class, a name or a number")
-        if label := str(value).strip():
-            labels[name] = label
+        label = str(value).strip()
+        if label:
+            # JSON has a true of its own, Python writes True, and spreadsheets TRUE: all of them are one class.
+            labels[name] = label.lower() if label.lower() in _BOOLEANS else label
     return labels
 
 

@@ -157,7 +157,7 @@ def _named_rows(path: Path, *, note: Callable[[str], None], required: Sequence[s
     if suffix in TEXT_SUFFIXES:
         return separated_rows(path, required=required, note=note)
     if suffix in LINE_SUFFIXES or suffix == JSON_SUFFIX:
-        return json_table_rows(path, note=note)
+        return json_table_rows(path, required=required, note=note)
     if suffix == _PARQUET_SUFFIX:
         return _parquet_rows(path, required=required, note=note)
     raise UserError(

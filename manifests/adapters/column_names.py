@@ -46,15 +46,19 @@ NAMES: Mapping[str, Sequence[str]] = {
     "split": ("subset", "partition"),
     CLASS: ("label", "class"),
 }
-# German, French and Spanish names, which count only where a table has no English one for the column.
-TRANSLATED_NAMES: Mapping[str, Sequence[str]] = {
+# Names that count only where a table has none of the others for the column: German, French and Spanish names, and those
+# of instructions in data sets of robots.
+SECONDARY_NAMES: Mapping[str, Sequence[str]] = {
     "video": ("datei", "dateiname", "dateipfad", "pfad", "fichier", "nomdufichier", "chemin", "archivo", "ruta"),
-    "text": ("beschreibung", "untertitel", "texte", "legende", "texto", "descripcion", "leyenda"),
+    "text": (
+        *("beschreibung", "untertitel", "texte", "legende", "texto", "descripcion", "leyenda"),
+        *("languageinstruction", "instruction", "task"),
+    ),
     "begin_s": ("von", "beginn", "anfang", "startzeit", "debut", "inicio", "desde"),
     "end_s": ("bis", "ende", "endzeit", "fin", "hasta"),
     "duration_s": ("dauer", "duree", "duracion"),
 }
-_DURATIONS = frozenset(("durations", *NAMES["duration_s"], *TRANSLATED_NAMES["duration_s"]))
+_DURATIONS = frozenset(("durations", *NAMES["duration_s"], *SECONDARY_NAMES["duration_s"]))
 NUMBERS = ("begin_s", "end_s", "duration_s", "likelihood", *OTHER_TIMES)
 _LABEL = re.compile(r"label[\W_]+(?=\w)(.+)", re.IGNORECASE)
 _ELAN_FORMAT = re.compile(r" - (?:hh:mm:ss\.ms|ss\.msec)$")  # of a time, in the headers that ELAN exports
@@ -68,7 +72,7 @@ def columns_of(header: Sequence[str]) -> dict[str, str]:
     plain = {cell: _plain(cell) for cell in header}
     names = {**NAMES, **OTHER_TIMES}
     found: dict[str, str] = {}
-    for tier in ({name: ("".join(name.split("_")),) for name in names}, names, TRANSLATED_NAMES):
+    for tier in ({name: ("".join(name.split("_")),) for name in names}, names, SECONDARY_NAMES):
         known = {alias: name for name, aliases in tier.items() if name not in found.values() for alias in aliases}
         found |= {cell: known[name] for cell, name in plain.items() if cell not in found and name in known}
     labels = {cell: _LABEL.fullmatch(cell.strip()) for cell in header if cell not in found}

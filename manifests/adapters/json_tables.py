@@ -36,15 +36,19 @@ _SHAPES = (
 )
 
 
-def json_table_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
+def json_table_rows(path: Path, *, required: Sequence[str], note: Callable[[str], None]) -> Iterator[Row]:
     """Iterate over the rows of a table, with the documented names of the columns.
 
     Args:
+        required: columns that some row must have; a label stands in for a text.
         note: called with each thing about the table that differs from its documented form.
 
     Raises:
-        UserError: the file is not JSON, or not a table of captions.
+        UserError: the file is not JSON, or not a table of captions. That no row has a required column is known, and
+            raised, after the last row.
     """
+    lacking: Sequence[str] = required
+    first_keys: tuple[str, ...] = ()
     known: dict[tuple[str, ...], dict[str, str]] = {}
     noted: set[str] = set()
 
@@ -60,7 +64,15 @@ def json_table_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]
                 known.clear()
             known[keys] = take_columns(keys, path=path, note=note_once)
         columns = known[keys]
+        if lacking and row.fault is None:
+            lacking, first_keys = missing_columns(columns.values(), lacking), first_keys or keys
         yield Row(row.number, {columns[key]: value for key, value in row.values.items() if key in columns}, row.fault)
+    if first_keys and lacking:
+        raise UserError(
+            f"{path} has no column for {' and '.join(lacking)} (the keys of its first row: "
+            f"{', '.join(map(on_one_line, first_keys[:_MAX_FORMS]))})",
+            hint="name them video and text; docs/datasets.md lists the other names that are recognized",
+        )
 
 
 def _rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:

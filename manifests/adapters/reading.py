@@ -104,6 +104,8 @@ class ReadingBuilder:
         self._example_file = scan.files[0].relative if scan.files else None
         if scan.num_hidden:
             self.note(f"{counted(scan.num_hidden, 'hidden video')} ignored (file names that begin with a dot)")
+        if (omitted := scan.describe_omitted()) is not None:
+            self.note(omitted)
         return scan
 
     def begin_annotations(self, file: Place) -> None:

@@ -3,6 +3,7 @@
 The states of objects (their sizes) come with the listing; nothing is opened.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
@@ -35,6 +36,7 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
     objects = open_objects(folder)
     files: list[VideoFile] = []
     others: list[VideoFile] = []
+    omitted: Counter[str] = Counter()
     skipped, num_skipped = None if skip is None else f"{skip.rstrip('/')}/", 0
     try:
         for info in objects.list():
@@ -48,6 +50,8 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
                 files.append(VideoFile(url, info.key, info.size_bytes))
             elif suffix in beside:
                 others.append(VideoFile(url, info.key, info.size_bytes))
+            else:
+                omitted[suffix] += 1
     except OSError as error:
         if isinstance(error, UserError):
             raise
@@ -64,8 +68,8 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
             hint="give a data folder with --data that does not contain them",
         )
     if not files:
-        raise no_videos(folder, [])
-    return Scan(sorted(files, key=file_order), faults, sorted(others, key=file_order))
+        raise no_videos(folder, [], omitted=omitted)
+    return Scan(sorted(files, key=file_order), faults, sorted(others, key=file_order), omitted=omitted)
 
 
 def require_listable(folder: str) -> None:

@@ -9,7 +9,8 @@ import codecs
 import html
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ _TIME = r"-?(?:\d{1,4}:)?\d{1,3}:\d{1,2}(?:[.,:]\d{1,9})?"
 _TIMING = re.compile(rf"\s*(?P<begin>{_TIME})\s*-{{1,3}}>\s*(?P<end>{_TIME})(?:\s.*)?", re.DOTALL)
 _LIKE_TIMING = re.compile(r"[\s\d:.,-]*-->|[\s\d:.,-]*:[\s\d:.,-]*->|\s*-?\d+:\S*\s*-->")
 _ARROW = "-->"
+_WORD_TIME = re.compile(r"<\d[\d:.]*><c[.>]")  # before each word of YouTube's automatic subtitles
+_INSTANT_S = 0.02
 _MAX_TIMING_CHARS = 100  # of the times in a line; the time for matching grows with their square
 _PARTS = re.compile(r"(?P<sign>-?)(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)(?:[.,:](?P<fraction>\d+))?")
 # <i>, </font>, <v Name>, <c.yellow>, <00:00:01.000>; {\an8}, {y:i}. Not "I <3 you" or "{laughs}".
@@ -87,7 +90,9 @@ def decoded(content: bytes) -> tuple[str, str | None]:
 def read_cues(text: str) -> Iterator[Cue]:
     """Iterate over the cues of a SubRip or WebVTT file, in their order.
 
-    The text of a cue is on one line, without markup and without the settings of the cue.
+    The text of a cue is on one line, without markup and without the settings of the cue. Automatic subtitles of
+    YouTube scroll: a cue shows the line before it again, and a cue of 10 ms follows that shows nothing else. Of such
+    files, each line belongs to the cue that shows it first, and cues that only repeat lines are omitted.
 
     Raises:
         Unreadable: there are no cues.
@@ -98,11 +103,14 @@ def read_cues(text: str) -> Iterator[Cue]:
     timings = [row for row, line in enumerate(lines) if _is_timing(line, before=before[row], is_vtt=is_vtt)]
     if not timings:
         raise Unreadable("it has no cues: no line of the form 00:00:01,000 --> 00:00:02,000")
+    shown: list[tuple[Cue, list[str]]] = []  # the text of a cue, line by line
     for number, (row, following) in enumerate(zip(timings, [*timings[1:], len(lines)], strict=True)):
         is_last = following == len(lines)
         body = lines[row + 1 : following]
         content = _vtt_content(body) if is_vtt else _srt_content(body, is_last=is_last)
-        yield _cue(number, lines[row], content)
+        texts = [text for text in (without_markup(line) for line in _whole_tags(content)) if text]
+        shown.append((_cue(number, lines[row], texts), texts))
+    yield from _without_repetition(shown, has_word_times=_WORD_TIME.search(text) is not None)
 
 
 def read_segments(content: Any) -> Iterator[Cue] | None:
@@ -175,14 +183,52 @@ def _is_timing(line: str, *, before: str, is_vtt: bool) -> bool:
     return is_vtt or not before.strip() or before.strip().isdigit()
 
 
-def _cue(number: int, timing: str, lines: Sequence[str]) -> Cue:
-    found = _TIMING.fullmatch(timing)
-    if found is None:
+def _whole_tags(lines: Sequence[str]) -> list[str]:
+    """Join lines that a tag spans, as in `<v Name` and `of a speaker>`."""
+    joined: list[str] = []
+    for line in lines:
+        if joined and joined[-1].rfind("<") > joined[-1].rfind(">"):
+            joined[-1] += f"\n{line}"
+        else:
+            joined.append(line)
+    return joined
+
+
+def _without_repetition(shown: Sequence[tuple[Cue, list[str]]], *, has_word_times: bool) -> Iterator[Cue]:
+    """Iterate over cues; if they scroll, without the lines that the cue before showed already.
+
+    Cues scroll if their words have times, or if one of them lasts for an instant and only repeats lines. Converters
+    to SubRip remove the times of words and keep the repetition.
+    """
+    repeated = [0, *(_num_repeated(before, after) for before, after in pairwise(shown))]
+    does_scroll = has_word_times or any(
+        count == len(texts) > 0 and cue.end_s - cue.begin_s <= _INSTANT_S
+        for count, (cue, texts) in zip(repeated, shown, strict=True)
+    )
+    for count, (cue, texts) in zip(repeated, shown, strict=True):
+        if not does_scroll or not count:
+            yield cue
+        elif count < len(texts):
+            yield replace(cue, text=" ".join(texts[count:]))
+
+
+def _num_repeated(before: tuple[Cue, list[str]], after: tuple[Cue, list[str]]) -> int:
+    """Count the first lines of a cue that are the last ones of the cue before it, which ends when it begins."""
+    (cue_before, texts_before), (cue, texts) = before, after
+    if cue_before.fault or cue.fault or abs(cue.begin_s - cue_before.end_s) > _INSTANT_S:
+        return 0
+    counts = range(min(len(texts_before), len(texts)), 0, -1)
+    return next((count for count in counts if texts_before[-count:] == texts[:count]), 0)
+
+
+def _cue(number: int, timing: str, texts: Sequence[str]) -> Cue:
+    times = _TIMING.fullmatch(timing)
+    if times is None:
         return Cue(number, fault=(Reason.BAD_TIME, f"the times are {quoted(timing.strip())}"))
-    begin_s, end_s = _seconds(found["begin"]), _seconds(found["end"])
+    begin_s, end_s = _seconds(times["begin"]), _seconds(times["end"])
     if begin_s is None or end_s is None:
         return Cue(number, fault=(Reason.BAD_TIME, f"the times are {quoted(timing.strip())}: 60 minutes or seconds"))
-    return _checked(Cue(number, begin_s, end_s, without_markup("\n".join(lines))))
+    return _checked(Cue(number, begin_s, end_s, " ".join(texts)))
 
 
 def _checked(cue: Cue) -> Cue:
@@ -216,8 +262,11 @@ def _srt_content(lines: Sequence[str], *, is_last: bool) -> Sequence[str]:
 
 
 def _vtt_content(lines: Sequence[str]) -> Sequence[str]:
-    """Return the text up to the first empty line: what follows are comments, styles, and the name of the next cue."""
-    end = next((row for row, line in enumerate(lines) if not line.strip()), len(lines))
+    """Return the text up to the first empty line: what follows are comments, styles, and the name of the next cue.
+
+    A line of blanks does not end a cue (WebVTT, section 6.3); YouTube begins cues with such lines.
+    """
+    end = next((row for row, line in enumerate(lines) if not line), len(lines))
     return lines[:end]
 
 

@@ -7,21 +7,32 @@ it.
 import difflib
 import os
 import unicodedata
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path, PurePosixPath
 
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import on_one_line
+from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.storage.urls import Place
 
+# Extensions of the containers that are opened (`clipmill.shards.containers`), as programs and cameras name them.
 VIDEO_SUFFIXES = frozenset(
-    {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
-    | {".3gp", ".3g2", ".mts", ".m2ts"}  # of cameras and phones; DiDeMo has all four
+    f".{name}"
+    for names in (
+        "mp4 m4v mov qt mj2 ismv f4v 3gp 3g2 insv lrv 360",  # MP4 and QuickTime; of action cameras
+        "mkv mk3d webm",  # Matroska
+        "avi divx",
+        "ts mts m2ts m2t trp tp tod",  # MPEG transport streams; of broadcasts and camcorders
+        "mpg mpeg mpe vob mod m1v m2v mpv",  # MPEG program and elementary streams; of DVDs and camcorders
+        "flv asf wmv wtv dvr-ms ogv ogm ivf gif mxf rm rmvb dv dif",
+    )
+    for name in names.split()
 )
-
+_NO_SUFFIX = "without an extension"
+_MAX_NAMED_SUFFIXES = 12
 
 _MAX_COMPARED, _MAX_NAMES, _MAX_NAME_CHARS = 10, 20_000, 200
 _CUTOFF = 0.75  # of difflib's ratio: a wrong digit in a short name, not another name
@@ -72,12 +83,25 @@ class Scan:
     Attributes:
         beside: entries with one of the other extensions that were asked for.
         num_hidden: number of entries with the extension of a video that were ignored because they are hidden.
+        omitted: number of the other entries that are not hidden, by extension in lower case.
     """
 
     files: list[VideoFile]
     faults: list[Fault]
     beside: list[VideoFile]
     num_hidden: int = 0
+    omitted: Mapping[str, int] = field(default_factory=dict)
+
+    def describe_omitted(self) -> str | None:
+        """Count the omitted files by extension, most frequent first; None if there are none."""
+        if not self.omitted:
+            return None
+        ranked = sorted(self.omitted.items(), key=lambda item: (-item[1], item[0]))
+        shown = [f"{count:,} {on_one_line(suffix) or _NO_SUFFIX}" for suffix, count in ranked[:_MAX_NAMED_SUFFIXES]]
+        if rest := sum(count for _, count in ranked[_MAX_NAMED_SUFFIXES:]):
+            shown.append(f"{rest:,} others")
+        noun = counted(sum(self.omitted.values()), "file")
+        return f"{noun} without the extension of a video: {', '.join(shown)}"
 
 
 def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[str] = frozenset()) -> Scan:
@@ -99,6 +123,7 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
     faults: list[Fault] = []
     named_like_videos: list[Path] = []
     num_hidden = 0
+    omitted: Counter[str] = Counter()
     seen = {None if skip is None else _identity(skip)}
     # Links come last, so that a folder reachable directly and by a link is listed under its own name, whatever the
     # directory order on disk.
@@ -129,25 +154,30 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
                 files.append(VideoFile(path, path.relative_to(root).as_posix()))
             elif path.suffix.lower() in beside:
                 others.append(VideoFile(path, path.relative_to(root).as_posix()))
+            else:
+                omitted[path.suffix.lower()] += 1
     with_videos = {parent for file in files for parent in Path(file.path).parents} if named_like_videos else set()
     for path in named_like_videos:
         if path not in with_videos:
             faults.append(Fault(path, Reason.NOT_A_FILE, "it is a folder without videos"))
     if not files:
-        raise no_videos(directory, faults)
+        raise no_videos(directory, faults, omitted=omitted)
     return Scan(
         sorted(files, key=file_order),
         sorted(faults, key=lambda fault: os.fsencode(fault.path)),
         sorted(others, key=file_order),
         num_hidden,
+        omitted,
     )
 
 
-def no_videos(directory: Place, faults: list[Fault]) -> UserError:
+def no_videos(directory: Place, faults: list[Fault], *, omitted: Mapping[str, int]) -> UserError:
     """Return the error for a folder without videos."""
+    scan = Scan([], faults, [], omitted=omitted)
+    others = f", but {others}" if (others := scan.describe_omitted()) else ""
     named = "".join(f"; {on_one_line(str(fault.path))}: {fault.why}" for fault in faults[:3])
     return UserError(
-        f"no video files in {directory}{named}",
+        f"no video files in {directory}{named}{others}",
         hint="supported extensions: " + " ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES)),
     )
 

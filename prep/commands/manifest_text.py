@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from clipmill.manifests.adapters.dialects import TEXT_SUFFIXES
 from clipmill.manifests.adapters.reading import Reading
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.dataset_write import WriteResult
@@ -140,6 +141,9 @@ def unused_text(reading: Reading) -> str:
     counts = {entry["values"]: entry["counts"] for entry in rejected["reason"].value_counts().to_pylist()}
     lines += [f"{_INDENT}{reason}: {count}" for reason, count in sorted(counts.items())]
     lines += named_lines(first_rejected(rejected), num_all=rejected.num_rows, listed=None, indent=_INDENT)
+    malformed = rejected.filter(pc.equal(rejected["reason"], Reason.MALFORMED_ROW))["file"].to_pylist()
+    if not any(Path(file).suffix.lower() in TEXT_SUFFIXES for file in malformed):
+        counts.pop(Reason.MALFORMED_ROW, None)  # the advice is about cells
     advice = [text for reason, text in _ADVICE.items() if reason in counts]
     if Reason.MISSING_FILE in counts and reading.example_file is not None:
         advice.insert(0, f"the video files have names such as {on_one_line(reading.example_file)}")

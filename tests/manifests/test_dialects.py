@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.manifests.adapters.column_names import NAMES, TRANSLATED_NAMES
+from clipmill.manifests.adapters.column_names import NAMES, SECONDARY_NAMES
 from clipmill.manifests.adapters.dialects import line_numbers
 from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.adapters.reading import Reading
@@ -230,5 +230,5 @@ def test_tables_may_have_german_headers(make_videos: VideoMaker, tmp_path: Path)
 def test_all_names_of_columns_are_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text()
     for name in NAMES:
-        others = ", ".join(f"`{other}`" for other in (*NAMES[name], *TRANSLATED_NAMES.get(name, ())))
+        others = ", ".join(f"`{other}`" for other in (*NAMES[name], *SECONDARY_NAMES.get(name, ())))
         assert not others or f"| `{name}` | {others} |" in text

@@ -48,7 +48,10 @@ def test_hidden_files_other_files_and_the_data_folder_are_passed_over(make_video
     folder = make_videos("a.mp4", ".b.mp4", ".hidden/c.mp4", "notes.txt", "list.m3u8", "data/video/d.mp4")
     reading = read_folder(folder, skip=folder / "data")
     assert reading.videos["source_id"].to_pylist() == ["a"]
-    assert reading.notes == ("1 hidden video ignored (file names that begin with a dot)",)
+    assert reading.notes == (
+        "1 hidden video ignored (file names that begin with a dot)",
+        "2 files without the extension of a video: 1 .m3u8, 1 .txt",
+    )
 
 
 def test_links_to_folders_are_followed_once(make_videos: VideoMaker) -> None:
@@ -285,3 +288,36 @@ def test_a_folder_that_is_missing_a_file_or_empty_is_a_users_error(make_videos: 
         read_folder(tmp_path / "empty")
     with pytest.raises(UserError, match="cannot read"):
         read_folder(make_videos("a.mp4"), captions=tmp_path / "nothing.csv")
+
+
+def test_files_are_taken_by_the_extensions_of_containers_and_the_others_counted(make_videos: VideoMaker) -> None:
+    videos = (
+        "vob",
+        "ogv",
+        "gif",
+        "mxf",
+        "asf",
+        "wtv",
+        "ivf",
+        "dv",
+        "mod",
+        "divx",
+        "m2v",
+        "rm",
+        "insv",
+        "MP4",
+        "qt",
+        "tod",
+    )
+    others = ("jpg", "JPG", "mp3", "part", "m3u8")
+    names = [f"{name}.{name}" for name in (*videos, *others)]
+    reading = read_folder(make_videos(*names, "README", *(f"{number}.x{number}" for number in range(12))))
+    assert sorted(reading.videos["source_id"].to_pylist()) == sorted(videos)
+    [note] = reading.notes
+    assert note.startswith("18 files without the extension of a video: 2 .jpg, 1 without an extension, 1 .m3u8")
+    assert note.endswith(", 5 others")
+
+
+def test_a_folder_without_videos_says_what_it_has(make_videos: VideoMaker) -> None:
+    with pytest.raises(UserError, match=r"but 2 files without the extension of a video: 1 \.m3u8, 1 \.zip"):
+        read_folder(make_videos("a.zip", "b.m3u8"))

@@ -264,3 +264,35 @@ def test_names_of_labels_have_letters_digits_and_underscores() -> None:
         "Label - Main Verb": "label_main_verb",
         "label_noun": "label_noun",
     }
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"video": "a.mp4", "reward": 1}\n{"video": "b.mp4", "reward": 2}',
+        '[{"video": "a.mp4", "reward": 1}, {"video": "b.mp4"}]',
+    ],
+)
+def test_a_json_table_without_a_text_is_refused_with_the_keys_that_it_has(
+    make_videos: VideoMaker, tmp_path: Path, content: str
+) -> None:
+    (path := tmp_path / "t.json").write_text(content)
+    with pytest.raises(UserError, match=r"has no column for text \(the keys of its first row: video, reward\)"):
+        of_table(make_videos, path)
+
+
+@pytest.mark.parametrize("name", ["task", "instruction", "language_instruction", "Language Instruction"])
+def test_instructions_of_robots_are_captions_unless_a_table_has_others(
+    make_videos: VideoMaker, tmp_path: Path, name: str
+) -> None:
+    (path := tmp_path / "t.json").write_text(json.dumps([{"video": "a.mp4", name: "pick up the cup"}]))
+    assert of_table(make_videos, path).captions["text"].to_pylist() == ["pick up the cup"]
+    path.write_text(json.dumps([{"video": "a.mp4", name: "7", "caption": "a hand lifts a cup"}]))
+    assert of_table(make_videos, path).captions["text"].to_pylist() == ["a hand lifts a cup"]
+
+
+def test_truth_values_are_two_classes_in_every_form(make_videos: VideoMaker, tmp_path: Path) -> None:
+    forms = [True, "true", "True", "TRUE", False, "false", "False", "FALSE"]
+    rows = [{"video": "a.mp4", "begin_s": n, "text": "x", "label_success": form} for n, form in enumerate(forms)]
+    (path := tmp_path / "t.json").write_text(json.dumps(rows))
+    assert of_table(make_videos, path).captions["label_success"].to_pylist() == ["true"] * 4 + ["false"] * 4

@@ -109,6 +109,7 @@ def test_what_is_unknown_is_selected_by_neither_a_comparison_nor_its_opposite(ex
             "there is no name mood_mean",
             "if mood is a column of a plug-in, its package is",
         ),
+        ("label_success = 'true'", "there is no name label_success", "labels of captions are classes (--label)"),
         ("rowid > 1", "there is no name rowid", ""),
         ("motion", "motion is a number, where a condition is needed", "motion > 0"),
         ("motion and cuts = 1", "motion is a number, where a condition is needed", ""),

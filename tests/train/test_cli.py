@@ -110,6 +110,7 @@ def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
         (["--batch-size", "64"], "unknown option: --batch-size. Did you mean --batch?", "--help"),
         (["--learning_rate=1"], "unknown option: --learning_rate. Did you mean --lr?", "--help"),
         (["--epochs", "3"], "Did you mean --steps?", "a number of optimizer steps: epochs x samples / --batch"),
+        (["--resolution", "224"], "unknown option: --resolution. Did you mean --size-px?", "--help"),
         (["--pretrained", "x"], "Did you mean --init.weights?", "--help"),
         (["--config", "{empty}/names.yaml"], "names.yaml; did you mean batch?", "--help"),
         (["--shards", "{data}", "--steps", "3", "--steps", "0"], "--steps is 0", "from 1 to"),

@@ -52,14 +52,14 @@ class Sources:
         return f"sources {', '.join(parts)}"
 
     def describe_excluded(self, num_captions: int) -> str:
-        """What is said of the captions that are excluded; empty if there are none."""
+        """Count the captions that are excluded, with the sources that include them; empty if there are none."""
         if not num_captions:
             return ""
         if not self.not_asked_for:
             return f"{counted(num_captions, 'caption')} of other sources left out"
         return (
-            f"{counted(num_captions, 'caption')} of models left out ({', '.join(self.not_asked_for)}); to use them: "
-            f'--captions.sources "{asking_for([*self.names, *self.not_asked_for])}"'
+            f"{counted(num_captions, 'caption')} of models left out ({', '.join(self.not_asked_for)}); the sources "
+            f'"{asking_for([*self.names, *self.not_asked_for])}" include them'
         )
 
 

@@ -73,7 +73,7 @@ def test_a_wrong_setting_is_named_and_nothing_is_done(arguments: list[str], name
 @pytest.mark.parametrize(
     ("words", "message", "hint"),
     [
-        ("inspect -rf_0", "unknown option: -rf_0.", "given after --, behind all flags: prep inspect ... -- -rf_0; "),
+        ("inspect -rf_0", "unknown option: -rf_0", "given after --, behind all flags: prep inspect ... -- -rf_0; "),
         ("inspect -- -rf_0 --data x", "unknown option: --data.", "words after -- are values: put the flags before it"),
         ("inspect --data x -- -rf_0", "the data folder x does not exist", "create one"),
         ("plan --explain -rf", "--explain requires an argument", "is given with =: --explain=-rf; see prep plan"),
@@ -81,6 +81,7 @@ def test_a_wrong_setting_is_named_and_nothing_is_done(arguments: list[str], name
         ("plan --explain=-rf --data x", "the data folder x does not exist", "create one"),
         ("inspect --data y --data x", "the data folder x does not exist", "create one"),
         ("chunk extra", "unexpected argument: extra", "see prep chunk --help"),
+        ("chunk --resolution 224", "unknown option: --resolution. Did you mean --short-side?", "see prep chunk --help"),
         ("manifest folder --jsn", "unknown option: --jsn. Did you mean --json?", "see prep manifest folder --help"),
     ],
 )

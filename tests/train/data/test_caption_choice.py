@@ -89,7 +89,7 @@ def test_captions_of_models_are_used_only_if_they_are_named() -> None:
     by_default = choose_sources(names, wanted=None)
     assert by_default.names == ("asr", "human") and by_default.rank.tolist() == [-1, 1, 0]
     assert by_default.describe_excluded(5) == (
-        '5 captions of models left out (a@1f2e3d4c); to use them: --captions.sources "asr=1,human=1,a@*=1"'
+        '5 captions of models left out (a@1f2e3d4c); the sources "asr=1,human=1,a@*=1" include them'
     )
     asked = choose_sources(names, wanted="asr=1,human=1,a@*=1")
     assert asked.names == ("asr", "human", "a@1f2e3d4c") and not asked.not_asked_for
