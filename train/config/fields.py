@@ -225,6 +225,39 @@ def _examined(settings: Checked) -> tuple[list[UserError], Any]:
     return found + [one for one in settings.rules() if named.isdisjoint(FLAG.findall(str(one)))], settings
 
 
+def without_idle(
+    values: Mapping[str, Any], defaults: Checked, given: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of a file without those that do nothing beside flags or stronger files, and why these do nothing.
+
+    A file cannot be changed by a flag: a value that would be a mistake beside what was given only later is left out.
+
+    Args:
+        values: of the file, nested as the settings.
+        defaults: the settings without flags and files.
+        given: what flags and stronger files have set, by flag.
+
+    Returns:
+        The values that are left, and by flag of those that are not, the flag and value beside which they do nothing.
+    """
+    kept, idle = dict(values), dict[str, str]()
+    fields_said = {said.name: said for said in _said_by(defaults)}
+    for key, value in values.items():
+        said = fields_said.get(str(key).replace("-", "_"))
+        if said is None:
+            continue  # unknown keys are reported by the parser
+        group = getattr(defaults, said.name)
+        if isinstance(group, Checked) and isinstance(value, Mapping):
+            kept[key], inner = without_idle(value, group, given)
+            idle |= inner
+        elif said.needs is not None and value != said.default:
+            other = defaults.flag(said.needs.name)
+            if other in given and given[other] not in map(str, said.needs.values):
+                del kept[key]
+                idle[defaults.flag(said.name)] = f"{other} {given[other]}"
+    return kept, idle
+
+
 def _unmet(settings: Checked, name: str, needs: Needs) -> Iterator[UserError]:
     other, beside = settings.flag(needs.name), getattr(settings, needs.name)
     if not needs.holds(beside):
