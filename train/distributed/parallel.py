@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from clipmill.train.config.training import Strategy
-from clipmill.train.device.buffers import changing_buffers
+from clipmill.train.device.transfer import changing_buffers
 from clipmill.train.distributed.world import World
 
 

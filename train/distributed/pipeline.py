@@ -18,7 +18,7 @@ from torch import nn
 from clipmill.manifests.errors import ClipmillError, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.train.config.training import ParallelSettings
-from clipmill.train.device.buffers import buffers_kept
+from clipmill.train.device.transfer import buffers_kept
 from clipmill.train.distributed.parallel import average_gradients
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from clipmill.train.device.buffers import buffers_kept
+from clipmill.train.device.transfer import buffers_kept
 
 # A backward pass has two matrix products for each one of the forward pass.
 _FORWARD_AND_BACKWARD = 3

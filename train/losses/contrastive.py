@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from clipmill.train.data.batch import Batch
-from clipmill.train.device.buffers import buffers_kept
-from clipmill.train.device.transfer import Scalar
+from clipmill.train.device.transfer import Scalar, buffers_kept
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.losses.objective import Objective

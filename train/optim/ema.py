@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from clipmill.train.device.buffers import changing_buffers
+from clipmill.train.device.transfer import changing_buffers
 from clipmill.train.distributed.sharded import local_part, reshard
 from clipmill.train.optim.parameters import plain_name
 
