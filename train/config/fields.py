@@ -230,27 +230,22 @@ def without_idle(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of a file without those that do nothing beside flags or stronger files, and why these do nothing.
 
-    A file cannot be changed by a flag: a value that would be a mistake beside what was given only later is left out.
-
     Args:
-        values: of the file, nested as the settings.
-        defaults: the settings without flags and files.
-        given: what flags and stronger files have set, by flag.
+        values: Values of the file, nested as the settings.
+        given: Values of flags and stronger files, by flag.
 
     Returns:
-        The values that are left, and by flag of those that are not, the flag and value beside which they do nothing.
+        The values that are left; and for the flag of each other one, the flag and value beside which it does nothing.
     """
     kept, idle = dict(values), dict[str, str]()
     fields_said = {said.name: said for said in _said_by(defaults)}
     for key, value in values.items():
         said = fields_said.get(str(key).replace("-", "_"))
-        if said is None:
-            continue  # unknown keys are reported by the parser
-        group = getattr(defaults, said.name)
+        group = getattr(defaults, said.name) if said else None  # the parser reports unknown keys
         if isinstance(group, Checked) and isinstance(value, Mapping):
             kept[key], inner = without_idle(value, group, given)
             idle |= inner
-        elif said.needs is not None and value != said.default:
+        elif said and said.needs is not None and value != said.default:
             other = defaults.flag(said.needs.name)
             if other in given and given[other] not in map(str, said.needs.values):
                 del kept[key]
