@@ -173,3 +173,44 @@ def test_a_run_says_and_saves_where_its_values_come_from(
     assert len(read_lines(RunFolder(out).metrics)) == 1
     # The comment is none of the settings: the same run goes on.
     assert train("dual-encoder", "--resume", "--out", out, "--shards", data_dir) == 0
+
+
+DECODINGS: list[tuple[str, dict[str, Any]]] = [
+    ("--decoding.method greedy", {"method": "greedy", "num_beams": None, "max_tokens": 40}),
+    (
+        "--decoding.method sample --decoding.top-k 5 --decoding.top-p 0.9",
+        {"method": "sample", "num_beams": None, "top_k": 5, "top_p": 0.9, "max_tokens": 40},
+    ),
+    ("", {"method": "beam", "num_beams": 8}),
+    ("--decoding.method beam", {"method": "beam", "num_beams": 8}),
+    ("--decoding.num-beams 2", {"method": "beam", "num_beams": 2}),
+]
+
+
+@pytest.mark.parametrize(("flags", "expected"), DECODINGS)
+def test_a_flag_selects_another_decoding_than_that_of_a_preset(
+    launched: Launch, flags: str, expected: dict[str, Any]
+) -> None:
+    settings, remarks = launched("caption", "--preset", "vatex-timesformer-gpt2", *flags.split())
+    assert {name: values_of(settings)[f"decoding.{name}"] for name in expected} == expected
+    said = [one for one in remarks if "--decoding.num-beams is not used with" in one]
+    assert bool(said) == (expected["num_beams"] is None)
+
+
+def test_a_value_that_does_nothing_is_refused_if_a_flag_or_the_same_file_gives_it(
+    launched: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "own.yaml"
+    config.write_text("decoding: {method: greedy, num-beams: 3}")
+    typed = ("--preset", "vatex-timesformer-gpt2", "--decoding.method", "greedy", "--decoding.num-beams", 3)
+    for words in (typed, ("--config", config)):
+        assert train("caption", *words) == 2
+        assert error_of(capsys) == "error: --decoding.num-beams 3 does nothing with --decoding.method greedy"
+    # A stronger file chooses too, and a flag beside a file.
+    stronger = tmp_path / "greedy.yaml"
+    stronger.write_text("decoding: {method: greedy}")
+    settings, _ = launched("caption", "--preset", "vatex-timesformer-gpt2", "--config", stronger)
+    assert values_of(settings)["decoding.num_beams"] is None
+    config.write_text("decoding: {method: beam, num-beams: 3}")
+    settings, _ = launched("caption", "--config", config, "--decoding.method", "greedy")
+    assert values_of(settings)["decoding.num_beams"] is None

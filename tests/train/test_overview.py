@@ -13,7 +13,7 @@ from clipmill.train.config.files import save_settings
 from clipmill.train.config.training import TrackSettings
 from clipmill.train.report.overview import write_overview
 from clipmill.train.report.results import write_page
-from clipmill.train.run.folder import append_lines, read_lines, read_object
+from clipmill.train.run.folder import RunFolder, append_lines, read_lines, read_object
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.browser import needs_chromium, opened
 from tests.train.test_report import HOSTILE, PIXEL, Tags, assert_own_scripts_only, hostile_run, long_run
@@ -144,6 +144,25 @@ def test_runs_that_differ_in_the_seed_alone_have_a_mean_and_a_standard_deviation
     assert "mean (standard deviation) of 2 seeds" in (tmp_path / "index.html").read_text()
     write_overview(runs[3:], tmp_path / "index.html")
     assert "mean (standard deviation)" not in (tmp_path / "index.html").read_text()
+
+
+def test_metrics_on_other_data_have_a_mean_over_seeds_too(tmp_path: Path) -> None:
+    recalls, runs = [0.2, 0.3, 0.7], []
+    for seed, recall in enumerate(recalls):
+        path = repeated(tmp_path / str(seed), seed=seed, recall=0.5)
+        run = RunFolder(path)
+        for name, change in (("imagenet", 0.0), ("flickr", 0.1)):
+            result = read_object(run.evaluation("retrieval-val")) | {"shards": f"data/{name}", "is_own_data": False}
+            result["text_to_video"]["recall"]["1"] = recall + change
+            run.write_evaluation("retrieval-val", result)
+        runs.append(path)
+    write_overview(runs, tmp_path / "index.html")
+    comparison = (tmp_path / "index.html").read_text().split("<h2>Comparison</h2>")[1].split("</section>")[0]
+    assert comparison.count("mean (standard deviation) of 3 seeds: ") == 1 + 3  # of training, and of each data
+    for name, change in (("imagenet", 0.0), ("flickr", 0.1)):
+        table = comparison.split(f"data: data/{name}</caption>")[1].split("</table>")[0]
+        mean, deviation = 100 * (np.mean(recalls) + change), 100 * np.std(recalls, ddof=1)
+        assert f">{mean:.1f} % ({deviation:.2f})</td>" in table
 
 
 def test_more_processes_have_a_speed_up(tmp_path: Path) -> None:

@@ -74,7 +74,6 @@ class Steps:
     def __init__(self, opened: Opened) -> None:
         self._opened, device = opened, opened.device
         self.state = new_state(opened.task, opened.samples, opened.settings, world=opened.world, device=device)
-        self.state.trained.train()
         self._throughput = Throughput(device=device, precision=self.state.precision.name)
         self._guard = StepGuard(device)
 

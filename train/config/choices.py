@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import on_one_line
-from clipmill.train.config.fields import Checked
+from clipmill.train.config.fields import Checked, without_idle
 from clipmill.train.config.training import TrainingSettings, flat
 
 BY, SOURCE = "by", "source"
@@ -129,7 +129,12 @@ def chosen_parts(
         if set(map(_flag, left_out)) - set(given):
             choice = f"{kind.flag(kind.choice)} {own}"
             remarks.append(f"{name}: values for {choice} are not used with {chosen}: {_words(left_out, given)}")
-    return [*parts, Part(name, common)], remarks
+    chosen_values = list[Part]()
+    for part in (*parts, Part(name, common)):
+        kept, idle = without_idle(part.values, defaults, given)
+        chosen_values.append(Part(part.source, kept))
+        remarks += [f"{part.source}: {flag} is not used with {beside}" for flag, beside in idle.items()]
+    return chosen_values, remarks
 
 
 def _defaults_of(

@@ -131,10 +131,5 @@ class Overrides(Checked):
             changes["model"] = model.removesuffix(f"-{PICTURE_PX[model]}")
         return replace(settings, **changes)  # type: ignore[type-var]
 
-    def suffix(self) -> str:
-        """Part of the names of results, so that they never replace those of clips as in training."""
-        forms = {"num_frames": "-{}-frames", "sampling": "-{}", "size_px": "-{}px"}
-        return "".join(forms[name].format(value) for name, value in self.given().items())
-
 
 AS_TRAINED = Overrides()

@@ -225,6 +225,34 @@ def _examined(settings: Checked) -> tuple[list[UserError], Any]:
     return found + [one for one in settings.rules() if named.isdisjoint(FLAG.findall(str(one)))], settings
 
 
+def without_idle(
+    values: Mapping[str, Any], defaults: Checked, given: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of a file without those that do nothing beside flags or stronger files, and why these do nothing.
+
+    Args:
+        values: Values of the file, nested as the settings.
+        given: Values of flags and stronger files, by flag.
+
+    Returns:
+        The values that are left; and for the flag of each other one, the flag and value beside which it does nothing.
+    """
+    kept, idle = dict(values), dict[str, str]()
+    fields_said = {said.name: said for said in _said_by(defaults)}
+    for key, value in values.items():
+        said = fields_said.get(str(key).replace("-", "_"))
+        group = getattr(defaults, said.name) if said else None  # the parser reports unknown keys
+        if isinstance(group, Checked) and isinstance(value, Mapping):
+            kept[key], inner = without_idle(value, group, given)
+            idle |= inner
+        elif said and said.needs is not None and value != said.default:
+            other = defaults.flag(said.needs.name)
+            if other in given and given[other] not in map(str, said.needs.values):
+                del kept[key]
+                idle[defaults.flag(said.name)] = f"{other} {given[other]}"
+    return kept, idle
+
+
 def _unmet(settings: Checked, name: str, needs: Needs) -> Iterator[UserError]:
     other, beside = settings.flag(needs.name), getattr(settings, needs.name)
     if not needs.holds(beside):

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from clipmill.train.config.training import Strategy
+from clipmill.train.device.transfer import changing_buffers
 from clipmill.train.distributed.world import World
 
 
@@ -52,7 +53,9 @@ def wrap_model(
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
-    return Replicated(model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    # `exchange_buffers` makes buffers equal once per step, with every strategy; DDP would before each forward pass.
+    devices = [device] if device.type == "cuda" else None
+    return Replicated(model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 class Replicated(DistributedDataParallel):
@@ -114,6 +117,28 @@ def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
             gradient.copy_(averaged.view_as(gradient))
 
 
+def exchange_buffers(model: nn.Module, world: World) -> None:
+    """Send the buffers that a step has changed on rank 0 to all ranks, so that all have what a checkpoint holds.
+
+    Batch norms normalise by the statistics of a rank's own microbatch, as with DDP. Of their running statistics those
+    of rank 0 count: copies are exact and may be repeated, so that neither an evaluation nor a checkpoint changes the
+    run, and a buffer of any kind can be copied, but not averaged.
+    """
+    if world.size > 1:
+        _send(list(changing_buffers(model).values()), world, source=0)
+
+
+@torch.no_grad()
+def _send(tensors: Sequence[torch.Tensor], world: World, *, source: int) -> None:
+    """Copy tensors of rank `source` into those of all other ranks."""
+    for bucket in buckets(sorted(tensors, key=lambda tensor: str(tensor.dtype))):
+        flat = torch.cat([tensor.flatten() for tensor in bucket])
+        dist.broadcast(flat, group=world.group, group_src=source)
+        if world.rank != source:
+            for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(values.view_as(tensor))
+
+
 class ZeroOptimizer:
     """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): shards the optimizer state over ranks by whole parameters.
 
@@ -135,16 +160,10 @@ class ZeroOptimizer:
         for group in optimizer.param_groups:
             group["params"] = [one for one in group["params"] if id(one) in own]
 
-    @torch.no_grad()
     def exchange(self) -> None:
         """Send the updated parameters of each rank to all others."""
         for rank, parameters in enumerate(self._of_rank):
-            for bucket in buckets(parameters):
-                flat = torch.cat([one.flatten() for one in bucket])
-                dist.broadcast(flat, group=self._world.group, group_src=rank)
-                if rank != self._world.rank:
-                    for one, values in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
-                        one.copy_(values.view_as(one))
+            _send(parameters, self._world, source=rank)
 
 
 def divide(sizes: Sequence[int], num_ranks: int) -> list[int]:

@@ -18,6 +18,7 @@ from torch import nn
 from clipmill.manifests.errors import ClipmillError, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.train.config.training import ParallelSettings
+from clipmill.train.device.transfer import buffers_kept
 from clipmill.train.distributed.parallel import average_gradients
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
@@ -232,7 +233,7 @@ class _Running(nn.Module):
         """The stage's outputs for one sample with one token, as meta tensors."""
         tokens_111 = batch.tokens_BKL[:1, :1, :1]
         given = [torch.zeros_like(one, device=tokens_111.device).requires_grad_(one.requires_grad) for one in before]
-        with torch.enable_grad(), self._step.autocast():
+        with buffers_kept(self.part), torch.enable_grad(), self._step.autocast():
             if self._is_first:
                 given = [batch.inputs(slice(0, 1))]
             # `forward` is called directly so that hooks do not count this call.

@@ -29,7 +29,7 @@ from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.data.prefetch import prefetch
 from clipmill.train.device.transfer import DeviceEvent, LateMetrics, Scalar, StepGuard
-from clipmill.train.distributed.parallel import average_gradients, synced
+from clipmill.train.distributed.parallel import average_gradients, exchange_buffers, synced
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.failure_log import FailureLog
@@ -146,7 +146,6 @@ def train(
         used.record()
         saved_step = state.step
 
-    state.trained.train()
     # However the loop ends: join the threads of loader and writer, and log the last metrics.
     with (
         resume_hint(run, command=settings.command),
@@ -261,6 +260,7 @@ def run_step(
     take_step(state.optimizer, soundness.after(metrics["loss"], grad_norm, skips=skips), skips=skips)
     if state.zero is not None:
         state.zero.exchange()
+    exchange_buffers(state.model, step.world)
     if state.ema is not None:
         state.ema.update(state.model, step=step.number)
     state.objective.after_step(step)

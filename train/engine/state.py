@@ -24,7 +24,7 @@ from clipmill.train.engine.task import Task, own_part
 from clipmill.train.losses.objective import Objective
 from clipmill.train.optim.ema import Ema
 from clipmill.train.optim.optimizer import make_optimizer
-from clipmill.train.optim.parameters import plain_name
+from clipmill.train.optim.parameters import plain_name, set_training_mode
 from clipmill.train.run.checkpoint import CheckpointMetadata, check_fits, fill, read_metadata, read_table, removal_hint
 from clipmill.train.weights.sources import Base
 
@@ -153,7 +153,7 @@ class State:
             try:
                 yield self.model
             finally:
-                self.model.train()
+                set_training_mode(self.model)
 
     def _optimized(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank's optimizer, by their names in checkpoints."""
@@ -196,6 +196,7 @@ def new_state(
     # A pipeline stage is cut out of the whole model, so that its initial weights do not depend on the cut.
     model = own_part(task, task.build_model(samples), settings.parallel, stages=world.stages).to(device)
     objective = task.build_objective(samples, world.replicas).to(device)
+    set_training_mode(model)
     precision = open_precision(settings.precision, device_type=device.type)
     trained: nn.Module
     if world.stages.size > 1:

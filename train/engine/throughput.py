@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from clipmill.train.device.transfer import buffers_kept
 
 # A backward pass has two matrix products for each one of the forward pass.
 _FORWARD_AND_BACKWARD = 3
@@ -35,35 +37,43 @@ class Throughput:
 
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[None]:
-        """Count the FLOPs of the step in the block, with an additional forward pass before each one of the step.
+        """Count the FLOPs of the step in the block while it computes.
 
-        Only forward passes with gradients count, so that recomputed activations count once, as MFU defines it. The
-        step itself is unaffected: it draws the same random numbers, and a compiled model is counted in eager mode.
-        Later steps are assumed to cost the same. With frozen parameters nothing is counted: the factor of the backward
-        pass is not known then.
+        Only forward passes with gradients count, so that recomputed activations count once, as MFU defines it. Later
+        steps are assumed to cost the same. With frozen parameters nothing is counted: the factor of the backward pass
+        is not known then.
+
+        Compiled blocks would run in eager mode while they are counted, and round otherwise than in later steps. So a
+        model with such blocks is counted by an additional forward pass, which leaves generators and buffers as they
+        were.
         """
         if not all(one.requires_grad for one in model.parameters()):
             self.flops_per_step = 0
             yield
             return
-        counter = FlopCounter()
+        counter, counted_pass = FlopCounter(), ExitStack()
         devices = [self._device] if self._device.type == "cuda" else []
-        is_counting = False
+        is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
 
-        def count(module: nn.Module, args: Any, kwargs: Any) -> None:
-            nonlocal is_counting
-            if is_counting or not torch.is_grad_enabled():
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not torch.is_grad_enabled():
                 return
-            is_counting = True
-            with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), counter:
-                module(*args, **kwargs)
-            is_counting = False
+            if not is_compiled:
+                counted_pass.enter_context(counter)
+                return
+            eager = torch.compiler.set_stance("force_eager")
+            with buffers_kept(module), torch.no_grad(), torch.random.fork_rng(devices), eager, counter:
+                module.forward(*args, **kwargs)  # without hooks
 
-        hook = model.register_forward_pre_hook(count, with_kwargs=True)
+        hooks = (
+            model.register_forward_pre_hook(begin, with_kwargs=True),
+            model.register_forward_hook(lambda *_: counted_pass.close(), always_call=True),
+        )
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         self.flops_per_step = _FORWARD_AND_BACKWARD * counter.num_flops
 
     def metrics(self, *, step_s: float, waited_s: float, num_samples: int) -> dict[str, float]:

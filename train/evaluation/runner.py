@@ -19,7 +19,7 @@ from clipmill.manifests.quoting import counted
 from clipmill.train.config.clips import ClipSettings, LatentSettings
 from clipmill.train.config.data import AS_TRAINED, Overrides
 from clipmill.train.config.files import load_settings
-from clipmill.train.config.training import flat
+from clipmill.train.config.training import flat, plain_values
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.held_out import EvaluatedClips, held_out
 from clipmill.train.data.outcomes import FailedSample
@@ -29,7 +29,7 @@ from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape
 from clipmill.train.run.folder import RunFolder, read_object
 from clipmill.train.run.packages import require_parts
-from clipmill.train.run.result_names import data_facts, result_name
+from clipmill.train.run.result_names import data_facts, is_same_evaluation, result_name
 from clipmill.train.spec import EvaluationSpec, TaskSpec
 from clipmill.train.weights.loading import load_whole
 from clipmill.train.weights.logits import Logits, logits_of, read_logits
@@ -106,15 +106,41 @@ class OpenedRun:
         """Short name of the weights."""
         return self.title if self.run is None else self.run.path.resolve().name
 
-    def result_name(self, name: str) -> str:
-        """File name of the result `name`; other data than the run's own and overrides have others."""
-        return result_name(f"{name}{self.suffix}", self.facts())
+    def result_name(self, name: str, wanted: Any) -> str:
+        """File name of the result `name` of an evaluation; other data and other use than in training have others."""
+        return result_name(f"{name}{suffix_of(self.differences(wanted))}", self.facts())
 
-    @property
-    def suffix(self) -> str:
-        """Part of the names of results of clips that are shown unlike in training, or selected by a condition."""
-        where = self.settings.where
-        return self.overrides.suffix() + (f"-where-{hashlib.sha256(where.encode()).hexdigest()[:8]}" if where else "")
+    def differences(self, wanted: Any) -> dict[str, Any]:
+        """What an evaluation does unlike the training, by flag: the clips, a condition, settings of the same name.
+
+        Args:
+            wanted: settings of the evaluation. A group of them whose default is None, such as the decoding, has the
+                run's own values by default.
+        """
+        found = self.overrides.given()
+        if self.settings.where:
+            found["where"] = self.settings.where
+        trained, values = flat(plain_values(asdict(self.settings))), plain_values(asdict(wanted))
+        for group in fields(wanted):
+            if group.default is None and is_dataclass(getattr(wanted, group.name)):
+                own = flat(values[group.name], f"{group.name}.")
+                found |= {name: value for name, value in own.items() if value != trained.get(name)}
+        return found
+
+
+def suffix_of(differences: Mapping[str, Any]) -> str:
+    """Part of the names of results, so that none replaces the result of another use (`OpenedRun.differences`)."""
+    forms = {"num_frames": "-{}-frames", "sampling": "-{}", "size_px": "-{}px"}
+    found, groups = "", dict[str, list[str]]()
+    for name, value in differences.items():
+        group, _, inner = name.partition(".")
+        if name in forms:
+            found += forms[name].format(value)
+        else:
+            groups.setdefault(group, []).append(f"{inner} {value}" if inner else str(value))
+    for group, texts in groups.items():
+        found += f"-{group}-{hashlib.sha256(' '.join(texts).encode()).hexdigest()[:8]}"
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,13 +230,14 @@ def score_opened(
     score: Score = evaluation.score(opened, wanted)
     facts = opened.facts()
     held = held_out(score.samples, opened.settings, split=wanted.split, data=facts)
+    differences = opened.differences(wanted)
     result = {
         "evaluation": evaluation.result_name,
         "split": wanted.split,
         **facts,
         "step": opened.trained.step,
         "weights": opened.trained.weights,
-        "overrides": opened.overrides.given(),
+        "overrides": differences,
         "data": score.samples.describe(),
         "variant": score.samples.variant_name,
         "clip": score.clip,
@@ -222,11 +249,11 @@ def score_opened(
     }
     path = None
     if opened.run is not None:
-        path = opened.run.write_evaluation(f"{score.name}{opened.suffix}", result)
+        path = opened.run.write_evaluation(f"{score.name}{suffix_of(differences)}", result)
     elif out is not None:
-        path = out / f"{opened.result_name(score.name)}.json"
-        if path.exists() and any(read_object(path).get(name) != value for name, value in facts.items()):
-            raise UserError(f"{path} is the result of other weights or data", hint="use another --out")
+        path = out / f"{opened.result_name(score.name, wanted)}.json"
+        if path.exists() and not is_same_evaluation(read_object(path), result):
+            raise UserError(f"{path} is the result of other weights, data or flags", hint="use another --out")
         out.mkdir(parents=True, exist_ok=True)
         publish_json(path, result)
     if path is not None:

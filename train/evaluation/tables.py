@@ -139,7 +139,9 @@ def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, st
     lines |= {name.replace("_", " "): text for name, text in more.items() if text}
     if overrides := result.get("overrides"):
         changed = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in overrides.items())
-        lines["overrides"] = f"{changed}, unlike in training; embeddings of time and place are interpolated"
+        is_interpolated = not {"num_frames", "size_px"}.isdisjoint(overrides)
+        interpolated = "; embeddings of time and place are interpolated" if is_interpolated else ""
+        lines["overrides"] = f"{changed}, unlike in training{interpolated}"
     origin = result["weights"] if result["step"] is None else f"step {result['step']}, {result['weights']}"
     return lines | {"clip": result["clip"], "checkpoint": origin}
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from clipmill.train.data.batch import Batch
-from clipmill.train.device.transfer import Scalar
+from clipmill.train.device.transfer import Scalar, buffers_kept
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.losses.objective import Objective
@@ -171,9 +171,11 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
         return
     first = []
     with torch.no_grad():
-        for number, part in enumerate(parts):
-            with step.random(number):
-                first.append(embed(part))
+        # The second pass begins with the same buffers, and leaves those of one pass over each microbatch.
+        with buffers_kept(model):
+            for number, part in enumerate(parts):
+                with step.random(number):
+                    first.append(embed(part))
         video_bE, text_bE = (torch.cat(side) for side in zip(*first, strict=True))
         grads_bE = gradients(video_bE, text_bE)
     grads_RE = zip(*(grad_bE.split([len(video_RE) for video_RE, _ in first]) for grad_bE in grads_bE), strict=True)

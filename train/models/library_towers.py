@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import DualEncoderTowers, Towers
+from clipmill.train.device.transfer import keep_buffers_in_recomputation
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.libraries import Outline, image_outline, library_of, preprocessing_of, text_outline
 from clipmill.train.models.transformer import HasBlocks
@@ -40,6 +41,7 @@ class LibraryTower(HasBlocks):
 
     def checkpoint(self) -> None:
         """Enable activation checkpointing, as the library has it."""
+        keep_buffers_in_recomputation(self.model)
         enable: Any = getattr(self.model, "set_grad_checkpointing", None)
         if enable is not None:
             enable(True)

@@ -211,7 +211,7 @@ class Stack(HasBlocks):
         block: Any = self.resblocks[number]
         # Drawn outside of the block, so that compiled or recomputed blocks see the same values. For all blocks or for
         # none, because blocks that are called alike share their compiled code.
-        drops = self.training and any(self.drop_path)
+        drops = block.training and any(self.drop_path)
         branches = drawn_branches(x_BLD, self.drop_path[number], count=block.num_branches) if drops else None
         run = partial(block, branches=branches, **options)
         out_BLD: Tensor = (

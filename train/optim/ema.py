@@ -1,11 +1,13 @@
-"""Exponential moving average (EMA) of the weights, which is used for evaluation."""
+"""Exponential moving average (EMA) of the weights and statistics, which is used for evaluation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import nn
 
+from clipmill.train.device.transfer import changing_buffers
 from clipmill.train.distributed.sharded import local_part, reshard
 from clipmill.train.optim.parameters import plain_name
 
@@ -14,17 +16,24 @@ class Ema:
     """average = d average + (1 - d) weights, after every step.
 
     d rises to `decay` as (1 + step) / (10 + step), so that the first steps have little weight. Averages are sharded
-    like the weights. Buffers are not averaged.
+    like the weights. The running statistics of batch norms are averaged too: those of the last steps are of other
+    weights than the average.
+
+    Args:
+        model: Model in training mode.
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
         self._decay = decay
-        self._averages = {name: one.detach().clone() for name, one in _weights(model).items()}
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        statistics = {name for name, buffer in changing_buffers(model).items() if buffer.is_floating_point()}
+        averaged = {plain_name(name) for name in trained | statistics}
+        self._averages = {name: one.detach().clone() for name, one in _tensors(model).items() if name in averaged}
 
     @torch.no_grad()
     def update(self, model: nn.Module, *, step: int) -> None:
         """Update with the weights after step 1, 2, ..."""
-        weights = _weights(model)
+        weights = _tensors(model)
         decay = min(self._decay, (1 + step) / (10 + step))
         if not self._averages:
             return
@@ -35,21 +44,21 @@ class Ema:
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The averages by parameter name, not copied; DTensors for sharded weights."""
+        """The averages by tensor name, not copied; DTensors for sharded weights."""
         return dict(self._averages)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Restore the state of `state_dict`; ValueError if it is of other weights."""
         if state.keys() != self._averages.keys():
-            raise ValueError(f"averages of other weights: {sorted(state.keys() ^ self._averages.keys())[:5]}")
+            raise ValueError(f"averages of other tensors: {sorted(state.keys() ^ self._averages.keys())[:5]}")
         for name, average in self._averages.items():
             average.copy_(state[name])
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
         """Context in which `model` has the averages as weights; it must not be trained or saved within."""
-        weights = _weights(model)
+        weights = _tensors(model)
         self._swap(weights)
         try:
             yield
@@ -59,7 +68,7 @@ class Ema:
             self._swap(weights)
 
     @torch.no_grad()
-    def _swap(self, weights: dict[str, nn.Parameter]) -> None:
+    def _swap(self, weights: dict[str, torch.Tensor]) -> None:
         for name, average in self._averages.items():
             weight, average = local_part(weights[name].detach()), local_part(average)
             kept = weight.clone()
@@ -67,6 +76,7 @@ class Ema:
             average.copy_(kept)
 
 
-def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of a model by plain name."""
     reshard(model)
-    return {plain_name(name): one for name, one in model.named_parameters() if one.requires_grad}
+    return {plain_name(name): one for name, one in chain(model.named_parameters(), model.named_buffers())}

@@ -120,6 +120,18 @@ def layers_above(names: Iterable[str], *, depths: Mapping[str, int] | None = Non
     return found
 
 
+def set_training_mode(model: nn.Module) -> None:
+    """Put a model into training mode, and into evaluation mode those of its modules whose parameters are all frozen.
+
+    Frozen batch norms so keep their statistics, and frozen parts have no dropout.
+    """
+    model.train()
+    for module in model.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            module.eval()
+
+
 def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
     """Freeze parts of a whole model: they get no gradient and no optimizer state, and are not averaged.
 

@@ -92,15 +92,16 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 
 def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:
-    """The first row of each evaluation on a run's own data, as trained; a table for each."""
+    """The first row of each evaluation of the runs as trained, on their own data and on others; a table for each."""
     found: dict[tuple[str, str, tuple[str, ...]], Compared] = {}
     for at, card in enumerate(cards):
         for result in card["results"]:
             table = result["table"]
-            if result["other_data"] or result["overridden"]:
+            if result["overridden"]:
                 continue
             row = table.rows[table.headline]
             which = row.label if result["split"] in row.label.split() else f"{row.label} ({result['split']})"
+            which += f", data: {data}" if (data := result["other_data"]) else ""
             empty = Compared(table.title, which, table.columns, table.reference, {}, {})
             compared = found.setdefault((table.title, which, table.columns), empty)
             compared.cells[at], compared.cautions[at] = _with_baseline(table), "; ".join(table.cautions)

@@ -7,11 +7,14 @@
     checkpoints/step_*/       checkpoints (clipmill.train.run.checkpoint)
     evaluations/*.json        results of `train eval`; the names of those on other data contain its name and a hash
     evaluations/*.coco.json   generated captions in COCO's results format
+    evaluations/former/       results that another checkpoint, variant or flag has replaced
     index.html                the results page
 
 The two .jsonl files grow by whole lines; resuming drops lines after the checkpoint.
 """
 
+import glob
+import hashlib
 import json
 import os
 import time
@@ -28,11 +31,11 @@ from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, publish_bytes, 
 from clipmill.train.config.files import load_settings, read_values, save_settings
 from clipmill.train.config.shards import absolute
 from clipmill.train.config.training import TrainingSettings, require_same, shaping
-from clipmill.train.run.result_names import data_facts, result_name
+from clipmill.train.run.result_names import data_facts, is_same_evaluation, result_name
 
 COCO_SUFFIX = ".coco.json"
 _LOOK_S = 0.2
-EVALUATIONS = "evaluations"
+EVALUATIONS, FORMER = "evaluations", "former"
 # Name of the files by which nodes find out whether they share the folder (clipmill.train.run.shared_folder).
 PROBE = "shared"
 # --resume: False begins a run, True resumes one, "auto" resumes it if there is one.
@@ -99,9 +102,19 @@ class RunFolder:
         return data_facts(tuple(map(str, own)) if isinstance(own, list) else str(own), shards)
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
-        """Publish the result of an evaluation; results on other data never replace those on the run's own."""
+        """Publish the result of an evaluation; it replaces only the result of the same evaluation.
+
+        A result of other weights, another variant of the data or other flags is moved to the folder of former results,
+        with the files beside it.
+        """
         path = self.evaluation(result_name(name, result))
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not is_same_evaluation(before := read_object(path), result):
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+            former = path.parent / FORMER / f"{path.stem}-step-{before.get('step')}-{digest}"
+            former.parent.mkdir(exist_ok=True)
+            for file in sorted(path.parent.glob(f"{glob.escape(path.stem)}.*")):
+                file.rename(former.with_name(f"{former.name}{file.name.removeprefix(path.stem)}"))
         publish_json(path, result)
         return path
 

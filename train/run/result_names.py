@@ -5,11 +5,15 @@ Results on the run's own data have the name of their evaluation; others also hav
 
 import hashlib
 import re
+import shlex
 from typing import Any
 
 from clipmill.train.config.shards import Shards, folders_of, normalised
 
 _MAX_DATA_NAME = 40
+# Fields of a result that say what was evaluated, and how.
+_DECISIVE = ("source", "shards", "variant", "step", "weights", "overrides")
+_NUM_WORDS_BEFORE_FLAGS = 4  # train eval NAME WEIGHTS
 _NUM_HASH_DIGITS = 8
 
 
@@ -33,6 +37,17 @@ def result_name(name: str, facts: dict[str, Any]) -> str:
         return name
     folder = re.sub(r"[^\w.-]+", "-", address.rpartition("/")[2])[:_MAX_DATA_NAME].strip("-.") or "data"
     return f"{name}-{folder}-{hashlib.sha256(address.encode()).hexdigest()[:_NUM_HASH_DIGITS]}"
+
+
+def is_same_evaluation(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two results are of the same weights and data, by the same flags."""
+    return all(one.get(name) == other.get(name) for name in _DECISIVE) and _flags_of(one) == _flags_of(other)
+
+
+def _flags_of(result: dict[str, Any]) -> list[str]:
+    """The flags of a result's command. Data and weights are compared by their fields: their paths may be relative."""
+    words = shlex.split(str(result.get("command", "")))[_NUM_WORDS_BEFORE_FLAGS:]
+    return [word for before, word in zip(["", *words], words, strict=False) if "--shards" not in (before, word)]
 
 
 def other_data(result: dict[str, Any]) -> str:

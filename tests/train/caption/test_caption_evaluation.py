@@ -160,8 +160,10 @@ def test_decoding_and_the_number_of_clips_are_chosen_and_stated(
     assert train("eval", "caption", captioner_run, "--split", "train", *flags) == 0
     text = capsys.readouterr().out
     assert "2 beams, length penalty 1, early stopping, at most 12 tokens" in text
-    found = json.loads((captioner_run / "evaluations/captions-train.json").read_bytes())
+    (file,) = (captioner_run / "evaluations").glob("captions-train-decoding-????????.json")
+    found = json.loads(file.read_bytes())
     assert found["num_samples"] == 2
+    assert found["overrides"] == {"decoding.method": "beam", "decoding.num_beams": 2, "decoding.early_stopping": True}
     assert found["data"].endswith("; one clip in 5 is captioned: 2")
     shown = " ".join(map(str, flags))
     assert set(found["command"].split()) == {"train", "eval", "caption", str(captioner_run), "--split", *shown.split()}

@@ -119,7 +119,7 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         "without_words": left_out,
         "constant": {"caption": constant, "chosen": chosen, "means": of_constant.means},
         "said": scored.examples(player),
-        "all_said": f"evaluations/{opened.result_name(name)}.html",
+        "all_said": f"evaluations/{opened.result_name(name, wanted)}.html",
     }
 
     def beside(path: Path, result: dict[str, Any]) -> None:

@@ -1,0 +1,87 @@
+"""Results of one run: whatever differs from the run as trained has a result of its own, and none is replaced."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipmill.train.report.overview import write_overview
+from clipmill.train.run.checkpoint import all_checkpoints
+from clipmill.train.run.folder import RunFolder
+from tests.train.caption.conftest import DECODER, SMALL
+from tests.train.running import train
+
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("--decoding.method sample --decoding.seed 1", {"decoding.method": "sample", "decoding.seed": 1}),
+    ("--decoding.method sample --decoding.seed 2", {"decoding.method": "sample", "decoding.seed": 2}),
+    ("--decoding.method beam --decoding.num-beams 2", {"decoding.method": "beam", "decoding.num_beams": 2}),
+    ("--num-frames 1", {"num_frames": 1}),
+    ("--where words>0", {"where": "words>0"}),
+    ("--num-frames 1 --decoding.max-tokens 5", {"num_frames": 1, "decoding.max_tokens": 5}),
+]
+
+
+@pytest.fixture(scope="module")
+def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A captioner with two checkpoints, whose own decoding is greedy."""
+    out = tmp_path_factory.mktemp("kept") / "run"
+    flags = [*SMALL.split(), *DECODER.split(), "--steps", 14, "--checkpoint-every", 12, "--decoding.max-tokens", 6]
+    assert train("caption", "--shards", data_dir, "--out", out, *flags) == 0
+    return RunFolder(out)
+
+
+def evaluate(run: RunFolder, *flags: object) -> None:
+    assert train("eval", "caption", run.path, "--split", "train", *flags) in (0, 1)
+
+
+def contents(run: RunFolder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run.path / "evaluations").iterdir() if path.is_file()}
+
+
+def test_every_use_unlike_the_training_has_a_result_of_its_own(run: RunFolder, tmp_path: Path) -> None:
+    evaluate(run)
+    kept = contents(run)
+    assert set(kept) == {f"captions-train{ending}" for ending in (".json", ".html", ".coco.json")}
+    assert json.loads(kept["captions-train.json"])["overrides"] == {}
+    for flags, overrides in OTHERS:
+        more = {} if "max-tokens" in flags or "decoding" not in flags else {"decoding.max_tokens": None}
+        evaluate(run, *flags.split())
+        now = contents(run)
+        assert {name: now[name] for name in kept} == kept, flags
+        (added,) = (name for name in now.keys() - kept.keys() if name.endswith(".json") and ".coco" not in name)
+        assert json.loads(now[added])["overrides"] == {**overrides, **more}
+        assert f"{Path(added).stem}.html" in now and json.loads(now[added])["all_said"].endswith(
+            f"{Path(added).stem}.html"
+        )
+        kept = now
+    # The run's own decoding by a flag is the evaluation as trained; the page of several runs shows that one alone.
+    evaluate(run, "--decoding.max-tokens", 6)
+    assert contents(run).keys() == kept.keys()
+    write_overview([run.path, run.path], tmp_path / "index.html")
+    comparison = (tmp_path / "index.html").read_text().split("<h2>Comparison</h2>")[1].split("</section>")[0]
+    assert comparison.count("<caption>Captions") == 1
+    assert "decoding.method sample" in run.page.read_text()
+
+
+def test_results_of_another_checkpoint_or_number_of_clips_are_kept(run: RunFolder, tmp_path: Path) -> None:
+    again = RunFolder(tmp_path / "again")
+    shutil.copytree(run.path, again.path)
+    shutil.rmtree(again.path / "evaluations", ignore_errors=True)
+    evaluate(again)
+    first = contents(again)
+    evaluate(again)  # the same evaluation again: its own result is replaced
+    assert not (again.path / "evaluations" / "former").exists()
+    evaluate(again, "--max-samples", 2)
+    shutil.rmtree(all_checkpoints(again.checkpoints)[14])
+    evaluate(again)
+    steps = [json.loads(path.read_bytes())["step"] for path in again.results()]
+    former = sorted((again.path / "evaluations" / "former").iterdir())
+    assert steps == [12] and len(former) == 2 * 3
+    assert {name.removeprefix("captions-train") for name in first} == {
+        path.name.partition("-step-14-")[2][8:] for path in former
+    }
+    results = [json.loads(path.read_bytes()) for path in former if path.suffix == ".json" and ".coco" not in path.name]
+    assert [one["step"] for one in results] == [14, 14]
+    assert len({one["num_samples"] for one in results}) == 2
