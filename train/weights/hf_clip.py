@@ -59,7 +59,7 @@ from_hf, to_hf = NAMES.read, NAMES.write
 
 
 def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Facts from the config.json and preprocessor_config.json of a CLIPModel.
+    """Facts from the config.json and the processor (`read_processor`) of a CLIPModel.
 
     Raises:
         UserError: the model computes something that the towers here do not.
