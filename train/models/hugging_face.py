@@ -120,7 +120,9 @@ class HuggingFace:
         mask_BL = tokens_BL != PADDING
         # Positions of a RoBERTa count the tokens that are not its own padding.
         tokens_BL = tokens_BL.masked_fill(~mask_BL, getattr(config, "pad_token_id", None) or 0)
-        # A SigLIP attends to padding, and a CLIP is causal. On the meta device, a mask has no values to look at.
+        if tokens_BL.is_meta:
+            config.pad_token_id = None  # some models look for it among the tokens, which have no values there
+        # A SigLIP attends to padding, and a CLIP is causal. On the meta device, a mask has no values either.
         has_mask = not tokens_BL.is_meta and not config.model_type.startswith((_SIGLIP, "clip"))
         found = model(input_ids=tokens_BL, **({"attention_mask": mask_BL.to(torch.int64)} if has_mask else {}))
         pooled = getattr(found, "text_embeds", None)

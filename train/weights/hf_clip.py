@@ -132,8 +132,8 @@ _SPLIT = r"'[s\u017f]|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 # For the user of an export.
 TOKENIZER_REMARK = (
-    "its tokenizer cleans texts as training did, except that it does not repair text in a wrong encoding; "
-    "load it with AutoTokenizer, since CLIPTokenizer has a cleaning of its own (docs/weights.md)"
+    "its tokenizer, loaded with AutoTokenizer, cleans texts as training did, except that it does not repair text in a "
+    "wrong encoding; the exact list of exceptions and a way without any are in docs/weights.md"
 )
 
 
