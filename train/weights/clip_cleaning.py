@@ -17,8 +17,10 @@ from html.entities import html5
 from typing import Any
 
 # Latin letters, punctuation, signs, and emoji. Each is a replacement that takes time for every text.
-_NUMBERED = (range(32, 0x180), range(0x2000, 0x2070), range(0x20A0, 0x20C0), range(0x2100, 0x2150))
-_NUMBERED += (range(0x2600, 0x27C0), range(0x1F300, 0x1F650))
+_NUMBERED = (
+    *(range(32, 0x180), range(0x2000, 0x2070), range(0x20A0, 0x20C0), range(0x2100, 0x2150)),
+    *(range(0x2600, 0x27C0), range(0x1F300, 0x1F650)),
+)
 _AMPERSAND = "&"
 _SIGMA = "(?<=[\\p{Lu}\\p{Ll}\\p{Lt}])\u03a3(?!\\p{M}*[\\p{Lu}\\p{Ll}\\p{Lt}])"
 

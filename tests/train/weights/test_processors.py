@@ -43,7 +43,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "a processor of videos alone": {VIDEO_PREPROCESSOR: VIDEO},
     "one of each": {PREPROCESSOR: IMAGE, VIDEO_PREPROCESSOR: {**VIDEO, **OTHER}},
 }
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "clip": {"vision_config": {}, "text_config": {}},
     "videomae": {},
     "timesformer": {"architectures": ["TimesformerModel"]},
