@@ -221,7 +221,7 @@ _PROCESSORS = (
     (PROCESSOR_FILES[0], "video_processor"),
     (PROCESSOR_FILES[2], None),
 )
-_BYTE = 255
+_BYTE, _OFFSETS = 255, ("offset", "rescale_offset")
 _DAMAGED = "correct it, or get the folder again"
 
 
@@ -278,7 +278,7 @@ def _of_unit_values(processor: dict[str, Any], *, source: str) -> dict[str, Any]
     factor, is_rescaled = processor.get("rescale_factor"), processor.get("do_rescale") is not False
     scale = _BYTE * factor if is_rescaled and isinstance(factor, int | float) and factor > 0 else 1.0
     # ViViT and EfficientNet subtract 1 from rescaled values.
-    offset = float(is_rescaled and (processor.get("offset") is True or processor.get("rescale_offset") is True))
+    offset = float(is_rescaled and any(processor.get(key) is True for key in _OFFSETS))
     is_plain = math.isclose(scale, 1, rel_tol=1e-6) and not offset
     changed: dict[str, Any] = {}
     for key, within, add in (("image_mean", PIXEL_MEAN, offset), ("image_std", PIXEL_STD, 0.0)):
@@ -287,8 +287,7 @@ def _of_unit_values(processor: dict[str, Any], *, source: str) -> dict[str, Any]
             raise UserError(f"{source}: {key} is {value!r}, which is not {within.hint}", hint=_DAMAGED)
         if value is not None:
             changed[key] = [float(one) if is_plain else (one + add) / scale for one in value]
-    plain = {"do_normalize": True, "do_rescale": True, "rescale_factor": 1 / _BYTE}
-    plain |= {"offset": False, "rescale_offset": False}
+    plain = {"do_normalize": True, "do_rescale": True, "rescale_factor": 1 / _BYTE} | dict.fromkeys(_OFFSETS, False)
     return {**processor, **{key: value for key, value in plain.items() if key in processor}, **changed}
 
 

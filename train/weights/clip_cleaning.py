@@ -39,9 +39,10 @@ def cleaning_normalizer() -> Any:
 
 def _replacements() -> Iterator[tuple[Any, str]]:
     """Texts or patterns, and what replaces them, in the order in which ftfy replaces them."""
-    from ftfy import chardata
+    from open_clip import tokenizer as theirs
     from tokenizers import Regex
 
+    chardata: Any = theirs.ftfy.chardata
     # Text that was escaped several times.
     yield Regex(r"&(?:(?:amp|AMP|#0*38|#[xX]0*26);)+"), _AMPERSAND
     patterns = defaultdict[str, list[str]](list)
