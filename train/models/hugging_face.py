@@ -4,6 +4,8 @@ Shape suffixes: B pictures or texts, C channels, H and W pixels, L tokens of a t
 the embedding, D width of tokens.
 """
 
+import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,11 +17,18 @@ from torch import Tensor, nn
 
 from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.hub import hub_if_reachable
+from clipmill.manifests.json_text import parse_json
+from clipmill.train.config.fields import Range
+from clipmill.train.config.model import PIXEL_MEAN, PIXEL_STD
 
 Mean = tuple[float, float, float]
 Pooling = str  # of --towers.text-pooling
 
-_LONGEST = 512  # of the default context of text encoders without a limit of their own
+# Stands behind the tokens of a text, where other texts of the batch have tokens. No token has this id, so that the mask
+# of a batch needs no guess about tokens: some models have no token for padding, others end texts with it.
+PADDING = -1
+_LONGEST = 512  # default context of text encoders that take longer texts
+_COLOURS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +91,14 @@ class HuggingFace:
         return flat(model(**_pictures(model, pictures_BCHW)).last_hidden_state)
 
     def preprocessing(self, name: str) -> Preprocessing:
-        from transformers import ImageProcessingMixin
-
         config = self.config(name)
-        size = getattr(getattr(config, "vision_config", config), "image_size", None)
-        try:
-            with hub_if_reachable():
-                found, _ = ImageProcessingMixin.get_image_processor_dict(name)
-        except OSError:
-            found = {}
-        mean, std = found.get("image_mean"), found.get("image_std")
+        processor = read_processor(name)
+        resample = processor.get("resample")
         return Preprocessing(
-            size_px=size,
-            mean=None if mean is None else tuple(mean),
-            std=None if std is None else tuple(std),
-            interpolation=None if found.get("resample") is None else _FILTERS.get(found["resample"]),
+            size_px=getattr(getattr(config, "vision_config", config), "image_size", None),
+            mean=None if (mean := processor.get("image_mean")) is None else tuple(mean),
+            std=None if (std := processor.get("image_std")) is None else tuple(std),
+            interpolation=None if resample is None else _FILTERS.get(resample),
         )
 
     def text(self, name: str, context_length: int | None) -> nn.Module:
@@ -104,35 +106,86 @@ class HuggingFace:
         own = getattr(config, "text_config", config)
         if context_length is not None and own.model_type == "clip_text_model":
             own.max_position_embeddings = context_length
-        return _half(config, "text_config")
+        model = _half(config, "text_config")
+        if "attention_mask" not in inspect.signature(model.forward).parameters:
+            raise UserError(
+                f"hf:{name} is a {own.model_type}, which takes no attention mask: its embedding of a text would depend "
+                "on the padding of the batch",
+                hint="use an encoder of texts that takes a mask, such as a BERT or a CLIP",
+            )
+        return model
 
     def embed_text(self, model: nn.Module, tokens_BL: Tensor, pooling: Pooling) -> Tensor:
         config: Any = model.config
-        mask = None if tokens_BL.is_meta else _not_padding(tokens_BL, config)  # its values are read
-        found = model(input_ids=tokens_BL, **({} if mask is None else {"attention_mask": mask}))
+        mask_BL = tokens_BL != PADDING
+        # Positions of a RoBERTa count the tokens that are not its own padding.
+        tokens_BL = tokens_BL.masked_fill(~mask_BL, getattr(config, "pad_token_id", None) or 0)
+        if tokens_BL.is_meta:
+            config.pad_token_id = None  # some models look for it among the tokens, which have no values there
+        # A SigLIP attends to padding, and a CLIP is causal. On the meta device, a mask has no values either.
+        has_mask = not tokens_BL.is_meta and not config.model_type.startswith((_SIGLIP, "clip"))
+        found = model(input_ids=tokens_BL, **({"attention_mask": mask_BL.to(torch.int64)} if has_mask else {}))
         pooled = getattr(found, "text_embeds", None)
         pooled = getattr(found, "pooler_output", None) if pooled is None else pooled
         if pooling == "own" and pooled is not None:
             return pooled
         x_BLD = found.last_hidden_state
-        mask = torch.ones_like(tokens_BL) if mask is None else mask
         if pooling == "first":
             return x_BLD[:, 0]
         if pooling == "last":
-            return x_BLD[torch.arange(len(x_BLD), device=x_BLD.device), mask.sum(1) - 1]
-        weights_BL1 = mask[..., None].to(x_BLD.dtype)
+            return x_BLD[torch.arange(len(x_BLD), device=x_BLD.device), mask_BL.sum(1) - 1]
+        weights_BL1 = mask_BL[..., None].to(x_BLD.dtype)
         return (x_BLD * weights_BL1).sum(1) / weights_BL1.sum(1)
 
     def context_length(self, name: str) -> int:
-        config = self.config(name)
-        limits = [getattr(getattr(config, "text_config", config), "max_position_embeddings", None) or _LONGEST]
-        limits.append(self.hub_tokenizer(name).model_max_length)
-        return int(min(limits))
+        return int(min(self._limit(name) or _LONGEST, self.hub_tokenizer(name).model_max_length, _LONGEST))
 
     def tokenizer(self, name: str, context_length: int) -> Callable[[list[str]], Tensor]:
-        found = self.hub_tokenizer(name)
-        options = {"padding": "max_length", "truncation": True, "max_length": context_length, "return_tensors": "pt"}
-        return lambda texts: found(texts, **options)["input_ids"]
+        """Ids of texts [B, L], with `PADDING` behind the tokens of each.
+
+        The side of the tokenizer's own padding does not matter: behind its tokens, a text has the positions that it has
+        alone. A SigLIP was trained to attend to padding up to a fixed length, which belongs to a text there.
+        """
+        tokenizer, text = self.hub_tokenizer(name), getattr(config := self.config(name), "text_config", config)
+        limit = self._limit(name)
+        if limit is not None and context_length > limit and text.model_type != "clip_text_model":
+            raise UserError(
+                f"--towers.context-length is {context_length}, and hf:{name} takes texts of {limit} tokens",
+                hint=f"give {limit} at most",
+            )
+        ends = (tokenizer.eos_token_id, tokenizer.pad_token_id, pad := getattr(text, "pad_token_id", None), 0)
+        end = next(token for token in ends if token is not None)
+        if is_siglip := text.model_type.startswith(_SIGLIP):
+            padding = pad if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+            length = limit or context_length
+            if padding is None:
+                raise UserError(
+                    f"hf:{name} has no token for padding, which a SigLIP attends to",
+                    hint="name it as pad_token in tokenizer_config.json",
+                )
+
+        def tokenize(texts: list[str]) -> Tensor:
+            rows = tokenizer(texts, truncation=True, max_length=context_length)["input_ids"]
+            # Some tokenizers have no token for an empty text.
+            rows = [row or [end] for row in rows]
+            if is_siglip:
+                pads = [[padding] * (length - len(row)) for row in rows]
+                is_left = tokenizer.padding_side == "left"
+                rows = [pad + row if is_left else row + pad for pad, row in zip(pads, rows, strict=True)]
+                return torch.tensor(rows)
+            return torch.tensor([row + [PADDING] * (context_length - len(row)) for row in rows])
+
+        return tokenize
+
+    def _limit(self, name: str) -> int | None:
+        """The most tokens of a text that a model has positions for; None if it does not say."""
+        config = self.config(name)
+        limit = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
+        with torch.device("meta"):
+            embeddings = getattr(_half(config, "text_config"), "embeddings", None)
+        first = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
+        # Positions of a RoBERTa begin behind the one of its padding.
+        return limit if limit is None or first is None else limit - first - 1
 
     def hub_tokenizer(self, name: str) -> Any:
         """transformers' tokenizer of a model."""
@@ -145,14 +198,106 @@ class HuggingFace:
             return AutoTokenizer.from_pretrained(name)
 
     def config(self, name: str) -> Any:
-        """The configuration of a model."""
+        """The configuration of a model, whose modules are float32 whatever the type of the weights in its folder."""
         from transformers import AutoConfig
 
         with hub_files(f"hf:{name}", "configuration"):
-            return AutoConfig.from_pretrained(name)
+            found = AutoConfig.from_pretrained(name)
+        for config in (found, *(getattr(found, part, None) for part in found.sub_configs)):
+            if config is not None:
+                config.dtype = torch.float32
+        return found
 
 
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+_SIGLIP = "siglip"
+
+# Where transformers keeps how pictures are prepared. Version 5 writes the processors of a model as parts of one file,
+# and a single processor, as version 4 always did, in a file for each kind.
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_PROCESSORS = (
+    *((PROCESSOR_FILES[0], part) for part in ("image_processor", "feature_extractor")),
+    (PROCESSOR_FILES[1], None),
+    (PROCESSOR_FILES[0], "video_processor"),
+    (PROCESSOR_FILES[2], None),
+)
+_BYTE, _OFFSETS = 255, ("offset", "rescale_offset")
+_DAMAGED = "correct it, or get the folder again"
+
+
+def read_processor(name: str) -> dict[str, Any]:
+    """How pictures are prepared for a model, in the keys of preprocessor_config.json; {} if no file says it.
+
+    `image_mean` and `image_std` are for values from 0 to 1, whatever else the processor does to values.
+
+    Args:
+        name: a folder, or a name on the Hub. Where several files have a mean, processors of images come before those of
+            videos, and parts of processor_config.json before a file of their own, as in transformers.
+
+    Raises:
+        UserError: a file is damaged, or a mean or standard deviation is not three numbers.
+    """
+    files = {file: _read_object(path) for file in PROCESSOR_FILES if (path := _file_of(name, file)) is not None}
+    for file, part in _PROCESSORS:
+        found = files.get(file, {}) if part is None else files.get(file, {}).get(part)
+        if isinstance(found, dict) and (
+            found.get("do_normalize") is False or {"image_mean", "image_std"} & found.keys()
+        ):
+            return _of_unit_values(found, source=f"{name}/{file}")
+    return next((files[file] for file in PROCESSOR_FILES[1:] if file in files), {})
+
+
+def _file_of(name: str, file: str) -> Path | None:
+    """A file of a folder or of a model on the Hub; None if it has none."""
+    from transformers.utils.hub import cached_file
+
+    if Path(name).is_dir():
+        return path if (path := Path(name) / file).is_file() else None
+    with hub_if_reachable():
+        try:
+            found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        except OSError:
+            return None
+    return None if found is None else Path(found)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}", hint=_DAMAGED) from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no JSON object", hint=_DAMAGED)
+    return found
+
+
+def _of_unit_values(processor: dict[str, Any], *, source: str) -> dict[str, Any]:
+    """A processor that divides bytes by 255 and normalises, which gives what the given one gives."""
+    if processor.get("do_normalize") is False:
+        processor = {**processor, "image_mean": [0.0] * _COLOURS, "image_std": [1.0] * _COLOURS}
+    factor, is_rescaled = processor.get("rescale_factor"), processor.get("do_rescale") is not False
+    scale = _BYTE * factor if is_rescaled and isinstance(factor, int | float) and factor > 0 else 1.0
+    # ViViT and EfficientNet subtract 1 from rescaled values.
+    offset = float(is_rescaled and any(processor.get(key) is True for key in _OFFSETS))
+    is_plain = math.isclose(scale, 1, rel_tol=1e-6) and not offset
+    changed: dict[str, Any] = {}
+    for key, within, add in (("image_mean", PIXEL_MEAN, offset), ("image_std", PIXEL_STD, 0.0)):
+        value = processor.get(key)
+        if not is_triple(value, within):
+            raise UserError(f"{source}: {key} is {value!r}, which is not {within.hint}", hint=_DAMAGED)
+        if value is not None:
+            changed[key] = [float(one) if is_plain else (one + add) / scale for one in value]
+    plain = {"do_normalize": True, "do_rescale": True, "rescale_factor": 1 / _BYTE} | dict.fromkeys(_OFFSETS, False)
+    return {**processor, **{key: value for key, value in plain.items() if key in processor}, **changed}
+
+
+def is_triple(value: Any, within: Range) -> bool:
+    """Whether a value of a configuration is None, or three numbers in a range, for R, G and B."""
+    if value is None:
+        return True
+    if not isinstance(value, list) or len(value) != _COLOURS:
+        return False
+    return all(isinstance(one, int | float) and not isinstance(one, bool) and within.holds(one) for one in value)
 
 
 def _half(config: Any, part: str) -> nn.Module:
@@ -184,7 +329,7 @@ def read_hf(folder: Path) -> dict[str, Tensor]:
         with torch.device("meta"):
             kind = type(_half(config, "text_config"))
     with hub_files(f"hf:{folder}", "model"):
-        model, info = kind.from_pretrained(folder, output_loading_info=True, use_safetensors=True)
+        model, info = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, use_safetensors=True)
     found = {name: one for name, one in model.state_dict().items() if name not in info["missing_keys"]}
     return found | {name: torch.empty(0) for name in info["unexpected_keys"]}
 
@@ -203,11 +348,3 @@ def _pictures(model: nn.Module, pictures_BCHW: Tensor) -> dict[str, Tensor]:
         "pixel_attention_mask": None,  # all of them
         "spatial_shapes": shapes_B2,
     }
-
-
-def _not_padding(tokens_BL: Tensor, config: Any) -> Tensor | None:
-    """1 for tokens and 0 for padding, int64 [B, L]; None for a SigLIP, which attends to it, and a CLIP, which is causal
-    and pads with the token that ends a text."""
-    if config.model_type.startswith(("siglip", "clip")) or config.pad_token_id is None:
-        return None
-    return (tokens_BL != config.pad_token_id).to(torch.int64)

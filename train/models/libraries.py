@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from clipmill.manifests.errors import UserError, first_line
+from clipmill.manifests.json_text import parse_json
 from clipmill.train.models.hugging_face import HuggingFace, Pooling, Preprocessing, flat, hub_files
 from clipmill.train.models.text import Tokenize
 
@@ -76,8 +78,11 @@ class _OpenClip:
         from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
 
         size = self.config(name)["vision_cfg"]["image_size"]
-        # No configuration names the normalisation: it is that of the published weights, where they agree.
+        # A folder says how pixels are normalised. A name does not: its published weights do, where they agree.
         entries = [get_pretrained_cfg(name, tag) for tag in list_pretrained_tags_by_model(name)]
+        if name.startswith(_LOCAL):
+            file = Path(name.removeprefix(_LOCAL)) / "open_clip_config.json"
+            entries = [parse_json(file.read_text(encoding="utf-8")).get("preprocess_cfg") or {}]
         mean, std = (
             found.pop() if len(found := {tuple(one.get(key) or clips) for one in entries}) == 1 else clips
             for key, clips in (("mean", _CLIPS_MEAN), ("std", _CLIPS_STD))
@@ -96,7 +101,8 @@ class _OpenClip:
         if encoder := text.get("hf_model_name"):
             text["hf_model_pretrained"] = False
             with hub_files(encoder, "configuration"):
-                return _build_text_tower(config["embed_dim"], text)
+                # An encoder of transformers has the type of its configuration.
+                return _build_text_tower(config["embed_dim"], text).float()
         return _build_text_tower(config["embed_dim"], text, bool(config.get("quick_gelu")))
 
     def embed_text(self, model: nn.Module, tokens_BL: Tensor, pooling: Pooling) -> Tensor:

@@ -214,7 +214,7 @@ class Format:
         matches: whether names of tensors are those of this format.
         facts: what all weights of this format have in common.
         model_types: patterns of the `model_type` in config.json.
-        read_config: facts from config.json and preprocessor_config.json (or {}), and the folder for errors.
+        read_config: facts from config.json and the processor (`read_processor`), and the folder for errors.
     """
 
     name: str

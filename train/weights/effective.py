@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.model import LIBRARY, kind_of
+from clipmill.train.models.hugging_face import PROCESSOR_FILES
 from clipmill.train.models.libraries import image_outline, preprocessing_of
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, MEANS, STDS, Mean
 from clipmill.train.weights.sources import Say, Source
@@ -59,6 +60,16 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     )
     kind, init = kind_of(towers), settings.init
     mean, std = _normalisation_of(replace(settings, towers=towers))
+    if None in (facts.mean, facts.std) and None in (init.pixel_mean, init.pixel_std) and not settings.reads_latents:
+        of = towers.image or f"{kind} towers"
+        mean_text, std_text = (
+            " ".join(f"{value:.3g}" for value in values)
+            for values in (init.pixel_mean or facts.mean or mean, init.pixel_std or facts.std or std)
+        )
+        say(
+            f"weights: no file of {source.title} says how pixels were normalised, so the values of {of} are used: mean "
+            f"{mean_text}, standard deviation {std_text} (change them with --init.pixel-mean and --init.pixel-std)"
+        )
     init = replace(
         init,
         pixel_mean=chosen("--init.pixel-mean", init.pixel_mean, facts.mean or mean, say=say),
@@ -114,8 +125,9 @@ def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
     mean, std = theirs.mean or init.pixel_mean, theirs.std or init.pixel_std
     if mean is None or std is None:
         raise UserError(
-            f"{towers.image} does not say how pixels are normalised: it has no preprocessor_config.json",
-            hint="put that file beside its config.json, or give --init.pixel-mean and --init.pixel-std",
+            f"{towers.image} does not say how pixels are normalised: it has none of {', '.join(PROCESSOR_FILES)} with "
+            "image_mean and image_std",
+            hint="put preprocessor_config.json beside its config.json, or give --init.pixel-mean and --init.pixel-std",
         )
     return mean, std
 

@@ -21,15 +21,14 @@ import torch
 from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.json_text import parse_json
 from clipmill.shards.opening import open_regular
-from clipmill.train.config.fields import Range
 from clipmill.train.config.model import EPS_RANGE, PIXEL_MEAN, PIXEL_STD
+from clipmill.train.models.hugging_face import is_triple
 from clipmill.train.weights.conversion import Mean
 
 # Configuration files beside weights: reads JSON, checks the values used, builds transformers' classes.
 
 
 _DAMAGED = "correct it, or get the folder again"
-_COLOURS = 3
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
@@ -106,13 +105,6 @@ def _is_side(value: Any) -> bool:
     return all(map(_is_size, value)) if isinstance(value, list) else _is_size(value)
 
 
-def _is_triple(value: Any, within: Range) -> bool:
-    if value is None:
-        return True
-    is_triple = isinstance(value, list) and len(value) == _COLOURS and all(map(_is_number, value))
-    return is_triple and all(map(within.holds, value))
-
-
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -147,8 +139,8 @@ _TYPES: tuple[tuple[frozenset[str], Callable[[Any], bool], str], ...] = (
     (_SWITCHES, lambda value: isinstance(value, bool), "true or false"),
     (frozenset({"hidden_act", "activation_function", "model_type"}), _is_text, "a text"),
     (frozenset({"architectures"}), _are_texts, "a list of texts"),
-    (frozenset({"image_mean", "mean"}), lambda value: _is_triple(value, PIXEL_MEAN), PIXEL_MEAN.hint),
-    (frozenset({"image_std", "std"}), lambda value: _is_triple(value, PIXEL_STD), PIXEL_STD.hint),
+    (frozenset({"mean"}), lambda value: is_triple(value, PIXEL_MEAN), PIXEL_MEAN.hint),
+    (frozenset({"std"}), lambda value: is_triple(value, PIXEL_STD), PIXEL_STD.hint),
 )
 
 

@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.models.hugging_face import read_processor
 from clipmill.train.weights.avion import AVION, LAVILA
 from clipmill.train.weights.conversion import Format, SourceFacts
 from clipmill.train.weights.files import read_config
@@ -50,7 +51,7 @@ def facts_in(folder: Path) -> SourceFacts | None:
     config = read_config(folder / "config.json")
     if config is None:
         return None
-    preprocess = read_config(folder / "preprocessor_config.json") or {}
+    preprocess = read_processor(str(folder))
     kind = str(config.get("model_type"))
     for form in FORMATS.values():
         if form.read_config is not None and any(fnmatchcase(kind, pattern) for pattern in form.model_types):

@@ -201,7 +201,7 @@ def _require_divisible(config: Any, *, width: str, heads: str, source: str) -> N
 
 
 def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Facts from the config.json and preprocessor_config.json of a TimeSformer, or of a captioner with one.
+    """Facts from the config.json and the processor (`read_processor`) of a TimeSformer, or of a captioner with one.
 
     Raises:
         UserError: see `caption_config_of`; or there is no TimeSformer in it.

@@ -1,6 +1,5 @@
 """Hugging Face's CLIPModel: names and configuration. q, k and v are matrices of their own, projections transposed."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ from_hf, to_hf = NAMES.read, NAMES.write
 
 
 def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Facts from the config.json and preprocessor_config.json of a CLIPModel.
+    """Facts from the config.json and the processor (`read_processor`) of a CLIPModel.
 
     Raises:
         UserError: the model computes something that the towers here do not.
@@ -128,30 +127,54 @@ def hf_config(size: DualEncoderSize, *, image_px: int, log_scale: float) -> dict
     return config.to_dict()
 
 
-# The special tokens under the names that OpenAI and transformers give them.
-_START, _END = "<|startoftext|>", "<|endoftext|>"
-_SPECIAL = {"<start_of_text>": _START, "<end_of_text>": _END}
+_SPLIT = r"'[s\u017f]|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+
+
+# For the user of an export.
+TOKENIZER_REMARK = (
+    "its tokenizer, loaded with AutoTokenizer, cleans texts as training did, except that it does not repair text in a "
+    "wrong encoding; the exact list of exceptions and a way without any are in docs/weights.md"
+)
 
 
 def save_tokenizer(folder: Path, *, context_length: int) -> None:
-    """Writes CLIP's tokenizer for transformers, from the vocabulary that open_clip ships."""
-    from open_clip.tokenizer import SimpleTokenizer
+    """Writes CLIP's tokenizer for transformers, from the vocabulary that open_clip ships, with open_clip's cleaning.
 
-    tokenizer = SimpleTokenizer()
-    special = {"bos_token": _START, "eos_token": _END, "unk_token": _END, "pad_token": _END}
+    transformers' own CLIPTokenizer builds a normaliser of its own whatever tokenizer.json says, so that the files are
+    of a tokenizer that is taken as it is.
+    """
+    from open_clip.tokenizer import SimpleTokenizer
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    from clipmill.train.weights.clip_cleaning import cleaning_normalizer
+
+    theirs = SimpleTokenizer()
+    start, end = (theirs.decoder[index] for index in (theirs.sot_token_id, theirs.eot_token_id))
+    merges = list(theirs.bpe_ranks)
+    bpe = models.BPE(theirs.encoder, merges, unk_token=end, continuing_subword_prefix="", end_of_word_suffix="</w>")
+    tokenizer = Tokenizer(bpe)
+    tokenizer.normalizer = cleaning_normalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    # open_clip looks for them after cleaning.
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=True) for token in (start, end)])
+    ends = (end, theirs.eot_token_id), (start, theirs.sot_token_id)
+    tokenizer.post_processor = processors.RobertaProcessing(*ends, trim_offsets=False, add_prefix_space=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteLevel(), decoders.Replace("</w>", " "), decoders.Strip(" ", 0, 1)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"bos_token": start, "eos_token": end, "unk_token": end, "pad_token": end}
     config = {
         **special,
-        "add_prefix_space": False,
-        "do_lower_case": True,
-        "errors": "replace",
+        "clean_up_tokenization_spaces": False,
         "model_max_length": context_length,
-        "tokenizer_class": "CLIPTokenizer",
+        "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    merges = [" ".join(pair) for pair in tokenizer.bpe_ranks]
-    vocabulary = {_SPECIAL.get(token, token): index for token, index in tokenizer.encoder.items()}
-    text = json.dumps(vocabulary, ensure_ascii=False, indent=1) + "\n"
-    (folder / "vocab.json").write_text(text, encoding="utf-8")
-    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
     save_json(folder / "special_tokens_map.json", special)
     save_json(folder / "tokenizer_config.json", config)
 

@@ -15,8 +15,6 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.models.dual_encoder import ModelShape
 from clipmill.train.weights.conversion import (
     CONV,
-    IMAGENET_MEAN,
-    IMAGENET_STD,
     Format,
     NameTable,
     SourceFacts,
@@ -86,7 +84,7 @@ _KEYS = (
 
 
 def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Facts from the config.json and preprocessor_config.json of a VideoMAE.
+    """Facts from the config.json and the processor (`read_processor`) of a VideoMAE.
 
     Raises:
         UserError: the model computes something that the towers here do not.
@@ -122,8 +120,8 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
     return SourceFacts(
         activation=found.hidden_act,
         video_eps=found.layer_norm_eps,
-        mean=colours(preprocess.get("image_mean", IMAGENET_MEAN)) if is_rgb else None,
-        std=colours(preprocess.get("image_std", IMAGENET_STD)) if is_rgb else None,
+        mean=colours(preprocess.get("image_mean")) if is_rgb else None,
+        std=colours(preprocess.get("image_std")) if is_rgb else None,
         video_heads=found.num_attention_heads,
         video_depth=found.num_hidden_layers,
         decoder_heads=found.decoder_num_attention_heads,

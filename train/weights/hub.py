@@ -5,8 +5,9 @@ from pathlib import Path
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.hub import hub_if_reachable
+from clipmill.train.models.hugging_face import PROCESSOR_FILES
 
-MODEL_FILES = ("config.json", "preprocessor_config.json", "model*.safetensors", "model.safetensors.index.json")
+MODEL_FILES = ("config.json", *PROCESSOR_FILES, "model*.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
 
 

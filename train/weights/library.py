@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from clipmill.train.config.model import Towers
+from clipmill.train.models.hugging_face import read_processor
 from clipmill.train.models.libraries import image_outline, preprocessing_of, text_outline
 from clipmill.train.weights.conversion import LOGIT_SCALE, ConvertedStateDict, Format, SourceFacts, Tensors, any_begins
 from clipmill.train.weights.files import colours, read_config
@@ -80,7 +81,7 @@ def _endings(name: str) -> Iterator[str]:
 def library_facts(folder: Path) -> SourceFacts:
     """How the pictures were normalised that weights in a folder were trained on."""
     own = read_config(folder / "open_clip_config.json")
-    found = (own.get("preprocess_cfg") or {}) if own is not None else read_config(folder / "preprocessor_config.json")
+    found = (own.get("preprocess_cfg") or {}) if own is not None else read_processor(str(folder))
     found = found or (read_config(folder / "config.json") or {}).get("pretrained_cfg") or {}
     return facts_of_entry({name: found.get(f"image_{name}", found.get(name)) for name in ("mean", "std")})
 

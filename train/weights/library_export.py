@@ -11,6 +11,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.model import DualEncoderTowers
 from clipmill.train.models.dual_encoder import DualEncoderSize
+from clipmill.train.models.hugging_face import read_processor
 from clipmill.train.models.libraries import library_of, preprocessing_of
 from clipmill.train.weights.conversion import LOGIT_SCALE, Tensors
 from clipmill.train.weights.exported import save_json, save_tensors
@@ -112,7 +113,6 @@ def _write_timm(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
 
 def _write_hf(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
     import transformers
-    from transformers import ImageProcessingMixin
 
     transformers.utils.logging.disable_progress_bar()  # of save_pretrained, among our own lines
     library: Any = library_of(towers.image)[0]
@@ -135,9 +135,8 @@ def _write_hf(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
     else:
         model = _filled(towers.image, weights)
     model.save_pretrained(folder)
-    found, _ = ImageProcessingMixin.get_image_processor_dict(name)
     changed = {f"image_{key}": value for key, value in towers.normalisation.items()}
-    save_json(folder / "preprocessor_config.json", {**found, **changed})
+    save_json(folder / "preprocessor_config.json", {**read_processor(name), **changed})
     return folder / "model.safetensors", held
 
 

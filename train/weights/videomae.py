@@ -148,8 +148,8 @@ def facts_of_videomae_v2(config: Mapping[str, Any], preprocess: Mapping[str, Any
     return SourceFacts(
         activation="gelu",
         video_eps=float(model.get("layer_norm_eps", _EPS)),
-        mean=colours(preprocess.get("image_mean", IMAGENET_MEAN)),
-        std=colours(preprocess.get("image_std", IMAGENET_STD)),
+        mean=colours(preprocess.get("image_mean")),
+        std=colours(preprocess.get("image_std")),
         video_heads=model.get("num_heads"),
     )
 

@@ -7,10 +7,12 @@ import open_clip
 import pytest
 import timm
 import torch
+from transformers import AutoTokenizer
 
 from clipmill.train.config.model import DualEncoderTowers
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import DualEncoder, size_of
+from clipmill.train.models.hugging_face import PADDING
 from clipmill.train.models.libraries import tokenizer_of
 from clipmill.train.weights.library import library_format
 from tests.train.library.small_library import CLIP, PX, RESNET, SIGLIP2, save_hf
@@ -79,6 +81,8 @@ def test_both_halves_of_a_model_of_transformers_are_its_own(tmp_path: Path, kind
     ours = encoder(theirs.state_dict(), image=f"hf:{tmp_path / kind}", text=f"hf:{tmp_path / kind}")
     tokenize = tokenizer_of(f"hf:{tmp_path / kind}", 16)
     tokens = torch.stack([torch.from_numpy(tokenize(text)) for text in TEXTS])
+    how = {"padding": "max_length", "truncation": True, "max_length": 16}
+    padded = AutoTokenizer.from_pretrained(tmp_path / kind)(TEXTS, **how)["input_ids"]
     given = {"pixel_values": pictures(2)}
     if kind == "siglip2":
         from transformers.models.siglip2.image_processing_pil_siglip2 import convert_image_to_patches
@@ -90,7 +94,7 @@ def test_both_halves_of_a_model_of_transformers_are_its_own(tmp_path: Path, kind
             "spatial_shapes": torch.tensor([[4, 4]] * 2),
         }
     with torch.no_grad():
-        found = theirs(input_ids=tokens, **given)
+        found = theirs(input_ids=torch.tensor(padded), **given)
         close(ours.embed_video(pictures(2)[:, :, None]), found.image_embeds)
         close(ours.embed_text(tokens), found.text_embeds)
 
@@ -123,7 +127,7 @@ def test_an_encoder_of_texts_is_pooled_without_its_padding(tmp_path: Path) -> No
             assert form is not None and ours.text is not None
             ours.load_state_dict(form.convert(state).tensors, strict=False)
             for row, text_L in enumerate(tokens):
-                alone = theirs(input_ids=text_L[None, : int((text_L != 0).sum())]).last_hidden_state
+                alone = theirs(input_ids=text_L[None, : int((text_L != PADDING).sum())]).last_hidden_state
                 close(ours.embed_text(tokens)[row : row + 1], of(alone))
 
 

@@ -27,7 +27,7 @@ from clipmill.train.weights.exported import (
     save_json,
     save_tensors,
 )
-from clipmill.train.weights.hf_clip import hf_config, save_tokenizer, to_hf
+from clipmill.train.weights.hf_clip import TOKENIZER_REMARK, hf_config, save_tokenizer, to_hf
 from clipmill.train.weights.library_export import LibraryTowers, write_library
 from clipmill.train.weights.open_clip import open_clip_config, to_open_clip
 from clipmill.train.weights.sources import Say, Source
@@ -133,6 +133,8 @@ def exported_clip(request: ExportRequest) -> Exported:
     remarks = [f"{one}; kept in {EXTRAS_FILE}" for one in towers.lost]
     if log_scale is None:
         remarks.append("the loss had no single temperature: the exported one is 0.07, the initial value of CLIP")
+    if form == "hf":
+        remarks.append(TOKENIZER_REMARK)
     scale = torch.tensor(_CLIP_LOGIT_SCALE if log_scale is None else log_scale)
     tensors = {**towers.tensors, LOGIT_SCALE: scale}
 

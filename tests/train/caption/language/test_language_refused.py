@@ -28,6 +28,19 @@ def _without(*names: str) -> Callable[[Path], None]:
     return change
 
 
+def _other(kind: str, **values: Any) -> Callable[[Path], None]:
+    """A model of another kind with the tokenizer of the folder."""
+
+    def change(folder: Path) -> None:
+        import transformers
+
+        size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 300}
+        config = getattr(transformers, f"{kind}Config")(**{**size, **values})
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+    return change
+
+
 def _cut(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -47,7 +60,14 @@ BAD: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "get the folder",
     ),
     "other vocabulary": (_changed("config.json", vocab_size=100), "do not belong together", "use the tokenizer"),
-    "encoder and decoder": (_changed("config.json", **T5), "T5ForConditionalGeneration, an encoder and", "Qwen3"),
+    "encoder and decoder": (
+        _changed("config.json", **T5),
+        "T5ForConditionalGeneration, an encoder and a decoder of type t5",
+        "Qwen3",
+    ),
+    "state space": (_other("Mamba", state_size=4), "is a mamba, which does not write texts token by token", "Qwen3"),
+    "no cache": (_other("OpenAIGPT", n_embd=32, n_layer=1, n_head=2), "is a openai-gpt, which does not", "Qwen3"),
+    "encoder": (_other("Bert", num_attention_heads=2), "is a bert, which does not write texts", "Qwen3"),
     "no causal model": (_changed("config.json", **BERT), "BertForMaskedLM, of type bert", "Qwen3"),
     "unknown model": (_changed("config.json", model_type="mine", architectures=["Mine"]), "Mine, of type", "Qwen3"),
     "no end": (_changed("tokenizer_config.json", eos_token=None), "no token for the end of a text", "eos_token"),

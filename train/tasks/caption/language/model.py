@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _STD = 0.02
+# Tokens with which a model is tried, and the largest error of its logits in float32, relative to the largest logit.
+_PROBE, _PROBE_ERROR = 4, 1e-4
 
 
 class VisualProjector(nn.Module):
@@ -163,6 +165,30 @@ class LanguageCaptioner(nn.Module):
         found = self.decoder(**given)
         found.logits = found.logits[:, -num_logits:]
         return found
+
+
+@torch.no_grad()
+def decodes(decoder: "PreTrainedModel") -> bool:
+    """Whether tokens that a language model reads one by one, with its cache, give what they give all at once.
+
+    Encoders fail because a token depends on later ones there, and state-space models because they have no keys and
+    values. Rows of the cache are exchanged, as beams are.
+    """
+    was_training, decoder = decoder.training, decoder.eval()
+    ids_RL = torch.arange(2 * _PROBE).reshape(2, _PROBE) % decoder.get_input_embeddings().num_embeddings
+    embedded_RLD = decoder.get_input_embeddings()(ids_RL)
+    try:
+        all_RLW = decoder(inputs_embeds=embedded_RLD, use_cache=False).logits
+        start = decoder(inputs_embeds=embedded_RLD[:, :-1], use_cache=True)
+        cache = PrefixCache(start.past_key_values, None)
+        cache.keep(torch.tensor([1, 0]))
+        last = decoder(input_ids=ids_RL.flip(0)[:, -1:], past_key_values=cache.keys_values, use_cache=True)
+    except (AttributeError, KeyError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
+    finally:
+        decoder.train(was_training)
+    read_RLW = torch.cat([start.logits, last.logits[:, -1:].flip(0)], dim=1)
+    return bool((read_RLW - all_RLW).abs().max() <= _PROBE_ERROR * all_RLW.abs().max())
 
 
 def language_blocks(decoder: nn.Module) -> list[nn.Module]:

@@ -4,6 +4,7 @@ A run keeps configuration and tokenizer in RUN/language_model, as transformers w
 be used without the folder that `--decoder.lm` named. The weights are in the checkpoints.
 """
 
+import inspect
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +14,7 @@ import torch
 
 from clipmill.manifests.errors import UserError, first_line
 from clipmill.train.run.folder import RunFolder
+from clipmill.train.tasks.caption.language.model import decodes
 from clipmill.train.tasks.caption.settings import VIDEO_MARK, DecoderSettings, Reducer
 from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer
 from clipmill.train.weights.files import read_config
@@ -28,6 +30,7 @@ LANGUAGE_FILES = (
     "chat_template*",
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_SUPPORTED = "name a causal language model with a cache of keys and values, such as a Qwen3, Llama, SmolLM2 or GPT-2"
 _UNLIMITED = 1 << 20  # context of a model without learned or scaled positions
 
 
@@ -87,7 +90,7 @@ class LanguageDecoder:
         """The decoder with its weights in memory, so that a mistake in them ends a command before a run begins.
 
         Raises:
-            UserError: they are missing, damaged, or do not fit the configuration.
+            UserError: they are missing, damaged, do not fit the configuration, or the model cannot be decoded.
         """
         return replace(self, loaded=[self.new_model()])
 
@@ -118,6 +121,8 @@ def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel"
         ) from error
     if lacks := sorted({*report["missing_keys"], *(one[0] for one in report["mismatched_keys"])}):
         raise UserError(f"the weights of {folder} do not fit its config.json: {', '.join(lacks[:3])}", hint=again)
+    if not decodes(model):
+        raise _undecodable(folder, config.model_type)
     return model  # type: ignore[no-any-return]
 
 
@@ -184,6 +189,7 @@ def read_language(run: RunFolder, facts: dict[str, Any]) -> LanguageDecoder:
 
 
 def _config_of(folder: Path) -> "PreTrainedConfig":
+    import transformers
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -197,11 +203,17 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     saved = raw.get("architectures") or [known]
     if raw.get("is_encoder_decoder") or known is None or known not in saved:
-        kinds = "an encoder and a decoder" if raw.get("is_encoder_decoder") else f"of type {kind}"
+        kinds = "an encoder and a decoder " if raw.get("is_encoder_decoder") else ""
         raise UserError(
-            f"{folder} has no causal language model of transformers (--decoder.lm), but {saved[0]}, {kinds}",
-            hint="name a causal language model, such as a Qwen3, Llama, SmolLM2 or GPT-2",
+            f"{folder} has no causal language model of transformers (--decoder.lm), but {saved[0]}, "
+            f"{kinds}of type {kind}",
+            hint=_SUPPORTED,
         )
+    if (
+        not {"past_key_values", "inputs_embeds"}
+        <= inspect.signature(getattr(transformers, known).forward).parameters.keys()
+    ):
+        raise _undecodable(folder, kind)
     if "quantization_config" in raw:
         raise UserError(
             f"the weights of {folder} are quantized (--decoder.lm)", hint="name the model in bfloat16 or float32"
@@ -214,6 +226,14 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
         raise UserError(
             f"cannot read {folder / 'config.json'}: {said}", hint="get the folder of --decoder.lm again"
         ) from error
+
+
+def _undecodable(folder: Path, kind: Any) -> UserError:
+    return UserError(
+        f"the language model of {folder} is a {kind}, which does not write texts token by token with a cache of keys "
+        "and values (--decoder.lm)",
+        hint=_SUPPORTED,
+    )
 
 
 def _tokenizer_of(folder: Path) -> Any:
