@@ -9,6 +9,7 @@ of the segment's video, one of 100 (`make peers` installs the other libraries; r
                       all epochs after the first, which verifies the checksums of the records
       first visits    the same, with every epoch like the first one: checksums verified
     seed, N workers   Zarr, Blosc with zstd, one segment a chunk, worker processes, shared memory, queues
+    seed, chunks of 8 the same with 2 workers and eight segments a chunk
     webdataset        tars with one sample a segment, shuffle buffer of 300, in the loading process
     litdata           its chunks, StreamingDataLoader without worker processes
     MDS               mosaicml-streaming's shards on the local disk, DataLoader without worker processes
@@ -45,6 +46,7 @@ from benchmarks.report import parser_for, print_report
 OURS, FIRST_VISITS, MEMCPY = "LatentLoader", "LatentLoader, first visits", "memcpy"
 VIDEO = "LatentLoader, video VAE"
 SEEDS = ("seed, 1 worker", "seed, 2 workers")
+SEED_CHUNKS = "seed, chunks of 8"
 AT_LEAST_S = 0.5  # duration of a turn
 Rates = dict[str, list[float]]  # segments per second by loader, one value per round
 
@@ -57,6 +59,12 @@ class Entry:
     words: tuple[str, ...] = ()
     python: Path = Path(sys.executable)
 
+    @property
+    def folder(self) -> str:
+        """Return the name of the folder of its format, which loaders of the same format share."""
+        options = [word for word in ("--video", "--chunk") if word in self.words]
+        return "".join([self.module, *options])
+
 
 VARIANTS = {
     OURS: Entry("latent_loader"),
@@ -64,6 +72,7 @@ VARIANTS = {
     VIDEO: Entry("latent_loader", ("--video",)),
     SEEDS[0]: Entry("seed_zarr", ("--workers", "1"), PEERS_PYTHON),
     SEEDS[1]: Entry("seed_zarr", ("--workers", "2"), PEERS_PYTHON),
+    SEED_CHUNKS: Entry("seed_zarr", ("--workers", "2", "--chunk", "8"), PEERS_PYTHON),
     "webdataset": Entry("tar_webdataset"),
     "litdata": Entry("litdata_chunks", (), PEERS_PYTHON),
     "MDS": Entry("mds_shards", (), PEERS_PYTHON),
@@ -84,7 +93,7 @@ def start_variants(
                 entry.python,
                 f"benchmarks.latent_peers.{entry.module}",
                 folder / "set",
-                folder / f"{entry.module}{'-video' if '--video' in entry.words else ''}",
+                folder / entry.folder,
                 *entry.words,
                 folder=folder / "set",
             )

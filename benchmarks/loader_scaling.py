@@ -15,7 +15,8 @@ process with a loader of one thread. The ways of decoding:
 `clips/s` that of the pool (5c); wall time of --clips clips, median over the rounds. `/ plain` compares clips/s at the
 same number and kind of workers and length. `CPU ms` is the CPU time per clip, which other programs disturb less.
 
-Videos are of one minute each, made up unless VIDEOS is given; each chunk length is a data folder of the same videos.
+Videos are of one minute, or of the longest of --lengths if that is more, made up unless VIDEOS is given; each chunk
+length is a data folder of the same videos.
 """
 
 import os
@@ -30,15 +31,14 @@ from pathlib import Path
 
 from benchmarks.decode_peers.chunk_sets import OWN, RECIPES, write_captions
 from benchmarks.decode_peers.clip_set import data_folder
-from benchmarks.decode_peers.pieces import pieces_of
+from benchmarks.decode_peers.pieces import PIECE_S, pieces_of
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.peer_process import PeerProcess
 from benchmarks.report import parser_for, print_report
 from benchmarks.timing import turns
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 
-PIECES_PER_VIDEO = 4
-CLIP_S, CLIPS_PER_VIDEO = 4.0, 14
+SHORTEST_VIDEO_S, CLIP_S = 60, 4.0
 DECODE = ("plain", "filter", "packets")
 KINDS = ("threads", "processes")
 
@@ -139,20 +139,21 @@ def rows_of(taken: dict[Case, list[Taken]]) -> list[dict[str, object]]:
 
 
 def make_data(folder: Path, *, videos: Path | None, num_videos: int, lengths: list[int]) -> None:
-    """Make a data folder for each length of chunks, of videos of a minute."""
+    """Make a data folder for each length of chunks, of the same videos."""
     program, pieces, minutes = find_ffmpeg().path, folder / "pieces", folder / "videos"
+    per_video = -(-max(SHORTEST_VIDEO_S, *lengths) // PIECE_S)
     pieces.mkdir()
     minutes.mkdir()
-    pieces_of(videos, pieces, num_pieces=PIECES_PER_VIDEO * num_videos, program=program)
+    pieces_of(videos, pieces, num_pieces=per_video * num_videos, program=program)
     files = sorted(pieces.iterdir())
-    for number in range(len(files) // PIECES_PER_VIDEO):
-        parts = files[number * PIECES_PER_VIDEO :][:PIECES_PER_VIDEO]
+    for number in range(len(files) // per_video):
+        parts = files[number * per_video :][:per_video]
         listed = folder / "parts.txt"
         listed.write_text("".join(f"file '{path}'\n" for path in parts))
         joined = [program, "-v", "error", "-f", "concat", "-safe", "0", "-i", str(listed), "-c", "copy"]
         subprocess.run([*joined, str(minutes / f"{number:03d}.mp4")], check=True)
     captions = folder / "captions.csv"
-    begins_s = [CLIP_S * number for number in range(CLIPS_PER_VIDEO)]
+    begins_s = [CLIP_S * number for number in range(int(per_video * PIECE_S / CLIP_S) - 1)]
     spans = [(number, begin_s, CLIP_S) for number in range(len(list(minutes.iterdir()))) for begin_s in begins_s]
     write_captions(captions, spans)
     for length in lengths:

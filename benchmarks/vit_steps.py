@@ -8,6 +8,7 @@ from torch import nn
 from benchmarks.timing import seconds_of
 from clipmill.train.models.attention import Attend, AttentionChoice, open_attention
 from clipmill.train.models.dual_encoder import SIZES
+from clipmill.train.models.space_time import SpaceTimeBlock
 from clipmill.train.models.transformer import checkpoint_blocks, compile_blocks
 from clipmill.train.models.video_vit import VideoViT
 
@@ -134,6 +135,8 @@ class Steps:
 def _part(name: str, module: nn.Module) -> str | None:
     if isinstance(module, nn.LayerNorm):
         return "LayerNorm"
+    if isinstance(module, SpaceTimeBlock):
+        return "attention"  # it computes both attentions itself; LayerNorm and MLP are modules within
     return {"attn": "attention", "mlp": "MLP"}.get(name.rpartition(".")[2])
 
 

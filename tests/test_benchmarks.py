@@ -271,6 +271,17 @@ def test_the_largest_batch_is_found_to_five_percent_from_any_guess(largest: int,
     assert len(tried) <= (3 if abs(guess - largest) * 50 <= largest else 20)
 
 
+def test_the_memory_of_divided_attention_is_counted_as_attention() -> None:
+    import torch
+
+    from benchmarks.vit_steps import VARIANTS, Setup, Steps
+
+    setup = Setup(model="tiny", image_px=32, num_frames=2, device=torch.device("cpu"))
+    joint, divided = (Steps(VARIANTS[name], setup).kept_bytes(1) for name in ("fused", "divided"))
+    assert divided["attention"] > 1.5 * joint["attention"] > 0
+    assert divided["other"] == joint["other"]
+
+
 def test_the_batch_that_memory_of_two_smaller_ones_promises() -> None:
     from benchmarks.vit import largest_by_line
 

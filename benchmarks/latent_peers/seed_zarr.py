@@ -1,6 +1,6 @@
 """Zarr with worker processes: the loader that clipmill's latents are derived from, according to its notes.
 
-Arrays `base_frames` (one segment a chunk, Blosc with zstd), `clip_emb` and `segment_to_video`. Each worker process
+Arrays `base_frames` (--chunk segments a chunk, Blosc with zstd), `clip_emb` and `segment_to_video`. Each worker process
 opens its own connection to the store, waits for batches of segment IDs on the input queue, decodes them into
 preallocated blocks of shared memory, and returns the index of the block on the output queue. Batches are prefetched;
 nothing is copied between processes; a block is released when the next batch is requested.
@@ -11,6 +11,7 @@ five times slower), text embeddings and mapping held in memory by the workers, b
 
 import argparse
 import multiprocessing
+from functools import partial
 from multiprocessing.queues import Queue
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -110,8 +111,8 @@ def work(store: Path, names: list[str], batch: int, asked: "Queue[Any]", done: "
         done.put((slot, len(ids)))
 
 
-def make(segments: SegmentSet, folder: Path) -> None:
-    """Write the store, with settings that give the size in the notes (723 MiB for 5000 segments)."""
+def make(segments: SegmentSet, folder: Path, *, per_chunk: int) -> None:
+    """Write the store, with settings that give the size in the notes (723 MiB for 5000 segments, one a chunk)."""
     import zarr
     from numcodecs import Blosc
 
@@ -121,21 +122,24 @@ def make(segments: SegmentSet, folder: Path) -> None:
     for name, values in arrays.items():
         group.create_dataset(name, data=values, compressor=zstd)
     shape = segments.latents.shape
-    frames = group.create_dataset("base_frames", shape=shape, chunks=(1, *shape[1:]), dtype="f2", compressor=zstd)
-    for segment in range(len(segments)):
-        frames[segment] = segments.latents[segment]
+    frames = group.create_dataset(
+        "base_frames", shape=shape, chunks=(per_chunk, *shape[1:]), dtype="f2", compressor=zstd
+    )
+    for begin in range(0, len(segments), per_chunk):
+        frames[begin : begin + per_chunk] = segments.latents[begin : begin + per_chunk]
 
 
 def main() -> None:
-    """Answer requests, with the number of workers in the command line."""
+    """Answer requests, with the numbers of workers, and of segments a chunk, in the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, required=True)
-    num_workers = parser.parse_known_args()[0].workers
+    parser.add_argument("--chunk", type=int, default=1)
+    asked = parser.parse_known_args()[0]
 
     def open_loader(folder: Path, segments: SegmentSet, batch: int) -> PeerLoader:
-        return SeedZarr(folder, segments, batch=batch, num_workers=num_workers)
+        return SeedZarr(folder, segments, batch=batch, num_workers=asked.workers)
 
-    serve(make, open_loader)
+    serve(partial(make, per_chunk=asked.chunk), open_loader)
 
 
 if __name__ == "__main__":

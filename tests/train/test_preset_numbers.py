@@ -139,6 +139,7 @@ FASTCLIP: Table = {
     "checkpoint_every": HOW_OFTEN,
     "workers": HOW_OFTEN,
     "loss.kind": Row("fastclip-v3", "FastCLIP, section 5"),
+    "loss.convention": Row("paper", "FastCLIP, procedure 5", "code: other gradients (docs/losses.md)"),
     "optimizer.name": Row("adamw", "FastCLIP, appendix B: 'Unless otherwise specified, ... we use AdamW'"),
     "optimizer.end_lr": Row(0.0, "FastCLIP, table 7, min_lr, all rows", "code of xlarge: 4e-5"),
 }
@@ -180,6 +181,14 @@ MAE_TRAINING: Table = {
     "optimizer.lr_batch": Row(256, "VideoMAE, FINETUNE.md: 'actual lr = lr * total batch size / 256'"),
 }
 
+FASTCLIP_MEDIUM: Table = {
+    "steps": steps(2.7e6, epochs=37, batch=1024, source="FastCLIP, table 2, row Medium: 2.7M/37 epochs"),
+    "batch": Row(1024, "FastCLIP, table 2, row Medium: 128 (1024)"),
+    "warmup_steps": Row(10_000, "FastCLIP, table 7, row Medium"),
+    "loss.epsilon": Row(1e-14, "FastCLIP, section 5, experiment settings"),
+    "optimizer.lr_batch": Row(1024, "FastCLIP, appendix B: 'linearly in proportion to global batch size'"),
+}
+
 PRESETS: dict[str, Table] = {
     "b16-ego4d": EGO4D | EGO4D_B | {"steps": steps(4.0e6, epochs=5, batch=256 * 8, source=PLAIN)},
     "b16-ego4d-llm": EGO4D | EGO4D_B | {"steps": steps(4.0e6, epochs=10, batch=256 * 8, source=LLM)},
@@ -197,12 +206,17 @@ PRESETS: dict[str, Table] = {
     "fastclip-medium": fastclip(
         "medium",
         {
+            **FASTCLIP_MEDIUM,
             "model": Row("s16", "here: a tower for clips", "FastCLIP, table 2, row Medium: ResNet50"),
-            "steps": steps(2.7e6, epochs=37, batch=1024, source="FastCLIP, table 2, row Medium: 2.7M/37 epochs"),
-            "batch": Row(1024, "FastCLIP, table 2, row Medium: 128 (1024)"),
-            "warmup_steps": Row(10_000, "FastCLIP, table 7, row Medium"),
-            "loss.epsilon": Row(1e-14, "FastCLIP, section 5, experiment settings"),
-            "optimizer.lr_batch": Row(1024, "FastCLIP, appendix B: 'linearly in proportion to global batch size'"),
+        },
+    ),
+    "fastclip-medium-images": fastclip(
+        "medium",
+        {
+            **FASTCLIP_MEDIUM,
+            "towers.image": Row("open_clip:RN50", "FastCLIP, table 2, row Medium: ResNet50; code: --model RN50"),
+            "towers.text": Row("open_clip:RN50", "FastCLIP, section 5: text encoder; code: --model RN50"),
+            "num_frames": Row(1, "FastCLIP: images"),
         },
     ),
     "fastclip-large": fastclip(

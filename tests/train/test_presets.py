@@ -1,11 +1,12 @@
 """Every published preset trains two steps on files in the form in which its dataset is published, at tiny size."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from open_clip import factory
 
 from clipmill.manifests.errors import run_command
 from clipmill.manifests.store import read_captions, read_videos
@@ -13,6 +14,7 @@ from clipmill.prep.commands.manifest import app
 from clipmill.train.config.files import PRESETS_FOLDER
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.latents.written import Chunk, Written, write_latents
+from tests.train.library.small_library import RESNET, add_open_clip
 from tests.train.running import train
 from tests.train.tiny_data import chunks_of, write_captions, write_shard
 
@@ -20,6 +22,7 @@ NUM_FRAMES = 40  # two chunks of 2 s
 TINY = ("--model", "tiny", "--batch", 4, "--steps", 2, "--warmup-steps", 0, "--workers", 1, "--device", "cpu")
 SMALL = ("--num-frames", 2, "--size-px", 32)
 EVERY = ("--evaluate.every", 2)
+SMALL_TOWERS = ("--towers.image", f"open_clip:{RESNET}", "--towers.text", f"open_clip:{RESNET}")
 DECODER = ("--decoder.name", "tiny", "--decoder.depth", 1, "--decoder.vocabulary", 280, "--decoder.max-tokens", 12)
 
 EPIC_HEADER = (
@@ -43,6 +46,7 @@ PRESETS: dict[str, tuple[str, str, tuple[object, ...]]] = {
     "b16-ek100-cls": ("classify", "ek100-cls", (*SMALL, *EVERY)),
     "l14-ek100-cls": ("classify", "ek100-cls", (*SMALL, *EVERY)),
     "fastclip-medium": ("dual-encoder", "vatex", SMALL),
+    "fastclip-medium-images": ("dual-encoder", "vatex", ("--size-px", 32, *SMALL_TOWERS)),
     "fastclip-large": ("dual-encoder", "vatex", SMALL),
     "fastclip-xlarge": ("dual-encoder", "vatex", SMALL),
     "k400-videomae": ("classify", "k400", (*SMALL, *EVERY)),
@@ -51,6 +55,15 @@ PRESETS: dict[str, tuple[str, str, tuple[object, ...]]] = {
     "vatex-timesformer-gpt2": ("caption", "vatex", (*SMALL, *EVERY, *DECODER, "--decoding.max-tokens", 4)),
 }
 Make = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_towers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Open_clip knows the tiny models for as long as this file runs."""
+    before = list(factory._MODEL_CONFIG_PATHS), dict(factory._MODEL_CONFIGS)
+    add_open_clip(tmp_path_factory.mktemp("models"))
+    yield
+    factory._MODEL_CONFIG_PATHS[:], factory._MODEL_CONFIGS = before
 
 
 @pytest.fixture(scope="module")

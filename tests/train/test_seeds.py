@@ -62,9 +62,16 @@ def test_the_command_of_an_experiment_is_understood(line: str) -> None:
     understood: dict[str, Callable[[], object]] = {
         "prep": lambda: prep_cli.build_app().parse_args(words, exit_on_error=False, print_error=False),
         "train": lambda: parse(train_cli.app, words),  # with the preset and all rules
+        "torchrun": lambda: parse(train_cli.app, words[words.index("train") + 1 :]),
         "python": lambda: find_spec(words[1]) is not None and import_module(words[1]).main,
     }
     assert understood[program]()
+
+
+def test_every_run_that_a_command_reads_is_made_by_another() -> None:
+    made = set(re.findall(r"--out (runs/\S+)", "\n".join(EXPERIMENTS)))
+    read = {word for line in EXPERIMENTS for word in re.findall(r"(?<!--out )\b(runs/[\w-]+)(?= |$)", line)}
+    assert read <= made | {"runs/v3-2"}  # the same as runs/v3, with another seed
 
 
 TINY = "--model tiny --size-px 32 --num-frames 2 --batch 4 --steps 1 --warmup-steps 0 --workers 1 --device cpu"
