@@ -125,6 +125,11 @@ TRANSIENT = frozenset(
     }
 )
 
+# Failures of the machine that a worker runs on: others may have a disk with room, more memory, the weights.
+MACHINE_FAULTS = frozenset(
+    {FailureCode.DISK_FULL, FailureCode.OUT_OF_MEMORY, FailureCode.FFMPEG_DIFFERS, FailureCode.MODEL_UNAVAILABLE}
+)
+
 # Failures that may disappear as soon as the source is readable again, such as a missing file or an unmounted disk.
 SOURCE_AWAY = frozenset({FailureCode.SOURCE_MISSING, FailureCode.SOURCE_UNREADABLE})
 

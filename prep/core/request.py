@@ -165,8 +165,9 @@ class Request:
         """The flag that names the engine, with its value, for the records of a run; empty if the default is used."""
         if self.address is not None:
             return {"address": self.address}
-        is_default = self.engine is None or self.engine == replace(self, engine=None).engine_name
-        return {} if is_default else {"engine": self.engine}
+        if self.engine is None or self.engine == replace(self, engine=None).engine_name:
+            return {}
+        return {"engine": self.engine}
 
     @property
     def lag_limit_s(self) -> float:

@@ -49,7 +49,7 @@ class Summary:
         num_shards_empty: of the shards that were made, those in which every sample failed.
         failures: all failures, including those of earlier runs that were not tried again.
         gave_up: why the run ended before all shards were tried, or None.
-        refused_workers: workers that failed the admission check and received no tasks.
+        refused_workers: machines that failed the admission check, failed their tasks or were lost, and got no more.
     """
 
     variant: str
@@ -200,10 +200,12 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 running.finish(result.shard_id)
                 if result.stopped_by is None:
                     progress.finish_shard(result.num_chunks)
-                stop = result.stopped_by
+                for failure in result.failures:
+                    progress.fail(failure.code)
+                if result.stopped_by is not None:
+                    progress.fail(result.stopped_by.code)
+                stop = result.stopped_by or _disk_full(result)
                 stop_code = stop.code if stop is not None else None
-                for code in (*(failure.code for failure in result.failures), *([stop_code] if stop_code else [])):
-                    progress.fail(code)
                 yield result
                 num_alike, last_code = (num_alike if stop_code == last_code else 0) + 1, stop_code
                 if stop is not None and num_alike == _MOST_STOPS.get(stop.code):
@@ -213,6 +215,12 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                     # Workers that wait for answers end their shards: what is on its way has been paid for.
             num_running = running.num_done()
             progress.show(made + num_running, work_done + running.work_done(), has_begun=running.has_begun)
+
+
+def _disk_full(result: ShardResult) -> Stop | None:
+    """Return the failure of a shard without samples whose worker had no room for its temporary files."""
+    full = [failure for failure in result.failures if failure.code == FailureCode.DISK_FULL]
+    return Stop(FailureCode.DISK_FULL, full[0].message) if full and not result.num_chunks else None
 
 
 def _why_given_up(stop: Stop, *, num_shards: int) -> str:

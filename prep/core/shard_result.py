@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import pyarrow as pa
 
 from clipmill.manifests.errors import Inaccessible
-from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.failures import MACHINE_FAULTS, SOURCE_AWAY, FailureCode
 from clipmill.shards.commits import Failure
 
 
@@ -53,6 +53,14 @@ class ShardResult:
     stopped_by: Stop | None = None
     encoded_s: float = 0.0
     cpu_s: float = 0.0
+
+    @property
+    def machine_fault(self) -> str | None:
+        """A failure that may be of the worker's machine (`clipmill.prep.engines`), or None."""
+        failures: list[Stop | Failure] = [*self.failures] if self.stopped_by is None else [self.stopped_by]
+        # A mount or a network that is missing there leaves no sample at all.
+        codes = MACHINE_FAULTS if self.num_chunks else MACHINE_FAULTS | SOURCE_AWAY | {FailureCode.IO_ERROR}
+        return next((f"{failure.code}: {failure.message}" for failure in failures if failure.code in codes), None)
 
 
 def stopped(work: ShardWork, code: FailureCode, message: str) -> ShardResult:

@@ -87,11 +87,7 @@ class IsolatedEngine:
                         )
                     yield None
                     continue
-                try:
-                    kind, value = ours.recv()
-                except (EOFError, ConnectionResetError):
-                    process.join()
-                    raise _ended(self._name, process.exitcode) from None
+                kind, value = _receive(ours, process, name=self._name)
                 if kind == "next":
                     starting.close()
                     deadline_s = None
@@ -128,10 +124,7 @@ def call_isolated(function: Callable[..., Any], *arguments: object, name: str) -
     """
     process, ours = _started(_serve_call, function, arguments)
     try:
-        kind, value = ours.recv()
-    except (EOFError, ConnectionResetError):
-        process.join()
-        raise _ended(name, process.exitcode) from None
+        kind, value = _receive(ours, process, name=name)
     finally:
         ours.close()
         _end(process)
@@ -156,10 +149,17 @@ def _end(process: SpawnProcess) -> None:
         process.join()
 
 
-def _ended(name: str, exit_code: int | None) -> FailedWork:
-    return FailedWork(
-        f"{name} is lost ({exit_reason(exit_code)}); finished work is kept; run the same command again to resume"
-    )
+def _receive(pipe: Connection, process: SpawnProcess, *, name: str) -> tuple[str, Any]:
+    """Return the next message of the process: its kind, and its value."""
+    try:
+        kind, value = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        process.join()
+        raise FailedWork(
+            f"{name} is lost ({exit_reason(process.exitcode)}); finished work is kept; "
+            "run the same command again to resume"
+        ) from None
+    return kind, value
 
 
 class _Disconnected(Exception):

@@ -20,6 +20,9 @@ from typing import Any
 
 import pytest
 
+from clipmill.manifests.errors import FailedWork
+from clipmill.prep.engines.isolated import IsolatedEngine
+from clipmill.prep.engines.ray import RayEngine
 from clipmill.prep.engines.ray_agents import running_processes
 from tests.conftest import ROOT
 from tests.prep.running import (
@@ -73,7 +76,7 @@ def listening_sockets(driver: int) -> list[Listening]:
         with suppress(OSError):  # it has ended
             program = Path("/proc", str(pid), "cmdline").read_text().partition("\0")[0]
             for descriptor in Path("/proc", str(pid), "fd").iterdir():
-                if (address_of := addresses.get(os.readlink(descriptor))) is not None:
+                if (address_of := addresses.get(str(descriptor.readlink()))) is not None:
                     found.append(Listening(*address_of, program))
     return found
 
@@ -145,6 +148,8 @@ def test_a_run_outlives_one_of_two_nodes(
     ran = Ran(run.returncode, stdout, stderr)
     assert ran.status == 0, ran.stderr
     assert ran.summary["num_encoded"] == 60 and ran.summary["failures"] == {}
+    (lost,) = ran.summary["refused_workers"]
+    assert lost["reason"].startswith("it was lost; ") and f"{lost['place']} is excluded from the run: " in ran.stderr
     assert contents(data) == contents(tmp_path / "undisturbed")
 
 
@@ -230,6 +235,40 @@ def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
     assert all(f"{refused['place']} is excluded from" in ran.stderr for refused in ran.summary["refused_workers"])
     assert ran.summary["failures"] == {} and ran.summary["num_chunks"] == 64
     assert contents(data) == contents(tmp_path / "undisturbed")
+
+
+def test_a_node_that_fails_what_others_do_is_named_and_left_out(
+    cluster: Any, add_node: AddNode, tmp_path: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_private_mounts()
+    videos, data, scratch = tmp_path / "videos", tmp_path / "data", tmp_path / "scratch"
+    for number in range(8):  # of a shard each
+        write_video(videos / f"{number}.mp4", seconds=1.6, first_number=1000 * number)
+    manifest(data, videos)
+    scratch.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setenv("TMPDIR", str(scratch))
+        add_node(["-t", "tmpfs", "-o", "size=16k", "tmpfs", scratch])
+    settings = ("--len", "100ms", "--preset", "ultrafast", "--address", cluster.address)
+    ran = prep("chunk", "--data", data, "--json", *settings)
+    assert ran.summary["failures"] == {} and ran.summary["num_chunks"] == 128
+    (full,) = ran.summary["refused_workers"]
+    assert "its tasks fail, and succeed on other nodes: disk_full: " in full["reason"]
+    assert f"{full['place']} is excluded from the run: " in ran.stderr
+
+    # A command without the token is refused, and what continues the run uses the same cluster.
+    next(data.glob("video/*/commits/*.json")).unlink()
+    error = prep("retry", "--data", data, status=2, RAY_AUTH_TOKEN="0" * 64).error
+    assert error == f'the Ray cluster at "{cluster.address}" requires another token'
+
+
+def test_ray_that_does_not_start_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        engine = IsolatedEngine(RayEngine(num_workers=1, address=None), name="Ray on this machine", start_limit_s=0)
+        with pytest.raises(FailedWork, match=r"Ray on this machine did not start within 0 s; .* --engine processes"):
+            list(engine.run(abs, [1]))
+        wait_until(lambda: not list(Path(folder).iterdir()))
 
 
 def test_a_cluster_that_is_lost_is_one_line(

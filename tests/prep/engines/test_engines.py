@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from clipmill.prep.engines import Engine, Outcome, processes
-from clipmill.prep.engines.processes import ProcessEngine
 from clipmill.prep.engines.execution import Execution, Need
+from clipmill.prep.engines.processes import ProcessEngine
 from clipmill.prep.engines.ray import isolated_ray_engine
 
 NUM_TASKS = 12
