@@ -37,7 +37,7 @@ from clipmill.shards.reader import Variant
 
 FAILURES_FILE = "failures.jsonl"
 # Number of consecutive shards that may stop for a reason that stops the others too, before the run gives up.
-_MOST_STOPS = {FailureCode.DISK_FULL: 3, FailureCode.ENDPOINT_FAILED: 3}
+_MOST_STOPS = {FailureCode.DISK_FULL: 3, FailureCode.ACCESS_REFUSED: 3, FailureCode.ENDPOINT_FAILED: 3}
 _MOST_STOPS |= {FailureCode.ENDPOINT_REFUSED: 1, FailureCode.OTHER_MODEL: 1}
 
 
@@ -204,7 +204,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                     progress.fail(failure.code)
                 if result.stopped_by is not None:
                     progress.fail(result.stopped_by.code)
-                stop = result.stopped_by or _disk_full(result)
+                stop = result.stopped_by or _common_cause(result)
                 stop_code = stop.code if stop is not None else None
                 yield result
                 num_alike, last_code = (num_alike if stop_code == last_code else 0) + 1, stop_code
@@ -217,10 +217,12 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
             progress.show(made + num_running, work_done + running.work_done(), has_begun=running.has_begun)
 
 
-def _disk_full(result: ShardResult) -> Stop | None:
-    """Return the failure of a shard without samples whose worker had no room for its temporary files."""
-    full = [failure for failure in result.failures if failure.code == FailureCode.DISK_FULL]
-    return Stop(FailureCode.DISK_FULL, full[0].message) if full and not result.num_chunks else None
+def _common_cause(result: ShardResult) -> Stop | None:
+    """Return the failure of a shard without new samples that other shards will have too: a full disk, no access."""
+    if result.num_chunks > result.num_reused:
+        return None
+    causes = (Stop(FailureCode(failure.code), failure.message) for failure in result.failures)
+    return next((cause for cause in causes if cause.code in (FailureCode.DISK_FULL, FailureCode.ACCESS_REFUSED)), None)
 
 
 def _why_given_up(stop: Stop, *, num_shards: int) -> str:

@@ -58,8 +58,9 @@ class ShardResult:
     def machine_fault(self) -> str | None:
         """A failure that may be of the worker's machine (`clipmill.prep.engines`), or None."""
         failures: list[Stop | Failure] = [*self.failures] if self.stopped_by is None else [self.stopped_by]
-        # A mount or a network that is missing there leaves no sample at all.
-        codes = MACHINE_FAULTS if self.num_chunks else MACHINE_FAULTS | SOURCE_AWAY | {FailureCode.IO_ERROR}
+        # Mounts, a network or credentials that are missing there leave no sample at all.
+        away = SOURCE_AWAY | {FailureCode.ACCESS_REFUSED, FailureCode.IO_ERROR}
+        codes = MACHINE_FAULTS if self.num_chunks else MACHINE_FAULTS | away
         return next((f"{failure.code}: {failure.message}" for failure in failures if failure.code in codes), None)
 
 

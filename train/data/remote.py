@@ -171,7 +171,10 @@ class RemoteTars:
         try:
             yield
         except AccessRefused as error:
-            self.objects.read(DATASET_FILE)
+            try:
+                self.objects.read(DATASET_FILE)
+            except AccessRefused:
+                raise error from None
             raise Unanswered(errno.EIO, str(error)) from error
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
