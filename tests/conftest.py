@@ -24,6 +24,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Processes of several tests share the cores: threads of numpy and torch that wait for each other would keep them busy.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
+# Tables of tests name web servers of this machine.
+os.environ["CLIPMILL_ALLOWED_HOSTS"] = "127.0.0.1"
+
 # Imports and the collection make millions of objects that stay; see `pytest_collection_finish`.
 gc.disable()
 
