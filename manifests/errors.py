@@ -150,11 +150,15 @@ def _call(command: Callable[[], object], *, program: str) -> None:
     except Inaccessible as error:
         raise error.cause from error
     except ModuleNotFoundError as error:
-        from clipmill.manifests.extras import missing_extra
+        from clipmill.manifests.extras import extra_with
 
-        if (missing := missing_extra(error.name or "", program=program)) is not None:
-            raise missing from error
-        raise
+        module = error.name or ""
+        if (extra := extra_with(module, program=program)) is None:
+            raise
+        raise UserError(
+            f"the Python package {module.partition('.')[0]} is not installed, which this command needs",
+            hint=f"pip install 'clipmill[{extra}]'",
+        ) from error
 
 
 def folder_in_place(path: Path) -> IsADirectoryError:

@@ -3,8 +3,6 @@
 import re
 from importlib.metadata import PackageNotFoundError, requires
 
-from clipmill.manifests.errors import UserError
-
 # Modules whose distribution has another name, besides `-` in place of `_`.
 _DISTRIBUTIONS = {
     "cv2": "opencv-python-headless",
@@ -17,8 +15,8 @@ _DISTRIBUTIONS = {
 _REQUIREMENT = re.compile(r"([\w.-]+).*\bextra == ['\"]([\w-]+)['\"]")
 
 
-def missing_extra(module: str, *, program: str) -> UserError | None:
-    """Return the error for a module that cannot be imported; None if no extra has it.
+def extra_with(module: str, *, program: str) -> str | None:
+    """Return the extra that installs a module; None if no extra does.
 
     Args:
         module: Full name of the module, as in `ModuleNotFoundError.name`.
@@ -31,10 +29,4 @@ def missing_extra(module: str, *, program: str) -> UserError | None:
     except PackageNotFoundError:
         return None
     extras = [match[2] for match in found if match is not None and match[1].lower() == distribution]
-    if not extras:
-        return None
-    extra = program if program in extras else extras[0]
-    return UserError(
-        f"the Python package {package} is not installed, which this command needs",
-        hint=f"pip install 'clipmill[{extra}]'",
-    )
+    return program if program in extras else next(iter(extras), None)

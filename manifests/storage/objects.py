@@ -24,7 +24,6 @@ from clipmill.manifests.storage.listing import Listing, info_of
 from clipmill.manifests.storage.listing import ObjectInfo as ObjectInfo
 from clipmill.manifests.storage.mirrors import is_remote as is_remote
 from clipmill.manifests.storage.stores import open_store, scheme_of
-from clipmill.manifests.storage.web_hosts import redirect_problem
 
 if TYPE_CHECKING:
     from clipmill.manifests.storage.s3_requests import OpenUpload
@@ -255,6 +254,8 @@ class Objects:
         """Raise an OSError if a web server redirects to a host that may not be asked: obstore follows silently."""
         if self.is_writable or key in self._followed:
             return
+        from clipmill.manifests.storage.web_hosts import redirect_problem
+
         problem = redirect_problem(self.address_of(quote(key)))
         if problem is not None:
             raise Unanswered(errno.EIO, problem, self.address_of(key))

@@ -200,11 +200,9 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 running.finish(result.shard_id)
                 if result.stopped_by is None:
                     progress.finish_shard(result.num_chunks)
-                for failure in result.failures:
+                for failure in result.reasons:
                     progress.fail(failure.code)
-                if result.stopped_by is not None:
-                    progress.fail(result.stopped_by.code)
-                stop = result.stopped_by or _common_cause(result)
+                stop = result.common_cause
                 stop_code = stop.code if stop is not None else None
                 yield result
                 num_alike, last_code = (num_alike if stop_code == last_code else 0) + 1, stop_code
@@ -215,14 +213,6 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                     # Workers that wait for answers end their shards: what is on its way has been paid for.
             num_running = running.num_done()
             progress.show(made + num_running, work_done + running.work_done(), has_begun=running.has_begun)
-
-
-def _common_cause(result: ShardResult) -> Stop | None:
-    """Return the failure of a shard without new samples that other shards will have too: a full disk, no access."""
-    if result.num_chunks > result.num_reused:
-        return None
-    causes = (Stop(FailureCode(failure.code), failure.message) for failure in result.failures)
-    return next((cause for cause in causes if cause.code in (FailureCode.DISK_FULL, FailureCode.ACCESS_REFUSED)), None)
 
 
 def _why_given_up(stop: Stop, *, num_shards: int) -> str:
