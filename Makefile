@@ -95,8 +95,8 @@ demo: setup
 	rm -rf demo/data demo/run demo/run-* demo/embedded demo/chunks.html demo/chunks.files demo/search.html demo/index.html
 	$(BIN)/prep manifest synthetic --videos 40 --minutes 1 --data demo/data
 	$(BIN)/prep chunk --len 15s --data demo/data
-	$(BIN)/prep latents --vae tiny --size 64 --engine processes --data demo/data
-	$(BIN)/prep text --clip tiny --engine processes --data demo/data
+	$(BIN)/prep latents --vae tiny --size 64 --data demo/data
+	$(BIN)/prep text --clip tiny --data demo/data
 	$(BIN)/prep status --data demo/data
 	$(BIN)/prep inspect --html demo/chunks.html --data demo/data
 	$(BIN)/train dual-encoder --shards demo/data --preset tiny --evaluate.every 50 --out demo/run

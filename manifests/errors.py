@@ -8,7 +8,8 @@
     └── Stopped        stopped by SIGTERM after saving the work       exit 143, how to continue
 
 An OSError is always reported with its path: missing permissions are a user error, while a full or failing disk is
-failed work, and so is running out of memory. Any other exception at top level is a bug and keeps its traceback.
+failed work, and so is running out of memory. A package of an extra that is not installed is a user error (`extras.py`).
+Any other exception at top level is a bug and keeps its traceback.
 """
 
 import errno
@@ -98,19 +99,17 @@ class Stopped(ClipmillError):
     """The program was stopped and has saved its work; the message says how to continue."""
 
 
-def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> NoReturn:
+def run_command(command: Callable[[], object], *, program: str = "", has_daemons: bool = False) -> NoReturn:
     """Run `command` and exit with the code for its outcome.
 
     Args:
+        program: name of the program, and of the extra with the packages that it needs.
         has_daemons: exit without interpreter shutdown if interrupted, because threads in the middle of an operation
             could block it for ever.
     """
     _open_closed_streams()
     try:
-        try:
-            command()
-        except Inaccessible as error:
-            raise error.cause from error
+        _call(command, program=program)
         sys.stdout.flush()
     except UserError as error:
         for one in error.errors if isinstance(error, UserErrors) else (error,):
@@ -142,6 +141,24 @@ def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> 
     except OSError as error:
         _exit_for(error)
     sys.exit(0)
+
+
+def _call(command: Callable[[], object], *, program: str) -> None:
+    """Call `command`; raise the cause of what is inaccessible, and a UserError for a missing package of an extra."""
+    try:
+        command()
+    except Inaccessible as error:
+        raise error.cause from error
+    except ModuleNotFoundError as error:
+        from clipmill.manifests.extras import extra_with
+
+        module = error.name or ""
+        if (extra := extra_with(module, program=program)) is None:
+            raise
+        raise UserError(
+            f"the Python package {module.partition('.')[0]} is not installed, which this command needs",
+            hint=f"pip install 'clipmill[{extra}]'",
+        ) from error
 
 
 def folder_in_place(path: Path) -> IsADirectoryError:

@@ -64,7 +64,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _stop)
     tell_of_waiting(lambda line: print(line, file=sys.stderr, flush=True))
     with redirect_stdout(AddressStream(sys.stdout)), redirect_stderr(AddressStream(sys.stderr)):
-        run_command(lambda: _run(sys.argv[1:]))
+        run_command(lambda: _run(sys.argv[1:]), program="prep")
 
 
 def _stop(_number: int, _frame: object) -> None:

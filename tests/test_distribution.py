@@ -229,7 +229,7 @@ def test_chunks_are_made_by_ray_and_trained_on_there(environment: Path, own_fold
     for module in theirs:
         module.write_text(f"raise SystemExit('{module.name} of the user was imported')\n")
     run(environment / "prep", "manifest", "synthetic", "--videos", "2", "--minutes", "0.1", cwd=own_folder)
-    assert "2 chunks encoded" in run(environment / "prep", "chunk", "--workers", "1", cwd=own_folder)
+    assert "2 chunks encoded" in run(environment / "prep", "chunk", "--engine", "ray", "--workers", "1", cwd=own_folder)
     for module in theirs:
         module.unlink()
     (own_folder / "program.py").write_text(_TRAINS)

@@ -110,7 +110,7 @@ def main() -> None:
     """Entry point of the `train` program."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         tell_of_waiting(lambda line: print(line, file=sys.stderr, flush=True))
-    run_command(_call, has_daemons=True)
+    run_command(_call, program="train", has_daemons=True)
 
 
 def _call() -> None:

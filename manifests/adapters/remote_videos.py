@@ -15,7 +15,9 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.errors import AccessRefused
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import Objects, open_objects
+from clipmill.manifests.storage.stores import scheme_of
 from clipmill.manifests.storage.urls import is_web, masked, split_url, url_below
+from clipmill.manifests.storage.web_hosts import host_problem
 
 _NUM_REQUESTS = 32  # in parallel
 
@@ -87,7 +89,7 @@ def normal_url(name: str, *, base: str | None) -> str:
     """Return the URL that a table means by `name`: a URL, or a path below the URL `base`.
 
     Raises:
-        UserError: the URL cannot be served, or has a password or a query string.
+        UserError: the URL cannot be served, has a password or a query string, or leads into this machine's network.
         ValueError: it is not a URL, and there is no base.
     """
     if not is_remote(name):
@@ -95,7 +97,12 @@ def normal_url(name: str, *, base: str | None) -> str:
             raise ValueError("not a URL, and the command gives no folder that it could be in")
         return url_below(base, name.removeprefix("./"))
     root, key = split_url(name)
-    return f"{root}/{quote(key)}" if is_web(name) else f"{root}/{key}"
+    scheme_of(root)
+    if not is_web(name):
+        return f"{root}/{key}"
+    if (base is None or root != split_url(base)[0]) and (problem := host_problem(root)) is not None:
+        raise UserError(f"{masked(name)}: {problem}")
+    return f"{root}/{quote(key)}"
 
 
 def named_videos(names: Iterable[str], *, base: str | None) -> Scan:

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import naming, temporary_path
 from clipmill.manifests.storage.changes import Changes, Guard, unguarded
 from clipmill.manifests.storage.errors import AccessRefused as AccessRefused
-from clipmill.manifests.storage.errors import Conflict, storage_errors
+from clipmill.manifests.storage.errors import Conflict, Unanswered, storage_errors
 from clipmill.manifests.storage.listing import Listing, info_of
 from clipmill.manifests.storage.listing import ObjectInfo as ObjectInfo
 from clipmill.manifests.storage.mirrors import is_remote as is_remote
@@ -58,6 +59,7 @@ class Objects:
         self.num_requests = 0
         self.num_bytes = 0
         self._count_lock = threading.Lock()
+        self._followed = set[str]()  # keys whose redirects were checked
         self._store = open_store(self.address, scheme=self.scheme)
         self._changes = Changes(
             self.address, scheme=self.scheme, is_writable=self.is_writable, read=self.read_version, count=self._count
@@ -84,6 +86,7 @@ class Objects:
         """Return the content of an object, and its size, version and time."""
         import obstore
 
+        self._check_redirects(key)
         with self._errors(key):
             answer = obstore.get(self._store, key)
             content = bytes(answer.bytes())
@@ -101,6 +104,7 @@ class Objects:
         wanted = [(offset, size) for offset, size in ranges if size]
         if not wanted:
             return [b""] * len(ranges)
+        self._check_redirects(key)
         with self._errors(key, num_bytes=sum(size for _, size in wanted)):
             found = obstore.get_ranges(
                 self._store,
@@ -122,6 +126,7 @@ class Objects:
         """Return size, version and time of an object."""
         import obstore
 
+        self._check_redirects(key)
         with self._errors(key):
             found = obstore.head(self._store, key)
         self._count(1, 0)
@@ -164,6 +169,7 @@ class Objects:
         """Copy a whole object to `path`, which appears only when it is complete."""
         import obstore
 
+        self._check_redirects(key)
         temporary = temporary_path(path)
         num_bytes = 0
         try:
@@ -243,6 +249,17 @@ class Objects:
     def delete(self, *keys: str, guard: Guard = unguarded) -> None:
         """Delete objects; those that do not exist are not an error."""
         self._changes.delete(keys, guard=guard)
+
+    def _check_redirects(self, key: str) -> None:
+        """Raise an OSError if a web server redirects to a host that may not be asked: obstore follows silently."""
+        if self.is_writable or key in self._followed:
+            return
+        from clipmill.manifests.storage.web_hosts import redirect_problem
+
+        problem = redirect_problem(self.address_of(quote(key)))
+        if problem is not None:
+            raise Unanswered(errno.EIO, problem, self.address_of(key))
+        self._followed.add(key)
 
     def _count(self, num_requests: int, num_bytes: int) -> None:
         with self._count_lock:

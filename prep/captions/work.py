@@ -97,7 +97,8 @@ def _run(plan: CaptionsPlan, settings: CaptionsSettings, request: Request, part_
     is_served = settings.endpoint is not None
     engine = request.open_engine(memory_gb=_SERVER_GB if is_served else _MODEL_GB, gpus_per_worker=gpus)
     job = captions_job(plan, asking, retry_codes=request.retry_codes)
-    summary = execute(replace(job, lag_limit_s=request.lag_limit_s), engine, part_run=part_run)
+    job = replace(job, lag_limit_s=request.lag_limit_s, asked={**job.asked, **request.asked_engine})
+    summary = execute(job, engine, part_run=part_run)
     variant = Variant(plan.variant_dir)
     if (part_run is None or part_run.is_last) and caption_table_problem(variant) is not None:
         publish_caption_table(variant)

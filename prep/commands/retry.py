@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.prep.core.column import ENGINE_FLAGS
 from clipmill.prep.core.request import Request, ScratchSize
 from clipmill.prep.registry import column_named, column_names
 from clipmill.shards.columns import VIDEO
@@ -54,4 +55,6 @@ def retry(
     if unknown := sorted(codes - set(FailureCode)):
         raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"failure codes: {', '.join(FailureCode)}")
     stored = stored_request(Variant.open(require_data_folder(request.data), column=column))
+    if request.engine is None and request.address is None:  # the engine of the run that failed
+        request = replace(request, **{name: stored[name] for name in ENGINE_FLAGS if name in stored})
     column_named(column).retry(stored, weights, replace(request, retry_codes=codes))

@@ -20,6 +20,7 @@ from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.shards.columns import VIDEO, command_for
 
 DATA_VARIABLE = "CLIPMILL_DATA"
+ENGINE_FLAGS = ("engine", "address")  # which the records of a run keep if they were given
 Stored = Mapping[str, Any]  # content of a variant's recipe.json
 
 
@@ -119,12 +120,13 @@ class ColumnSpec:
         return command_for(self.name)
 
     def command_line(self, stored: Stored, *, data_dir: Path) -> str:
-        """Return the command line that reproduces the recipe in a recipe.json.
+        """Return the command line that reproduces the recipe in a recipe.json, by the engine that made it.
 
         Raises:
             UserError: the recipe was written with another version of the recipe schema.
         """
-        arguments = ["prep", self.command, *self.flags(stored)]
+        engine = [word for name in ENGINE_FLAGS if name in stored for word in (f"--{name}", stored[name])]
+        arguments = ["prep", self.command, *self.flags(stored), *engine]
         return shlex.join([*arguments, *data_flags(data_dir)])
 
 

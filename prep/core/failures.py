@@ -12,6 +12,7 @@ class FailureCode(StrEnum):
     SOURCE_UNREADABLE = "source_unreadable"  # not a supported container: text, a playlist, an empty file, no permission
     SOURCE_TRUNCATED = "source_truncated"  # the header announces more data than the file holds
     SOURCE_CHANGED = "source_changed"  # the file changed between planning and processing
+    ACCESS_REFUSED = "access_refused"  # a bucket or a web server refuses the credentials, or asks for some
     SOURCE_TOO_LARGE = "source_too_large"  # a remote source exceeds the scratch space for copies
     NO_VIDEO = "no_video"
     ZERO_DURATION = "zero_duration"
@@ -50,6 +51,10 @@ WORDS: dict[str, tuple[str, str]] = {
     ),
     FailureCode.SOURCE_TRUNCATED: ("the file is incomplete", "download or copy it again"),
     FailureCode.SOURCE_CHANGED: ("the file changed during the run", "run the same command again"),
+    FailureCode.ACCESS_REFUSED: (
+        "the server refuses access to the file",
+        "check the credentials and what they permit, then run the same command again",
+    ),
     FailureCode.SOURCE_TOO_LARGE: ("the file exceeds the scratch space", "give a larger --scratch-size or $TMPDIR"),
     FailureCode.NO_VIDEO: ("the file has no video stream", "remove it, and run prep manifest again"),
     FailureCode.ZERO_DURATION: ("the video has no frames", "remove it, and run prep manifest again"),
@@ -108,6 +113,7 @@ WORDS: dict[str, tuple[str, str]] = {
 TRANSIENT = frozenset(
     {
         FailureCode.SOURCE_CHANGED,
+        FailureCode.ACCESS_REFUSED,
         FailureCode.SOURCE_TOO_LARGE,
         FailureCode.TIMEOUT,
         FailureCode.OUT_OF_MEMORY,
@@ -123,6 +129,11 @@ TRANSIENT = frozenset(
         FailureCode.ENDPOINT_FAILED,
         FailureCode.BUDGET_SPENT,
     }
+)
+
+# Failures of the machine that a worker runs on: others may have a disk with room, more memory, the weights.
+MACHINE_FAULTS = frozenset(
+    {FailureCode.DISK_FULL, FailureCode.OUT_OF_MEMORY, FailureCode.FFMPEG_DIFFERS, FailureCode.MODEL_UNAVAILABLE}
 )
 
 # Failures that may disappear as soon as the source is readable again, such as a missing file or an unmounted disk.

@@ -128,6 +128,7 @@ def summary_report(
         lines.append(f"nothing was {verb}d")
     else:
         lines.append(f"nothing to {verb}: {nothing or 'all shards are up to date'}")
+    lines += [f"left out {refused.node}: {refused.reason}" for refused in summary.refused_workers]
     lines += failure_lines(summary.failures, listed=listed)
     values = {
         **more,

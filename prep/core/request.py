@@ -5,7 +5,7 @@ A request is passed on whole, from the command line to the column's work.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -50,15 +50,18 @@ Data = Annotated[
 ]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")]
 EngineName = Annotated[
-    Literal["ray", "processes"],
+    Literal["ray", "processes"] | None,
     EXECUTION,
     FIRST_RUN,
-    Parameter(help="Execution engine. ray: this machine or a cluster; processes: worker processes on this machine."),
+    Parameter(
+        help="Execution engine; default: processes, or ray with --address or RAY_ADDRESS. processes: worker processes "
+        "on this machine; ray: a Ray cluster, or Ray on this machine."
+    ),
 ]
 Address = Annotated[
     str | None,
     EXECUTION,
-    Parameter(help="Address of an existing Ray cluster: auto or host:port. Default: start Ray on this machine."),
+    Parameter(help="Address of an existing Ray cluster: auto or host:port. Default: RAY_ADDRESS, if it is set."),
 ]
 Workers = Annotated[
     int | None,
@@ -121,7 +124,7 @@ class Request:
     """
 
     data: Data = Path("data")
-    engine: EngineName = "ray"
+    engine: EngineName = None
     address: Address = None
     execution: Annotated[Execution, Parameter(name="*")] = Execution()  # noqa: RUF009 - frozen
     workers: Workers = None
@@ -150,7 +153,21 @@ class Request:
         """Address of the Ray cluster that does the work; None for this machine."""
         from clipmill.prep.engines.ray_connection import cluster_address
 
-        return cluster_address(self.address) if self.engine == "ray" else None
+        return None if self.engine == "processes" else cluster_address(self.address)
+
+    @property
+    def engine_name(self) -> str:
+        """`engine`, or its default."""
+        return self.engine or ("processes" if self.address is None and self.cluster is None else "ray")
+
+    @property
+    def asked_engine(self) -> dict[str, str]:
+        """The flag that names the engine, with its value, for the records of a run; empty if the default is used."""
+        if self.address is not None:
+            return {"address": self.address}
+        if self.engine is None or self.engine == replace(self, engine=None).engine_name:
+            return {}
+        return {"engine": self.engine}
 
     @property
     def lag_limit_s(self) -> float:
@@ -175,17 +192,23 @@ class Request:
                 f'--address "{self.address}" is not the address of a Ray cluster',
                 hint="give auto, or host:port such as 10.0.0.1:6379",
             )
-        if self.address is not None and self.engine != "ray":
+        if self.address is not None and self.engine == "processes":
             raise UserError(
                 f"--address {self.address} requires --engine ray", hint="omit --engine processes, or omit --address"
             )
-        if self.execution.changed and self.engine != "ray":
-            flags = ", ".join(self.execution.changed)
-            raise UserError(f"{flags} requires --engine ray", hint=f"omit --engine processes, or omit {flags}")
-        if self.address is not None and self.part is not None:
+        if self.cluster is not None and not _CLUSTER.fullmatch(self.cluster):
             raise UserError(
-                f"--part {self.part} has no effect with --address {self.address}: Ray divides the work itself",
-                hint="omit --part to use all nodes of the cluster, or omit --address",
+                f'RAY_ADDRESS "{self.cluster}" is not the address of a Ray cluster',
+                hint="set it to auto or host:port such as 10.0.0.1:6379, or give --engine processes",
+            )
+        if self.execution.changed and self.engine_name != "ray":
+            flags = ", ".join(self.execution.changed)
+            raise UserError(f"{flags} requires --engine ray", hint=f"give --engine ray or --address, or omit {flags}")
+        if self.cluster is not None and self.part is not None:
+            asked = "RAY_ADDRESS=" if self.address is None else "--address "
+            raise UserError(
+                f"--part {self.part} has no effect with {asked}{self.cluster}: Ray divides the work itself",
+                hint="omit --part to use all nodes of the cluster, or give --engine processes without --address",
             )
 
     def gpus_per_worker(self, *, has_work: bool) -> float:
@@ -210,7 +233,7 @@ class Request:
         from clipmill.prep.engines.choice import open_engine
 
         return open_engine(
-            self.engine,
+            self.engine_name,
             address=self.cluster,
             workers=self.workers,
             gpus_per_worker=gpus_per_worker,

@@ -37,7 +37,7 @@ from clipmill.shards.reader import Variant
 
 FAILURES_FILE = "failures.jsonl"
 # Number of consecutive shards that may stop for a reason that stops the others too, before the run gives up.
-_MOST_STOPS = {FailureCode.DISK_FULL: 3, FailureCode.ENDPOINT_FAILED: 3}
+_MOST_STOPS = {FailureCode.DISK_FULL: 3, FailureCode.ACCESS_REFUSED: 3, FailureCode.ENDPOINT_FAILED: 3}
 _MOST_STOPS |= {FailureCode.ENDPOINT_REFUSED: 1, FailureCode.OTHER_MODEL: 1}
 
 
@@ -49,7 +49,7 @@ class Summary:
         num_shards_empty: of the shards that were made, those in which every sample failed.
         failures: all failures, including those of earlier runs that were not tried again.
         gave_up: why the run ended before all shards were tried, or None.
-        refused_workers: workers that failed the admission check and received no tasks.
+        refused_workers: machines that failed the admission check, failed their tasks or were lost, and got no more.
     """
 
     variant: str
@@ -200,10 +200,10 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 running.finish(result.shard_id)
                 if result.stopped_by is None:
                     progress.finish_shard(result.num_chunks)
-                stop = result.stopped_by
+                for failure in result.reasons:
+                    progress.fail(failure.code)
+                stop = result.common_cause
                 stop_code = stop.code if stop is not None else None
-                for code in (*(failure.code for failure in result.failures), *([stop_code] if stop_code else [])):
-                    progress.fail(code)
                 yield result
                 num_alike, last_code = (num_alike if stop_code == last_code else 0) + 1, stop_code
                 if stop is not None and num_alike == _MOST_STOPS.get(stop.code):

@@ -1,4 +1,7 @@
-"""What a column's current run was asked for besides its recipe, in `<variant>/selection.json`: `--where`, `--endpoint`.
+"""What a column's current run was asked for besides its recipe, in `<variant>/selection.json`.
+
+It holds `--where`, `--endpoint`, and `--engine` or `--address` unless the default engine was used, so that the commands
+that continue the run (`prep retry`, the `next` lines) use the same.
 
 It is a part of the request and not of the recipe: the bytes of a sample do not depend on it, so that another selection
 keeps the variant and its samples, and makes only what is missing. It is a file of its own, because the checksum of

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import pyarrow as pa
 
 from clipmill.manifests.errors import Inaccessible
-from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.failures import MACHINE_FAULTS, SOURCE_AWAY, FailureCode
 from clipmill.shards.commits import Failure
 
 
@@ -53,6 +53,28 @@ class ShardResult:
     stopped_by: Stop | None = None
     encoded_s: float = 0.0
     cpu_s: float = 0.0
+
+    @property
+    def reasons(self) -> "list[Stop | Failure]":
+        """All failures."""
+        return [*self.failures, *([] if self.stopped_by is None else [self.stopped_by])]
+
+    @property
+    def machine_fault(self) -> str | None:
+        """A failure that may be of the worker's machine (`clipmill.prep.engines`), or None."""
+        # Mounts, a network or credentials that are missing there leave no sample at all.
+        away = SOURCE_AWAY | {FailureCode.ACCESS_REFUSED, FailureCode.IO_ERROR}
+        codes = MACHINE_FAULTS if self.num_chunks else MACHINE_FAULTS | away
+        return next((f"{failure.code}: {failure.message}" for failure in self.reasons if failure.code in codes), None)
+
+    @property
+    def common_cause(self) -> Stop | None:
+        """Why nothing was committed, or no sample made, if the reason may stop other shards too; None if it may not."""
+        if self.stopped_by is not None or self.num_chunks > self.num_reused:
+            return self.stopped_by
+        causes = (Stop(FailureCode(failure.code), failure.message) for failure in self.failures)
+        shared = (FailureCode.DISK_FULL, FailureCode.ACCESS_REFUSED)
+        return next((cause for cause in causes if cause.code in shared), None)
 
 
 def stopped(work: ShardWork, code: FailureCode, message: str) -> ShardResult:

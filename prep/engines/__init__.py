@@ -7,6 +7,10 @@ function itself is a bug and ends the run. However a run ends, no worker survive
 
 Each worker is checked before its first task. A node (or this machine) whose workers fail the check gets no tasks: it is
 yielded once as `Refused`, and the run continues on other nodes, or ends if there are none.
+
+A result may have an attribute `machine_fault`: a failure that may be of the machine, such as a full disk. Such a task
+is tried on the other nodes; a node that fails tasks which succeed on others gets no more of them. It is yielded as
+`Refused` too, and so is a node that was lost. If no other node can try a task, its result is yielded.
 """
 
 import ctypes
@@ -41,7 +45,7 @@ class Outcome(Generic[T, R]):
 
 @dataclass(frozen=True)
 class Refused:
-    """A node, or this machine, that gets no tasks, and the reason."""
+    """A node, or this machine, that gets no (more) tasks, and the reason."""
 
     node: str
     reason: str

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -45,10 +46,19 @@ class IsolatedEngine:
     Args:
         name: what may end unexpectedly in that process; used in the message.
         starting: what is shown until the engine takes the first task; None to show nothing.
+        start_limit_s: seconds until the engine must have taken the first task; None for no limit.
     """
 
-    def __init__(self, engine: NotifyingEngine, *, name: str, starting: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: NotifyingEngine,
+        *,
+        name: str,
+        starting: str | None = None,
+        start_limit_s: float | None = None,
+    ) -> None:
         self._engine, self._name, self._starting = engine, name, starting
+        self._start_limit_s = start_limit_s
 
     def run(
         self,
@@ -65,18 +75,22 @@ class IsolatedEngine:
         if self._starting is not None:
             starting.enter_context(Activity(self._starting))
         process, ours = _started(_serve, self._engine, function, check, name is not None)
+        deadline_s = None if self._start_limit_s is None else time.monotonic() + self._start_limit_s
         try:
             while True:
                 if not ours.poll(TICK_S):
+                    if deadline_s is not None and time.monotonic() > deadline_s:
+                        process.kill()  # it may wait for Ray, and does not look at the pipe
+                        raise FailedWork(
+                            f"{self._name} did not start within {self._start_limit_s:g} s; "
+                            "run the same command again, or with --engine processes"
+                        )
                     yield None
                     continue
-                try:
-                    kind, value = ours.recv()
-                except (EOFError, ConnectionResetError):
-                    process.join()
-                    raise _ended(self._name, process.exitcode) from None
+                kind, value = _receive(ours, process, name=self._name)
                 if kind == "next":
                     starting.close()
+                    deadline_s = None
                     item = next(waiting, None)
                     if item is not None:
                         given[item[0]] = item[1]
@@ -110,10 +124,7 @@ def call_isolated(function: Callable[..., Any], *arguments: object, name: str) -
     """
     process, ours = _started(_serve_call, function, arguments)
     try:
-        kind, value = ours.recv()
-    except (EOFError, ConnectionResetError):
-        process.join()
-        raise _ended(name, process.exitcode) from None
+        kind, value = _receive(ours, process, name=name)
     finally:
         ours.close()
         _end(process)
@@ -138,10 +149,17 @@ def _end(process: SpawnProcess) -> None:
         process.join()
 
 
-def _ended(name: str, exit_code: int | None) -> FailedWork:
-    return FailedWork(
-        f"{name} is lost ({exit_reason(exit_code)}); finished work is kept; run the same command again to resume"
-    )
+def _receive(pipe: Connection, process: SpawnProcess, *, name: str) -> tuple[str, Any]:
+    """Return the next message of the process: its kind, and its value."""
+    try:
+        kind, value = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        process.join()
+        raise FailedWork(
+            f"{name} is lost ({exit_reason(process.exitcode)}); finished work is kept; "
+            "run the same command again to resume"
+        ) from None
+    return kind, value
 
 
 class _Disconnected(Exception):

@@ -20,7 +20,13 @@ from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
 from clipmill.prep.engines.execution import Execution, Need
 from clipmill.prep.engines.isolated import IsolatedEngine, call_isolated
 from clipmill.prep.engines.ray_actors import ActorRun
-from clipmill.prep.engines.ray_connection import connect, name_of_cluster, starting_text
+from clipmill.prep.engines.ray_connection import (
+    START_LIMIT_S,
+    connect,
+    make_private,
+    name_of_cluster,
+    starting_text,
+)
 from clipmill.prep.engines.ray_nodes import Nodes, Notify
 
 _GROWTH = 2  # workers to ask for, by what the nodes have room for, where an autoscaler does not tell its limit
@@ -61,6 +67,8 @@ class RayEngine:
         Args:
             notify: called with lines for the user, for example while the engine waits for nodes.
         """
+        if self._address is None:
+            make_private()
         ray = import_ray()
         no_name = getattr(function, "__name__", "task")
         given = ((task, name(task) if name is not None else no_name) for task in tasks)
@@ -103,7 +111,9 @@ class RayEngine:
 def isolated_ray_engine(*, num_workers: int | None, address: str | None, need: Need, execution: Execution) -> Engine:
     """Return a `RayEngine` in a separate process, since Ray ends its process when it loses the cluster."""
     engine = RayEngine(num_workers=num_workers, address=address, need=need, execution=execution)
-    return IsolatedEngine(engine, name=name_of_cluster(address), starting=starting_text(address))
+    # On a cluster it waits for nodes for as long as it was told.
+    limit_s = START_LIMIT_S if address is None else None
+    return IsolatedEngine(engine, name=name_of_cluster(address), starting=starting_text(address), start_limit_s=limit_s)
 
 
 def count_cluster_gpus(address: str) -> float:

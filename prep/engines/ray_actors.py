@@ -8,10 +8,10 @@ its workers, but not what takes a node away. So the engine counts both for each 
 new one.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from clipmill.manifests.errors import UserError, first_line
@@ -23,6 +23,7 @@ from clipmill.prep.engines.ray_worker import packed, worker_class
 _TASKS_PER_ACTOR = 2  # one that it works on, and one that it gets without asking the command for it
 _MAX_FAILED_STARTS = 3  # per actor, one after another
 _MAX_LOST_NODES = 10  # for one task, which may be what takes its nodes down
+_MAX_FAULTS = 2  # tasks in a row that a node fails and another one does, before it gets no more of them
 
 Events = Iterator[Outcome[Any, Any] | Refused | None]
 
@@ -34,12 +35,14 @@ class _Attempt:
     Attributes:
         name: name of the task where Ray lists it.
         num_deaths: how often its worker died; the loss of a node counts in `num_lost_nodes` instead.
+        failed_on: ids of the nodes whose machine has failed it, with the reasons.
     """
 
     task: Any
     name: str
     num_deaths: int = 0
     num_lost_nodes: int = 0
+    failed_on: dict[str, str] = field(default_factory=dict)
 
     def is_retried(self, task_retries: int, *, is_node: bool) -> bool:
         """Count a loss of its worker, or of its node, and return True if the task is to be tried again."""
@@ -84,6 +87,7 @@ class ActorRun:
         self._starting = dict[Any, Any]()
         self._busy = dict[Any, tuple[_Actor, _Attempt]]()
         self._num_failed_starts = 0
+        self._num_faults = Counter[str]()  # of a node, since its last task without one
 
     def outcomes(self, given: Iterator[tuple[Any, str]]) -> Events:
         """Run the tasks, each given with its name; see `clipmill.prep.engines.Engine.run`."""
@@ -98,7 +102,9 @@ class ActorRun:
                 return
             # Those that the nodes have no room for make an autoscaler start others.
             while len(self._starting) < min(len(self._waiting), num_actors - len(self._busy)):
-                handle = self._kind.options(max_restarts=0, max_task_retries=0, **self._nodes.options()).remote()
+                avoided = set.intersection(*(set(attempt.failed_on) for attempt in self._waiting))
+                options = self._nodes.options(avoided=avoided)
+                handle = self._kind.options(max_restarts=0, max_task_retries=0, **options).remote()
                 self._starting[handle.arrive.remote()] = handle
             # With neither room nor a task for it, a worker would start at the end of the run, for nothing.
             while len(self._starting) > max(len(self._waiting), self._nodes.capacity() - len(self._busy)):
@@ -106,6 +112,9 @@ class ActorRun:
             ready, _ = self._ray.wait([*self._starting, *self._busy], timeout=TICK_S)
             if not ready:
                 self._nodes.require_one()
+                for attempt in self._waiting:
+                    if attempt.failed_on and not self._nodes.has_other(attempt.failed_on):  # the others were lost
+                        attempt.failed_on.clear()
                 yield None
             for call in ready:
                 yield from self._start(call) if call in self._starting else self._end(call)
@@ -135,9 +144,12 @@ class ActorRun:
             yield from self._nodes.refuse(node_id, reason)
 
     def _give(self, actor: _Actor) -> None:
-        """Give an actor the next task. Without one it ends, because nothing refers to it any more."""
-        if self._waiting:
-            attempt = self._waiting.popleft()
+        """Give an actor the next task for its node. Without one it ends, because nothing refers to it any more."""
+        if self._nodes.is_refused(actor.node_id):
+            return
+        attempt = next((attempt for attempt in self._waiting if actor.node_id not in attempt.failed_on), None)
+        if attempt is not None:
+            self._waiting.remove(attempt)
             call = actor.handle.work.options(name=attempt.name).remote(packed(self._ray, self._function, attempt.task))
             self._busy[call] = actor, attempt
 
@@ -146,15 +158,37 @@ class ActorRun:
         actor, attempt = self._busy.pop(call)
         error, result = self._answer(call)
         if error is None:
+            yield from self._take(result, actor, attempt)
             self._give(actor)
-            yield Outcome(attempt.task, result)
             return
         with suppress(self._ray.exceptions.RayError):
             self._ray.kill(actor.handle)  # Ray may only have lost sight of it
-        if attempt.is_retried(self._task_retries, is_node=not self._nodes.is_alive(actor.node_id)):
+        is_node = not self._nodes.is_alive(actor.node_id)
+        if is_node:
+            yield from self._nodes.lose(actor.node_id)
+        if attempt.is_retried(self._task_retries, is_node=is_node):
             self._waiting.appendleft(attempt)
         else:
             yield Outcome(attempt.task, None, lost=first_line(error))
+
+    def _take(self, result: Any, actor: _Actor, attempt: _Attempt) -> Events:
+        """Take in a result; if the machine seems to have failed, let the other nodes try the task.
+
+        A machine is to blame if another one does what it has failed; what fails on all nodes is not their fault.
+        """
+        fault = getattr(result, "machine_fault", None)
+        if fault is not None:
+            attempt.failed_on[actor.node_id] = fault
+            if self._nodes.has_other(attempt.failed_on):
+                self._waiting.appendleft(attempt)
+                return
+        yield Outcome(attempt.task, result)
+        if fault is None:
+            self._num_faults[actor.node_id] = 0
+            for node_id, reason in attempt.failed_on.items():
+                self._num_faults[node_id] += 1
+                if self._num_faults[node_id] >= _MAX_FAULTS:
+                    yield from self._nodes.refuse(node_id, f"its tasks fail, and succeed on other nodes: {reason}")
 
     def _answer(self, call: Any) -> tuple[Exception | None, Any]:
         """Return how the worker of a call was lost, or None, and what the call returned.

@@ -1,7 +1,7 @@
-"""Tracking the nodes of a Ray cluster: which were refused, and whether any is left that can run a worker."""
+"""Tracking the nodes of a Ray cluster: which were refused or lost, and whether any is left that can run a worker."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,16 +31,20 @@ class Nodes:
         self._ray, self.need = ray, need
         self._where, self._wait_s, self._notify = where, wait_s, notify
         self._refused: dict[str, Refused] = {}
+        self._lost = set[str]()
         self._checked_s = time.monotonic()
         self._waiting_since_s: float | None = None
         self._reported_s = 0.0
         self._had_one = False
         self._counted_s, self._capacities = float("-inf"), (0, 0)
 
-    def options(self) -> dict[str, Any]:
-        """Return the options of an actor: what it takes, and a selector that keeps it off the refused nodes."""
-        refused = {"label_selector": {_NODE_LABEL: f"!in({','.join(self._refused)})"}} if self._refused else {}
-        return {**self.need.options(), **refused}
+    def options(self, *, avoided: Collection[str] = ()) -> dict[str, Any]:
+        """Return the options of an actor: what it takes, and a selector that keeps it off refused and avoided nodes."""
+        closed = [*self._refused, *avoided]
+        return {
+            **self.need.options(),
+            **({"label_selector": {_NODE_LABEL: f"!in({','.join(closed)})"}} if closed else {}),
+        }
 
     def refuse(self, node_id: str, reason: str) -> Iterator[Refused]:
         """Exclude a node from now on; yield it if it was not excluded before.
@@ -54,6 +58,21 @@ class Nodes:
         self._refused[node_id] = refused
         self.require_one(at_once=True)
         yield refused
+
+    def lose(self, node_id: str) -> Iterator[Refused]:
+        """Yield a node that was lost, the first time."""
+        if node_id not in self._lost | self._refused.keys():
+            self._lost.add(node_id)
+            yield Refused(self.name_of(node_id), "it was lost; its tasks run on other nodes")
+
+    def is_refused(self, node_id: str) -> bool:
+        """Return True for a node that gets no tasks."""
+        return node_id in self._refused
+
+    def has_other(self, node_ids: Collection[str]) -> bool:
+        """Return True if a node besides these can run a worker."""
+        closed = {*node_ids, *self._refused}
+        return any(node["NodeID"] not in closed for node in self._able_nodes())
 
     def name_of(self, node_id: str) -> str:
         """Return the name of a node for messages."""

@@ -44,7 +44,8 @@ def _run(plan: LatentsPlan, settings: LatentsSettings, request: Request, part_ru
             execution=request.execution,
         ),
     )
-    return execute(replace(job, lag_limit_s=request.lag_limit_s), engine, part_run=part_run)
+    job = replace(job, lag_limit_s=request.lag_limit_s, asked=request.asked_engine)
+    return execute(job, engine, part_run=part_run)
 
 
 def worker_memory_gb(plan: LatentsPlan, request: Request, *, on_cpu: bool, batch: int) -> float:

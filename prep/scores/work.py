@@ -33,7 +33,7 @@ def _plan(data_dir: Path, settings: ScoresSettings, request: Request) -> ScoresP
 
 def _run(plan: ScoresPlan, settings: ScoresSettings, request: Request, part_run: PartRun | None) -> ScoresSummary:
     engine = request.open_engine(memory_gb=_WORKER_GB)
-    job = replace(scores_job(plan), lag_limit_s=request.lag_limit_s)
+    job = replace(scores_job(plan), lag_limit_s=request.lag_limit_s, asked=request.asked_engine)
     summary = execute(job, engine, part_run=part_run)
     if part_run is not None and not part_run.is_last:
         return ScoresSummary(**vars(summary))

@@ -41,7 +41,7 @@ def open_source(place: Place, *, on_read: Callable[[], None] = lambda: None) -> 
         on_read: called for every range of an object that is read, as a heartbeat.
 
     Raises:
-        SourceFailure: source_missing, source_unreadable or io_error.
+        SourceFailure: source_missing, source_unreadable, access_refused or io_error.
     """
     path = os.fspath(place)
     if is_remote(path):

@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from pathlib import PurePosixPath
+from typing import TypeGuard
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.objects import AccessRefused, ObjectInfo, Objects, open_objects
 from clipmill.manifests.storage.urls import is_web, masked, split_url
 from clipmill.prep.core.failures import FailureCode, SourceFailure
@@ -60,7 +62,7 @@ def as_source_failure() -> Iterator[None]:
         raise SourceFailure(FailureCode.SOURCE_MISSING, "no such object", is_lasting=False) from None
     except AccessRefused as error:
         message = masked(str(error).rpartition(": ")[2])
-        raise SourceFailure(FailureCode.SOURCE_UNREADABLE, message, is_lasting=False) from None
+        raise SourceFailure(FailureCode.ACCESS_REFUSED, message, is_lasting=False) from None
     except UserError as error:
         raise SourceFailure(FailureCode.SOURCE_MISSING, masked(str(error)), is_lasting=False) from None
     except OSError as error:
@@ -90,7 +92,7 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
     lacks, and all of a web server, are asked for one by one.
 
     Raises:
-        UserError: a bucket does not exist, or it refuses the credentials.
+        UserError: a bucket does not exist, it refuses the credentials, or a server refuses all sources.
     """
     groups: dict[str, dict[str, list[int]]] = {}
     for row, url in enumerate(urls):
@@ -104,8 +106,18 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
         missing = [key for key in rows if key not in states]
         with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
             states.update(zip(missing, pool.map(_Asker(objects), missing), strict=True))
+        refused = [state for state in states.values() if _is_refused(state)]
+        if len(refused) == len(states) and (len(states) > 1 or len(groups) == 1):
+            raise UserError(
+                f"{masked(root)}: {refused[0].message} for all {counted(len(states), 'source')} there",
+                hint="check the credentials and what they permit, then run the same command again",
+            )
         for key, state in states.items():
             yield from ((row, state) for row in rows[key])
+
+
+def _is_refused(state: _State) -> TypeGuard[SourceFailure]:
+    return isinstance(state, SourceFailure) and state.code == FailureCode.ACCESS_REFUSED
 
 
 def _listed(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State]]:
@@ -169,7 +181,7 @@ class RemoteFile(io.RawIOBase):
         failure: why a read failed; libav may take a failed read for the end of the file.
 
     Raises:
-        SourceFailure: source_missing, source_unreadable, source_changed or io_error; also from `read`.
+        SourceFailure: source_missing, access_refused, source_changed or io_error; also from `read`.
     """
 
     def __init__(self, url: str, *, on_read: Callable[[], None] = lambda: None) -> None:

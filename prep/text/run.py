@@ -7,8 +7,9 @@ in the commits and the bank, so the run can be killed at any time; the next one 
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow as pa
@@ -46,6 +47,7 @@ def run_text(
     *,
     part_run: PartRun | None = None,
     lag_limit_s: float = 0.0,
+    asked: Mapping[str, str] = MappingProxyType({}),
 ) -> TextSummary:
     """Make every shard of the plan that needs work; call it while holding the lock of the column.
 
@@ -57,13 +59,14 @@ def run_text(
         engine: engine that encodes the texts.
         part_run: the part whose texts to encode; None for all.
         lag_limit_s: how long to wait for embeddings that workers report and that are not visible here.
+        asked: further values of the request that the records keep, by the names of their flags.
     """
     begin_s = time.monotonic()
     if part_run is not None:
         part_run.agree(plan.variant_dir.name, where=plan.recipe.where, package=COLUMN.package)
     write_layout(text_layout_path(plan.data_dir), plan.layout)
     make_variant(plan.variant_dir, plan.recipe.as_dict())
-    write_selection(plan.variant_dir, plan.recipe.where)
+    write_selection(plan.variant_dir, plan.recipe.where, asked)
     is_alone = part_run is None or part_run.is_first
     bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.width, is_alone=is_alone)
     if part_run is not None:
@@ -80,7 +83,7 @@ def run_text(
         if part_run is not None and not _can_make_shards(bank, need, filled, part_run):
             return _part_summary(plan, own, filled, wall_s=time.monotonic() - begin_s)
         maker = ShardMaker(plan, reader, bank, need.row_groups, filled.not_finite, filled.error)
-        ran = execute(_job(plan, maker), _LocalEngine())
+        ran = execute(replace(_job(plan, maker), asked=asked), _LocalEngine())
     if ran.num_shards_made == len(with_work(plan.shards)):
         bank.remove()
     return TextSummary(

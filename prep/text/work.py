@@ -35,7 +35,7 @@ def _run(plan: TextPlan, recipe: TextRecipe, request: Request, part_run: PartRun
         device="cuda" if gpus_per_worker else "cpu",
     )
     engine = request.open_engine(memory_gb=_WORKER_GB, gpus_per_worker=gpus_per_worker)
-    return run_text(plan, use, engine, part_run=part_run, lag_limit_s=request.lag_limit_s)
+    return run_text(plan, use, engine, part_run=part_run, lag_limit_s=request.lag_limit_s, asked=request.asked_engine)
 
 
 WORK = ColumnWork(

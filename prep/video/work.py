@@ -46,7 +46,11 @@ def _run(plan: Planned, recipe: Recipe, request: Request, part_run: PartRun | No
     for line in (*other_settings_lines(plan), *audio_lines(plan)):
         sys.stderr.write(f"{line}\n")
     plan = with_shots(plan, engine)
-    job = replace(chunk_job(plan, scratch_bytes=request.scratch_bytes), lag_limit_s=request.lag_limit_s)
+    job = replace(
+        chunk_job(plan, scratch_bytes=request.scratch_bytes),
+        lag_limit_s=request.lag_limit_s,
+        asked=request.asked_engine,
+    )
     summary = with_cutting(execute(job, engine, part_run=part_run), plan)
     remove_abandoned()  # left by workers that were lost, in this run or an earlier one
     return summary

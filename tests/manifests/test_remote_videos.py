@@ -145,6 +145,63 @@ def test_a_table_of_urls(tmp_path: Path, web: HttpFolder, there: str, faults: Fa
     assert "unreadable" in reasons
 
 
+def test_a_row_that_cannot_be_served_does_not_refuse_its_table(tmp_path: Path, there: str) -> None:
+    table = tmp_path / "videos.csv"
+    table.write_text(f"video,text\n{there}/a.mp4,one\nftp://host/b.mp4,two\ns3://,three\ngopher://x/c.mp4,four\n")
+    reading = read_folder(None, captions=table)
+    assert reading.captions["text"].to_pylist() == ["one"]
+    rejected = {row["source_id"]: row["detail"] for row in reading.rejected.to_pylist()}
+    assert rejected.keys() == {"ftp://host/b.mp4", "s3://", "gopher://x/c.mp4"}
+    assert "ftp:// are not supported: ftp://host" in rejected["ftp://host/b.mp4"]
+
+
+def test_a_table_leads_to_no_server_of_this_machine_that_the_user_does_not_allow(
+    tmp_path: Path, web: HttpFolder, there: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CLIPMILL_ALLOWED_HOSTS")
+    local = web.address.replace("127.0.0.1", "localhost")
+    private = [
+        web.address,
+        local,
+        "http://169.254.169.254/latest",
+        "http://[::1]:1",
+        "https://10.0.0.1",
+        "http://0x7f000001",
+    ]
+    table = tmp_path / "videos.csv"
+    rows = [f"{there}/a.mp4", *(f"{address}/a.mp4" for address in private)]
+    table.write_text("video,text\n" + "".join(f"{row},text\n" for row in rows))
+    reading = read_folder(None, captions=table)
+    assert reading.videos["path"].to_pylist() == [f"{there}/a.mp4"] and not web.num_bytes
+    rejected = {row["source_id"]: row["detail"] for row in reading.rejected.to_pylist()}
+    assert rejected.keys() == set(rows[1:])
+    assert "in the network of this machine (127.0.0.1); CLIPMILL_ALLOWED_HOSTS=127.0.0.1 allows" in rejected[rows[1]]
+    # The folder that the user has typed is asked, and a host that is allowed.
+    table.write_text("video,text\na.mp4,one\n")
+    assert read_folder(web.address, captions=table).videos.num_rows == 1
+    monkeypatch.setenv("CLIPMILL_ALLOWED_HOSTS", "other, localhost")
+    table.write_text(f"video,text\n{local}/a.mp4,one\n")
+    assert read_folder(None, captions=table).videos.num_rows == 1
+
+
+def test_redirects_lead_to_allowed_hosts_only(tmp_path: Path, web: HttpFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = web.address.replace("127.0.0.1", "localhost")
+    web.redirects = {"/signed.mp4": "/a.mp4?Signature=x", "/away.mp4": f"{away}/a.mp4?Signature=y"}
+    table = tmp_path / "videos.csv"
+    table.write_text(f"video,text\n{web.address}/signed.mp4,one\n{web.address}/away.mp4,two\n")
+    reading = read_folder(None, captions=table)
+    assert reading.captions["text"].to_pylist() == ["one"]
+    (why,) = (row["detail"] for row in reading.rejected.to_pylist() if row["reason"] == "unreadable")
+    assert why.startswith("the server redirects to another host: localhost is in the network of this machine")
+    objects = open_objects(web.address)
+    assert objects.read("signed.mp4") == b"1" and objects.read_range("signed.mp4", 0, 1) == b"1"
+    for read in (objects.read, objects.info, lambda key: objects.fetch(key, tmp_path / "copy")):
+        with pytest.raises(OSError, match="redirects to another host"):
+            read("away.mp4")
+    monkeypatch.setenv("CLIPMILL_ALLOWED_HOSTS", "127.0.0.1,localhost")
+    assert read_folder(None, captions=table).captions["text"].to_pylist() == ["one", "two"]
+
+
 def test_names_below_the_url_of_a_folder(tmp_path: Path, web: HttpFolder) -> None:
     table = tmp_path / "captions.csv"
     table.write_text(f"video,text\n./a.mp4,one\nb c.mkv,two\n{web.address}/val/b%20c.mkv,three\n")

@@ -80,7 +80,7 @@ def start(*arguments: object, **environment: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "clipmill.prep.cli", *map(str, arguments)],
         cwd=folder_of_a_user(),
-        env={**os.environ, "RAY_AUTH_MODE": "disabled", **environment},
+        env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -89,7 +89,7 @@ def start(*arguments: object, **environment: str) -> "subprocess.Popen[str]":
 
 
 def _no_ray(**settings: object) -> Engine:
-    raise AssertionError("give the command --engine processes, or run it by `prep`")
+    raise AssertionError("run a command with --engine ray by `prep`")
 
 
 def prep_here(*arguments: object, status: int | None = 0) -> Ran:

@@ -40,7 +40,7 @@ def start(module: str, *arguments: object, **environment: str) -> "subprocess.Po
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, "RAY_AUTH_MODE": "disabled", **environment},
+        env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

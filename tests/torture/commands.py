@@ -77,7 +77,7 @@ class Commands:
         words = [str(argument) for argument in arguments]
         mark = f"torture-{os.getpid()}-{number}"
         surroundings = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        surroundings |= {"TMPDIR": str(scratch), "RAY_AUTH_MODE": "disabled", MARK: mark}
+        surroundings |= {"TMPDIR": str(scratch), MARK: mark}
         surroundings |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{INTERPOSER}{os.pathsep}{ROOT}", **(environment or {})}
         outputs = self._folder / f"{number}.out", self._folder / f"{number}.err"
         start = self._start_fresh if is_fresh else self._start_fork

@@ -106,6 +106,10 @@ def _inspect(_: Workspace, folder: Path) -> Sequence[object]:
     return ("inspect", "--html", folder / "run" / "chunks.html", "--data", folder / "data")
 
 
+def _contents_but_the_engine(folder: Path) -> dict[str, str]:
+    return {name: digest for name, digest in contents(folder / "data").items() if not name.endswith("/selection.json")}
+
+
 def _page_contents(folder: Path) -> dict[str, str]:
     return {f"{name}/{path}": digest for name in ("data", "run") for path, digest in contents(folder / name).items()}
 
@@ -178,12 +182,13 @@ SUBJECTS = (
     Subject("chunk", _prep(*bases.CHUNK, *bases.ENGINE), bases.with_manifest),
     Subject("chunk-again", _prep(*bases.CHUNK, *bases.ENGINE), bases.with_later_manifest),
     Subject("chunk-fresh", _prep(*bases.CHUNK, *bases.ENGINE), bases.with_manifest, is_fresh=True),
-    # What Ray has left to do is done by the other engine: nothing that Ray knew is in a data folder.
+    # What Ray has left to do is done by the other engine: only the name of the engine is in a data folder.
     Subject(
         "chunk-ray",
         _prep(*bases.CHUNK, *bases.RAY),
         bases.with_manifest,
         is_fresh=True,
+        kept=_contents_but_the_engine,
         last=_prep(*bases.CHUNK, *bases.ENGINE),
         max_cases=8,
     ),

@@ -224,6 +224,8 @@ class VerifiedMembers:
             if content is not None:
                 return content
             problem = Problem("checksum", f"{self._where(number)} do not match their checksum")
+        except UserError:  # credentials that are refused, for this tar and for all others
+            raise
         except OSError as error:
             problem = Problem("shard_unreadable", f"{self._where(number)} cannot be read: {error.strerror or error}")
         return self._noted(member, problem)

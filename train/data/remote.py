@@ -4,17 +4,19 @@ The cache folder (`--cache`) has `folders/`, the small files of each data folder
 limit (`--cache-size`, clipmill.manifests.storage.cache).
 """
 
+import errno
 import hashlib
 import io
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.cache import CachedFile, ObjectCache
-from clipmill.manifests.storage.errors import no_damage
+from clipmill.manifests.storage.errors import AccessRefused, Unanswered, no_damage
 from clipmill.manifests.storage.objects import Objects, is_remote, open_objects
 from clipmill.manifests.units import parse_size
 from clipmill.shards.columns import VIDEO
@@ -151,7 +153,8 @@ class RemoteTars:
     def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Request all ranges at once; see `clipmill.shards.tars.TarBytes`."""
         try:
-            return self.objects.read_ranges(self.key(path), ranges)
+            with self._told_apart():
+                return self.objects.read_ranges(self.key(path), ranges)
         except UserError:
             raise
         except OSError as error:
@@ -159,9 +162,24 @@ class RemoteTars:
                 raise io.UnsupportedOperation(f"{error.filename}: the server does not support ranges") from error
             raise
 
+    @contextmanager
+    def _told_apart(self) -> Iterator[None]:
+        """Context manager around reads: a refused object is unreadable, as others are; refused credentials end the run.
+
+        The records of the folder could be read when it was opened. If they are refused as well, nothing can be read.
+        """
+        try:
+            yield
+        except AccessRefused as error:
+            try:
+                self.objects.read(DATASET_FILE)
+            except AccessRefused:
+                raise error from None
+            raise Unanswered(errno.EIO, str(error)) from error
+
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
         try:
-            with no_damage():
+            with no_damage(), self._told_apart():
                 self.files.copy_file(self.key(index), size_bytes=size_bytes, sha256=sha256)
         except OSError as error:
             if is_local(error):

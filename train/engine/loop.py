@@ -161,6 +161,9 @@ def train(
                 agreed = failures.next_batch(batches, stops=stop.is_received)
             except ClipmillError:
                 log.settle()  # all ranks raise here; report a non-finite loss of the previous step first
+                if state.step:
+                    save({})  # the data is at fault, or the way to it, and not the weights
+                    writer.wait()
                 raise
             if agreed.stops:
                 log.settle()

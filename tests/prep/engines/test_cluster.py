@@ -1,29 +1,84 @@
 """Clusters of nodes that die while they work, or must not work at all."""
 
 import ctypes
+import ipaddress
+import os
 import secrets
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clipmill.manifests.errors import FailedWork
+from clipmill.prep.engines.isolated import IsolatedEngine
+from clipmill.prep.engines.ray import RayEngine
+from clipmill.prep.engines.ray_agents import running_processes
 from tests.conftest import ROOT
-from tests.prep.running import MARK, Ran, chunk, contents, manifest, messages, prep, processes, start, wait_until
+from tests.prep.running import (
+    MARK,
+    Ran,
+    chunk,
+    contents,
+    manifest,
+    messages,
+    prep,
+    prep_here,
+    processes,
+    start,
+    wait_until,
+)
 
 SETTINGS = ("--len", "500ms", "--preset", "veryslow")
 
 
 # A head without what only a user would look at: each of these is a process.
 HEAD = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+
+
+@dataclass(frozen=True)
+class Listening:
+    """A socket that listens, and the program that holds it."""
+
+    host: str
+    port: int
+    program: str
+
+
+def listening_sockets(driver: int) -> list[Listening]:
+    """The TCP sockets that a process and all of its descendants listen on."""
+    parents = {pid: parent for pid, parent, _ in running_processes()}
+    family = {driver}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    addresses = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            host, port = local.split(":")
+            if state == "0A":
+                words = [int(host[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(host), 8)]
+                address = ipaddress.ip_address(b"".join(words))
+                mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+                addresses[f"socket:[{inode}]"] = str(mapped or address), int(port, 16)
+    found = []
+    for pid in family:
+        with suppress(OSError):  # it has ended
+            program = Path("/proc", str(pid), "cmdline").read_text().partition("\0")[0]
+            for descriptor in Path("/proc", str(pid), "fd").iterdir():
+                if (address_of := addresses.get(str(descriptor.readlink()))) is not None:
+                    found.append(Listening(*address_of, program))
+    return found
 
 
 @contextmanager
@@ -34,7 +89,6 @@ def marked() -> Iterator[str]:
         for name, value in {
             MARK: mark,
             "PYTHONPATH": str(ROOT),
-            "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_health_check_initial_delay_ms": "500",
             "RAY_health_check_period_ms": "500",
@@ -82,7 +136,7 @@ def test_a_run_outlives_one_of_two_nodes(
 
     second = cluster.add_node(num_cpus=1)
     node = {process.pid for process in processes(mark)}
-    run = start("chunk", "--data", data, "--json", "--address", cluster.address, *SETTINGS)
+    run = start("chunk", "--data", data, "--json", *SETTINGS, RAY_ADDRESS=cluster.address)
 
     def parents_of_encoders() -> set[int]:
         workers = {process.pid: process.parent for process in processes(mark)}
@@ -94,6 +148,8 @@ def test_a_run_outlives_one_of_two_nodes(
     ran = Ran(run.returncode, stdout, stderr)
     assert ran.status == 0, ran.stderr
     assert ran.summary["num_encoded"] == 60 and ran.summary["failures"] == {}
+    (lost,) = ran.summary["refused_workers"]
+    assert lost["reason"].startswith("it was lost; ") and f"{lost['place']} is excluded from the run: " in ran.stderr
     assert contents(data) == contents(tmp_path / "undisturbed")
 
 
@@ -136,7 +192,7 @@ def other_source(folder: Path) -> Path:
 
 
 def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
-    cluster: Any, add_node: AddNode, tmp_path: Path, write_video: Callable[..., Path]
+    cluster: Any, add_node: AddNode, tmp_path: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_private_mounts()
     videos, data = tmp_path / "videos", tmp_path / "data"
@@ -146,7 +202,8 @@ def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
     settings = ("--len", "100ms", "--preset", "ultrafast")
     shutil.copytree(data, tmp_path / "undisturbed")
     assert chunk(tmp_path / "undisturbed", *settings)["num_shards"] == 4
-    arguments = ("--json", "--address", cluster.address, *settings)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    arguments = ("--json", *settings)
     add_node(["-t", "tmpfs", "tmpfs", data])
 
     # A data folder that the driver alone sees.
@@ -180,6 +237,40 @@ def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
     assert contents(data) == contents(tmp_path / "undisturbed")
 
 
+def test_a_node_that_fails_what_others_do_is_named_and_left_out(
+    cluster: Any, add_node: AddNode, tmp_path: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_private_mounts()
+    videos, data, scratch = tmp_path / "videos", tmp_path / "data", tmp_path / "scratch"
+    for number in range(8):  # of a shard each
+        write_video(videos / f"{number}.mp4", seconds=1.6, first_number=1000 * number)
+    manifest(data, videos)
+    scratch.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setenv("TMPDIR", str(scratch))
+        add_node(["-t", "tmpfs", "-o", "size=16k", "tmpfs", scratch])
+    settings = ("--len", "100ms", "--preset", "ultrafast", "--address", cluster.address)
+    ran = prep("chunk", "--data", data, "--json", *settings)
+    assert ran.summary["failures"] == {} and ran.summary["num_chunks"] == 128
+    (full,) = ran.summary["refused_workers"]
+    assert "its tasks fail, and succeed on other nodes: disk_full: " in full["reason"]
+    assert f"{full['place']} is excluded from the run: " in ran.stderr
+
+    # A command without the token is refused, and what continues the run uses the same cluster.
+    next(data.glob("video/*/commits/*.json")).unlink()
+    error = prep("retry", "--data", data, status=2, RAY_AUTH_TOKEN="0" * 64).error
+    assert error == f'the Ray cluster at "{cluster.address}" requires another token'
+
+
+def test_ray_that_does_not_start_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        engine = IsolatedEngine(RayEngine(num_workers=1, address=None), name="Ray on this machine", start_limit_s=0)
+        with pytest.raises(FailedWork, match=r"Ray on this machine did not start within 0 s; .* --engine processes"):
+            list(engine.run(abs, [1]))
+        wait_until(lambda: not list(Path(folder).iterdir()))
+
+
 def test_a_cluster_that_is_lost_is_one_line(
     mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write_video: Callable[..., Path]
 ) -> None:
@@ -207,18 +298,37 @@ def test_a_cluster_that_is_lost_is_one_line(
     assert "finished work is kept" in lines[0]
 
 
-def test_ray_that_is_told_to_stop_says_one_line_and_leaves_no_process(
+# A client of an address, as another user of this machine would start it.
+CLIENT = "import sys, ray; ray._raylet.GcsClient(address=sys.argv[1])"
+
+
+def test_private_ray_listens_to_nobody_else_and_leaves_nothing(
     mark: str, tmp_path: Path, write_video: Callable[..., Path]
 ) -> None:
-    for name, seconds in {"a": 1, "b": 10}.items():
+    for name, seconds in {"a": 1, "b": 60}.items():
         write_video(tmp_path / "videos" / f"{name}.mp4", seconds=seconds)
-    manifest(tmp_path / "data", tmp_path / "videos")
-    run = start("chunk", "--data", tmp_path / "data", "--workers", 1, *SETTINGS)
-    wait_until(lambda: list((tmp_path / "data").glob("video/*/commits/*.json")) or run.poll() is not None)
-    run.send_signal(signal.SIGTERM)
-    _, stderr = run.communicate(timeout=120)
-    lines = messages(stderr)
-    assert run.returncode == 143 and len(lines) == 1, stderr
-    assert lines[0].startswith("stopped: finished work is kept")
-    wait_until(lambda: not list(processes(mark)))
-    assert list((tmp_path / "data").glob("video/*/commits/*.json"))
+    data = tmp_path / "data"
+    manifest(data, tmp_path / "videos")
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # the paths of sockets must be short
+        run = start("chunk", "--data", data, "--engine", "ray", "--workers", 1, *SETTINGS, RAY_TMPDIR=folder)
+        wait_until(lambda: list(data.glob("video/*/commits/*.json")) or run.poll() is not None)
+        sockets = listening_sockets(run.pid)
+        (gcs,) = (socket for socket in sockets if "gcs_server" in socket.program)
+        assert {socket.host for socket in sockets} <= {"127.0.0.1", "::1"}, sockets
+        for token in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+            command = [sys.executable, "-c", CLIENT, f"127.0.0.1:{gcs.port}"]
+            client = subprocess.run(command, env={**os.environ, **token}, capture_output=True, text=True)
+            assert client.returncode == 1 and "InvalidAuthToken" in client.stderr
+        (instance,) = Path(folder).iterdir()
+        assert instance.stat().st_mode & 0o777 == 0o700
+
+        run.send_signal(signal.SIGTERM)
+        _, stderr = run.communicate(timeout=120)
+        lines = messages(stderr)
+        assert run.returncode == 143 and len(lines) == 1, stderr
+        assert lines[0].startswith("stopped: finished work is kept")
+        wait_until(lambda: not list(processes(mark)))
+        wait_until(lambda: not list(Path(folder).iterdir()))
+    assert list(data.glob("video/*/commits/*.json"))
+    # What continues the run names its engine.
+    assert " --engine ray --data " in prep_here("status", "--data", data).stdout.splitlines()[-1]

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from clipmill.prep.engines import Engine, Outcome, processes
+from clipmill.prep.engines.execution import Execution, Need
 from clipmill.prep.engines.processes import ProcessEngine
-from clipmill.prep.engines.ray import RayEngine
+from clipmill.prep.engines.ray import isolated_ray_engine
 
 NUM_TASKS = 12
 
@@ -49,7 +50,11 @@ def work(task: Task) -> tuple[int, int]:
     return task.number, worker
 
 
-@pytest.mark.parametrize("engine", [ProcessEngine(num_workers=2), RayEngine(num_workers=2, address=None)], ids=type)
+def private_ray() -> Engine:
+    return isolated_ray_engine(num_workers=2, address=None, need=Need(1, 0, 0), execution=Execution())
+
+
+@pytest.mark.parametrize("engine", [ProcessEngine(num_workers=2), private_ray()], ids=type)
 def test_workers_keep_what_they_loaded_and_outlive_each_other(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

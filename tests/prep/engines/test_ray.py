@@ -37,7 +37,6 @@ def cluster() -> Iterator[Any]:
         for name, value in {
             MARK: mark,
             "PYTHONPATH": str(ROOT),
-            "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_health_check_initial_delay_ms": "500",
             "RAY_health_check_period_ms": "500",
@@ -242,8 +241,9 @@ def test_what_a_worker_takes() -> None:
     assert asked.fits({"CPU": 4, "GPU": 1}) and not asked.fits({"CPU": 8})
 
 
-def test_a_run_in_a_ray_job_works_on_the_cluster_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert cluster_address(None) is None and cluster_address("auto") == "auto"
+def test_a_run_works_on_the_cluster_of_its_environment_or_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cluster_address(None) is None and cluster_address("local") is None
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert cluster_address(None) == "auto"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert cluster_address(None) == "10.0.0.1:6379" and cluster_address("auto") == "auto"

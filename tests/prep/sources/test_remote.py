@@ -160,8 +160,8 @@ def test_an_object_replaced_within_a_second_has_changed(bucket: str) -> None:
     ("fault", "code"),
     [
         (vanished("matroska", skip=3), "source_missing"),
-        (Fault("error", method="GET", path="matroska", skip=3, status=403, code="AccessDenied"), "source_unreadable"),
-        (Fault("error", method="HEAD", path="matroska", status=403), "source_unreadable"),
+        (Fault("error", method="GET", path="matroska", skip=3, status=403, code="AccessDenied"), "access_refused"),
+        (Fault("error", method="HEAD", path="matroska", status=403), "access_refused"),
         (Fault("error", method="GET", path="matroska", skip=2), "io_error"),
         (Fault("cut", method="GET", path="matroska", skip=2), "io_error"),
         (Fault("hang", method="GET", path="matroska", skip=2), "io_error"),

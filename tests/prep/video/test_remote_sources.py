@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.storage.objects import open_objects
+from clipmill.prep.sources import remote
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan_inputs import chunk_job, make_plan
 from clipmill.prep.video.recipe import Recipe, resolve
@@ -174,6 +175,27 @@ def test_a_limit_that_a_source_exceeds_is_a_failure_until_it_is_raised(
     for size in ("60", "60XB", "x", "1e3GB"):
         ran = prep_here("chunk", *LEN, "--data", data, "--scratch-size", size, status=2)
         assert f'--scratch-size "{size}" is not a size' in ran.error
+
+
+def test_sources_that_a_server_refuses_are_not_blamed_and_are_tried_again(
+    tmp_path: Path, videos: Path, bucket: str, faults: Faults
+) -> None:
+    data = tmp_path / "data"
+    for name in "ab":
+        open_objects(bucket).write(f"videos/{name}.mkv", videos / "val" / "short.mkv")
+    prep_here("manifest", "folder", f"{bucket}/videos", "--data", data)
+    command = ("chunk", *LEN, "--data", data, "--workers", 1)
+    remote._opened.cache_clear()
+    faults.set(Fault("error", status=403, code="AccessDenied"))
+    ran = prep_here(*command, status=2)
+    assert ran.error.startswith(f"{bucket}: access denied") and ran.error.endswith("for all 2 sources there")
+    assert "credentials" in ran.stderr.splitlines()[-1]
+
+    faults.set(Fault("error", method="GET", path=r"a\.mkv", status=403, code="AccessDenied"))  # listed, and not read
+    said = prep_here(*command, status=1).stdout
+    assert "1 x access_refused: the server refuses access" in said and "not a readable video" not in said
+    faults.set()
+    assert chunk(data, *LEN)["num_encoded"] == 5, "without being asked for"
 
 
 def test_a_kill_leaves_no_copy_for_long_and_loses_nothing(

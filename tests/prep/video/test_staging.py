@@ -197,7 +197,7 @@ def test_a_folder_of_somebody_else_is_refused(root: Path, urls: list[str]) -> No
     ("fault", "code"),
     [
         (Fault("error", method="HEAD", path="0.mp4", status=404, code="NoSuchKey"), "source_missing"),
-        (Fault("error", method="GET", path="0.mp4", status=403, code="AccessDenied"), "source_unreadable"),
+        (Fault("error", method="GET", path="0.mp4", status=403, code="AccessDenied"), "access_refused"),
         (Fault("cut", method="GET", path="0.mp4"), "io_error"),
     ],
 )

@@ -18,6 +18,7 @@ class HttpFolder:
         cut: paths that come shorter than their announced length.
         without_ranges: paths that come whole, whatever part was asked for.
         hanging: paths of which half comes, and then nothing more; `has_hung` is set when one does.
+        redirects: where paths are redirected to.
         num_bytes: sent so far, by path.
     """
 
@@ -27,6 +28,7 @@ class HttpFolder:
         self.without_ranges: set[str] = set()
         self.hanging: set[str] = set()
         self.has_hung = threading.Event()
+        self.redirects: dict[str, str] = {}
         self.num_bytes: Counter[str] = Counter()
         self.counting = threading.Lock()  # each request has a thread
         handler = partial(_Handler, self, directory=str(folder))
@@ -44,8 +46,23 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         self._folder = folder
         super().__init__(*arguments, **options)
 
+    def send_head(self) -> Any:
+        """Of HEAD requests and of listings."""
+        return None if self._redirected() else super().send_head()
+
+    def _redirected(self) -> bool:
+        target = self._folder.redirects.get(self.path)
+        if target is not None:
+            self.send_response(302)
+            self.send_header("Location", target)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        return target is not None
+
     def do_GET(self) -> None:
         folder = self._folder
+        if self._redirected():
+            return
         with folder.counting:
             fails = folder.num_failures[self.path] > 0
             folder.num_failures[self.path] -= fails

@@ -13,6 +13,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_json
+from clipmill.manifests.storage.errors import AccessRefused
 from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.shards.chunk_table import update_chunk_table
 from clipmill.shards.commits import commit_path
@@ -102,6 +103,23 @@ def test_an_index_that_a_bucket_refuses_fails_its_samples_and_is_no_damage(
     faults.set(Fault("error", path=r"index\.arrow", status=403, code="AccessDenied"))
     [failed] = samples.load([SampleRequest(7, 7, None)])
     assert isinstance(failed, FailedSample) and failed.reason == "shard_unreadable" and "access denied" in failed.detail
+
+
+def test_credentials_that_are_refused_fail_no_sample_and_end_the_reading(
+    remote: Objects, faults: Faults, tmp_path: Path
+) -> None:
+    for status, code, said in (
+        (400, "ExpiredToken", "credentials are refused"),
+        (403, "AccessDenied", "access denied"),
+    ):
+        for path in (tmp_path / code / "by-index", tmp_path / code / "by-tar"):
+            faults.set()
+            samples = open_set(remote.address, path)
+            if path.name == "by-tar":  # its index is here already
+                samples.load([SampleRequest(7, 7, None)])
+            faults.set(Fault("error", status=status, code=code))
+            with pytest.raises(AccessRefused, match=rf"s3://.*{said}.*{code}"):
+                samples.load([SampleRequest(7, 7, None)])
 
 
 def test_a_change_that_is_newer_than_the_tables_counts(many: Path, remote: Objects, tmp_path: Path) -> None:

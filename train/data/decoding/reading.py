@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from clipmill.manifests.errors import Inaccessible
+from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.shards.damage import Damaged
 from clipmill.shards.packets import PacketTable
 from clipmill.shards.reader import CommittedShard
@@ -44,6 +44,7 @@ def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule
 
     Raises:
         SampleFailed: the chunk cannot be read, or its bytes do not match their checksum.
+        UserError: the bucket refuses the credentials.
     """
     try:
         tables = shard.packet_tables
@@ -58,7 +59,11 @@ def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule
             packets=packets,
             whole=b"" if by_packets else _read_whole(shard, row, key=key),
         )
+    except UserError:  # credentials that are refused, for this chunk and for all others
+        raise
     except (OSError, Damaged, Inaccessible) as error:
+        if isinstance(error, Inaccessible) and isinstance(error.cause, UserError):
+            raise error.cause from error
         raise SampleFailed(key, reason="shard_unreadable", detail=str(error)) from error
     except ValueError as error:
         raise SampleFailed(key, reason="undecodable", detail=str(error)) from error

@@ -180,6 +180,8 @@ class TarImages(Loader):
         try:
             size = int(self._size[row])
             content = self._tars.read(tar, int(self._offset[row]), size)
+        except UserError:  # credentials that are refused, for this tar and for all others
+            raise
         except (OSError, Damaged) as error:
             detail = f"{self._tars.tars[tar]}: {error}"
             raise SampleFailed(self.key(sample), reason="shard_unreadable", detail=detail) from error

@@ -1,0 +1,32 @@
+"""The extras of the distribution: which of them has a module that is not installed."""
+
+import re
+from importlib.metadata import PackageNotFoundError, requires
+
+# Modules whose distribution has another name, besides `-` in place of `_`.
+_DISTRIBUTIONS = {
+    "cv2": "opencv-python-headless",
+    "ffmpeg": "ffmpeg-python",
+    "open_clip": "open-clip-torch",
+    "pynvml": "nvidia-ml-py",
+    "scenedetect": "scenedetect-headless",
+    "webrtcvad": "webrtcvad-wheels",
+}
+_REQUIREMENT = re.compile(r"([\w.-]+).*\bextra == ['\"]([\w-]+)['\"]")
+
+
+def extra_with(module: str, *, program: str) -> str | None:
+    """Return the extra that installs a module; None if no extra does.
+
+    Args:
+        module: Full name of the module, as in `ModuleNotFoundError.name`.
+        program: Name of the program; the extra of the same name comes first.
+    """
+    package = module.partition(".")[0]
+    distribution = _DISTRIBUTIONS.get(package, package.replace("_", "-"))
+    try:
+        found = map(_REQUIREMENT.match, requires("clipmill") or [])
+    except PackageNotFoundError:
+        return None
+    extras = [match[2] for match in found if match is not None and match[1].lower() == distribution]
+    return program if program in extras else next(iter(extras), None)
