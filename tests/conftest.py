@@ -22,9 +22,6 @@ fix_environment()
 # A user may keep Python from writing bytecode; the many programs that tests start would compile the packages each time.
 sys.dont_write_bytecode = False
 
-# Tables of tests name web servers of this machine.
-os.environ["CLIPMILL_ALLOWED_HOSTS"] = "127.0.0.1"
-
 # Imports and the collection make millions of objects that stay; see `pytest_collection_finish`.
 gc.disable()
 

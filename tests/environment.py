@@ -30,4 +30,5 @@ def fix_environment() -> None:
     # busy.
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     os.environ |= {"LANG": LOCALE, "CLIPMILL_FFMPEG": imageio_ffmpeg.get_ffmpeg_exe()}
+    os.environ["CLIPMILL_ALLOWED_HOSTS"] = "127.0.0.1"  # tables of tests name web servers of this machine
     os.umask(UMASK)
