@@ -5,7 +5,8 @@
 
 A line is on disk before the next request of its place in the queue is sent, so that a killed run loses what was in
 flight, and nothing that was paid for. A line that a kill has cut short, or that is damaged, is ignored. The last line
-about a chunk counts. The journal is kept: it has what the shard has not, such as the seconds of each answer.
+about a chunk counts. The journal is kept: it has what the shard has not, such as the seconds of each answer. A line
+names its chunk by the fingerprint of the content, so that an answer is found when the chunk has moved to another shard.
 """
 
 import json
@@ -14,7 +15,7 @@ import re
 import threading
 import unicodedata
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,7 @@ _LENGTH, _FILTERED = "length", "content_filter"
 # All other words, also unknown ones, mean that the text may be cut off.
 _COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")
 _RECORD_BYTES = 8
+_FINGERPRINT = re.compile(rb'"chunk_fingerprint": "([0-9a-f]{32})"')
 _MAX_TOKENS = (1 << 31) - 1  # of one answer; the index has 32 bits
 _MIN_SECRET_CHARS = 8  # of keys that are hidden within words too
 # Characters that show nothing, besides those of the category of format characters: joiners, fillers, selectors.
@@ -157,6 +159,12 @@ def read_answers(path: Path) -> dict[str, Answer]:
     return dict(_lines(path))
 
 
+def answered_chunks(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the id of each shard with a journal, and the fingerprints of chunks that its lines name, damaged or not."""
+    for path in sorted(folder.glob("*.jsonl")):
+        yield int(path.stem), _FINGERPRINT.findall(path.read_bytes())
+
+
 def answers_in(folder: Path) -> Iterator[Answer]:
     """Yield all answers in the journals of a variant, also those about chunks that were asked about again."""
     for path in sorted(folder.glob("*.jsonl")):
@@ -180,11 +188,15 @@ def _lines(path: Path) -> Iterator[tuple[str, Answer]]:
 
 
 class Journal:
-    """The journal of a shard while a worker adds to it; threads may share it. A context manager."""
+    """The journal of a shard while a worker adds to it; threads may share it. A context manager.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        others: Journals of shards that held chunks of this one before; its own answers count first.
+    """
+
+    def __init__(self, path: Path, others: Sequence[Path] = ()) -> None:
         self._path, self._lock = path, threading.Lock()
-        self.answers = read_answers(path)
+        self.answers = {name: answer for journal in (*others, path) for name, answer in read_answers(journal).items()}
 
     def __enter__(self) -> Self:
         make_folder(self._path.parent)

@@ -16,7 +16,7 @@ from clipmill.prep.core.column import recipe_fingerprint
 from clipmill.shards.where_flag import check_where
 
 CAPTIONS = "captions"
-CAPTIONS_SCHEMA = 1  # incremented when the same settings begin to send other pictures, or other words
+CAPTIONS_SCHEMA = 2  # incremented when the same settings begin to send other pictures, or other words
 MODEL = Parameter(group=Group("Captions", sort_key=1))
 PROMPT = "Describe this video clip in one sentence."
 _MAX_PROMPT_CHARS = 100_000

@@ -13,6 +13,7 @@ from clipmill.prep.captions.answers import (
     ANSWERS_FOLDER,
     Budget,
     Journal,
+    answered_chunks,
     journal_path,
     read_answers,
 )
@@ -116,7 +117,7 @@ def _try(plan: CaptionsPlan, request: CaptionsRequest) -> None:
         asking, _, _ = _asking(plan, request)
         for shard in with_work(plan.shards):
             task = captions_task(plan, shard, asking, retry_codes=frozenset())
-            with Journal(journal_path(plan.variant_dir, shard.shard_id)) as journal:
+            with Journal(journal_path(plan.variant_dir, shard.shard_id), task.journals) as journal:
                 chunks = open_chunks(task, journal)
                 num_open = len(chunks.unanswered())
                 stop = chunks.ask(open_captioner(task), limit=left, on_answer=lambda row: None)
@@ -135,9 +136,11 @@ def _sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
     for shard in variant.shards():
         row = pc.index(shard.index["key"], key).as_py()
         if row >= 0:
-            answers = read_answers(journal_path(variant.directory, shard.shard_id))
-            answer = answers.get(shard.index["chunk_fingerprint"][row].as_py())
-            return {} if answer is None else {"seconds": answer.seconds, "answered_by": answer.model}
+            fingerprint, folder = shard.index["chunk_fingerprint"][row].as_py(), variant.directory / ANSWERS_FOLDER
+            for shard_id, fingerprints in answered_chunks(folder):
+                if fingerprint.encode() in fingerprints:
+                    answer = read_answers(journal_path(variant.directory, shard_id)).get(fingerprint)
+                    return {} if answer is None else {"seconds": answer.seconds, "answered_by": answer.model}
     return {}
 
 

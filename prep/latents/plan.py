@@ -40,6 +40,10 @@ class LatentsPlan(ChunksPlan[LatentsRecipe]):
             self.video_dir, shard_id, commits=self.video_commits, following=following, recipe=self.recipe
         )
 
+    def fingerprints(self, shard_id: int) -> list[str]:
+        """See `ChunksPlan`; with a VAE of videos, they cover the next chunks too."""
+        return self.reader(shard_id).fingerprints
+
     @property
     def num_frames(self) -> int:
         """Number of frames to encode at most; unchanged chunks of a changed shard are copied."""
@@ -120,7 +124,7 @@ def latents_job(plan: LatentsPlan, *, device: "Device", batch: int, num_threads:
             video_dir=plan.video_dir,
             video_commits={one: plan.video_commits[one] for one in needed},
             following=following,
-            old_commit=plan.commits.get(shard.shard_id),
+            old_commits=plan.old_commits(shard.shard_id),
             device=device,
             batch=batch,
             num_threads=num_threads,

@@ -19,7 +19,7 @@ from clipmill.shards.where_flag import check_where
 LATENTS = "latents"
 Precision = Literal["float32", "float16", "bfloat16"]
 MODEL = Parameter(group=Group("Latents", sort_key=1))
-LATENTS_SCHEMA = 1  # incremented when the same settings begin to produce different bytes
+LATENTS_SCHEMA = 2  # incremented when the same settings begin to produce different bytes
 _MAX_SIZE_PX = 4096
 _FRAMES = re.compile(r"([1-9]\d{0,5})f", re.ASCII)
 _VAE = ("channels", "factor", "scaling_factor", "shift_factor")
