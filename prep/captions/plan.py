@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clipmill.prep.captions.answers import ANSWERS_FOLDER, answered_chunks, journal_path
-from clipmill.prep.captions.column import COLUMN
+from clipmill.prep.captions.column import COLUMN, CaptionsRequest
 from clipmill.prep.captions.recipe import CAPTIONS, CaptionsRecipe, captions_recipe_from_dict
 from clipmill.prep.core.chunk_columns import ChunksPlan, Holders, pending_chunks, plan_chunks
 from clipmill.prep.core.column import Pending
@@ -63,7 +63,7 @@ def captions_task(
     )
 
 
-def captions_job(plan: CaptionsPlan, asking: "Asking", *, retry_codes: frozenset[str]) -> "Job[CaptionsTask]":
+def captions_job(plan: CaptionsPlan, asking: "Asking", request: CaptionsRequest) -> "Job[CaptionsTask]":
     """Return the plan as a job for the driver."""
     from clipmill.prep.captions.worker import make_captions
     from clipmill.prep.core.run import Job
@@ -76,12 +76,12 @@ def captions_job(plan: CaptionsPlan, asking: "Asking", *, retry_codes: frozenset
         recipe=plan.recipe.as_dict(),
         shards=plan.shards,
         make=make_captions,
-        task=lambda shard: captions_task(plan, shard, asking, retry_codes=retry_codes),
+        task=lambda shard: captions_task(plan, shard, asking, retry_codes=request.retry_codes),
         video_ids=plan.video_ids,
         failed_before=plan.unreadable,
         chunk_s=None,
         where=settings.where,
-        asked={} if settings.endpoint is None else {"endpoint": settings.endpoint},
+        asked={**({} if settings.endpoint is None else {"endpoint": settings.endpoint}), **request.kept},
     )
 
 

@@ -92,12 +92,12 @@ def _asking(plan: CaptionsPlan, request: CaptionsRequest) -> tuple[Asking, Capti
 
 def _run(plan: CaptionsPlan, settings: CaptionsSettings, request: Request, part_run: PartRun | None) -> Summary:
     assert isinstance(request, CaptionsRequest)
-    asking, request, gpus = _asking(plan, request)
+    asking, with_workers, gpus = _asking(plan, request)
     if asking.max_tokens_total is not None:
         Budget(plan.variant_dir, limit=asking.max_tokens_total, spent=asking.spent).begin()
     is_served = settings.endpoint is not None
-    engine = request.open_engine(memory_gb=_SERVER_GB if is_served else _MODEL_GB, gpus_per_worker=gpus)
-    job = captions_job(plan, asking, retry_codes=request.retry_codes)
+    engine = with_workers.open_engine(memory_gb=_SERVER_GB if is_served else _MODEL_GB, gpus_per_worker=gpus)
+    job = captions_job(plan, asking, request)
     summary = execute(replace(job, lag_limit_s=request.lag_limit_s), engine, part_run=part_run)
     variant = Variant(plan.variant_dir)
     if (part_run is None or part_run.is_last) and caption_table_problem(variant) is not None:

@@ -111,7 +111,7 @@ class ChunksPlan(Generic[R]):
         return chunk_fingerprints(open_shard(self.video_dir, self.video_commits[shard_id]).index)
 
     def old_commits(self, shard_id: int) -> tuple[Commit, ...]:
-        """Return the commits that may hold samples of a shard: its own, and those of shards that its chunks have left."""
+        """Return the commits that may hold samples of a shard: its own, and others that its chunks have left."""
         own = [shard_id] if shard_id in self.commits else []
         return tuple(self.commits[other] for other in dict.fromkeys([*own, *self.holding(shard_id, self._left)]))
 

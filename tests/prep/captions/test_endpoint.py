@@ -150,6 +150,32 @@ def test_answers_that_are_no_captions_fail_by_name_and_are_asked_again_on_reques
     assert "checked rows: OK" in prep_here("verify", "--deep", "--data", data).stdout
 
 
+def test_retry_works_on_the_variant_that_failed_with_the_flags_of_its_run(shard_set: ShardSet) -> None:
+    data = shard_set.data
+    with served() as server:
+        first = make(data, server).summary["variant"]
+        server.script = lambda request, number: completion("", request)
+        budget = ("--in-flight", 1, "--max-tokens-total", 10_000)
+        ran = make(data, server, "--prompt", "Other", *budget, status=1).summary
+        failed = ran["variant"]
+        assert ran["failures"] == {"answer_empty": NUM_CHUNKS} and variant_of(data).directory.name == first
+        assert f"prep retry --column captions --variant {failed}" in ran["next"]
+        num_asked, server.script, server.seconds, server.most_at_once = len(server.log), described, 0.05, 0
+        retry = ("retry", "--column", "captions", "--engine", "processes", "--data", data, "--json")
+        spent = prep_here(*retry, "--max-tokens-total", ran["answers"]["tokens_in"] + 1, status=1)
+        assert "took the" in spent.stderr + spent.stdout and len(server.log) == num_asked + 1
+        assert f"is retried: {failed}" in spent.stderr
+        tried = prep_here(*retry, "--max-tokens-total", 10_000).summary
+        assert (tried["variant"], tried["num_chunks"]) == (failed, NUM_CHUNKS)
+        assert len(server.log) == num_asked + NUM_CHUNKS and server.most_at_once == 1
+        assert variant_of(data).directory.name == failed
+        asked = json.loads((data / "captions" / failed / "selection.json").read_text())
+        assert asked["in_flight"] == "1" and asked["max_tokens_total"] == "10000"
+        assert prep_here(*retry, "--variant", first).summary["num_shards_made"] == 0
+        missing = prep_here(*retry, "--variant", "none", status=2)
+        assert first in missing.stderr and failed in missing.stderr
+
+
 FAULTS: tuple[Reply, ...] = (429, 500, b'{"choices": [', b"", None, {"choices": None}, {"object": "error"})
 
 
