@@ -11,9 +11,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.quoting import on_one_line
 from clipmill.prep.captions.recipe import CAPTIONS, CaptionsSettings, captions_recipe_from_dict
-from clipmill.prep.core.column import ColumnSpec, changed_flags
+from clipmill.prep.core.column import ColumnSpec, changed_flags, short_path
 from clipmill.prep.core.make import make_column, plan_column
 from clipmill.prep.core.request import EXECUTION, Data, Json, ModelRequest, Request
+from clipmill.prep.core.selection import WEIGHTS
 
 Settings = Annotated[CaptionsSettings, Parameter(name="*")]
 BATCH = 1
@@ -137,8 +138,8 @@ def plan_captions(
 def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> None:
     recipe = captions_recipe_from_dict(stored)
     settings = recipe.settings
-    if settings.endpoint is None and weights is not None:
-        settings = replace(settings, model=weights)
+    if settings.endpoint is None and (folder := weights or stored.get(WEIGHTS)) is not None:
+        settings = replace(settings, model=folder)
     given = {field.name: getattr(request, field.name) for field in fields(Request) if field.name != "batch"}
     kept = {name: parse(stored[name]) for name, parse in _KEPT.items() if name in stored}
     changed = {name: value for name in _KEPT if (value := getattr(request, name, None)) is not None}
@@ -150,7 +151,7 @@ def _flags(stored: Mapping[str, Any]) -> list[str]:
     default = asdict(CaptionsSettings(model=settings.model))
     kept = {name: stored.get(name) for name in _KEPT}
     changed = [*changed_flags(asdict(settings), default), *changed_flags(kept, dict.fromkeys(kept))]
-    return ["--model", settings.model, *changed]
+    return ["--model", short_path(Path(stored[WEIGHTS])) if WEIGHTS in stored else settings.model, *changed]
 
 
 def _settings_line(stored: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from clipmill.prep.captions.recipe import CAPTIONS, CaptionsRecipe, captions_rec
 from clipmill.prep.core.chunk_columns import ChunksPlan, Holders, pending_chunks, plan_chunks
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.plan import ShardPlan
+from clipmill.prep.core.selection import WEIGHTS
 from clipmill.shards.reader import Variant
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def captions_job(plan: CaptionsPlan, asking: "Asking", request: CaptionsRequest)
         failed_before=plan.unreadable,
         chunk_s=None,
         where=settings.where,
-        asked={**({} if settings.endpoint is None else {"endpoint": settings.endpoint}), **request.kept},
+        asked={"endpoint": settings.endpoint, WEIGHTS: plan.recipe.weights, **request.kept},
     )
 
 

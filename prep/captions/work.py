@@ -1,5 +1,6 @@
 """The functions behind the column `captions`."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def _require(settings: CaptionsSettings) -> None:
 
 def _plan(data_dir: Path, settings: CaptionsSettings, request: Request) -> CaptionsPlan:
     recipe = resolve(settings, video=current_chunks(data_dir))
-    request.require_variant(recipe.variant, command=f"prep captions --model {settings.model}")
+    request.require_variant(recipe.variant, command=shlex.join(["prep", "captions", "--model", settings.model]))
     plan = make_captions_plan(data_dir, recipe, retry_codes=request.retry_codes)
     if isinstance(request, CaptionsRequest) and request.trial:
         _try(plan, request)

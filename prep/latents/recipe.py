@@ -149,6 +149,11 @@ class LatentsRecipe:
             )
 
     @property
+    def weights(self) -> str | None:
+        """Absolute path of the folder of a VAE on this machine, which is not part of the recipe; None for another."""
+        return self.vae.source if self.vae.source != self.vae.name else None
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of `as_dict` as canonical JSON."""
         return recipe_fingerprint(self.as_dict())
