@@ -39,19 +39,29 @@ def retry(
     ] = None,
     request: Annotated[RetryRequest, Parameter(name="*")] = RetryRequest(),
 ) -> None:
-    """Retry the failures in the current variant of a column, for example after repairing a source video.
+    """Retry the failures of a column, for example after repairing a source video.
+
+    They are those of the variant that the last run has made with failures beside the current one, which then becomes
+    the current one, otherwise those of the current variant.
 
     Example:
 
         prep retry --only timeout
     """
     from clipmill.prep.core.data_folder import require_data_folder
+    from clipmill.prep.core.failure_list import FAILURES_FILE
     from clipmill.prep.core.failures import FailureCode
     from clipmill.prep.core.selection import stored_request
+    from clipmill.shards.dataset import unfinished_variant, variant_dir
     from clipmill.shards.reader import Variant
 
     codes = frozenset(only or FailureCode)
     if unknown := sorted(codes - set(FailureCode)):
         raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"failure codes: {', '.join(FailureCode)}")
-    stored = stored_request(Variant.open(require_data_folder(request.data), column=column))
+    data_dir = require_data_folder(request.data)
+    unfinished = unfinished_variant(data_dir, column)
+    # A run that was killed has listed no failures: whether it is wanted is unknown.
+    if unfinished is not None and not (variant_dir(data_dir, column, unfinished) / FAILURES_FILE).exists():
+        unfinished = None
+    stored = stored_request(Variant.open(data_dir, column=column, variant=unfinished))
     column_named(column).retry(stored, weights, replace(request, retry_codes=codes))

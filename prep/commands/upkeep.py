@@ -234,7 +234,8 @@ def gc(
     """Remove variants that are not current, unreferenced shards, and temporary files of killed commands.
 
     Files that do not belong to the format are never removed. Variants and shards of a column are kept while its current
-    variant is incomplete, damaged or stale, and so is a variant whose run has not finished.
+    variant is incomplete, damaged or stale. A variant is also kept while its run has not finished, and while it has
+    samples that the current one lacks because of failures that may pass.
 
     Example:
 

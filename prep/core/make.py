@@ -96,12 +96,11 @@ def _made(
     """Plan and make the column; return the plan, the summary, its report, and the path of the list of failures."""
     from clipmill.prep.core.data_folder import require_data_folder, writing
     from clipmill.prep.core.ending import with_ending
+    from clipmill.prep.core.failure_list import FAILURES_FILE
     from clipmill.prep.core.part_locks import Part
     from clipmill.prep.core.parts import writing_part
     from clipmill.prep.core.report import with_part
-    from clipmill.prep.core.run import FAILURES_FILE
     from clipmill.prep.core.work import work_of
-    from clipmill.shards.dataset import current_variant
 
     work = work_of(column)
     part = None if request.part is None else Part.parse(request.part)
@@ -120,7 +119,12 @@ def _made(
     report = work.summary_report(summary, settings, listed)
     if part_run is not None:
         report = with_part(report, part_run)
-    # Videos that failed do not keep the others from being used, unless an earlier variant has stayed the current one.
-    has_ended = (part_run is None or bool(part_run.is_last)) and summary.gave_up is None
-    is_done = has_ended and current_variant(data_dir, column.name) == plan.variant_dir.name
-    return plan, summary, with_ending(report, column, plan.variant_dir, data=request.data, is_done=is_done), listed
+    report = with_ending(
+        report,
+        column,
+        plan.variant_dir,
+        data=request.data,
+        has_ended=part_run is None or bool(part_run.is_last),
+        gave_up=summary.gave_up is not None,
+    )
+    return plan, summary, report, listed

@@ -1,25 +1,25 @@
 """The driver that carries out a plan. Its state is in the commits, so it can be killed and restarted at any time."""
 
-import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
 from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.publish import publish_bytes, remove
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import refresh, require_locks
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.data_folder import remove_variant_temporaries
+from clipmill.prep.core.failure_list import FAILURES_FILE, shard_name, write_failures
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.heartbeat import RunningChunks
 from clipmill.prep.core.lag import is_committed, wait_until_seen
+from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.outcome import why_missing
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, ShardState, file_problems, with_work
@@ -31,11 +31,10 @@ from clipmill.prep.engines import Engine, Refused
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.shards.chunk_table import update_chunk_table
 from clipmill.shards.commits import Commit, Failure, commit_path, read_commits_of
-from clipmill.shards.dataset import begin_variant, set_current_variant
+from clipmill.shards.dataset import begin_variant, current_variant, set_current_variant
 from clipmill.shards.lists import finish_run
 from clipmill.shards.reader import Variant
 
-FAILURES_FILE = "failures.jsonl"
 # Number of consecutive shards that may stop for a reason that stops the others too, before the run gives up.
 _MOST_STOPS = {FailureCode.DISK_FULL: 3, FailureCode.ENDPOINT_FAILED: 3}
 _MOST_STOPS |= {FailureCode.ENDPOINT_REFUSED: 1, FailureCode.OTHER_MODEL: 1}
@@ -241,11 +240,14 @@ def _finish(
     for shard_id, stop in missing.items():
         if part_run is not None and not part_run.part.holds(shard_id):
             part_run.leave_to(shard_id)
-            left.append(Failure(f"shard {shard_id:06d}", None, str(stop.code), stop.message))
+            left.append(Failure(shard_name(shard_id), None, str(stop.code), stop.message))
     write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *left])
     _merge_indexes(job)
-    if not missing and summary.num_chunks:  # a variant in which everything failed replaces nothing
-        set_current_variant(job.data_dir, job.column.name, job.variant)
+    column, former = job.column.name, current_variant(job.data_dir, job.column.name)
+    if missing or not summary.num_chunks:  # a variant in which everything failed replaces nothing
+        return
+    if not lost_samples(job.data_dir, column, variant=job.variant, former=former):
+        set_current_variant(job.data_dir, column, job.variant)
 
 
 def _account(
@@ -339,11 +341,3 @@ def _failures_of(job: Job[W], shard: ShardPlan, stop: Stop, commits: dict[int, C
     else:
         video_ids = list(job.video_ids(shard))
     return [Failure(video_id, None, str(stop.code), stop.message) for video_id in dict.fromkeys(video_ids)]
-
-
-def write_failures(path: Path, failures: list[Failure]) -> None:
-    """Publish the list of failures as JSON Lines; remove the file if there are none."""
-    if failures:
-        publish_bytes(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures).encode())
-    else:
-        remove(path)

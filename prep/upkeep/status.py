@@ -16,11 +16,18 @@ from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from clipmill.prep.core.column import ColumnSpec, Pending
 from clipmill.prep.core.disk_use import folder_bytes
 from clipmill.prep.core.ending import length_of
-from clipmill.prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
+from clipmill.prep.core.failure_list import (
+    FAILURES_FILE,
+    MAX_NAMED,
+    FailureEntry,
+    first_failures,
+    first_few,
+    named_values,
+)
 from clipmill.prep.core.heartbeat import ShardProgress, running_shards
 from clipmill.prep.core.layout import DamagedLayout, variants_of
+from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.plan import problems_of
-from clipmill.prep.core.run import FAILURES_FILE
 from clipmill.prep.core.selection import WHERE, read_selection
 from clipmill.prep.core.work import work_of
 from clipmill.prep.core.writers import has_stopped, writer_of
@@ -28,7 +35,7 @@ from clipmill.prep.registry import columns
 from clipmill.prep.sources.table import probes_of, read_probes
 from clipmill.prep.upkeep.caption_sources import CaptionsBeyond, CaptionSource, captions_beyond, read_caption_sources
 from clipmill.shards.commits import Failure
-from clipmill.shards.dataset import current_variant
+from clipmill.shards.dataset import current_variant, unfinished_variant
 from clipmill.shards.leakage import Leakage, find_leakage
 from clipmill.shards.reader import Variant
 
@@ -48,6 +55,8 @@ class VariantStatus:
         num_missing: number of shards that a variant which is not current lacks; `ColumnStatus.to_make` has those of the
             current one.
         num_unread: number of shards that `hours` lacks: their index cannot be read since before the last run ended.
+        lost: why a variant that the last run has made beside the current one does not take its place: code -> number of
+            failures for which it lacks samples of the current one (`lost_samples`).
     """
 
     name: str
@@ -62,6 +71,7 @@ class VariantStatus:
     where: str | None = None
     num_missing: int = 0
     num_unread: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -197,7 +207,7 @@ def read_status(data_dir: Path) -> Status:
 def _column_status(
     data_dir: Path, column: ColumnSpec, damaged: list[UserError], *, unusable: list[FailureEntry]
 ) -> ColumnStatus:
-    current = current_variant(data_dir, column.name)
+    current, unfinished = current_variant(data_dir, column.name), unfinished_variant(data_dir, column.name)
     variants, status = [], ColumnStatus(column.name, first_failures=unusable)
     is_abandoned = has_stopped(data_dir, column=column.name)
     for opened in variants_of(data_dir, column.name):
@@ -218,7 +228,9 @@ def _column_status(
                 first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
             )
         running = [] if is_abandoned else running_shards(opened.directory)
-        variants.append(_variant_status(opened, pending, is_current=name == current, running=running))
+        lost = lost_samples(data_dir, column.name, variant=name, former=current) if name == unfinished else []
+        found = _variant_status(opened, pending, is_current=name == current, running=running)
+        variants.append(replace(found, lost=dict(Counter(failure.code for failure in lost).most_common())))
     variants.sort(key=lambda variant: not variant.is_current)
     return replace(status, variants=variants, written_by=writer_of(data_dir, column=column.name))
 

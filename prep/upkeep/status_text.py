@@ -9,7 +9,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.units import size_text
-from clipmill.prep.core.ending import length_text
+from clipmill.prep.core.ending import length_text, retry_words
 from clipmill.prep.core.failure_list import named_lines
 from clipmill.prep.core.failures import TRANSIENT
 from clipmill.prep.core.selection import stored_request
@@ -122,6 +122,9 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
         if variant.num_missing and variant.num_running is None and column.written_by is None:
             command = _command_of_variant(column.column, variant.name, data_dir)
             lines.append(f"{_INDENT}incomplete: {counted(variant.num_missing, 'shard')} not made yet: {command}")
+        if variant.lost and variant.num_running is None and column.current is not None:
+            codes = ", ".join(f"{count} x {code}" for code, count in variant.lost.items())
+            lines.append(f"{_INDENT}not current: {column.current.name} has samples that it lacks ({codes})")
         if variant.is_current and column.stale_because is not None:
             lines.append(f"{_INDENT}stale: {column.stale_because}")
         if variant.is_current and column.to_make:
@@ -194,4 +197,7 @@ def _next_step(status: Status) -> str | None:
         return _command_of(first, status.data_dir)
     behind = (column for column in columns if _is_behind(column))
     repair = next((_command_of(column, status.data_dir) for column in behind), None)
+    unfinished = (column for column in columns if any(variant.lost for variant in column.variants))
+    for column in unfinished if repair is None else ():
+        repair = shlex.join(retry_words(column_named(column.column), data=status.data_dir))
     return repair or shlex.join(work_of(column_named(first.column)).next_command(status.data_dir)) or None

@@ -13,7 +13,8 @@ from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.store import captions_path, read_videos
 from clipmill.manifests.units import duration_text
 from clipmill.prep.core.disk_use import disk_use
-from clipmill.prep.core.failure_list import MAX_NAMED, failure_lines
+from clipmill.prep.core.failure_list import MAX_NAMED, codes_line, failure_lines
+from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.plan import ShardState
 from clipmill.prep.core.report import (
     NOTHING_TO_DO,
@@ -153,6 +154,8 @@ def other_settings_lines(planned: Planned) -> list[str]:
         lines.append(f"variant  {variant}: {chunks} of {videos} to encode, {length} of video")
         estimated = COLUMN.command_line(plan.recipe.as_dict(), data_dir=planned.data_dir).replace("chunk", "plan", 1)
         lines.append(f"         `{estimated}` estimates time and disk")
+    elif lost := lost_samples(planned.data_dir, VIDEO, variant=variant, former=current):
+        lines.append(f"variant  {variant} lacks samples of the current one ({codes_line(lost)}), which stays current")
     else:
         lines.append(f"variant  {variant} is complete, and becomes the current one again")
     with suppress(UserError):  # a recipe of another version of clipmill

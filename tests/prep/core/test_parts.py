@@ -157,7 +157,7 @@ def test_gc_keeps_what_parts_have_begun_and_a_command_without_part_finishes_it(
     assert new[0]["num_shards"] == 2 and new[0]["num_wanted"] > new[0]["num_samples"]
     assert "incomplete: 1 shard not made yet: prep chunk --len " in prep_here("status", "--data", data).stdout
     kept = prep_here("gc", "--data", data).stdout
-    assert f"kept       video/{first['variant']}: the run that makes it has not finished\nnothing to remove" in kept
+    assert f"kept       video/{first['variant']}: the last run has not completed it\nnothing to remove" in kept
     rest = chunk(data, *SLOW, status=1)
     assert (rest["num_shards_made"], rest["num_shards"]) == (1, 3)
     assert contents(data) == undisturbed
