@@ -1,7 +1,7 @@
 """Planning and making a column: what `prep plan` and all commands that make a column share."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from clipmill.prep.core.request import Request
 if TYPE_CHECKING:
     from clipmill.prep.core.report import Report
     from clipmill.prep.core.work import ColumnPlan, RunSummary
+    from clipmill.shards.commits import Failure
 
 
 def parse_budget(text: str) -> Callable[[int], float]:
@@ -71,7 +72,8 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
 
     Raises:
         UserError: the request is invalid, or this machine lacks something that the settings need.
-        FailedWork: the run gave up, or more videos failed than `--max-failures` allows.
+        FailedWork: the run gave up, or more videos failed than `--max-failures` allows, not counting the failures that
+            an earlier run has reported and that cannot have passed.
     """
     budget = parse_budget(request.max_failures)
     request.check()
@@ -82,12 +84,24 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     show(report, json=request.json)
     if summary.gave_up is not None:
         raise FailedWork(f"{summary.gave_up}; finished work is kept; run the same command again to resume")
-    if summary.num_failed_videos > budget(plan.num_videos):
-        failed = f"{summary.num_failed_videos} of {counted(plan.num_videos, 'video')}"
-        raise FailedWork(f"{failed} failed; failures are listed in {listed}")
-    if summary.failures:
-        failed = counted(summary.num_failed_videos, "video")
+    new = [failure for failure in summary.failures if failure not in summary.unchanged]
+    if summary.unchanged:
+        known = counted(len({failure.video_id for failure in summary.unchanged}), "video")
+        sys.stderr.write(f"not counted: {known} with failures that an earlier run has reported, listed in {listed}\n")
+    if len({failure.video_id for failure in new}) > budget(plan.num_videos):
+        raise FailedWork(f"{_failed_words(new, column, plan)} failed; failures are listed in {listed}")
+    if new:
+        failed = _failed_words(new, column, plan)
         sys.stderr.write(f"{failed} failed, within --max-failures {request.max_failures}\n")
+
+
+def _failed_words(failures: "Sequence[Failure]", column: ColumnSpec, plan: "ColumnPlan") -> str:
+    """Return how many videos of a plan have failed, and if only parts of them have, how many parts."""
+    num_videos = len({failure.video_id for failure in failures})
+    of_videos = f"{num_videos} of {counted(plan.num_videos, 'video')}"
+    if all(failure.key is None for failure in failures) or column.sample == "video":
+        return of_videos
+    return f"{counted(len(failures), 'part' if column.is_first else column.sample)} of {of_videos}"
 
 
 def _made(

@@ -32,6 +32,7 @@ from clipmill.prep.upkeep.own_names import (
     SHARD_FILE,
     is_at_home,
     is_variant,
+    late_files,
     parts_of_variants,
 )
 from clipmill.shards.dataset import current_variant, list_variants, unfinished_variant, variant_dir
@@ -119,6 +120,12 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
     unfinished = unfinished_variant(data_dir, column.name)
     for name in list_variants(data_dir, column.name):
         folder = variant_dir(data_dir, column.name, name)
+        if name != current and (late := late_files(folder, column.name)):
+            why, variant = "written by a late run, after the variant had been removed", f"{column.name}/{name}"
+            garbage.items.extend(Item(path, _size(path), why, variant=variant, kind=path.suffix) for path in late)
+            commits = folder / COMMITS_FOLDER
+            garbage.folders.extend([*folders_in(folder), *folders_in(commits), commits, folder])
+            continue
         if name != current and not is_variant(folder):
             garbage.unknown.append(folder)
             continue

@@ -155,4 +155,5 @@ def test_sources_in_a_bucket_are_tried_as_local_ones_are_or_the_plan_says_why_no
     monkeypatch.setattr(trial, "_MAX_COPY_BYTES", 1000)
     text = prep("plan", "--data", tmp_path / "remote").stdout
     assert f"no video was tried: {bucket}/videos/" in text and "a plan copies up to 1" in text
+    assert staging._in_use is not None
     os.close(staging._in_use[2])  # the sweeper removes the copies
