@@ -84,9 +84,12 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     show(report, json=request.json)
     if summary.gave_up is not None:
         raise FailedWork(f"{summary.gave_up}; finished work is kept; run the same command again to resume")
-    new = [failure for failure in summary.failures if failure not in summary.unchanged]
-    if summary.unchanged:
-        known = counted(len({failure.video_id for failure in summary.unchanged}), "video")
+    # A variant that has not become the current one is not what was asked for, whatever was reported before.
+    is_current = report.values["current"] == plan.variant_dir.name
+    unchanged = summary.unchanged if is_current else ()
+    new = [failure for failure in summary.failures if failure not in unchanged]
+    if unchanged:
+        known = counted(len({failure.video_id for failure in unchanged}), "video")
         sys.stderr.write(f"not counted: {known} with failures that an earlier run has reported, listed in {listed}\n")
     if len({failure.video_id for failure in new}) > budget(plan.num_videos):
         raise FailedWork(f"{_failed_words(new, column, plan)} failed; failures are listed in {listed}")

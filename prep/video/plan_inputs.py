@@ -19,7 +19,7 @@ from clipmill.manifests.store import MANIFEST_FILE, captions_path, manifest_dir,
 from clipmill.manifests.table_files import VIDEOS_FILE
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout
-from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, StoredShards, pending_of, stored_shards
+from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState, StoredShards, pending_of, stored_shards
 from clipmill.prep.core.table_file import as_array
 from clipmill.prep.core.variant_folder import make_variant
 from clipmill.prep.engines.admission import worker_ticket
@@ -319,7 +319,9 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
         layout=read_layout(layout_path(data_dir, recipe.settings)),
         stored=StoredShards(dict(variant.commits), {}),
     )
-    return pending_of(plan.shards)
+    pending = pending_of(plan.shards)
+    names = {str(ShardState.NEW): str(ShardState.MISSING)}  # a shard without a commit is missing in a variant
+    return replace(pending, to_make={names.get(state, state): count for state, count in pending.to_make.items()})
 
 
 def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -> Pending:

@@ -159,10 +159,10 @@ def test_gc_keeps_what_parts_have_begun_and_a_command_without_part_finishes_it(
     assert "incomplete: 1 shard not made yet: prep chunk --len " in prep_here("status", "--data", data).stdout
     kept = prep_here("gc", "--data", data).stdout
     assert f"kept       video/{first['variant']}: the last run has not completed it\nnothing to remove" in kept
-    rest = chunk(data, *SLOW, status=1)
+    rest = chunk(data, *SLOW)  # a file that is no video has failed the first part
     assert (rest["num_shards_made"], rest["num_shards"]) == (1, 3)
     assert contents(data) == undisturbed
-    none = prep_here("chunk", "--data", data, *HERE, "--part", "7/7", *SLOW, status=1)  # of three shards
+    none = prep_here("chunk", "--data", data, *HERE, "--part", "7/7", *SLOW)  # of three shards
     assert none.summary["num_shards_made"] == 0 and contents(data) == undisturbed
 
 
