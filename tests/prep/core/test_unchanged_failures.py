@@ -42,7 +42,7 @@ def test_every_failure_fails_one_run_and_the_nightly_runs_after_it_count_it(
     (videos / "short.mp4").write_bytes((videos / "whole.mp4").read_bytes()[:2000])
     assert "1 of 5 videos failed" in night(1).stderr
     night(0)
-    (videos / "short.mp4").write_bytes(b"")
+    (videos / "short.mp4").write_text("not a video either")
     assert "1 of 5 videos failed, within --max-failures 1" in night(0, "--max-failures", 1).stderr
     for _ in range(2):  # it was asked for
         assert "3 of 5 videos failed" in prep_here("retry", "--data", data, *LEN[-4:], status=1).stderr
