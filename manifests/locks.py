@@ -114,11 +114,12 @@ class FileLock:
     @classmethod
     def _opened(cls, path: Path) -> "FileLock":
         try:
-            return cls(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
+            return cls(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
         except OSError as error:
+            what = path if path.exists() else path.parent
             raise UserError(
-                f"{path.parent} is not writable: {error.strerror}",
-                hint="grant write permission, or give another folder with --data",
+                f"{what} is not writable: {error.strerror}",
+                hint="grant write permission (to a group: chmod g+w), or give another folder with --data",
             ) from None
 
     def _acquire(self, *, is_shared: bool, waits: bool) -> bool:

@@ -1,6 +1,8 @@
 """The variants of each column on disk, which of them is current, and which one is being made (`dataset.json`)."""
 
 import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ from clipmill.manifests.locks import folder_lock
 from clipmill.manifests.store import manifest_dir
 from clipmill.shards.columns import COLUMNS, VIDEO, command_for, how_to_make
 from clipmill.shards.format import DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
+
+# The variants that this process reads in place of the current ones: data folder -> column -> name.
+_chosen: dict[Path, Mapping[str, str]] = {}
 
 
 class DamagedDataset(UserError):
@@ -56,12 +61,32 @@ def list_variants(data_dir: Path, column: str) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
+@contextmanager
+def reading_variants(chosen: Mapping[Path, Mapping[str, str]]) -> Iterator[None]:
+    """Read other variants than the current ones inside the block, in all threads of this process.
+
+    Args:
+        chosen: Names of variants by column, for each data folder.
+    """
+    before = dict(_chosen)
+    _chosen.update({folder.resolve(): variants for folder, variants in chosen.items()})
+    try:
+        yield
+    finally:
+        _chosen.clear()
+        _chosen.update(before)
+
+
 def current_variant(data_dir: Path, column: str) -> str | None:
-    """Return the name of the current variant of `column`, or None if it has none.
+    """Return the name of the current variant of `column`, or of the one that this process reads in its place.
+
+    It is None if the column has no variant.
 
     Raises:
         UserError: dataset.json is damaged or uses another format.
     """
+    if _chosen and (name := _chosen.get(data_dir.resolve(), {}).get(column)) is not None:
+        return name
     variant = _read(data_dir)["columns"].get(column, {}).get("current")
     return str(variant) if variant is not None else None
 

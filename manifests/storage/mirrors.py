@@ -58,6 +58,9 @@ class Mirror(Protocol):
     def open(self, path: Path) -> int | None:
         """Return a descriptor of a file whose content is only in the bucket; None if the local file is complete."""
 
+    def drop_content(self) -> None:
+        """Forget the local content of all objects, so that what is opened next is asked for in the bucket."""
+
     def local_copy(self, path: Path) -> AbstractContextManager[None]:
         """Context manager during which the content of a file is on local disk."""
 

@@ -169,6 +169,13 @@ class WorkingCopy:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fetch(info)
 
+    def drop_content(self) -> None:
+        self.require_listed()
+        for key in self._found or ():
+            if not is_lock(key):
+                (self.folder / key).unlink(missing_ok=True)
+        self.sync()
+
     @contextmanager
     def local_copy(self, path: Path) -> Iterator[None]:
         if not self.is_away(path):

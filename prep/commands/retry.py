@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
@@ -67,48 +66,33 @@ def retry(
     ] = None,
     request: Annotated[RetryRequest, Parameter(name="*")] = RetryRequest(),
 ) -> None:
-    """Retry the failures in a variant of a column, for example after repairing a source video.
+    """Retry the failures of a column, for example after repairing a source video.
+
+    Without --variant, they are those of the variant that the last run has made with failures beside the current one,
+    which then becomes the current one, otherwise those of the current variant.
 
     Example:
 
         prep retry --only timeout
     """
     from clipmill.prep.core.data_folder import require_data_folder
+    from clipmill.prep.core.failure_list import FAILURES_FILE
     from clipmill.prep.core.failures import FailureCode
     from clipmill.prep.core.selection import stored_request
+    from clipmill.shards.dataset import unfinished_variant, variant_dir
     from clipmill.shards.reader import Variant
 
     codes = frozenset(only or FailureCode)
     if unknown := sorted(codes - set(FailureCode)):
         raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"failure codes: {', '.join(FailureCode)}")
     data_dir = require_data_folder(request.data)
-    name = variant or _variant_with_failures(data_dir, column, codes)
-    stored = stored_request(Variant.open(data_dir, column=column, variant=name))
+    unfinished = unfinished_variant(data_dir, column)
+    # A run that was killed has listed no failures: whether its variant is wanted is unknown.
+    has_failed = unfinished is not None and (variant_dir(data_dir, column, unfinished) / FAILURES_FILE).exists()
+    if variant is None and has_failed:
+        variant = unfinished
+        sys.stderr.write(f"note: a variant that is not the current one is retried: {variant}\n")
+    stored = stored_request(Variant.open(data_dir, column=column, variant=variant))
     if request.engine is None and request.address is None:  # the engine of the run that failed
         request = replace(request, **{name: stored[name] for name in ENGINE_FLAGS if name in stored})
     column_named(column).retry(stored, weights, replace(request, retry_codes=codes))
-
-
-def _variant_with_failures(data_dir: Path, column: str, codes: frozenset[str]) -> str | None:
-    """Return the variant to retry: the current one if it has failures, else another one that has; None for the current.
-
-    Raises:
-        UserError: only other variants than the current one have failures, and several of them.
-    """
-    from clipmill.shards.commits import read_commits
-    from clipmill.shards.dataset import current_variant, list_variants, variant_dir
-
-    failed = [
-        name
-        for name in list_variants(data_dir, column)
-        for commits in [read_commits(variant_dir(data_dir, column, name)).commits.values()]
-        if any(failure.code in codes for commit in commits for failure in commit.failures)
-    ]
-    current = current_variant(data_dir, column)
-    others = [name for name in failed if name != current]
-    if current not in failed and len(others) > 1:
-        raise UserError(f"several variants of {column} have failures", hint=f"give --variant: {', '.join(others)}")
-    if others:
-        rest = f"is retried: {others[0]}" if current not in failed else f"has failures too: {', '.join(others)}"
-        sys.stderr.write(f"note: a variant that is not the current one {rest}\n")
-    return others[0] if others and current not in failed else None

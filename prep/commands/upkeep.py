@@ -67,6 +67,7 @@ def verify(
         prep verify --deep
     """
     from clipmill.manifests.progress import Activity
+    from clipmill.manifests.storage.mirrors import mirror_of
     from clipmill.prep.core.data_folder import require_data_folder
     from clipmill.prep.upkeep.records import check_folder_records, check_variant_records
     from clipmill.prep.upkeep.texts import failure_text, records_text, repairs_text, verified_text
@@ -77,6 +78,8 @@ def verify(
     data_dir = require_data_folder(data)
     reading = "reading the records"
     with Activity(reading):
+        if (mirror := mirror_of(data_dir)) is not None:
+            mirror.drop_content()  # a copy of before says nothing about the bucket
         records = check_folder_records(data_dir)
     if column is not None or variant is not None:
         selected = [column_named(column or VIDEO)]
@@ -234,7 +237,8 @@ def gc(
     """Remove variants that are not current, unreferenced shards, and temporary files of killed commands.
 
     Files that do not belong to the format are never removed. Variants and shards of a column are kept while its current
-    variant is incomplete, damaged or stale, and so is a variant whose run has not finished.
+    variant is incomplete, damaged or stale. A variant is also kept while its run has not finished, and while it has
+    samples that the current one lacks because of failures that may pass.
 
     Example:
 

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
+from clipmill.prep.core.failure_list import shard_name
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, WantedShard
 from clipmill.shards.columns import VIDEO, command_for, how_to_make
@@ -119,8 +120,7 @@ def _read_chunk_shard(
         if not pc.min(index["fps_den"]).as_py():
             raise DamagedIndex(path, "a frame rate is not a number")
     except (DamagedIndex, OSError) as error:
-        name = f"shard {commit.shard_id:06d}"
-        return commit.shard_id, Failure(name, None, str(FailureCode.CHUNK_DAMAGED), str(error))
+        return commit.shard_id, Failure(shard_name(commit.shard_id), None, str(FailureCode.CHUNK_DAMAGED), str(error))
     if rows is not None and not rows:
         return None
     index = index if rows is None else index.take(pa.array(rows))

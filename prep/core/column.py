@@ -32,12 +32,14 @@ class Pending:
         num_wanted: number of samples that the variant should hold; None if unknown.
         wanted_shards: ids of the shards that the variant should have; None if unknown.
         to_make: number of shards that need work, by state.
+        num_orphaned: number of shards to remove, because nothing wants their content any more.
         stale_because: why the variant differs from what would be made now, or None.
     """
 
     num_wanted: int | None = None
     wanted_shards: frozenset[int] | None = None
     to_make: dict[str, int] = field(default_factory=dict)
+    num_orphaned: int = 0
     stale_because: str | None = None
 
 

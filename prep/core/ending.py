@@ -13,13 +13,16 @@ from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.units import duration_text, size_text
 from clipmill.prep.core.column import ColumnSpec, data_flags, short_path
 from clipmill.prep.core.disk_use import folder_bytes
+from clipmill.prep.core.failure_list import codes_line
+from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.plan import NUM_CHECK_THREADS
 from clipmill.prep.core.report import NOTHING_TO_DO, Report, next_line
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.work import work_of
+from clipmill.shards.columns import LATENTS, TEXT, VIDEO
 from clipmill.shards.commits import ShardFiles
 from clipmill.shards.damage import Damaged
-from clipmill.shards.dataset import list_variants
+from clipmill.shards.dataset import current_variant, list_variants
 from clipmill.shards.format import folders_in
 from clipmill.shards.index import index_seconds
 from clipmill.shards.reader import CommittedShard, Variant
@@ -28,7 +31,7 @@ _SHARD_ENDINGS = (".tar", ".tar.idx", ".index.arrow")
 
 
 def with_ending(
-    report: Report, column: ColumnSpec, variant_dir: Path, *, data: Path, is_done: bool, has_ended: bool
+    report: Report, column: ColumnSpec, variant_dir: Path, *, data: Path, has_ended: bool, gave_up: bool = False
 ) -> Report:
     """Return the report of a run with the total of its variant and the next command.
 
@@ -36,9 +39,8 @@ def with_ending(
         report: for a part, with its `PartRun.values`: if other parts have left shards unmade, the next command is to
             make them.
         data: the data folder as the user gave it.
-        is_done: False if the run gave up or its variant is not the current one, or for a part that leaves the end of
-            the run to others. The next command is to retry the failures then, if there are any.
-        has_ended: True if the run has tried all shards.
+        has_ended: False for a part that leaves the end of the run to others.
+        gave_up: Whether the run ended before all shards were tried.
     """
     variant = Variant(variant_dir)
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
@@ -53,10 +55,15 @@ def with_ending(
         f"total    {counted(num_samples, column.sample)}{of_video} in {counted(len(files), 'shard')},"
         f" {size_text(num_bytes)}: {folder}"
     ]
-    rest = _missing_parts(report, column, variant, data=data)
-    words = rest or (work_of(column).next_command(data) if num_samples and is_done else [])
-    if has_ended and not is_done and not words and any(commit.failures for commit in variant.commits.values()):
-        words = ["prep", "retry", "--column", column.name, "--variant", variant_dir.name, *data_flags(data)]
+    current = current_variant(variant_dir.parent.parent, column.name)
+    # Videos that failed do not keep the others from being used, unless an earlier variant has stayed the current one.
+    is_done = has_ended and current == variant_dir.name and not gave_up
+    words = _missing_parts(report, column, variant, data=data)
+    if has_ended and current not in (None, variant_dir.name):
+        words = words or retry_words(column, data=data)
+        lines += _former_lines(variant_dir, current=str(current), again=words)
+    elif num_samples and is_done:
+        words = words or work_of(column).next_command(data)
     command = shlex.join(words) if words else None
     unused_bytes = _unused_bytes(variant, files, data=data, column=column.name) if is_done else 0
     if unused_bytes:
@@ -65,12 +72,34 @@ def with_ending(
     lines += [] if command is None else [next_line(command)]
     values = {
         "variant_dir": os.fspath(variant_dir),
+        "current": current,
         "total_bytes": num_bytes,
         "total_video_s": None if length is None else length.seconds,
         "freed_by_gc_bytes": unused_bytes,
         "next": command,
     }
     return Report("\n".join([report.text, *lines]), {**report.values, **values})
+
+
+def _former_lines(variant_dir: Path, *, current: str, again: Sequence[str]) -> list[str]:
+    """Return why the variant of a run has not become the current one, and what to do.
+
+    Args:
+        again: Words of the command that makes what is missing.
+    """
+    variant, column = variant_dir.name, variant_dir.parent.name
+    lost = lost_samples(variant_dir.parent.parent, column, variant=variant, former=current)
+    why = f"it has samples that {variant} lacks ({codes_line(lost)})" if lost else f"{variant} is incomplete"
+    lines = [f"current  {current} stays the current variant: {why}"]
+    lines.append(f"         to complete {variant} and make it the current one, run: {shlex.join(again)}")
+    if column in (VIDEO, LATENTS, TEXT):
+        lines.append(f"         to train on {variant} as it is, give the training command --variant {variant}")
+    return lines
+
+
+def retry_words(column: ColumnSpec, *, data: Path) -> list[str]:
+    """Return the words of the command that tries again what failed in a column."""
+    return ["prep", "retry", *([] if column.is_first else ["--column", column.name]), *data_flags(data)]
 
 
 def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, column: str) -> int:
@@ -82,7 +111,11 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
         return 0
     directory = variant.directory
     named = {directory / path for file in files for path in (file.tar, file.energon_index, file.index)}
-    others = (name for name in list_variants(data, column) if name != directory.name)
+    others = (
+        name
+        for name in list_variants(data, column)
+        if name != directory.name and not lost_samples(data, column, variant=directory.name, former=name)
+    )
     unused_bytes = sum(folder_bytes(directory.parent / name) for name in others)
     for folder in (directory, *folders_in(directory)):
         for path in folder.iterdir():

@@ -1,10 +1,11 @@
-"""Short lists of failures, printed at the end of a command and included in its `--json` output."""
+"""Lists of failures: the complete one of a variant, and short ones for a command's text and `--json` output."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.adapters.dialects import LINE_SUFFIXES, TEXT_SUFFIXES, line_numbers
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_bytes, read_record, remove
 from clipmill.manifests.quoting import on_one_line
 from clipmill.prep.core.failures import WORDS
 from clipmill.shards.commits import Failure
 
+FAILURES_FILE = "failures.jsonl"
 MAX_NAMED = 5
 _CUES = (".srt", ".vtt")  # which number their entries from 1
 _MAX_REREAD_BYTES = 64 << 20
@@ -30,6 +33,32 @@ class FailureEntry:
     name: str
     code: str
     message: str
+
+
+def write_failures(path: Path, failures: Sequence[Failure]) -> None:
+    """Publish the list of failures as JSON Lines; remove the file if there are none."""
+    if failures:
+        publish_bytes(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures).encode())
+    else:
+        remove(path)
+
+
+def read_failures(path: Path) -> list[Failure]:
+    """Return the failures that the last run has listed; none if the file is missing or damaged."""
+    try:
+        return [Failure(**json.loads(line)) for line in read_record(path).splitlines()]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def shard_name(shard_id: int) -> str:
+    """Return how a failure names a shard as a whole, in place of a video."""
+    return f"shard {shard_id:06d}"
+
+
+def codes_line(failures: Iterable[Failure]) -> str:
+    """Return the number of failures by code, most frequent first: 10 x source_unreadable, 1 x timeout."""
+    return ", ".join(f"{count} x {code}" for code, count in Counter(failure.code for failure in failures).most_common())
 
 
 def first_failures(failures: Iterable[Failure]) -> list[FailureEntry]:

@@ -1,7 +1,7 @@
 """Planning and making a column: what `prep plan` and all commands that make a column share."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from clipmill.prep.core.request import Request
 if TYPE_CHECKING:
     from clipmill.prep.core.report import Report
     from clipmill.prep.core.work import ColumnPlan, RunSummary
+    from clipmill.shards.commits import Failure
 
 
 def parse_budget(text: str) -> Callable[[int], float]:
@@ -71,7 +72,8 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
 
     Raises:
         UserError: the request is invalid, or this machine lacks something that the settings need.
-        FailedWork: the run gave up, or more videos failed than `--max-failures` allows.
+        FailedWork: the run gave up, or more videos failed than `--max-failures` allows, not counting the failures that
+            an earlier run has reported and that cannot have passed.
     """
     budget = parse_budget(request.max_failures)
     request.check()
@@ -82,12 +84,27 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     show(report, json=request.json)
     if summary.gave_up is not None:
         raise FailedWork(f"{summary.gave_up}; finished work is kept; run the same command again to resume")
-    if summary.num_failed_videos > budget(plan.num_videos):
-        failed = f"{summary.num_failed_videos} of {counted(plan.num_videos, 'video')}"
-        raise FailedWork(f"{failed} failed; failures are listed in {listed}")
-    if summary.failures:
-        failed = counted(summary.num_failed_videos, "video")
+    # A variant that has not become the current one is not what was asked for, whatever was reported before.
+    is_current = report.values["current"] == plan.variant_dir.name
+    unchanged = summary.unchanged if is_current else ()
+    new = [failure for failure in summary.failures if failure not in unchanged]
+    if unchanged:
+        known = counted(len({failure.video_id for failure in unchanged}), "video")
+        sys.stderr.write(f"not counted: {known} with failures that an earlier run has reported, listed in {listed}\n")
+    if len({failure.video_id for failure in new}) > budget(plan.num_videos):
+        raise FailedWork(f"{_failed_words(new, column, plan)} failed; failures are listed in {listed}")
+    if new:
+        failed = _failed_words(new, column, plan)
         sys.stderr.write(f"{failed} failed, within --max-failures {request.max_failures}\n")
+
+
+def _failed_words(failures: "Sequence[Failure]", column: ColumnSpec, plan: "ColumnPlan") -> str:
+    """Return how many videos of a plan have failed, and if only parts of them have, how many parts."""
+    num_videos = len({failure.video_id for failure in failures})
+    of_videos = f"{num_videos} of {counted(plan.num_videos, 'video')}"
+    if all(failure.key is None for failure in failures) or column.sample == "video":
+        return of_videos
+    return f"{counted(len(failures), 'part' if column.is_first else column.sample)} of {of_videos}"
 
 
 def _made(
@@ -96,12 +113,11 @@ def _made(
     """Plan and make the column; return the plan, the summary, its report, and the path of the list of failures."""
     from clipmill.prep.core.data_folder import require_data_folder, writing
     from clipmill.prep.core.ending import with_ending
+    from clipmill.prep.core.failure_list import FAILURES_FILE
     from clipmill.prep.core.part_locks import Part
     from clipmill.prep.core.parts import writing_part
     from clipmill.prep.core.report import with_part
-    from clipmill.prep.core.run import FAILURES_FILE
     from clipmill.prep.core.work import work_of
-    from clipmill.shards.dataset import current_variant
 
     work = work_of(column)
     part = None if request.part is None else Part.parse(request.part)
@@ -120,8 +136,12 @@ def _made(
     report = work.summary_report(summary, settings, listed)
     if part_run is not None:
         report = with_part(report, part_run)
-    # Videos that failed do not keep the others from being used, unless an earlier variant has stayed the current one.
-    has_ended = (part_run is None or bool(part_run.is_last)) and summary.gave_up is None
-    is_done = has_ended and current_variant(data_dir, column.name) == plan.variant_dir.name
-    report = with_ending(report, column, plan.variant_dir, data=request.data, is_done=is_done, has_ended=has_ended)
+    report = with_ending(
+        report,
+        column,
+        plan.variant_dir,
+        data=request.data,
+        has_ended=part_run is None or bool(part_run.is_last),
+        gave_up=summary.gave_up is not None,
+    )
     return plan, summary, report, listed

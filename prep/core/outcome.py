@@ -5,13 +5,14 @@ reported. Only what is there counts, with two exceptions: a worker that reports 
 confirmed by the disk, and a commit with failures that were tried again is from before this run unless a worker made it.
 """
 
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode
 from clipmill.prep.core.parts import Part
-from clipmill.prep.core.plan import ShardPlan, ShardState
+from clipmill.prep.core.plan import ShardPlan, ShardState, with_work
 from clipmill.prep.core.shard_result import ShardResult, Stop
-from clipmill.shards.commits import Commit
+from clipmill.shards.commits import Commit, Failure, read_commits_of
 
 
 def why_missing(
@@ -53,3 +54,36 @@ def why_missing(
     else:
         message = "its commit was removed during the run"
     return Stop(FailureCode.SHARD_MISSING, message)
+
+
+def unchanged_failures(
+    failures: Iterable[Failure],
+    reported: Collection[Failure],
+    *,
+    variant_dir: Path,
+    shards: Sequence[ShardPlan],
+    read_again: Collection[str],
+) -> frozenset[Failure]:
+    """Return the failures of a run that an earlier run has reported and that this one had no reason to try again.
+
+    Args:
+        reported: Failures that the earlier run has listed.
+        shards: Shards of the plan.
+        read_again: IDs of videos whose source was read again, as its failure may pass.
+    """
+    if not reported:
+        return frozenset()
+    tried: set[Failure] = set()
+    due = {shard.shard_id: shard.state for shard in with_work(shards)}
+    for shard_id, commit in read_commits_of(variant_dir, due).items():
+        # In a shard that is made again for another reason, what failed for good fails again.
+        is_retried = due[shard_id] == ShardState.RETRY
+        tried.update(failure for failure in commit.failures if is_retried or failure.code in SOURCE_AWAY)
+    return frozenset(
+        failure
+        for failure in failures
+        if failure in reported
+        and failure not in tried
+        and failure.code not in TRANSIENT
+        and failure.video_id not in read_again
+    )

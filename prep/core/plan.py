@@ -218,6 +218,7 @@ def pending_of(shards: Sequence[ShardPlan]) -> Pending:
         num_wanted=sum(shard.num_chunks for shard in wanted),
         wanted_shards=frozenset(shard.shard_id for shard in wanted),
         to_make=dict(Counter(str(shard.state) for shard in shards if shard.has_work)),
+        num_orphaned=len(shards) - len(wanted),
     )
 
 

@@ -135,6 +135,7 @@ def summary_report(
         **asdict(summary),
         **failure_values(summary.failures, listed=listed),
         "num_failed_videos": summary.num_failed_videos,
+        "unchanged": len(summary.unchanged),
         "refused_workers": [refused.values() for refused in summary.refused_workers],
     }
     return Report("\n".join(lines), values)

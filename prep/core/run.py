@@ -1,26 +1,26 @@
 """The driver that carries out a plan. Its state is in the commits, so it can be killed and restarted at any time."""
 
-import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
 from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.publish import publish_bytes, remove
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import refresh, require_locks
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.data_folder import remove_variant_temporaries
+from clipmill.prep.core.failure_list import FAILURES_FILE, read_failures, shard_name, write_failures
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.heartbeat import RunningChunks
 from clipmill.prep.core.lag import is_committed, wait_until_seen
-from clipmill.prep.core.outcome import why_missing
+from clipmill.prep.core.lost_samples import lost_samples
+from clipmill.prep.core.outcome import unchanged_failures, why_missing
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from clipmill.prep.core.progress import RunProgress, warn_refused
@@ -31,11 +31,10 @@ from clipmill.prep.engines import Engine, Refused
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.shards.chunk_table import update_chunk_table
 from clipmill.shards.commits import Commit, Failure, commit_path, read_commits_of
-from clipmill.shards.dataset import begin_variant, set_current_variant
+from clipmill.shards.dataset import begin_variant, current_variant, set_current_variant
 from clipmill.shards.lists import finish_run
 from clipmill.shards.reader import Variant
 
-FAILURES_FILE = "failures.jsonl"
 # Number of consecutive shards that may stop for a reason that stops the others too, before the run gives up.
 _MOST_STOPS = {FailureCode.DISK_FULL: 3, FailureCode.ACCESS_REFUSED: 3, FailureCode.ENDPOINT_FAILED: 3}
 _MOST_STOPS |= {FailureCode.ENDPOINT_REFUSED: 1, FailureCode.OTHER_MODEL: 1}
@@ -48,6 +47,7 @@ class Summary:
     Attributes:
         num_shards_empty: of the shards that were made, those in which every sample failed.
         failures: all failures, including those of earlier runs that were not tried again.
+        unchanged: Those of the failures that an earlier run has reported and that this run had no reason to try again.
         gave_up: why the run ended before all shards were tried, or None.
         refused_workers: machines that failed the admission check, failed their tasks or were lost, and got no more.
     """
@@ -64,6 +64,7 @@ class Summary:
     cpu_s: float = 0.0
     wall_s: float = 0.0
     failures: list[Failure] = field(default_factory=list)
+    unchanged: frozenset[Failure] = frozenset()
     gave_up: str | None = None
     refused_workers: list[Refused] = field(default_factory=list)
 
@@ -87,6 +88,7 @@ class Job(Generic[W]):
         task: return the task of a shard, the argument of `make`.
         video_ids: return the ids of the videos in a shard; an id may occur more than once.
         failed_before: failures that belong to no shard, such as unusable sources.
+        read_again: ids of the videos of such sources that were read again, as their failure may pass.
         chunk_s: seconds of video in a full chunk, for the progress bar; None to omit the speed.
         where: condition on the samples that the plan wants, which the variant's records keep; None for all.
         asked: further values of the request that the records keep, by the names of their flags.
@@ -106,6 +108,7 @@ class Job(Generic[W]):
     chunk_s: float | None
     needs: tuple[str, str] | None = None
     lag_limit_s: float = 0.0
+    read_again: frozenset[str] = frozenset()
     where: str | None = None
     asked: Mapping[str, str | None] = field(default_factory=dict)
 
@@ -135,8 +138,8 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     if part_run is not None:
         part_run.begin()
     own = job if part_run is None else replace(job, shards=part_run.own(job.shards))
-    summary = Summary(job.variant)
-    begin_s = time.monotonic()
+    reported = frozenset(read_failures(folder / FAILURES_FILE))
+    summary, begin_s = Summary(job.variant), time.monotonic()
     results = {result.shard_id: result for result in _results(own, engine, summary)}
     summary.wall_s = time.monotonic() - begin_s
     with Activity("checking the shards and writing the lists"):
@@ -153,6 +156,9 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
             part_run.tell(len(commits))
             missing = _missing_shards(own, commits, results, gave_up=summary.gave_up)
             _account(own, commits, summary, results, missing)
+    summary.unchanged = unchanged_failures(
+        summary.failures, reported, variant_dir=folder, shards=job.shards, read_again=job.read_again
+    )
     return summary
 
 
@@ -241,11 +247,14 @@ def _finish(
     for shard_id, stop in missing.items():
         if part_run is not None and not part_run.part.holds(shard_id):
             part_run.leave_to(shard_id)
-            left.append(Failure(f"shard {shard_id:06d}", None, str(stop.code), stop.message))
+            left.append(Failure(shard_name(shard_id), None, str(stop.code), stop.message))
     write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *left])
     _merge_indexes(job)
-    if not missing and summary.num_chunks:  # a variant in which everything failed replaces nothing
-        set_current_variant(job.data_dir, job.column.name, job.variant)
+    if missing or not summary.num_chunks:  # a variant in which everything failed replaces nothing
+        return
+    column, former = job.column.name, current_variant(job.data_dir, job.column.name)
+    if not lost_samples(job.data_dir, column, variant=job.variant, former=former):
+        set_current_variant(job.data_dir, column, job.variant)
 
 
 def _account(
@@ -339,11 +348,3 @@ def _failures_of(job: Job[W], shard: ShardPlan, stop: Stop, commits: dict[int, C
     else:
         video_ids = list(job.video_ids(shard))
     return [Failure(video_id, None, str(stop.code), stop.message) for video_id in dict.fromkeys(video_ids)]
-
-
-def write_failures(path: Path, failures: list[Failure]) -> None:
-    """Publish the list of failures as JSON Lines; remove the file if there are none."""
-    if failures:
-        publish_bytes(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures).encode())
-    else:
-        remove(path)

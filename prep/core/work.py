@@ -1,7 +1,7 @@
 """`ColumnWork`: the functions that plan, make, show and maintain a column, which its spec names."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,7 +41,9 @@ class RunSummary(Protocol):
     @property
     def failures(self) -> Sequence[Failure]: ...
     @property
-    def num_failed_videos(self) -> int: ...
+    def unchanged(self) -> Collection[Failure]:
+        """Failures that an earlier run has reported, and that this one had no reason to try again."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,31 @@ def probe_sources(
     return table
 
 
+def failed_sources(probes: pa.Table, *, only_passing: bool) -> np.ndarray:
+    """Return the rows of the probes that have failed, int64.
+
+    Args:
+        only_passing: Leave out the failures that lie in the file, which is read again only when it has changed.
+    """
+    is_failed = np.asarray(pc.is_valid(probes["code"]))
+    return np.flatnonzero(is_failed & (np.asarray(probes["mtime_ns"]) == _NEVER) if only_passing else is_failed)
+
+
+def num_to_read(probes: pa.Table) -> int:
+    """Return how many failed sources a plan would read again: their failure may pass, or their file has changed.
+
+    The files on this machine are looked at; sources in buckets are not, since they would cost requests.
+    """
+    passing = failed_sources(probes, only_passing=True)
+    failed = np.setdiff1d(failed_sources(probes, only_passing=False), passing)
+    failed = failed[~np.asarray(pc.match_substring(probes["path"], "://"))[failed]]
+    lasting = probes.take(pa.array(failed))
+    states = stat_files(lasting["path"], num_threads=1)
+    is_changed = states.size_bytes != np.asarray(lasting["size_bytes"])
+    is_changed |= states.mtime_ns != np.asarray(lasting["mtime_ns"])
+    return len(passing) + int(is_changed.sum())
+
+
 class _Fresh:
     """Probes of this run, behind those that were known before."""
 

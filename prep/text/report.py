@@ -30,6 +30,7 @@ class TextSummary:
         num_encoded: number of these that were encoded in this run.
         num_cut: number of encoded texts that were truncated to the tower's context length.
         failures: all failures, including those of earlier runs that were not tried again.
+        unchanged: see `clipmill.prep.core.run.Summary`.
         gave_up: why the run ended before all shards were tried, or None.
         refused_workers: workers that failed the admission check and received no tasks.
     """
@@ -45,6 +46,7 @@ class TextSummary:
     num_bytes_written: int
     wall_s: float
     failures: list[Failure] = field(default_factory=list)
+    unchanged: frozenset[Failure] = frozenset()
     gave_up: str | None = None
     refused_workers: list[Refused] = field(default_factory=list)
 
@@ -86,6 +88,7 @@ def text_summary(summary: TextSummary, *, listed: Path) -> Report:
         "num_bytes_written": summary.num_bytes_written,
         "wall_s": round(summary.wall_s, 3),
         "num_failed_videos": summary.num_failed_videos,
+        "unchanged": len(summary.unchanged),
         **failure_values(summary.failures, listed=listed),
         "gave_up": summary.gave_up,
         "refused_workers": [refused.values() for refused in summary.refused_workers],

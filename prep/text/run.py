@@ -99,6 +99,7 @@ def run_text(
         num_bytes_written=ran.num_bytes_written,
         wall_s=time.monotonic() - begin_s,
         failures=ran.failures,
+        unchanged=ran.unchanged,
         gave_up=ran.gave_up,
         refused_workers=[*filled.refused, *ran.refused_workers],
     )

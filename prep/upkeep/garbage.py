@@ -19,8 +19,10 @@ from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import manifest_dir
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.data_folder import ROOT_FILES, RUNNING_FILE, incomplete_variants
+from clipmill.prep.core.failure_list import codes_line
 from clipmill.prep.core.heartbeat import RUNNING_FOLDER
 from clipmill.prep.core.layout import LAYOUT_FOLDER
+from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.plan import problems_of
 from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import columns
@@ -30,6 +32,7 @@ from clipmill.prep.upkeep.own_names import (
     SHARD_FILE,
     is_at_home,
     is_variant,
+    late_files,
     parts_of_variants,
 )
 from clipmill.shards.dataset import current_variant, list_variants, unfinished_variant, variant_dir
@@ -117,11 +120,17 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
     unfinished = unfinished_variant(data_dir, column.name)
     for name in list_variants(data_dir, column.name):
         folder = variant_dir(data_dir, column.name, name)
+        if name != current and (late := late_files(folder, column.name)):
+            why, variant = "written by a late run, after the variant had been removed", f"{column.name}/{name}"
+            garbage.items.extend(Item(path, _size(path), why, variant=variant, kind=path.suffix) for path in late)
+            commits = folder / COMMITS_FOLDER
+            garbage.folders.extend([*folders_in(folder), *folders_in(commits), commits, folder])
+            continue
         if name != current and not is_variant(folder):
             garbage.unknown.append(folder)
             continue
         if name == unfinished:
-            garbage.kept_because[f"{column.name}/{name}"] = "the run that makes it has not finished"
+            garbage.kept_because[f"{column.name}/{name}"] = "the last run has not completed it"
             continue
         if name == current:
             stored = [commit.files for commit in Variant(folder).commits.values() if commit.files is not None]
@@ -129,6 +138,10 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
             known, unknown = _sorted_files(folder, needed=named)
             stray = (Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2]))
             garbage.items.extend(Item(path, _size(path), "not referenced by a commit") for path in stray)
+        elif lost := lost_samples(data_dir, column.name, variant=str(current), former=name):
+            why = f"it has samples that the current variant lacks ({codes_line(lost)})"
+            garbage.kept_because[f"{column.name}/{name}"] = why
+            continue
         else:
             known, unknown = _sorted_files(folder)
             why, variant = "not the current variant", f"{column.name}/{name}"

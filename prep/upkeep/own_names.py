@@ -8,10 +8,11 @@ from clipmill.manifests.store import MANIFEST_FOLDER
 from clipmill.manifests.table_files import is_table_file
 from clipmill.prep.core.column import recipe_fingerprint
 from clipmill.prep.core.data_folder import ROOT_FILES
-from clipmill.prep.core.run import FAILURES_FILE
+from clipmill.prep.core.failure_list import FAILURES_FILE
 from clipmill.prep.core.selection import SELECTION_FILE
 from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import columns
+from clipmill.shards.commits import commit_path, read_commits
 from clipmill.shards.dataset import variant_dir
 from clipmill.shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, FOLDER, RECIPE_FILE, folder_of
 from clipmill.shards.merged_table import CHUNKS_FILE
@@ -37,6 +38,22 @@ def is_variant(folder: Path) -> bool:
     except (OSError, ValueError, TypeError):
         return False
     return made_here and not folder.is_symlink()
+
+
+def late_files(folder: Path, column: str) -> list[Path]:
+    """Return the files that a run has written into the folder of a variant after `prep gc` had removed it.
+
+    They are commits, which have checksums, and then the files that these name. It is empty for the folder of a variant,
+    and if the folder holds anything else.
+    """
+    if (folder / RECIPE_FILE).exists() or folder.is_symlink() or not (folder / COMMITS_FOLDER).is_dir():
+        return []
+    commits = [commit for commit in read_commits(folder).commits.values() if commit.column == column]
+    named = [commit_path(folder, commit.shard_id) for commit in commits]
+    files = [commit.files for commit in commits if commit.files is not None]
+    named += [folder / path for file in files for path in (file.tar, file.energon_index, file.index)]
+    found = {path for path in folder.rglob("*") if not path.is_dir()}
+    return [path for path in named if path in found] if found <= set(named) else []
 
 
 def is_at_home(folder: str, name: str) -> bool:

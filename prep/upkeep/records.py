@@ -25,6 +25,7 @@ from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import column_named, columns
 from clipmill.prep.sources.shot_table import SHOTS
 from clipmill.prep.sources.table import PROBES
+from clipmill.prep.upkeep.own_names import late_files
 from clipmill.shards.columns import VIDEO, command_for
 from clipmill.shards.dataset import current_variant, list_variants, variant_dir
 from clipmill.shards.format import DATASET_FILE, RECIPE_FILE
@@ -140,6 +141,12 @@ def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
     except UserError as error:
         yield RecordFinding(str(path), str(error), str(getattr(error, "hint", "")))
         return
+    for column in with_variants:
+        for name in list_variants(data_dir, column.name):
+            folder = variant_dir(data_dir, column.name, name)
+            if name != current_variant(data_dir, column.name) and late_files(folder, column.name):
+                message = "commits of a late run, written after the variant had been removed"
+                yield RecordFinding(str(folder), message, _with_data("prep gc", data_dir))
     if missing:
         commands = ", ".join(f"prep {column.command}" for column in missing)
         names = ", ".join(column.name for column in missing)

@@ -16,19 +16,27 @@ from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from clipmill.prep.core.column import ColumnSpec, Pending
 from clipmill.prep.core.disk_use import folder_bytes
 from clipmill.prep.core.ending import length_of
-from clipmill.prep.core.failure_list import MAX_NAMED, FailureEntry, first_failures, first_few, named_values
+from clipmill.prep.core.failure_list import (
+    FAILURES_FILE,
+    MAX_NAMED,
+    FailureEntry,
+    first_failures,
+    first_few,
+    named_values,
+)
 from clipmill.prep.core.heartbeat import ShardProgress, running_shards
 from clipmill.prep.core.layout import DamagedLayout, variants_of
+from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.plan import problems_of
-from clipmill.prep.core.run import FAILURES_FILE
 from clipmill.prep.core.selection import WHERE, read_selection
 from clipmill.prep.core.work import work_of
 from clipmill.prep.core.writers import has_stopped, writer_of
 from clipmill.prep.registry import columns
-from clipmill.prep.sources.table import probes_of, read_probes
+from clipmill.prep.sources.table import num_to_read, probes_of, read_probes
 from clipmill.prep.upkeep.caption_sources import CaptionsBeyond, CaptionSource, captions_beyond, read_caption_sources
+from clipmill.prep.upkeep.own_names import late_files
 from clipmill.shards.commits import Failure
-from clipmill.shards.dataset import current_variant
+from clipmill.shards.dataset import current_variant, unfinished_variant
 from clipmill.shards.leakage import Leakage, find_leakage
 from clipmill.shards.reader import Variant
 
@@ -48,6 +56,9 @@ class VariantStatus:
         num_missing: number of shards that a variant which is not current lacks; `ColumnStatus.to_make` has those of the
             current one.
         num_unread: number of shards that `hours` lacks: their index cannot be read since before the last run ended.
+        lost: why a variant that the last run has made beside the current one does not take its place: code -> number of
+            failures for which it lacks samples of the current one (`lost_samples`).
+        is_late: whether a late run has written it after `prep gc` had removed the variant (`late_files`).
     """
 
     name: str
@@ -62,6 +73,8 @@ class VariantStatus:
     where: str | None = None
     num_missing: int = 0
     num_unread: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
+    is_late: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,8 +84,8 @@ class ColumnStatus:
     Attributes:
         problems: (shard id, "missing" or "corrupt", reason) for the current variant.
         stale_because: why the current variant differs from what would be made now, or None.
-        to_make: state -> number of shards that the column's command would make. For `video`, only shards without a
-            commit are counted, since the others would require reading the sources.
+        to_make: state -> number of shards that the column's command would make, by what is known of the sources.
+        num_orphaned: number of shards that it would remove.
         file_problems: why files of the current variant that are derived from its shards cannot be used.
         failures_file: list of the last run's failures, if there were any.
         first_failures: the first few failures of the current variant; for `video`, also of unusable sources.
@@ -84,6 +97,7 @@ class ColumnStatus:
     problems: list[tuple[int, str, str]] = field(default_factory=list)
     stale_because: str | None = None
     to_make: dict[str, int] = field(default_factory=dict)
+    num_orphaned: int = 0
     file_problems: list[str] = field(default_factory=list)
     failures_file: Path | None = None
     first_failures: list[FailureEntry] = field(default_factory=list)
@@ -104,6 +118,7 @@ class ColumnStatus:
             "problems": problems,
             "stale_because": self.stale_because,
             "to_make": self.to_make,
+            "num_orphaned": self.num_orphaned,
             "file_problems": self.file_problems,
             "failures_file": None if self.failures_file is None else os.fspath(self.failures_file),
             "first_failures": named_values(self.first_failures),
@@ -120,6 +135,7 @@ class VideosStatus:
         first_unusable: the first few of them.
         lost: code -> number of videos that were usable before and cannot be read now; what was made from them is kept.
         first_lost: the first few of them.
+        num_to_read: number of failed sources that a plan reads again: their failure may pass, or the file has changed.
         num_with_audio: number of usable videos whose source has audio.
         num_captions_beyond: captions that begin after the end of their video, among the probed ones; None if unknown.
         num_captions_ending_beyond: the others that end more than a second after it, likewise.
@@ -136,6 +152,7 @@ class VideosStatus:
     lost: dict[str, int]
     first_lost: list[FailureEntry]
     caption_sources: list[CaptionSource] | None
+    num_to_read: int = 0
     num_with_audio: int = 0
     num_captions_beyond: int | None = None
     num_captions_ending_beyond: int | None = None
@@ -197,7 +214,7 @@ def read_status(data_dir: Path) -> Status:
 def _column_status(
     data_dir: Path, column: ColumnSpec, damaged: list[UserError], *, unusable: list[FailureEntry]
 ) -> ColumnStatus:
-    current = current_variant(data_dir, column.name)
+    current, unfinished = current_variant(data_dir, column.name), unfinished_variant(data_dir, column.name)
     variants, status = [], ColumnStatus(column.name, first_failures=unusable)
     is_abandoned = has_stopped(data_dir, column=column.name)
     for opened in variants_of(data_dir, column.name):
@@ -213,12 +230,15 @@ def _column_status(
                 problems=[(shard_id, state, why) for shard_id, (state, why) in problems_of(opened).items()],
                 stale_because=pending.stale_because,
                 to_make=pending.to_make,
+                num_orphaned=pending.num_orphaned,
                 file_problems=work_of(column).file_problems(opened),
                 failures_file=listed if listed.exists() else None,
                 first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
             )
         running = [] if is_abandoned else running_shards(opened.directory)
-        variants.append(_variant_status(opened, pending, is_current=name == current, running=running))
+        lost = lost_samples(data_dir, column.name, variant=name, former=current) if name == unfinished else []
+        found = _variant_status(opened, pending, is_current=name == current, running=running)
+        variants.append(replace(found, lost=dict(Counter(failure.code for failure in lost).most_common())))
     variants.sort(key=lambda variant: not variant.is_current)
     return replace(status, variants=variants, written_by=writer_of(data_dir, column=column.name))
 
@@ -258,7 +278,8 @@ def _beyond(
 
 def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     videos = read_videos(data_dir, columns=["video_id", "path", "num_captions"])
-    probes = read_probes(data_dir, paths=videos["path"], columns=["path", "code", "message", "end_s", "num_audio"])
+    columns = ["path", "size_bytes", "mtime_ns", "code", "message", "end_s", "num_audio"]
+    probes = read_probes(data_dir, paths=videos["path"], columns=columns)
     mine, is_known = probes_of(videos["path"], probes)
     ids = videos["video_id"] if is_known.all() else videos["video_id"].filter(pa.array(is_known))
     mine = mine.append_column("video_id", ids)
@@ -278,6 +299,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
         lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
         first_lost=_first_sources(lost),
         caption_sources=sources,
+        num_to_read=num_to_read(mine),
         num_with_audio=pc.sum(pc.greater(mine["num_audio"], 0)).as_py() or 0,
         num_captions_beyond=None if beyond is None else beyond.num_begin,
         num_captions_ending_beyond=None if beyond is None else beyond.num_end,
@@ -311,6 +333,7 @@ def _variant_status(
         where=_where_of(variant),
         num_missing=0 if is_current else len((pending.wanted_shards or frozenset()) - variant.commits.keys()),
         num_unread=length.num_unread,
+        is_late=not is_current and bool(late_files(variant.directory, variant.directory.parent.name)),
     )
 
 

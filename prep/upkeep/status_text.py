@@ -9,7 +9,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.units import size_text
-from clipmill.prep.core.ending import length_text
+from clipmill.prep.core.ending import length_text, retry_words
 from clipmill.prep.core.failure_list import named_lines
 from clipmill.prep.core.failures import TRANSIENT
 from clipmill.prep.core.selection import stored_request
@@ -122,11 +122,18 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
         if variant.num_missing and variant.num_running is None and column.written_by is None:
             command = _command_of_variant(column.column, variant.name, data_dir)
             lines.append(f"{_INDENT}incomplete: {counted(variant.num_missing, 'shard')} not made yet: {command}")
+        if variant.is_late:
+            lines.append(f"{_INDENT}written by a late run, after the variant had been removed: `prep gc` removes it")
+        if variant.lost and variant.num_running is None and column.current is not None:
+            codes = ", ".join(f"{count} x {code}" for code, count in variant.lost.items())
+            lines.append(f"{_INDENT}not current: {column.current.name} has samples that it lacks ({codes})")
         if variant.is_current and column.stale_because is not None:
             lines.append(f"{_INDENT}stale: {column.stale_because}")
         if variant.is_current and column.to_make:
             shards = ", ".join(f"{count} {state}" for state, count in column.to_make.items())
             lines.append(f"{_INDENT}shards to make: {shards}")
+        if variant.is_current and column.num_orphaned:
+            lines.append(f"{_INDENT}shards to remove: {column.num_orphaned:,}")
         if variant.is_current and variant.num_running is None:  # a running command writes them at its end
             lines += [f"{_INDENT}{on_one_line(problem)}" for problem in column.file_problems]
     if column.written_by is not None:
@@ -175,7 +182,7 @@ def _is_behind(column: ColumnStatus) -> bool:
     """Return True if the command of a column has something to repair or to try again."""
     failures = column.current.failures if column.current is not None else {}
     is_incomplete = column.problems or column.stale_because or column.to_make or column.file_problems
-    return bool(is_incomplete or TRANSIENT.intersection(failures))
+    return bool(is_incomplete or column.num_orphaned or TRANSIENT.intersection(failures))
 
 
 def _next_step(status: Status) -> str | None:
@@ -190,8 +197,11 @@ def _next_step(status: Status) -> str | None:
     if first.current is None or not first.current.num_samples:
         return _command_of(first, status.data_dir)
     videos = status.videos
-    if videos is not None and (videos.num_not_probed or TRANSIENT.intersection(videos.unusable)):
+    if videos is not None and (videos.num_not_probed or videos.num_to_read):
         return _command_of(first, status.data_dir)
     behind = (column for column in columns if _is_behind(column))
     repair = next((_command_of(column, status.data_dir) for column in behind), None)
+    unfinished = (column for column in columns if any(variant.lost for variant in column.variants))
+    for column in unfinished if repair is None else ():
+        repair = shlex.join(retry_words(column_named(column.column), data=status.data_dir))
     return repair or shlex.join(work_of(column_named(first.column)).next_command(status.data_dir)) or None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.units import between, duration_text, parse_bitrate, size_text
 from clipmill.prep.core.plan import ShardPlan, ShardState
 from clipmill.prep.engines.choice import num_cores
@@ -21,7 +21,7 @@ from clipmill.prep.video.codecs import codec_named
 from clipmill.prep.video.plan import Plan, Workload
 from clipmill.prep.video.plan_inputs import Planned
 from clipmill.prep.video.settings import ChunkSettings
-from clipmill.prep.video.trial import EncodeTrial, factor_range, run_trials
+from clipmill.prep.video.trial import EncodeTrial, EncodeTrials, factor_range, run_trials
 from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.index import open_index
 
@@ -40,6 +40,7 @@ class Estimate:
     Attributes:
         core_hours_range, size_bytes_range: lowest and highest, from trial encodes; None without any.
         num_trials: number of videos of which sections were encoded on this machine.
+        lacking_trials: why other videos were left out of the trials.
         num_cores: number of cores of this machine that the run may use.
         wall_hours_range: duration of the run on this machine: with all cores to itself, and with the present load.
         idle_hours: longest duration with all cores to itself.
@@ -51,6 +52,7 @@ class Estimate:
     core_hours_range: tuple[float, float] | None = None
     size_bytes_range: tuple[float, float] | None = None
     num_trials: int = 0
+    lacking_trials: tuple[str, ...] = ()
     num_cores: int = 1
     wall_hours_range: tuple[float, float] | None = None
     idle_hours: float | None = None
@@ -119,8 +121,9 @@ def estimate_of(planned: Planned) -> Estimate:
     """
     plan, rows = planned.plan, rows_to_encode(planned)
     work, load = plan.workload(rows), os.getloadavg()[0]  # before the trials add to it
-    trials = run_trials(plan, rows, work) if len(rows) else []
-    cost = estimate(work, trials, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
+    trials = run_trials(plan, rows, work) if len(rows) else EncodeTrials()
+    cost = estimate(work, trials.found, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
+    cost = replace(cost, lacking_trials=trials.lacking)
     num_shards = sum(shard.has_work for shard in plan.shards)
     return with_wall_time(cost, num_cores=num_cores(), num_shards=num_shards, load=load) if len(rows) else cost
 
@@ -191,4 +194,9 @@ def estimate_lines(cost: Estimate) -> list[str]:
         cores = f"the {counted(cost.num_cores, 'core')} of this machine"
         load = "" if busy == idle else f", up to {busy} beside what else is running now"
         lines.append(f"         {between(first, idle)} on {cores}{load}{trials}")
+    if cost.lacking_trials:
+        what = "some videos were" if cost.num_trials else "no video was"
+        basis = "" if cost.num_trials else "; the estimate rests on averages of other machines and videos"
+        verb = "not tried" if cost.num_trials else "tried"
+        lines.append(f"         {what} {verb}: {on_one_line(cost.lacking_trials[0])}{basis}")
     return lines

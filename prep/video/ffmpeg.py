@@ -21,6 +21,7 @@ from clipmill.prep.video.codecs import CODECS
 PROGRAM_VARIABLE = "CLIPMILL_FFMPEG"
 MIN_VERSION = (6, 1)  # the first with -stats_enc_pre, which reports the timestamp of every frame
 LEAST_VERSION = ".".join(map(str, MIN_VERSION))
+_TRIES, _ANSWER_LIMIT_S = 3, 30.0  # of commands that take hundredths of a second
 _POLL_S = 0.1
 _KILL_GRACE_S = 2.0
 _STDERR_BYTES = 4000  # kept from the beginning, and as many from the end
@@ -64,7 +65,7 @@ def find_ffmpeg() -> Ffmpeg:
 
     Raises:
         UserError: no program was found, or the requested one does not work or is too old.
-        FailedWork: the program was killed when its version was asked for.
+        FailedWork: the program was killed, or gave no answer, each time that its version was asked for.
     """
     named = os.environ.get(PROGRAM_VARIABLE)
     if named:
@@ -114,21 +115,37 @@ def version_mismatch(version: str) -> str | None:
 @cache
 def _version(path: str, *, where: str) -> str:
     try:
-        text = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        if isinstance(error, subprocess.CalledProcessError) and error.returncode < 0:
-            raise FailedWork(
-                f'the ffmpeg program "{path}" ({where}) was ended by {exit_reason(error.returncode)} when its version '
-                "was asked for; run the same command again"
-            ) from None
+        answer = _ask([path, "-version"], what=f'the ffmpeg program "{path}" ({where})')
+        answer.check_returncode()
+    except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(
             f'the ffmpeg program "{path}" ({where}) does not run: {error}',
             hint=f"set ${PROGRAM_VARIABLE} to a working program",
         ) from None
-    words = text.split()
+    words = answer.stdout.split()
     if words[:2] != ["ffmpeg", "version"] or len(words) < 3:
         raise UserError(f'"{path}" ({where}) is not ffmpeg', hint=f"set ${PROGRAM_VARIABLE} to an ffmpeg program")
     return words[2]
+
+
+def _ask(command: Sequence[str], *, what: str) -> "subprocess.CompletedProcess[str]":
+    """Run a short command of ffmpeg; if it is killed or takes too long, as where memory is short, run it again.
+
+    Raises:
+        OSError: it cannot be started.
+        FailedWork: it was killed or took too long each time; `what` names it.
+    """
+    why = ""
+    for _ in range(_TRIES):
+        try:
+            answer = subprocess.run(list(command), capture_output=True, text=True, timeout=_ANSWER_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            why = f"gave no answer in {_ANSWER_LIMIT_S:.0f} s"
+            continue
+        if answer.returncode >= 0:
+            return answer
+        why = f"was ended by {exit_reason(answer.returncode)}"
+    raise FailedWork(f"{what} {why}, {_TRIES} times; run the same command again")
 
 
 def _is_too_old(version: str) -> bool:
@@ -147,7 +164,8 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
     """
     encoder = CODECS[codec_name].encoder
     asked = f'"{encoder}" (asked for by --codec {codec_name})'
-    listed = subprocess.run([ffmpeg.path, "-hide_banner", "-encoders"], capture_output=True, text=True)
+    what = f"ffmpeg, asked for the encoder {asked},"
+    listed = _ask([ffmpeg.path, "-hide_banner", "-encoders"], what=what)
     if listed.returncode == 0 and not any(line.split()[1:2] == [encoder] for line in listed.stdout.splitlines()):
         raise UserError(
             f"ffmpeg {ffmpeg.version} has no encoder {asked}",
@@ -165,12 +183,7 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
         "-frames:v",
         "4",
     ]
-    tried = subprocess.run([*trial, "-c:v", encoder, "-f", "null", "-"], capture_output=True, text=True)
-    if tried.returncode < 0:
-        raise FailedWork(
-            f"ffmpeg was ended by {exit_reason(tried.returncode)} while the encoder {asked} was tried; "
-            "run the same command again"
-        )
+    tried = _ask([*trial, "-c:v", encoder, "-f", "null", "-"], what=what)
     if tried.returncode:
         last_line = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
         raise UserError(

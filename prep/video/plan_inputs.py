@@ -5,7 +5,7 @@ stored records only; it serves the commands that maintain a data folder.
 """
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,12 @@ from clipmill.manifests.store import MANIFEST_FILE, captions_path, manifest_dir,
 from clipmill.manifests.table_files import VIDEOS_FILE
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout
-from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, stored_shards
+from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState, StoredShards, pending_of, stored_shards
 from clipmill.prep.core.table_file import as_array
 from clipmill.prep.core.variant_folder import make_variant
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
-from clipmill.prep.sources.table import probe_sources, probes_of, read_probes
+from clipmill.prep.sources.table import failed_sources, probe_sources, probes_of, read_probes
 from clipmill.prep.video.captions import caption_groups
 from clipmill.prep.video.changes import ShardChange, with_changes
 from clipmill.prep.video.column import COLUMN
@@ -53,6 +53,7 @@ class Planned:
         shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS); empty with `--cut even`.
         changes: how shards that are written differ from the stored ones, by shard ID.
         detection: result of `with_shots`, if it had anything to do.
+        read_again: ids of the videos whose source was read again and failed, although it is unchanged.
     """
 
     plan: Plan
@@ -65,6 +66,7 @@ class Planned:
     retry_codes: frozenset[str]
     changes: dict[int, ShardChange]
     detection: Detection | None = None
+    read_again: frozenset[str] = frozenset()
 
     @property
     def shards(self) -> list[ShardPlan]:
@@ -96,9 +98,13 @@ def make_plan(
             num_workers=NUM_CHECK_THREADS,
             retry_failed=bool(retry_codes),
             on_progress=now.counter(looking),
-        ).drop_columns(["path", "mtime_ns"])  # which take half a gigabyte of ten million videos
+        )
+    failed = failed_sources(probes, only_passing=not retry_codes)
+    read_again = frozenset(videos.ids.take(pa.array(failed)).to_pylist())
+    probes = probes.drop_columns(["path", "mtime_ns"])  # which take half a gigabyte of ten million videos
     shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
-    return _planned(data_dir, recipe, videos, probes, shots=shots, retry_codes=retry_codes)
+    planned = _planned(data_dir, recipe, videos, probes, shots=shots, retry_codes=retry_codes)
+    return replace(planned, read_again=read_again)
 
 
 def _planned(
@@ -163,7 +169,7 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
             check=ticket,
             on_progress=now.counter(detecting),
         )
-    return _planned(
+    detected = _planned(
         planned.data_dir,
         recipe,
         planned.videos,
@@ -172,6 +178,7 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
         retry_codes=planned.retry_codes,
         detection=detection,
     )
+    return replace(detected, read_again=planned.read_again)
 
 
 def _keys_in_use(data_dir: Path) -> set[str]:
@@ -225,6 +232,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
         task=task,
         video_ids=lambda shard: [span.video_id for span in plan.spans(shard.rows)],
         failed_before=list(plan.failed_sources()),
+        read_again=planned.read_again,
         chunk_s=plan.mean_chunk_s,
         needs=("clipmill.prep.video.ffmpeg:version_mismatch", plan.recipe.ffmpeg),
     )
@@ -295,9 +303,32 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
             hint="create it again with `prep manifest`",
         )
     recipe = stored_recipe(variant.recipe)
+    videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
+    paths = videos.column("path")
+    probes, is_known = probes_of(paths, read_probes(data_dir, paths=paths))
+    shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
+    of_videos = shots_of(recipe, probes, shots=shots, retry_failed=False) if is_known.all() else None
+    if not is_known.all() or (of_videos is not None and len(of_videos.undetected)):
+        # What the variant should hold is unknown, and so is whether it is complete.
+        return _pending_in_part(data_dir, variant, recipe)
+    plan = Plan(
+        recipe=recipe,
+        videos=videos,
+        probes=probes.drop_columns(["path", "mtime_ns"]),
+        shots=of_videos,
+        layout=read_layout(layout_path(data_dir, recipe.settings)),
+        stored=StoredShards(dict(variant.commits), {}),
+    )
+    pending = pending_of(plan.shards)
+    names = {str(ShardState.NEW): str(ShardState.MISSING)}  # a shard without a commit is missing in a variant
+    return replace(pending, to_make={names.get(state, state): count for state, count in pending.to_make.items()})
+
+
+def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -> Pending:
+    """Return what remains to be made of a variant, as far as the probes and shots of its videos are known."""
     chunks = wanted_chunks(data_dir, recipe)
     missing = len(chunks.shard_ids - variant.commits.keys())
     to_make = {"missing": missing} if missing else {}
-    if chunks.num_undetected:  # what the variant should hold is unknown, and so is whether it is complete
+    if chunks.num_undetected:
         return Pending(to_make=to_make)
     return Pending(chunks.num_chunks, chunks.shard_ids, to_make)

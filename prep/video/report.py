@@ -13,7 +13,8 @@ from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.store import captions_path, read_videos
 from clipmill.manifests.units import duration_text
 from clipmill.prep.core.disk_use import disk_use
-from clipmill.prep.core.failure_list import MAX_NAMED, failure_lines
+from clipmill.prep.core.failure_list import MAX_NAMED, codes_line, failure_lines
+from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.plan import ShardState
 from clipmill.prep.core.report import (
     NOTHING_TO_DO,
@@ -73,13 +74,10 @@ def plan_report(planned: Planned) -> Report:
         if shard.shard_id in moved and shard.state in (ShardState.NEW, ShardState.ORPHANED)
     }
     lines += states_lines(plan.shards, reasons=reasons)
-    failed = list(plan.failed_sources())
-    lines += failure_lines(failed, listed=None)
+    lines += failure_lines(list(plan.failed_sources()), listed=None)
     has_work = any(shard.has_work for shard in plan.shards)
-    cutting = _cutting_values(plan)
-    lines += _cutting_lines(cutting)
-    tails = _tails_values(plan)
-    lines += _tails_lines(tails)
+    cutting, tails = _cutting_values(plan), _tails_values(plan)
+    lines += [*_cutting_lines(cutting), *_tails_lines(tails)]
     disk = disk_use(
         planned.data_dir,
         column=VIDEO,
@@ -154,7 +152,9 @@ def other_settings_lines(planned: Planned) -> list[str]:
         estimated = COLUMN.command_line(plan.recipe.as_dict(), data_dir=planned.data_dir).replace("chunk", "plan", 1)
         lines.append(f"         `{estimated}` estimates time and disk")
     else:
-        lines.append(f"variant  {variant} is complete, and becomes the current one again")
+        lost = lost_samples(planned.data_dir, VIDEO, variant=variant, former=current)
+        lacking = f"lacks samples of the current one ({codes_line(lost)}), which stays current"
+        lines.append(f"variant  {variant} {lacking if lost else 'is complete, and becomes the current one again'}")
     with suppress(UserError):  # a recipe of another version of clipmill
         kept = COLUMN.command_line(Variant.open(planned.data_dir, column=VIDEO).recipe, data_dir=planned.data_dir)
         lines.append(f"         {current} is kept until `prep gc`; to keep to its settings: {kept}")

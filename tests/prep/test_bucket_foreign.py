@@ -47,7 +47,7 @@ def test_markers_are_no_data_and_foreign_names_stop_nothing(s3: S3Server, data: 
     before = s3.keys(bucket)
     assert all(f"data/{name}" in before for name in (*MARKERS, *FOREIGN))
     prep_here("status", "--data", data)
-    prep_here(*CHUNK, "--data", data, status=1)  # a source is no video
+    prep_here(*CHUNK, "--data", data)  # a source is no video, as the first run has reported
     prep_here("verify", "--data", data)
     ran = prep_here("gc", "--data", data)
     left = [line for line in ran.stdout.splitlines() if line.startswith("left ")]
@@ -105,3 +105,33 @@ def test_gc_aborts_uploads_of_its_own_names_alone(data: str) -> None:
     assert lines[0].startswith(f"to remove  {names[0]} (begun 20") and len(list(objects.open_uploads())) == 4
     assert prep_here("gc", "--data", data, "--json").summary["uploads"] == names[:1]
     assert {one.key for one in objects.open_uploads()} == {*names[1:]}
+
+
+def test_verify_asks_the_bucket_and_not_its_copy_of_before(data: str, faults: Faults, few_retries: None) -> None:
+    assert ": OK" in prep_here("verify", "--data", data).stdout
+    faults.set()
+    prep_here("verify", "--data", data)
+    asked = {path for method, path in faults.seen().requests if method == "GET"}
+    indexes = {key for key in contents_of(data) if key.endswith((".index.arrow", ".tar.idx", ".tar", ".json"))}
+    assert all(any(path.endswith(key) for path in asked) for key in indexes if "/" in key)
+    faults.set(Fault("error", method="GET", path=r"\.index\.arrow$", status=403, code="AccessDenied"))
+    assert "inaccessible" in prep_here("verify", "--data", data, status=1).stdout
+
+
+def test_commits_that_arrive_after_a_gc_are_named_by_all_and_removed_by_gc(data: str) -> None:
+    before, late = contents_of(data), "video/new-0123abcd"
+    objects = open_objects(data)
+    (commit,) = (key for key in before if key.endswith("commits/000000.json"))
+    objects.write(f"{late}/commits/000000.json", objects.read(commit))
+    assert "`prep gc` removes it" in prep_here("status", "--data", data).stdout
+    ran = prep_here("verify", "--data", data, status=1)
+    assert f"{late}: commits of a late run" in ran.stdout and "to repair, run: prep gc" in ran.stderr
+    ran = prep_here("gc", "--data", data)
+    assert f"removed    {late} (1 file, " in ran.stdout and "left" not in ran.stdout
+    assert contents_of(data) == before and "new-0123abcd" not in prep_here("status", "--data", data).stdout
+    prep_here("verify", "--data", data)
+    # Whatever else is in such a folder is of others.
+    for name in ("commits/000000.json", "mine.txt"):
+        objects.write(f"{late}/{name}", objects.read(commit))
+    assert f"left       {late}: not part of the format" in prep_here("gc", "--data", data).stdout
+    objects.delete(f"{late}/commits/000000.json", f"{late}/mine.txt")

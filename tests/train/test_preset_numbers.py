@@ -215,7 +215,7 @@ PRESETS: dict[str, Table] = {
         {
             **FASTCLIP_MEDIUM,
             "towers.image": Row("open_clip:RN50", "FastCLIP, table 2, row Medium: ResNet50; code: --model RN50"),
-            "towers.text": Row("open_clip:RN50", "FastCLIP, section 5: text encoder; code: --model RN50"),
+            "towers.text": Row("open_clip:RN50", "FastCLIP, code: --model RN50"),
             "num_frames": Row(1, "FastCLIP: images"),
         },
     ),
@@ -338,8 +338,7 @@ def test_a_preset_has_the_values_of_its_documents_and_no_others(preset: str) -> 
     assert sorted(set(values) - set(table)) == [], "values of the preset without a source"
     assert sorted(set(table) - set(values)) == [], "values of the documents that the preset lacks"
     rows = {name: row for name, row in table.items() if row.value is not ...}
-    differing = {name: (values[name], row) for name, row in rows.items() if not is_same(values[name], row.value)}
-    assert differing == {}
+    assert {name: (values[name], row) for name, row in rows.items() if not is_same(values[name], row.value)} == {}
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

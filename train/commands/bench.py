@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
+from clipmill.shards.dataset import reading_variants
 from clipmill.train.commands.training import docstring
 from clipmill.train.config import fields as groups
 from clipmill.train.config.choices import Provenance
@@ -94,12 +95,16 @@ def _measure(
         from clipmill.train.bench.communication import print_breakdown, write_breakdown
         from clipmill.train.bench.report import print_report
         from clipmill.train.bench.run import run_bench, run_breakdown
+        from clipmill.train.data.remote import choose_variants
         from clipmill.train.device.precision import choose_device
         from clipmill.train.distributed.launch import open_world
         from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts
 
     start = launch_facts(settings, resume=None)
-    with open_world(device_type=choose_device(settings.device).type, start=start, hint=SAME_LAUNCH) as world:
+    with (
+        open_world(device_type=choose_device(settings.device).type, start=start, hint=SAME_LAUNCH) as world,
+        reading_variants(choose_variants(settings.folders, settings.variant, cache=settings.cache)),
+    ):
         if world.size == 1:
             for name, value in asdict(several).items():
                 if value:

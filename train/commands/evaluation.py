@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,15 +13,18 @@ from cyclopts import App, Parameter
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
+from clipmill.shards.dataset import reading_variants
 from clipmill.train.commands.training import docstring
 from clipmill.train.config.data import AS_TRAINED, Overrides, Weights
 from clipmill.train.config.files import read_values
 from clipmill.train.config.places import require_named_weights, require_places
+from clipmill.train.config.shards import folders_of, normalised
+from clipmill.train.config.training import TrainingSettings
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.registry import evaluations, evaluations_of, tasks_where
 from clipmill.train.run.charts import add_evaluation
 from clipmill.train.run.counted_batches import counting_batches
-from clipmill.train.run.folder import is_run, open_run, read_lines
+from clipmill.train.run.folder import RunFolder, is_run, open_run, read_lines
 from clipmill.train.spec import EvaluationSpec, Tasks, take_tags
 
 
@@ -65,8 +69,11 @@ def score_run(
     elif use.shards is None:
         require_weights(weights, tasks)
         raise UserError(f"--shards is missing: {weights} is not a run, which has data of its own", hint="add it")
-    opened = open_weights_as(tasks, weights, use, suited=_evaluations_of, say=say)
-    with counting_batches():
+    with ExitStack() as held:
+        if run is not None:
+            held.enter_context(reading_variants(_variants_of(run, use.shards, say=say)))
+        opened = open_weights_as(tasks, weights, use, suited=_evaluations_of, say=say)
+        held.enter_context(counting_batches())
         result = score_opened(opened, evaluation, wanted, out=out, written=written)
     if run is not None:
         with Activity(f"writing {run.page}"):
@@ -76,6 +83,26 @@ def score_run(
         except UserError as error:  # the result is in its file
             say(f"not added to W&B: {error}; {error.hint}")
     return result
+
+
+def _variants_of(run: RunFolder, shards: str | None, *, say: Callable[[str], None]) -> dict[Path, dict[str, str]]:
+    """The variants to evaluate a run with: on its own data those that it was trained on, as far as they are present."""
+    from clipmill.train.data.remote import VARIANTS_FACT, choose_variants
+
+    values, recorded = read_values(run.settings), run.read_facts().get(VARIANTS_FACT, [])
+    own, cache = values.get("shards", TrainingSettings.shards), values.get("cache")
+    folders = folders_of(own if isinstance(own, str) else tuple(map(str, own)))
+    pairs = [
+        (folder, variants)
+        for folder, variants in zip(folders, recorded, strict=False)
+        if shards is None or normalised(folder) == normalised(shards)
+    ]
+    return choose_variants(
+        [folder for folder, _ in pairs],
+        recorded=[variants for _, variants in pairs],
+        cache=None if cache is None else Path(str(cache)),
+        say=say,
+    )
 
 
 def _tasks_with(evaluation: EvaluationSpec) -> Tasks:

@@ -14,6 +14,8 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_videos
+from clipmill.shards.dataset import current_variant, reading_variants
+from clipmill.shards.where import parse_where
 from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import NamedPart, named_parts
@@ -21,6 +23,8 @@ from clipmill.train.config.training import ParallelSettings
 from clipmill.train.config.tuning import frozen_at_random
 from clipmill.train.data.inputs import Mixture, first_of, open_folder
 from clipmill.train.data.latents.segments import FrameShape
+from clipmill.train.data.remote import VARIANTS_FACT, choose_variants, folder_path
+from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.device.precision import choose_device, open_precision
 from clipmill.train.distributed.launch import open_world
 from clipmill.train.distributed.world import World
@@ -60,6 +64,11 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
         old_run = world.first(lambda: _find_and_hold(settings.out, resume, held=held))
         if old_run is not None:
             require_shared(old_run.path, world=world)
+        recorded = world.first(lambda: [] if old_run is None else old_run.read_facts().get(VARIANTS_FACT, []))
+        chosen = world.each(
+            lambda: choose_variants(settings.folders, settings.variant, recorded=recorded, cache=settings.cache)
+        )
+        held.enter_context(reading_variants(chosen))
         try:
             _train(spec, settings, old_run=old_run, held=held, world=world, device=device, provenance=provenance)
         except Stopped as stop:
@@ -153,6 +162,7 @@ def _train(
         "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
         "variant": samples.variant_name,
+        VARIANTS_FACT: _variants_of(settings, columns=task.columns),
         **_latents_facts(first_of(samples)),
         **({"sources": samples.folders.facts()} if isinstance(samples, Mixture) else {}),
         **_weights_facts(None if has_weights else start, old_facts),
@@ -183,6 +193,16 @@ def _train(
     )
     if world.is_first and (following := _next_command(spec, settings)) is not None:
         progress.say(f"next: {following}")
+
+
+def _variants_of(settings: ClipSettings, *, columns: tuple[str, ...]) -> list[dict[str, str]]:
+    """The variants that a run reads, by column, for each of its data folders; {} for tars."""
+    names = [*columns, *(parse_where(settings.selection).stored_in if settings.selection is not None else ())]
+    paths = [None if names_tars(one) else folder_path(one, cache=settings.cache) for one in settings.folders]
+    return [
+        {name: variant for name in names if path is not None and (variant := current_variant(path, name)) is not None}
+        for path in paths
+    ]
 
 
 def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:

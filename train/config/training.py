@@ -114,6 +114,9 @@ class TrainingSettings(DataSettings):
     """Run folder. It holds settings, metrics, checkpoints and the results page."""
     split: Annotated[str, groups.WHERE, FIRST_RUN] = "train"
     """Split to train on."""
+    variant: Annotated[tuple[str, ...], groups.WHERE, groups.SEVERAL] = ()
+    """Names of variants to read in place of the current ones, as prep status shows them; each applies to every data
+    folder that has it. Default: the current variants, or with --resume those of the run."""
     where: Annotated[str | None, groups.WHERE] = None
     """Condition that selects the samples to train on, on scores, captions and videos: 'motion > 0.2 and cuts = 0 and
     not duplicate' (docs/data.md). A clip is used if all of its chunks are selected. Default: all."""
@@ -240,7 +243,18 @@ def check_best(best: str | None, settings: TrainingSettings) -> None:
 # What may differ when a run is resumed: it does not change the weights, but for rounding.
 FREE_ON_RESUME = frozenset(
     {
-        *("shards", "cache", "cache_size", "out", "checkpoint_every", "keep_checkpoints", "best", "evaluate", "track"),
+        *(
+            "shards",
+            "variant",
+            "cache",
+            "cache_size",
+            "out",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "best",
+            "evaluate",
+            "track",
+        ),
         *("device", "attention", "compile", "parallel", "microbatch", "workers", "batches_ahead", "max_failures"),
     }
 )

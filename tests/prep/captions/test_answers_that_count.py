@@ -120,7 +120,7 @@ def test_retry_works_on_the_variant_that_failed_with_the_flags_of_its_run(shard_
         ran = make(data, server, "--prompt", "Other", *budget, status=1).summary
         failed = ran["variant"]
         assert ran["failures"] == {"answer_empty": NUM_CHUNKS} and variant_of(data).directory.name == first
-        assert f"prep retry --column captions --variant {failed}" in ran["next"]
+        assert "prep retry --column captions" in ran["next"]
         num_asked, server.script, server.seconds, server.most_at_once = len(server.log), described, 0.05, 0
         retry = ("retry", "--column", "captions", "--engine", "processes", "--data", data, "--json")
         spent = prep_here(*retry, "--max-tokens-total", ran["answers"]["tokens_in"] + 1, status=1)

@@ -140,7 +140,7 @@ def test_answers_that_are_no_captions_fail_by_name_and_are_asked_again_on_reques
         made = make(data, server, "--in-flight", 1, status=1).summary
         assert made["failures"] == {"answer_refused": 2, "answer_empty": 1, "answer_truncated": 1}
         assert [row["caption_text"] for row in rows(data).values()] == ["two lines here"]
-        assert make(data, server, status=1).summary["num_shards_made"] == 0 and len(server.log) == NUM_CHUNKS
+        assert make(data, server).summary["num_shards_made"] == 0 and len(server.log) == NUM_CHUNKS
         retry = ("retry", "--column", "captions", "--engine", "processes", "--data", data, "--json")
         retried = prep_here(*retry, "--only", "answer_truncated", status=1).summary
         assert len(server.log) == NUM_CHUNKS + 1 and retried["num_chunks"] == 2

@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 import signal
+import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -157,11 +158,11 @@ def test_gc_keeps_what_parts_have_begun_and_a_command_without_part_finishes_it(
     assert new[0]["num_shards"] == 2 and new[0]["num_wanted"] > new[0]["num_samples"]
     assert "incomplete: 1 shard not made yet: prep chunk --len " in prep_here("status", "--data", data).stdout
     kept = prep_here("gc", "--data", data).stdout
-    assert f"kept       video/{first['variant']}: the run that makes it has not finished\nnothing to remove" in kept
-    rest = chunk(data, *SLOW, status=1)
+    assert f"kept       video/{first['variant']}: the last run has not completed it\nnothing to remove" in kept
+    rest = chunk(data, *SLOW)  # a file that is no video has failed the first part
     assert (rest["num_shards_made"], rest["num_shards"]) == (1, 3)
     assert contents(data) == undisturbed
-    none = prep_here("chunk", "--data", data, *HERE, "--part", "7/7", *SLOW, status=1)  # of three shards
+    none = prep_here("chunk", "--data", data, *HERE, "--part", "7/7", *SLOW)  # of three shards
     assert none.summary["num_shards_made"] == 0 and contents(data) == undisturbed
 
 
@@ -315,3 +316,16 @@ def test_columns_in_parts_have_the_bytes_of_one_command(column: str, begun: Path
     assert ran[1]["next"].endswith(" --part 2/3") and "--part" not in (ran[2]["next"] or "")
     assert contents(data / column) == contents(tmp_path / "other" / column)
     assert current_variant(data, column) == current_variant(tmp_path / "other", column)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644), (0o077, 0o600)])
+def test_locks_obey_the_umask_so_that_a_group_shares_a_data_folder(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        with writing(tmp_path):
+            pass
+        with writing_part(tmp_path, Part(1, 2), column="scores"):
+            found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    finally:
+        os.umask(before)
+    assert found == dict.fromkeys((".lock", ".scores.lock", ".scores.parts.lock", ".scores.part-1-of-2.lock"), mode)

@@ -49,7 +49,7 @@ def test_a_record_that_cannot_be_written_is_named(prep: Prep, shard_set: ShardSe
         assert "Traceback" not in ran.stderr
         # A layout that is missing is said to be rebuilt.
         assert len(messages(ran.stderr)) == status + record.startswith("layout")
-    chunk_again(prep, shard_set.data, status=1)  # for its text that poses as a video
+    chunk_again(prep, shard_set.data, status=0)
     assert contents(shard_set.data) == before
 
 

@@ -134,12 +134,17 @@ def test_each_bad_source_is_named_and_all_others_are_made(
     ids = {json.loads(sample["json"])["source_id"] for sample in chunks.values()}
     assert ids == {*STRANGE_NAMES, "whole", "one"}
 
-    # Again: the same list, nothing is tried in vain; and a budget says how much of that is all right.
+    # Again: the same list, and nothing is tried in vain. If it is asked for, a budget says how much may fail.
     before = contents(data)
     share = 100 * len(EXPECTED) // (len(EXPECTED) + len(ids)) + 1
-    for budget, status in ((len(EXPECTED) - 1, 1), (len(EXPECTED), 0), (f"{share}%", 0)):
-        flags = ("--len", "1s", "--max-failures", budget, "--engine", "processes", "--workers", 2, "--json")
-        again = prep("chunk", "--data", data, *flags, status=status).summary
+    for command, budget, status in (
+        (("chunk", "--len", "1s"), 0, 0),
+        (("retry",), len(EXPECTED) - 1, 1),
+        (("retry",), len(EXPECTED), 0),
+        (("retry",), f"{share}%", 0),
+    ):
+        flags = ("--max-failures", budget, "--engine", "processes", "--workers", 2, "--json")
+        again = prep(*command, "--data", data, *flags, status=status).summary
         assert again["num_encoded"] == 0 and again["failures"] == summary["failures"]
     assert contents(data) == before
 

@@ -1,5 +1,6 @@
 """The estimate of a plan: from short encodes of some videos, next to what the chunks then take."""
 
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clipmill.manifests.storage.objects import open_objects
+from clipmill.prep.sources import remote
+from clipmill.prep.video import staging, trial
 from clipmill.prep.video.estimate import Estimate, estimate, estimate_lines, with_wall_time
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Workload
@@ -134,3 +138,22 @@ def test_a_busy_machine_and_few_shards_take_longer() -> None:
     # The third shard waits for a worker, and then one core has nothing to do.
     assert with_wall_time(cost, num_cores=2, num_shards=3, load=0.0).wall_hours_range == pytest.approx((1.0, 8 / 3))
     assert with_wall_time(cost, num_cores=8, num_shards=1, load=0.0).wall_hours_range == pytest.approx((2.0, 4.0))
+
+
+def test_sources_in_a_bucket_are_tried_as_local_ones_are_or_the_plan_says_why_not(
+    prep: Prep, data: Path, tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(staging, "_in_use", None)
+    remote._opened.cache_clear()
+    objects = open_objects(bucket)
+    for name in ("small", "large"):
+        objects.write(f"videos/{name}.mp4", (tmp_path / "videos" / f"{name}.mp4").read_bytes())
+    prep("manifest", "folder", f"{bucket}/videos", "--data", tmp_path / "remote")
+    planned = prep("plan", "--data", tmp_path / "remote", "--json").summary["estimate"]
+    assert planned["num_trials"] == 2 and planned["size_bytes_range"] and not planned["lacking_trials"]
+    monkeypatch.setattr(trial, "_MAX_COPY_BYTES", 1000)
+    text = prep("plan", "--data", tmp_path / "remote").stdout
+    assert f"no video was tried: {bucket}/videos/" in text and "a plan copies up to 1" in text
+    assert staging._in_use is not None
+    os.close(staging._in_use[2])  # the sweeper removes the copies

@@ -8,6 +8,7 @@ import pytest
 
 from clipmill.manifests.errors import FailedWork
 from clipmill.prep.core.failures import TRANSIENT, SourceFailure
+from clipmill.prep.video import ffmpeg
 from clipmill.prep.video.ffmpeg import Ffmpeg, find_ffmpeg, require_encoder, run
 from clipmill.prep.video.ffmpeg_errors import require_success
 
@@ -54,6 +55,22 @@ def test_a_trial_that_is_killed_says_nothing_about_encoder_and_program(
     monkeypatch.delenv("CLIPMILL_FFMPEG")
     with pytest.raises(FailedWork, match=killed):
         find_ffmpeg()
+
+
+@pytest.mark.parametrize("first", ["kill -9 $$", "exec sleep 99"])
+def test_a_program_that_is_killed_or_slow_once_is_asked_again(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, program = find_ffmpeg(), tmp_path / "ffmpeg"
+    once = f"[ -e {tmp_path}/asked ] || {{ touch {tmp_path}/asked; {first}; }}"
+    program.write_text(f'#!/bin/sh\n{once}\nexec {real.path} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("CLIPMILL_FFMPEG", str(program))
+    if "sleep" in first:
+        monkeypatch.setattr(ffmpeg, "_ANSWER_LIMIT_S", 5.0)
+    found = find_ffmpeg()
+    assert found == Ffmpeg(path=str(program), version=real.version) and (tmp_path / "asked").exists()
+    require_encoder(found, "h264")
 
 
 @pytest.mark.parametrize("killed_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])

@@ -1,0 +1,94 @@
+"""A failure that lies in a file fails one run; later runs count it until it changes. What `prep status` calls next."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.outcome import unchanged_failures
+from clipmill.prep.core.plan import ShardPlan, ShardState
+from clipmill.shards.commits import Commit, Failure, write_commit
+from tests.prep.running import Ran, manifest, prep_here
+
+LEN = ("--len", "1s", "--preset", "ultrafast", "--short-side", "32", "--engine", "processes", "--workers", 1)
+
+
+@pytest.fixture
+def videos(tmp_path: Path, write_video: Callable[..., Path]) -> Path:
+    """A video, a truncated one and a text."""
+    whole = write_video(tmp_path / "videos" / "whole.mp4", seconds=1)
+    (tmp_path / "videos" / "cut.mp4").write_bytes(whole.read_bytes()[:3000])
+    (tmp_path / "videos" / "text.mp4").write_text("not a video")
+    return tmp_path / "videos"
+
+
+def test_every_failure_fails_one_run_and_the_nightly_runs_after_it_count_it(
+    videos: Path, tmp_path: Path, write_video: Callable[..., Path]
+) -> None:
+    data = tmp_path / "data"
+
+    def night(status: int, *flags: object) -> Ran:
+        manifest(data, videos)
+        return prep_here("chunk", "--data", data, *LEN, *flags, status=status)
+
+    assert "2 of 3 videos failed" in night(1).stderr
+    ran = night(0)
+    assert "not counted: 2 videos with failures that an earlier run has reported" in ran.stderr
+    assert "source_truncated" in ran.stdout and "source_unreadable" in ran.stdout
+    assert night(0, "--json").summary["unchanged"] == 2
+    write_video(videos / "more.mp4", seconds=1)
+    night(0)
+    (videos / "short.mp4").write_bytes((videos / "whole.mp4").read_bytes()[:2000])
+    assert "1 of 5 videos failed" in night(1).stderr
+    night(0)
+    (videos / "short.mp4").write_text("not a video either")
+    assert "1 of 5 videos failed, within --max-failures 1" in night(0, "--max-failures", 1).stderr
+    for _ in range(2):  # it was asked for
+        assert "3 of 5 videos failed" in prep_here("retry", "--data", data, *LEN[-4:], status=1).stderr
+
+
+def test_failures_that_can_pass_fail_every_run(tmp_path: Path) -> None:
+    failures = [Failure(f"v{number}", None, str(code), "x") for number, code in enumerate(FailureCode)]
+    (tmp_path / "commits").mkdir()
+    write_commit(tmp_path, Commit("video", 0, "train", "ab", None, tuple(failures)))
+
+    def unchanged(state: ShardState, read_again: tuple[str, ...] = ()) -> set[str]:
+        plan = [ShardPlan(0, "train", state, "", "ab", range(0), 1)]
+        found = unchanged_failures(failures, failures, variant_dir=tmp_path, shards=plan, read_again=read_again)
+        return {failure.code for failure in found}
+
+    current = unchanged(ShardState.CURRENT)
+    assert {"source_truncated", "decode_errors", "source_missing"} <= current
+    assert not current & {"timeout", "disk_full", "worker_lost", "endpoint_refused", "budget_spent"}
+    assert current - unchanged(ShardState.CHANGED) == {"source_missing", "source_unreadable"}
+    assert not unchanged(ShardState.RETRY)
+    assert unchanged(ShardState.CURRENT, ("v0",)) == current - {str(next(iter(FailureCode)))}
+
+
+def test_status_has_no_next_training_while_a_plan_has_work(videos: Path, tmp_path: Path) -> None:
+    data, table = tmp_path / "data", tmp_path / "captions.csv"
+
+    def following() -> str:
+        return prep_here("status", "--data", data).stdout.splitlines()[-1].removeprefix("next      ")
+
+    def run(status: int = 0) -> None:
+        prep_here("chunk", "--data", data, *LEN, status=status)
+        assert following().startswith("train ")
+        assert "nothing to do" in prep_here("plan", "--data", data, *LEN[:-4]).stdout
+
+    table.write_text("video,text\nwhole,first\n")
+    manifest(data, videos, "--captions", table)
+    run(1)
+    table.write_text("video,text\nwhole,second\n")
+    manifest(data, videos, "--captions", table)
+    assert following().startswith("prep chunk ")
+    run()
+    whole = (videos / "whole.mp4").read_bytes()
+    (videos / "cut.mp4").write_bytes(whole)  # repaired
+    assert following().startswith("prep chunk ")
+    run()
+    (videos / "cut.mp4").unlink()
+    manifest(data, videos, "--captions", table)
+    assert following().startswith("prep chunk ")
+    run()
