@@ -227,7 +227,8 @@ class Plan:
             if fingerprint not in seen:
                 seen.add(fingerprint)
                 num_frames = int(self._num_frames[row])
-                yield ShotTask(path, fingerprint, num_frames, self.recipe.settings.shot_detector)
+                timeline = self._probes["timeline"][row].as_py() or ""
+                yield ShotTask(path, fingerprint, num_frames, self.recipe.settings.shot_detector, timeline)
 
     def detection_work(self) -> Workload:
         """Return the videos whose shots have to be detected."""
