@@ -823,7 +823,8 @@ class _Upright:
     """Crops frames and turns them upright; the graph of filters is built again if their size or format changes."""
 
     def __init__(self, shape: Shape) -> None:
-        self._filters = [*shape.crop_filters(), *shape.orientation_filters()]
+        filters = [*shape.crop_filters(), *shape.orientation_filters()]
+        self._filters = [*filters, ("copy", {})] if filters else []  # flipped frames have lines in descending order
         self._graph: Any = None
         self._made_for: tuple[int, int, str] | None = None
 
@@ -839,7 +840,7 @@ class _Upright:
             buffer = self._graph.add_buffer(
                 width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base
             )
-            steps = [buffer, *(self._graph.add(name, **options) for name, options in self._filters)]
+            steps = [buffer, *(self._graph.add(name, None, **options) for name, options in self._filters)]
             self._graph.link_nodes(*steps, self._graph.add("buffersink")).configure()
         self._graph.vpush(frame)
         shown: av.VideoFrame = self._graph.vpull()
