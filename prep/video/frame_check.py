@@ -1,4 +1,4 @@
-"""The check of an encoder pass: the source frames that it shows, as ffmpeg reports them, and the source's own packets."""
+"""The check of an encoder pass: the source frames that it shows, compared with the source's own packets."""
 
 from collections.abc import Sequence
 from fractions import Fraction
