@@ -224,6 +224,8 @@ class _PacketList:
         steps_s = np.diff(dts if has_dts else key_steps(times, is_key)) * float(unit)
         restarts = find_restarts(steps_s, times, lengths, unit=unit, may_wrap=name in _WRAPPING)
         notes = []
+        if order is not None:
+            notes.append("the container has no presentation times: frames are shown in the order of the decoder")
         for (first, offset), (behind, _) in zip(restarts, [*restarts[1:], (num_packets, 0)], strict=True):
             times[first:behind] += offset
         if len(restarts) > 1:
