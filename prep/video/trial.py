@@ -20,6 +20,7 @@ from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Plan, SpanPlan, Workload
 from clipmill.prep.video.spans import Span
 from clipmill.prep.video.staging import StagedSources
+from clipmill.shards.timeline import Timeline
 
 _NUM_VIDEOS = 3  # and the heaviest one
 _SHORT_S, _LONG_S = 1.0, 4.0
@@ -71,6 +72,8 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> EncodeTrials:
     spans = plan.spans([int(rows[index]) for index in chosen])
     with StagedSources() as sources:
         for index, span in zip(chosen, spans, strict=True):
+            if not Timeline.from_json(span.source.timeline).is_continuous:
+                continue  # a copy of the file would have to be made first
             try:
                 if is_remote(span.path) and span.source.size_bytes > _MAX_COPY_BYTES:
                     size = size_text(span.source.size_bytes)

@@ -12,11 +12,13 @@ import scenedetect
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.table_file import read_table_file, write_table_file
 from clipmill.prep.sources.detector import DEFAULT_THRESHOLD, Detector, DetectorName
+from clipmill.prep.sources.probe import probe
 from clipmill.prep.sources.shot_table import SHOTS, read_shots, shot_rows
 from clipmill.prep.sources.shots import _shown, detect_cuts, output_number
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.prep.video.spans import num_output_frames
+from clipmill.shards.timeline import Timeline
 from tests.prep.numbered import due_frames
 from tests.prep.scenes import scene_number, scene_pictures, write_scenes
 
@@ -34,6 +36,12 @@ def detector(name: DetectorName = "content", *, threshold: float | None = None, 
 
 
 NUM_FRAMES = 240
+
+
+def cuts_of(path: Path, *, num_frames: int, detector: Detector) -> list[int]:
+    return detect_cuts(
+        path, timeline=Timeline.from_json(probe(path).timeline), num_frames=num_frames, detector=detector
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +65,7 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with av.open(str(plain), "w") as container:
         stream = container.add_stream("ffv1", rate=int(FPS))
         stream.width, stream.height, stream.pix_fmt = 256, 192, "bgr0"
-        for picture, times in _shown(film, num_frames=NUM_FRAMES, fps=FPS):
+        for picture, times in _shown(film, Timeline(), num_frames=NUM_FRAMES, fps=FPS):
             for _ in range(times):
                 frame = av.VideoFrame.from_ndarray(picture, format="bgr24")
                 container.mux(stream.encode(frame.reformat(format="bgr0")))
@@ -71,7 +79,7 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ids=str,
 )
 def test_cuts_are_those_of_scenedetect_run_plainly_on_the_same_frames(found: Detector, film: tuple[Path, Path]) -> None:
-    cuts = detect_cuts(film[0], num_frames=NUM_FRAMES, detector=found)
+    cuts = cuts_of(film[0], num_frames=NUM_FRAMES, detector=found)
     scenes = scenedetect.detect(str(film[1]), found.open())
     assert scenes[-1][1].frame_num == NUM_FRAMES
     assert len(cuts) >= 3 and cuts == [begin.frame_num for begin, _ in scenes[1:]]
@@ -97,9 +105,8 @@ def test_the_detector_sees_the_frame_on_show_at_each_time(options: dict[str, obj
         times_s = np.array([float((at - pts[0]) * (container.streams.video[0].time_base or 0)) for at in pts])
     num_frames = int(num_output_frames(np.array([times_s[-1] + 1 / 30]), fps=FPS)[0])
     numbers = []
-    for picture, times in _shown(path, num_frames=num_frames, fps=FPS):
-        turned = np.rot90(picture, -1) if "rotation_degrees" in options else picture
-        numbers += [read_frame_number(turned)] * times
+    for picture, times in _shown(path, Timeline.from_json(probe(path).timeline), num_frames=num_frames, fps=FPS):
+        numbers += [read_frame_number(picture)] * times
     assert len(numbers) == num_frames
     for frame, number in enumerate(numbers):
         assert number in due_frames(times_s, output_frame=frame, fps=FPS, tick_s=1e-6)
@@ -109,39 +116,39 @@ def test_the_detector_sees_the_frame_on_show_at_each_time(options: dict[str, obj
     ("pts", "number"), [(0, 0), (1, 0), (2, 1), (3, 1), (5, 1), (6, 2), (-1, 0), (-2, -1), (-6, -2)], ids=str
 )
 def test_times_are_rounded_to_the_nearest_output_frame_as_ffmpeg_does(pts: int, number: int) -> None:
-    assert output_number(pts, time_base=Fraction(1, 120), fps=FPS) == number
+    assert output_number(Fraction(pts, 120), fps=FPS) == number
 
 
 def test_every_frame_a_cut_never_a_cut_and_a_single_frame(tmp_path: Path) -> None:
     noise = tmp_path / "noise.mp4"
     FrameNumberVideo(num_frames=60, fps=FPS, width=160, height=120).write(noise)
-    assert len(detect_cuts(noise, num_frames=60, detector=detector(threshold=5, min_scene=1))) > 50
+    assert len(cuts_of(noise, num_frames=60, detector=detector(threshold=5, min_scene=1))) > 50
     still = write_scenes(tmp_path / "still.mp4", [60])
-    assert detect_cuts(still, num_frames=60, detector=detector()) == []
+    assert cuts_of(still, num_frames=60, detector=detector()) == []
     one = write_scenes(tmp_path / "one.mp4", [1])
-    assert detect_cuts(one, num_frames=1, detector=detector("adaptive")) == []
-    assert detect_cuts(one, num_frames=5, detector=detector("adaptive")) == []
+    assert cuts_of(one, num_frames=1, detector=detector("adaptive")) == []
+    assert cuts_of(one, num_frames=5, detector=detector("adaptive")) == []
 
 
 def test_damaged_frames_are_left_to_the_encoder_and_what_has_none_fails(tmp_path: Path) -> None:
     path = write_scenes(tmp_path / "video.mp4", SCENES)
     with av.open(str(path)) as container:
         packets = [(int(packet.pos or 0), packet.size) for packet in container.demux(video=0) if packet.size]
-    cuts = detect_cuts(path, num_frames=sum(SCENES), detector=detector())
+    cuts = cuts_of(path, num_frames=sum(SCENES), detector=detector())
     content = bytearray(path.read_bytes())
     for pos, size in packets[10:14]:
         content[pos : pos + size] = bytes(size)
     path.write_bytes(content)
-    assert detect_cuts(path, num_frames=sum(SCENES), detector=detector()) == cuts
+    assert cuts_of(path, num_frames=sum(SCENES), detector=detector()) == cuts
     for pos, size in packets:
         content[pos : pos + size] = bytes(size)
     path.write_bytes(content)
     with pytest.raises(SourceFailure) as failure:
-        detect_cuts(path, num_frames=sum(SCENES), detector=detector())
+        cuts_of(path, num_frames=sum(SCENES), detector=detector())
     assert failure.value.code == FailureCode.DECODE_ERRORS
     path.write_text("not a video")
     with pytest.raises(SourceFailure) as failure:
-        detect_cuts(path, num_frames=sum(SCENES), detector=detector())
+        cuts_of(path, num_frames=sum(SCENES), detector=detector())
     assert failure.value.code == FailureCode.SOURCE_UNREADABLE
 
 

@@ -1,0 +1,106 @@
+"""Sources with irregular timelines: every frame is shown once, at its time, with and without sound.
+
+Ordinary sources are in test_frames.py. The output has the frame rate of the sources, so that every number is exact.
+"""
+
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.sources.probe import probe
+from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.video.frame_check import check_frames
+from clipmill.prep.video.spans import Span
+from clipmill.train.data.frame_sampling import US_PER_S, Sampling
+from clipmill.train.tasks.caption.videos.clips import window_clips
+from tests.prep.irregular import FPS, KINDS, parts
+from tests.prep.numbered import frame_numbers
+from tests.prep.running import chunk, manifest, prep_here
+from tests.prep.video.test_frames import chunks_by_source
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
+    """All kinds in one folder, and what each has to show."""
+    folder, due = tmp_path_factory.mktemp("videos"), {}
+    for name, (write, _) in KINDS.items():
+        made = tmp_path_factory.mktemp(name.replace(".", "-"))
+        due[name] = write(made, name)
+        (made / name).rename(folder / name)
+    return folder, due
+
+
+@pytest.fixture(scope="module", params=["drop", "keep"])
+def chunks(
+    request: pytest.FixtureRequest, sources: tuple[Path, dict[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, list[int]], Path]:
+    data = tmp_path_factory.mktemp("data")
+    manifest(data, sources[0])
+    settings = ("--len", "500ms", "--fps", FPS, "--keyint", 10, "--preset", "ultrafast", "--audio", request.param)
+    chunk(data, *settings, status=None)
+    shown = {
+        name: [number for _, content in of_source for number in frame_numbers(content)]
+        for name, of_source in chunks_by_source(data).items()
+    }
+    return shown, data
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_frame_of_an_irregular_source_is_shown_at_its_time(
+    name: str, sources: tuple[Path, dict[str, list[int]]], chunks: tuple[dict[str, list[int]], Path]
+) -> None:
+    due = sources[1][name]
+    assert chunks[0].get(name.partition(".")[0]) == due
+
+
+def test_what_may_surprise_is_noted_in_plan_and_status(
+    sources: tuple[Path, dict[str, list[int]]], chunks: tuple[dict[str, list[int]], Path]
+) -> None:
+    data = chunks[1]
+    for name, (_, note) in KINDS.items():
+        explained = prep_here("plan", "--data", data, "--explain", name.partition(".")[0]).stdout
+        assert note in explained and ("\nnote " in explained) == bool(note), name
+    num_noted = sum(bool(note) for _, note in KINDS.values())
+    for report in (prep_here("plan", "--data", data).stdout, prep_here("status", "--data", data).stdout):
+        assert f"... and {num_noted - 5} more" in report and "timestamps start again, first at packet" in report
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_captions_of_a_file_are_made_of_the_same_frames(name: str, sources: tuple[Path, dict[str, list[int]]]) -> None:
+    due, shown = sources[1][name], []
+    for clip in window_clips(sources[0] / name, Sampling(num_frames=FPS), size_px=96, length_us=US_PER_S):
+        shown += [read_frame_number(planes[: 96 * 96].reshape(96, 96)) for planes in clip.video]
+    assert shown == due  # ten moments of each second, in the middle of what frames of the chunks show
+
+
+@pytest.mark.parametrize(
+    ("shown_s", "code"),
+    [
+        ([0.0, 0.1, 0.2, 0.3, 0.4], None),
+        ([0.0, 0.0, 0.1, 0.2, 0.4], None),  # a frame is missing, as the second of two fields would be
+        ([1.0, 1.1, 1.2, 1.3, 1.4], FailureCode.FRAMES_DIFFER),  # a second too late
+        ([-0.5, -0.4, -0.3, -0.2, -0.1], FailureCode.FRAMES_DIFFER),  # half a second too early
+        ([0.0, 0.0, 0.0, 0.0, 0.0], FailureCode.SOURCE_TRUNCATED),
+        ([0.0, 0.1, 0.2], FailureCode.SOURCE_TRUNCATED),
+    ],
+    ids=str,
+)
+def test_encoded_frames_are_compared_with_the_packets(shown_s: list[float], code: FailureCode | None) -> None:
+    span = Span(index=1, first_frame=0, chunk_frames=(5,), is_last=False)
+    try:
+        check_frames(np.array(shown_s), np.arange(-10, 20) / 10, span=span, fps=Fraction(10))
+    except SourceFailure as failure:
+        assert failure.code == code
+    else:
+        assert code is None
+
+
+def test_what_cannot_be_shown_completely_is_refused_with_its_place(tmp_path: Path) -> None:
+    twice = tmp_path / "twice.flv"
+    twice.write_bytes(parts(tmp_path, ".flv", "-ar", 44100, sound="mp3"))
+    with pytest.raises(SourceFailure, match=r"another FLV file begins behind byte \d+, at 7.0\d s") as refused:
+        probe(twice)
+    assert refused.value.code == FailureCode.BAD_TIMESTAMPS
