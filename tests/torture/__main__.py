@@ -23,6 +23,7 @@ PARTS = {
     "damage": ("damage", "readers"),
     "hostile": ("hostile_sources", "hostile_annotations", "hostile_training"),
     "buckets": ("buckets",),
+    "sources": ("sources",),
 }
 
 
