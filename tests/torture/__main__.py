@@ -24,6 +24,8 @@ PARTS = {
     "hostile": ("hostile_sources", "hostile_annotations", "hostile_training"),
     "buckets": ("buckets",),
     "sources": ("sources",),
+    "variants": ("variants",),
+    "answers": ("answers",),
 }
 
 

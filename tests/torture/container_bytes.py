@@ -1,7 +1,7 @@
 """Changes of container files that no muxer makes: edit lists, lengths, crops, dropped frames, and files put together."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 _TS_BYTES, _TS_SYNC, _TS_NULL = 188, 0x47, 0x1FFF
@@ -11,7 +11,9 @@ _SAMPLE_ENTRIES = (b"avc1", b"hvc1", b"hev1", b"mp4v", b"vp09", b"jpeg", b"av01"
 _ENTRY_BYTES = 86  # of a VisualSampleEntry before its boxes, with size and type; an stsd has 16 bytes before its entries
 # Matroska: IDs of elements (RFC 9559).
 _SEGMENT, _TRACKS, _TRACK, _VIDEO, _VOID = b"\x18\x53\x80\x67", b"\x16\x54\xae\x6b", b"\xae", b"\xe0", b"\xec"
-_CROPS = {"bottom": b"\x54\xaa", "top": b"\x54\xbb", "left": b"\x54\xcc", "right": b"\x54\xdd"}
+_CROPS = (b"\x54\xcc", b"\x54\xbb", b"\x54\xdd", b"\x54\xaa")  # left, top, right, bottom
+_DISPLAY = (b"\x54\xb0", b"\x54\xba")  # width, height
+_DISPLAY_UNIT = b"\x54\xb2"
 
 
 def appended(container: str, first: bytes, second: bytes) -> bytes:
@@ -72,13 +74,11 @@ def with_media_length(content: bytes, *, share: Fraction) -> bytes:
     return bytes(changed)
 
 
-def with_crop(content: bytes, crop: Sequence[int]) -> bytes:
-    """Add a crop (left, top, right, bottom) in pixels: a `clap` box, or Matroska's PixelCrop elements."""
-    return _with_clap(content, crop) if content[4:8] == b"ftyp" else _with_pixel_crop(content, crop)
+def with_clean_aperture(content: bytes, crop: Sequence[int]) -> bytes:
+    """Add a crop (left, top, right, bottom) in pixels to the first track of an MP4 (`clap`, ISO 14496-12, 12.1.4).
 
-
-def _with_clap(content: bytes, crop: Sequence[int]) -> bytes:
-    """Add a clean aperture (ISO 14496-12, 12.1.4) to the first track; the file ends with its `moov`."""
+    The file ends with its `moov`, so that no position in it changes.
+    """
     left, top, right, bottom = crop
     places = []
     begin, end = 0, len(content)
@@ -110,22 +110,28 @@ def _box(content: bytes, kind: bytes, begin: int, end: int) -> tuple[int, int]:
     raise ValueError(f"no box {kind!r}")
 
 
-def _with_pixel_crop(content: bytes, crop: Sequence[int]) -> bytes:
-    """Add PixelCrop elements to the first track, and take their bytes from the void element before the tracks.
+def with_display(content: bytes, *, crop: Sequence[int], size: Sequence[int]) -> bytes:
+    """Set the crop (left, top, right, bottom) and the display size (width, height) of a Matroska file's first video.
 
-    Positions in the file stay as they are, except that of the tracks, which players find while reading.
+    The bytes come from the void element before the tracks: positions in the file stay as they are, except that of the
+    tracks, which players find while reading.
     """
-    values = dict(zip(("left", "top", "right", "bottom"), crop, strict=True))
-    added = b"".join(_element(_CROPS[name], bytes([value])) for name, value in values.items() if value)
+    values = zip((*_CROPS, *_DISPLAY), (*crop, *size), strict=True)
+    added = b"".join(_element(name, value.to_bytes(2, "big")) for name, value in values)
     _, segment, _ = _child(content, _SEGMENT, 0, len(content))
     tracks, tracks_data, tracks_end = _child(content, _TRACKS, segment, len(content))
     track, track_data, track_end = _child(content, _TRACK, tracks_data, tracks_end)
     video, video_data, video_end = _child(content, _VIDEO, track_data, track_end)
-    new_video = _element(_VIDEO, content[video_data:video_end] + added)
+    kept = b"".join(
+        content[begin:end]
+        for name, begin, _, end in _children(content, video_data, video_end)
+        if name not in (*_CROPS, *_DISPLAY, _DISPLAY_UNIT)
+    )
+    new_video = _element(_VIDEO, kept + added)
     new_track = _element(_TRACK, content[track_data:video] + new_video + content[video_end:track_end])
     new_tracks = _element(_TRACKS, content[tracks_data:track] + new_track + content[track_end:tracks_end])
     grown = len(new_tracks) - (tracks_end - tracks)
-    void, void_data, void_end = _child(content, _VOID, segment, tracks)
+    void, _, void_end = _child(content, _VOID, segment, tracks)
     rest = void_end - void - grown - 9
     new_void = _VOID + (1 << 56 | rest).to_bytes(8, "big") + bytes(rest)
     return content[:void] + new_void + content[void_end:tracks] + new_tracks + content[tracks_end:]
@@ -137,18 +143,21 @@ def _element(name: bytes, data: bytes) -> bytes:
 
 def _child(content: bytes, name: bytes, begin: int, end: int) -> tuple[int, int, int]:
     """Return where an element of Matroska begins, where its data begins, and where it ends."""
+    return next(place for child, *place in _children(content, begin, end) if child == name)  # type: ignore[return-value]
+
+
+def _children(content: bytes, begin: int, end: int) -> Iterator[tuple[bytes, int, int, int]]:
+    """Yield the elements between two offsets: ID, begin, begin of the data, and end."""
     while begin < end:
         id_bytes = 9 - content[begin].bit_length()
-        found = content[begin : begin + id_bytes]
         at = begin + id_bytes
         size_bytes = 9 - content[at].bit_length()
-        size = int.from_bytes(content[at : at + size_bytes], "big") & (1 << 7 * size_bytes) - 1
+        unknown = (1 << 7 * size_bytes) - 1
+        size = int.from_bytes(content[at : at + size_bytes], "big") & unknown
         data = at + size_bytes
-        is_unknown = size == (1 << 7 * size_bytes) - 1
-        if found == name:
-            return begin, data, end if is_unknown else data + size
-        begin = end if is_unknown else data + size
-    raise ValueError(f"no element {name.hex()}")
+        last = end if size == unknown else data + size
+        yield content[begin:at], begin, data, last
+        begin = last
 
 
 def with_dropped_frames(content: bytes, num_dropped: int) -> bytes:

@@ -26,12 +26,14 @@ class Showing:
         numbers: Number of each frame.
         end_s: When the last frame ends.
         border_s: How far its times are from the true ones at most.
+        ratio: Width of the first frame on the screen divided by its height.
     """
 
     begins_s: Sequence[float]
     numbers: Sequence[int]
     end_s: float
     border_s: float
+    ratio: float
 
     def due(self, begin_s: float, end_s: float) -> set[int]:
         """Return the numbers of the frames that are on show at some time between two."""
@@ -46,11 +48,14 @@ def decode(path: Path, source: Source) -> Showing:
         start_s = Fraction(container.start_time or 0, av.time_base)
         videos = [stream for stream in container.streams.video]
         stream = videos[1 if {"default-second", "still-first"} & source.options.keys() else 0]
+        width, height = source.upright(np.zeros((stream.height, stream.width, 1))).shape[1::-1]
+        aspect = stream.sample_aspect_ratio or Fraction(1)
+        aspect = 1 / aspect if source.options.get("turn", 0) % 180 else aspect
         begins_s: list[Fraction] = []
         numbers: list[int] = []
         shift_s, last_s, step_s = -start_s, None, 1 / source.fps
         for frame in container.decode(stream):
-            number = read_number(source.upright(_rgb(frame), 0)).number
+            number = read_number(source.upright(_rgb(frame))).number
             if frame.pts is None:
                 begin_s = begins_s[-1] - shift_s + step_s
             else:
@@ -58,13 +63,15 @@ def decode(path: Path, source: Source) -> Showing:
             if last_s is not None and begin_s <= last_s:  # the timestamps start again
                 shift_s = begins_s[-1] + step_s - begin_s
             last_s = begin_s
+            lasting_s = frame.duration * frame.time_base or step_s
             begins_s.append(begin_s + shift_s)
             numbers.append(number)
     return Showing(
         [float(begin_s) for begin_s in begins_s],
         numbers,
-        end_s=float(begins_s[-1] + step_s),
+        end_s=float(begins_s[-1] + min(lasting_s, step_s)),  # unless the container says less, of the mean length
         border_s=source.kind.tick_s + (0.03 + float(step_s) if "restart" in source.options else 0),
+        ratio=float(Fraction(width, height) * aspect),
     )
 
 

@@ -90,7 +90,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "picture": ("crop", "size", "change-aspect", "change-colors"),
     "pixels": ("aspect", "size", "change-aspect"),
     "direction": ("turn", "mirror"),
-    "tracks": (*_TRACKS, "head", "tail", "mdhd", "fragments", "crop", "restart", "size"),
+    "tracks": (*_TRACKS, "aspect", "head", "tail", "mdhd", "fragments", "crop", "restart", "size"),
     "changes": ("size", "change-aspect", "change-colors", "restart", "gap"),
 }
 _HOURS_S = 5000
@@ -144,7 +144,7 @@ class Source:
         width, height = self._size_of(number)
         return Fraction(width, height) * aspect
 
-    def upright(self, picture: np.ndarray, number_of_part: int) -> np.ndarray:
+    def upright(self, picture: np.ndarray) -> np.ndarray:
         """Return what a player shows of a decoded picture: crop and display matrix are applied."""
         if crop := self.options.get("crop"):
             left, top, right, bottom = crop
@@ -163,9 +163,28 @@ class Source:
             path.write_bytes(container_bytes.appended(self.container, *(part.read_bytes() for part in parts)))
             for part in parts:
                 part.unlink()
-        for name, change in _PATCHES.items():
-            if name in self.options:
-                path.write_bytes(change(path.read_bytes(), self))
+        path.write_bytes(self._patched(path.read_bytes()))
+
+    def _patched(self, content: bytes) -> bytes:
+        """Write what no muxer writes into the headers."""
+        options = self.options
+        crop, aspect = options.get("crop"), options.get("aspect")
+        if self.kind.format in ("matroska", "webm"):
+            if crop or aspect:
+                size = (round(self.width * (aspect or 1)), self.height)
+                size = size[::-1] if options.get("turn", 0) % 180 else size
+                content = container_bytes.with_display(content, crop=crop or (0, 0, 0, 0), size=size)
+        elif crop:
+            content = container_bytes.with_clean_aperture(content, crop)
+        if "head" in options:
+            content = container_bytes.with_edit(content, begin_s=options["head"])
+        if "tail" in options:
+            content = container_bytes.with_edit(content, end_s=options["tail"])
+        if "mdhd" in options:
+            content = container_bytes.with_media_length(content, share=options["mdhd"])
+        if "dropped-tail" in options:
+            content = container_bytes.with_dropped_frames(content, options["dropped-tail"])
+        return content
 
     def _size_of(self, number: int) -> tuple[int, int]:
         """Return the size of a frame's visible part in pixels, in the direction in which it is shown."""
@@ -202,6 +221,7 @@ class Source:
         found = []
         for begin, end in zip(inside, inside[1:], strict=False):
             pixel_aspect = self.options.get("aspect", Fraction(1))
+            pixel_aspect = 1 / pixel_aspect if self.options.get("turn", 0) % 180 else pixel_aspect
             if aspect is not None:
                 pixel_aspect = aspect["after" if begin >= aspect["frame"] else "before"]
             matrix = None if colors is None else ("smpte170m", "bt709")[begin >= colors["frame"]]
@@ -212,8 +232,8 @@ class Source:
         options = {"movflags": "frag_keyframe+empty_moov+default_base_moof"} if "fragments" in self.options else {}
         if self.container == "webm" and "restart" in self.options:
             options["live"] = "1"
-        if "crop" in self.options and self.kind.format in ("matroska", "webm"):
-            options["write_crc32"] = "0"  # the crop is added later
+        if self.kind.format in ("matroska", "webm"):
+            options["write_crc32"] = "0"  # `_patched` changes the tracks
         offset_s = self.options.get("offset", Fraction(0))
         sound_s = -self.options.get("lead", Fraction(0)) + self.options.get("lag", Fraction(0))
         zero_s = self.begins_s[frames.start] + min(sound_s, Fraction(0)) - offset_s
@@ -336,7 +356,7 @@ def draw_source(random: Random, container: str) -> Source:
     place = random.randrange(num_frames // 4, num_frames * 3 // 4)
     for trait in traits:
         if trait != "vfr":
-            options[trait] = _PARAMETERS[trait](random, _Draft(container, fps, begins_s, place, (width, height)))
+            options[trait] = _PARAMETERS[trait](random, _Draft(codec, fps, begins_s, place, (width, height)))
     if gap := options.get("gap"):
         begins_s = [begin + (gap["seconds"] if number >= gap["frame"] else 0) for number, begin in enumerate(begins_s)]
     has_sound = bool({"lead", "lag"} & options.keys()) or random.random() < 0.5
@@ -350,7 +370,8 @@ def draw_source(random: Random, container: str) -> Source:
         begins_s=tuple(begins_s),
         width=width,
         height=height,
-        num_reordered=0 if "fragments" in options else reordered,
+        # The decoding times of an encoder with B frames begin before the last ones of the encoder before it.
+        num_reordered=0 if {"fragments", "size", "change-aspect", "change-colors"} & options.keys() else reordered,
         gop=gop,
         has_sound=has_sound,
         options=options,
@@ -361,7 +382,7 @@ def draw_source(random: Random, container: str) -> Source:
 class _Draft:
     """What is drawn before the parameters of a trait."""
 
-    container: str
+    codec: str
     fps: Fraction
     begins_s: Sequence[Fraction]
     place: int
@@ -396,7 +417,7 @@ def _seconds(*choices: str) -> Callable[[Random, _Draft], Fraction]:
 
 
 def _aspects(random: Random, draft: _Draft) -> Fraction:
-    if draft.container == "mpg":  # MPEG-2 has the ratios of the screen 4:3 and 16:9
+    if draft.codec == "mpeg2video":  # it has only the ratios of the screen 4:3 and 16:9
         return Fraction(random.choice(("4/3", "16/9"))) / Fraction(*draft.size)
     return Fraction(random.choice(("4/3", "2", "3/4", "16/11")))
 
@@ -415,9 +436,8 @@ def _change_of_size(random: Random, draft: _Draft) -> dict[str, Any]:
 
 def _gap(random: Random, draft: _Draft) -> dict[str, Any]:
     seconds = Fraction(random.choice(("3/10", "3/2", "4", "11", "13")))
-    if draft.container == "avi":
-        seconds = Fraction(math.floor(seconds * draft.fps)) / draft.fps
-    return {"frame": draft.place, "seconds": seconds}
+    # In whole frames, because an AVI has nothing else.
+    return {"frame": draft.place, "seconds": Fraction(math.ceil(seconds * draft.fps)) / draft.fps}
 
 
 def _crop(random: Random, draft: _Draft) -> tuple[int, int, int, int]:
@@ -437,7 +457,8 @@ _PARAMETERS: dict[str, Callable[[Random, _Draft], Any]] = {
     "lag": _seconds("1/5", "1"),
     "restart": lambda _, draft: draft.place,
     "head": lambda _, draft: draft.begins_s[draft.place // 2],
-    "tail": lambda _, draft: draft.begins_s[draft.place],
+    # Within a frame, because an edit is rounded to milliseconds.
+    "tail": lambda _, draft: (draft.begins_s[draft.place] + draft.begins_s[draft.place + 1]) / 2,
     "mdhd": _seconds("1/3", "2/3"),
     "fragments": lambda *_: True,
     "crop": _crop,
@@ -451,13 +472,6 @@ _PARAMETERS: dict[str, Callable[[Random, _Draft], Any]] = {
     "two-videos": lambda *_: True,
     "default-second": lambda *_: True,
     "still-first": lambda *_: True,
-}
-_PATCHES: dict[str, Callable[[bytes, Source], bytes]] = {
-    "head": lambda content, source: container_bytes.with_edit(content, begin_s=source.options["head"]),
-    "tail": lambda content, source: container_bytes.with_edit(content, end_s=source.options["tail"]),
-    "mdhd": lambda content, source: container_bytes.with_media_length(content, share=source.options["mdhd"]),
-    "crop": lambda content, source: container_bytes.with_crop(content, source.options["crop"]),
-    "dropped-tail": lambda content, source: container_bytes.with_dropped_frames(content, source.options["dropped-tail"]),
 }
 
 
@@ -476,7 +490,8 @@ def _add_video(
 ) -> Any:
     stream = file.add_stream(codec, rate=fps, options=choices)
     _set_form(stream.codec_context, codec, fps, picture, form)
-    stream.time_base = Fraction(1, 90000)
+    # An AVI has a packet for each tick: an empty packet is a frame that was dropped.
+    stream.time_base = 1 / fps if file.format.name == "avi" else Fraction(1, 90000)
     return stream
 
 

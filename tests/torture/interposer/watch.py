@@ -12,6 +12,7 @@ The configuration is passed in environment variables, which nested worker proces
                              kill-each         as kill-worker, of every process that comes to the point
                              kill-started      the program that was started at the point is killed
                              eio, enospc       the operation fails with this error
+                             full              as enospc, of this and all later ones that need space, outside $TMPDIR
                              cut               half of a write is written, and the command is killed
                              short             half of a write is written, and the call returns that size
     CLIPMILL_TORTURE_TERM    point at which the process sends itself SIGTERM, and continues
@@ -42,7 +43,7 @@ PREFIX = "CLIPMILL_TORTURE_"
 WATCH, LOG, POINT, FAULT, TERM, FLAGS, DRIVER = (
     PREFIX + name for name in ("WATCH", "LOG", "POINT", "FAULT", "TERM", "FLAGS", "DRIVER")
 )
-ERRORS = {"eio": errno.EIO, "enospc": errno.ENOSPC}
+ERRORS = {"eio": errno.EIO, "enospc": errno.ENOSPC, "full": errno.ENOSPC}
 SOURCES = "source/"  # label of the folder of source videos
 # Temporary names of `clipmill.manifests.publish`, fingerprints at the end of a name, and names drawn by `tempfile`.
 _RANDOM = (
@@ -53,6 +54,7 @@ _RANDOM = (
     (re.compile(r"(?<=/)[0-9a-f]{12}(?=[./]|$)"), "*"),
     (re.compile(r"(?<=/tmp)[a-z0-9_]{8}(?=/|$)"), "*"),
 )
+_NEEDING_SPACE = ("open", "write", "mkdir", "link")
 _NUM_KILLS = {"kill-2": 2, "kill-3": 3}
 _MIN_DRAWN = 8  # shorter ones may occur in names by coincidence
 # The original functions, for the bookkeeping, which must not be intercepted itself.
@@ -125,6 +127,9 @@ class Watch:
 
     def is_at_fault(self, point: str) -> bool:
         """Return True if the fault is to be injected here."""
+        if self.fault == "full" and (self.flags / "fault").exists():
+            operation, _, name = point.partition(":")
+            return operation in _NEEDING_SPACE and not name.startswith("TMPDIR/")
         if point != self.faulty:
             return False
         if self.claims("fault") or self.fault == "kill-each":
