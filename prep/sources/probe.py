@@ -4,7 +4,7 @@ The index of an MP4 lists the position of every packet, so that truncation is de
 containers are demuxed once from end to end, without decoding. In every case one frame is decoded, to obtain the actual
 size and rotation.
 
-Files are opened only with the demuxers in `DEMUXERS` and through the file protocol: a playlist or concat script
+Files are opened only with an allowlist of demuxers and through the file protocol: a playlist or concat script
 disguised as a video is refused, so that it cannot make libav read other files. Objects are read by ranges
 (`clipmill.prep.sources.remote`), with the same result.
 
@@ -15,7 +15,7 @@ exhausts its memory, affects only that process.
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import av
@@ -26,15 +26,18 @@ from av.video.stream import VideoStream
 from clipmill.manifests.storage.urls import Place
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.access import OpenSource, fingerprint_of, open_source
-from clipmill.prep.sources.packet_times import demuxed_times, indexed_times, is_indexed
 from clipmill.prep.sources.truncation import missing_index, truncation
-from clipmill.shards.containers import CONTAINERS, FILE_PROTOCOLS
+from clipmill.shards.timeline import (
+    Picture,
+    TimelineError,
+    first_picture,
+    has_index,
+    indexed_timeline,
+    open_container,
+    read_timeline,
+    video_tracks,
+)
 
-DEMUXERS = f"{CONTAINERS},h264,hevc"
-PROTOCOLS = FILE_PROTOCOLS
-# In these formats a seek lands on any packet instead of a key frame, because they have no list of key frames.
-_BLIND_SEEKS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
-_MAX_PIXEL_ASPECT = 64  # beyond it, a few rows in a damaged header would become a picture of gigabytes
 # Errors of the machine rather than of the file; they may be gone at the next probe.
 _MACHINE_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENODEV}
@@ -57,6 +60,8 @@ class SourceFacts:
         key_gap_s: longest time in seconds between two key frames if a seek may land between them; 0 if a seek lands on
             a key frame.
         num_audio: number of audio streams.
+        timeline: timeline and shape of the video (`clipmill.shards.timeline.Timeline.to_json`).
+        notes: what may surprise in the video, a line each.
     """
 
     fingerprint: str
@@ -68,6 +73,8 @@ class SourceFacts:
     codec: str
     key_gap_s: float
     num_audio: int = 0
+    timeline: str = ""
+    notes: str = ""
 
 
 def probe(place: Place, *, on_read: Callable[[], None] = lambda: None) -> SourceFacts:
@@ -89,34 +96,41 @@ def _probe(source: OpenSource, *, on_read: Callable[[], None]) -> SourceFacts:
     if size_bytes == 0:
         raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "the file is empty")
     with opened(source) as container:
-        stream = first_video(container)
-        indexed = stream is not None and is_indexed(container, stream)
-        missing = None if indexed else truncation(source, format_name=container.format.name)
+        stream = next(iter(video_tracks(container)), None)
+        is_indexed = stream is not None and has_index(container, stream)
+        missing = None if is_indexed else truncation(source, format_name=container.format.name)
         if missing:
             raise SourceFailure(FailureCode.SOURCE_TRUNCATED, missing)
         if stream is None:
             kinds: list[str] = sorted({stream.type for stream in container.streams})
             raise SourceFailure(FailureCode.NO_VIDEO, f"no video stream (streams: {', '.join(kinds) or 'none'})")
-        width, height = _shown_size(container, stream)
-        times = indexed_times(container, stream, size_bytes=size_bytes) if indexed else None
-        rate = stream.average_rate or stream.guessed_rate or Fraction(0)
-        codec, index = stream.codec_context.codec.canonical_name, stream.index
+        look = _look_at(container, stream)
+        timeline = None
+        if is_indexed:
+            with as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
+                timeline = indexed_timeline(container, stream, size_bytes=size_bytes)
         num_audio = len(container.streams.audio)
-        is_blind = container.format.name in _BLIND_SEEKS
-    if times is None:
+    if timeline is None:
         # Opened again because not every container can be rewound.
         with opened(source) as container, as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
-            times = demuxed_times(container, video_index=index, on_read=on_read)
+            timeline, _ = read_timeline(container, file=source.file, on_read=on_read)
+    if timeline.track != look.track:  # the first track has a single frame
+        with opened(source) as container:
+            look = _look_at(container, container.streams[timeline.track])
+    picture = look.picture
+    timeline = replace(timeline, shape=picture.shape, transfer=picture.transfer, primaries=picture.primaries)
     return SourceFacts(
         fingerprint=fingerprint,
         size_bytes=size_bytes,
-        end_s=float(times.end_s),
-        fps=float(rate),
-        width=width,
-        height=height,
-        codec=codec,
-        key_gap_s=float(times.key_gap_s) if is_blind else 0.0,
+        end_s=float(timeline.end),
+        fps=look.fps,
+        width=picture.width,
+        height=picture.height,
+        codec=look.codec,
+        key_gap_s=float(timeline.key_gap),
         num_audio=num_audio,
+        timeline=timeline.to_json(),
+        notes="\n".join((*timeline.notes, *picture.notes)),
     )
 
 
@@ -130,12 +144,7 @@ def opened(source: OpenSource) -> Iterator[InputContainer]:
     try:
         with as_failure(FailureCode.SOURCE_UNREADABLE, "not a supported video container"):
             source.file.seek(0)
-            container: InputContainer = av.open(
-                source.for_libav,
-                "r",
-                options={"format_whitelist": DEMUXERS, "protocol_whitelist": PROTOCOLS},
-                metadata_errors="ignore",
-            )
+            container = open_container(source.for_libav)
     except SourceFailure as failure:
         if failure.code != FailureCode.SOURCE_UNREADABLE or (missing := missing_index(source)) is None:
             raise
@@ -144,27 +153,21 @@ def opened(source: OpenSource) -> Iterator[InputContainer]:
         yield container
 
 
-def first_video(container: InputContainer) -> VideoStream | None:
-    """Return the first video stream that is not an attached picture: the one selected by `-map 0:V:0`."""
-    for stream in container.streams.video:
-        if not stream.disposition & av.stream.Disposition.attached_pic:
-            return stream
-    return None
+@dataclass(frozen=True)
+class _Look:
+    """What the first frame and the header say of one video track."""
+
+    track: int
+    picture: Picture
+    fps: float
+    codec: str
 
 
-def _shown_size(container: InputContainer, stream: VideoStream) -> tuple[int, int]:
-    if stream.codec_context is None:
-        raise SourceFailure(FailureCode.DECODE_ERRORS, "no decoder for the video stream")
-    stream.codec_context.thread_count = 1  # only one frame is decoded; more threads would use more memory
+def _look_at(container: InputContainer, stream: VideoStream) -> _Look:
     with as_failure(FailureCode.DECODE_ERRORS, "no frame can be decoded"):
-        frame = next(container.decode(stream), None)
-    if frame is None:
-        raise SourceFailure(FailureCode.ZERO_DURATION, "the video stream has no frames")
-    aspect = stream.sample_aspect_ratio or Fraction(1)
-    if aspect > _MAX_PIXEL_ASPECT or 0 < aspect * _MAX_PIXEL_ASPECT < 1:
-        raise SourceFailure(FailureCode.DECODE_ERRORS, f"implausible pixel aspect ratio in the header: {aspect}")
-    width, height = max(1, round(frame.width * aspect)) if aspect > 0 else frame.width, frame.height
-    return (height, width) if frame.rotation % 180 else (width, height)
+        picture = first_picture(container, stream)
+    rate = stream.average_rate or stream.guessed_rate or Fraction(0)
+    return _Look(stream.index, picture, float(rate), stream.codec_context.codec.canonical_name)
 
 
 @contextmanager
@@ -172,6 +175,8 @@ def as_failure(code: FailureCode, what: str) -> Iterator[None]:
     """Convert the errors that libav raises inside the block, whatever the file contains, to failure `code`."""
     try:
         yield
+    except TimelineError as error:
+        raise SourceFailure(FailureCode(error.code), str(error)) from None
     except MemoryError:
         message = f"{what}: memory limit exceeded"
         raise SourceFailure(FailureCode.OUT_OF_MEMORY, message, is_lasting=False) from None

@@ -31,7 +31,7 @@ _MAX_SAVING = 0.03  # of the time may be spent on saving, which takes longer the
 _FRESH_AT_ONCE = 4096  # probes held as Python objects
 _NEVER = -1  # an impossible modification time: the row is not reused by the next run
 # Increment this when probes begin to accept files that they used to reject: older failures are then probed again.
-_RULES = {b"probe_rules": b"2"}
+_RULES = {b"probe_rules": b"3"}
 
 PROBES = pa.schema(
     [
@@ -48,6 +48,8 @@ PROBES = pa.schema(
         pa.field("codec", pa.string()),
         pa.field("key_gap_s", pa.float64()),
         pa.field("num_audio", pa.int32()),
+        pa.field("timeline", pa.string()),  # JSON (clipmill.shards.timeline)
+        pa.field("notes", pa.string()),  # what may surprise, a line each
     ],
     metadata=_RULES,
 )

@@ -1,16 +1,20 @@
 """One encoder pass over a span: the filter graph, the arguments, the process, and the check of the encoded frames.
 
-ffmpeg seeks to a point shortly before the span. The fps filter then drops everything before the span's first frame; a
-seek alone could miss the source frame that is visible at that moment. If that frame began before the point, as in
-slides and screen recordings, the seek has dropped it too: the pass is stopped at its first frame, and another one seeks
-to an earlier point. The segment muxer cuts at forced key frames, one
-per chunk. Frames between two chunks that belong to none are encoded too, into a segment that is not kept. ffmpeg also
-records the source timestamp of every encoded frame (`-stats_enc_pre`).
+ffmpeg gets the timestamps of the source as they are (`-copyts`), and seeks to a point shortly before the span. The fps
+filter then drops everything before the span's first frame; a seek alone could miss the source frame that is visible at
+that moment. If that frame began before the point, as in slides and screen recordings, the seek has dropped it too: the
+pass is stopped at its first frame, and another one seeks to an earlier point. The segment muxer cuts at forced key
+frames, one per chunk. Frames between two chunks that belong to none are encoded too, into a segment that is not kept.
+ffmpeg also records the source timestamp of every encoded frame (`-stats_enc_pre`), which is compared with the source's
+own packets.
+
+The graph of filters is never built again, because time would begin again with it: where the picture changes, the scaler
+gives each part its own shape within the size of the chunks.
 """
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,16 +25,23 @@ from typing import Any
 import ffmpeg
 import numpy as np
 
-from clipmill.prep.sources.probe import DEMUXERS, PROTOCOLS, SourceFacts
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.sources.probe import SourceFacts, as_failure
 from clipmill.prep.video.codecs import codec_named
-from clipmill.prep.video.ffmpeg import run
+from clipmill.prep.video.ffmpeg import has_version, run
 from clipmill.prep.video.ffmpeg_errors import require_success
 from clipmill.prep.video.recipe import ResolvedRecipe
 from clipmill.prep.video.settings import ChunkSettings
-from clipmill.prep.video.source_times import TIMES_FORMAT, check_source_times, is_late, source_times
 from clipmill.prep.video.spans import Span
+from clipmill.shards.containers import FILE_PROTOCOLS
+from clipmill.shards.timeline import CONTINUOUS_FORMAT, DEMUXERS, Filter, Timeline, frame_times
 
 _TIMES_FILE = "times.txt"
+_TIMES_FORMAT = "{ptsi} {tbi}"  # for -stats_enc_pre: timestamp and time base of the source frame
+_ROUNDING_S = 2e-6  # ffmpeg seeks with microsecond precision
+_MAX_HIDDEN = 2  # packets in a row without a frame of their own: second fields, and frames that are never shown
+_UNKNOWN_COLOUR = 2
+_CONTAINER_CROPS = (7, 1)  # the first ffmpeg that applies the crop of the container
 _PROGRESS_FILE = "progress.txt"
 _MIN_LIMIT_S = 120.0
 _FURTHER = 32  # times as far before the span, each time that its first source frame began even earlier
@@ -43,8 +54,8 @@ class EncodedSpan:
 
     Attributes:
         segments: files of the span's pieces, in order: its chunks, and what was left out between them.
-        source_times_s: float64 [frames]: timestamp in seconds of the source frame shown by each output frame
-            (`source_times`).
+        source_times_s: float64 [frames]: time in seconds, from the start of the video, of the source frame that each
+            output frame shows.
         cpu_s: user and system CPU time of the encoder in seconds.
     """
 
@@ -81,28 +92,31 @@ def encode_span(
     Raises:
         SourceFailure: the pass failed, or its frames are not those of the span.
     """
-    fps = recipe.settings.fps_exact
+    fps, timeline = recipe.settings.fps_exact, Timeline.from_json(source.timeline)
     limit_s = max(_MIN_LIMIT_S, _LIMIT_PER_VIDEO_S * float(span.num_frames / fps))
 
     def encode(folder: Path, *, reach: int) -> EncodedSpan:
         times_file, seek_s = folder / _TIMES_FILE, _seek_s(span, fps=fps, source=source, reach=reach)
 
         def require_first(times_s: np.ndarray) -> None:
-            if seek_s and is_late(times_s[:1], span=span, fps=fps).any():
+            if seek_s and _is_late(times_s[:1], span=span, fps=fps).any():
                 raise _FirstFrameDropped
 
         def poll() -> None:
             with suppress(FileNotFoundError), times_file.open() as file:
                 if (line := file.readline()).endswith("\n"):
-                    require_first(source_times([line], offset_s=seek_s))
+                    require_first(_source_times([line], start=timeline.start))
             on_frames(_encoded_frames(folder / _PROGRESS_FILE))
 
         arguments = span_arguments(source_path, source=source, span=span, recipe=recipe, program=program, reach=reach)
         outcome = run(arguments, folder=folder, limit_s=limit_s, on_poll=poll)
         require_success(outcome, limit_s=limit_s)
-        times_s = source_times(times_file.read_text().splitlines(), offset_s=seek_s)
+        times_s = _source_times(times_file.read_text().splitlines(), start=timeline.start)
         require_first(times_s if len(times_s) else np.full(1, np.inf))
-        check_source_times(times_s, span=span, fps=fps, source_frame_s=1 / source.fps if source.fps else 0.0)
+        end_s = (span.first_frame + span.num_frames) / fps
+        with as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
+            packets_s = frame_times(source_path, timeline, begin=seek_s, end=Fraction(end_s))
+        check_frames(times_s, packets_s, span=span, fps=fps, source_frame_s=1 / source.fps if source.fps else 0.0)
         return EncodedSpan(segments=sorted(folder.glob("[0-9]*.mp4")), source_times_s=times_s, cpu_s=outcome.cpu_s)
 
     for number in count():
@@ -126,8 +140,9 @@ def span_arguments(
         reach: how much further before the span than usual the pass starts reading, as a factor.
     """
     settings, codec = recipe.settings, codec_named(recipe.settings.codec)
-    stream, video = scaled_frames(source_path, source=source, span=span, settings=settings, reach=reach)
-    margin_s = _margin_s(span, fps=settings.fps_exact, source=source, reach=reach)
+    timeline = Timeline.from_json(source.timeline)
+    stream, video = _scaled_frames(source_path, source=source, span=span, recipe=recipe, reach=reach)
+    begin_s = timeline.start + span.first_frame / settings.fps_exact
     length_s = _microseconds(span.num_frames / settings.fps_exact)
     streams = [video]
     options: dict[str, str | int | None] = {"an": None}
@@ -138,8 +153,11 @@ def span_arguments(
             "b:a": "128k",
             "ac": 2,
             "ar": 48000,
-            "af": f"atrim=start={_microseconds(margin_s)},asetpts=PTS-{margin_s}/TB,aresample=async=1:first_pts=0",
+            "af": f"atrim=start={_microseconds(begin_s)},asetpts=PTS-{begin_s}/TB,aresample=async=1:first_pts=0",
         }
+    # Values of ISO/IEC 23091-2, where 2 is "unknown"; the scaler passes the matrix and the range on, and nothing else.
+    options |= {"color_trc": timeline.transfer} if timeline.transfer != _UNKNOWN_COLOUR else {}
+    options |= {"color_primaries": timeline.primaries} if timeline.primaries != _UNKNOWN_COLOUR else {}
     options |= {
         "c:v": codec.encoder,
         "threads:v": 1,
@@ -162,7 +180,7 @@ def span_arguments(
         # With B frames, decoding timestamps begin below zero; muxers would otherwise shift the presentation timestamps.
         "avoid_negative_ts": "disabled",
         "stats_enc_pre:v": _TIMES_FILE,
-        "stats_enc_pre_fmt:v": TIMES_FORMAT,
+        "stats_enc_pre_fmt:v": _TIMES_FORMAT,
         "format": "segment",
         "segment_frames": ",".join(map(str, borders)) or str(span.num_frames),
         "reset_timestamps": 1,
@@ -170,7 +188,7 @@ def span_arguments(
         "segment_format_options": "movflags=+faststart:fflags=+bitexact:avoid_negative_ts=disabled",
     }
     output = ffmpeg.output(*streams, "%06d.mp4", **options)
-    general = ["-hide_banner", "-nostdin", "-loglevel", "error", "-xerror", "-nostats"]
+    general = ["-copyts", "-hide_banner", "-nostdin", "-loglevel", "error", "-xerror", "-nostats"]
     return output.global_args(*general, "-progress", _PROGRESS_FILE).compile(cmd=program)
 
 
@@ -181,46 +199,159 @@ def _key_frames(settings: ChunkSettings, borders: list[int]) -> str:
     return "expr:" + "+".join(f"eq(n,{frame})" for frame in (0, *borders))
 
 
-def scaled_frames(
-    source_path: Path, *, source: SourceFacts, span: Span, settings: ChunkSettings, reach: int = 1
+def _scaled_frames(
+    source_path: Path, *, source: SourceFacts, span: Span, recipe: ResolvedRecipe, reach: int
 ) -> tuple[Any, Any]:
     """Return (source stream, frames that the encoder of `span` receives) as streams of ffmpeg-python.
 
     The frames have the size and frame rate of the chunks and begin at time 0. The output options limit their number.
     """
-    fps = settings.fps_exact
-    width, height = output_size(source, short_side=settings.short_side)
+    settings, timeline = recipe.settings, Timeline.from_json(source.timeline)
+    fps, shape = settings.fps_exact, timeline.shape
     seek_s = _seek_s(span, fps=fps, source=source, reach=reach)
-    margin_s = _margin_s(span, fps=fps, source=source, reach=reach)
-    input_options = {"ss": _microseconds(seek_s)} if seek_s else {}
+    input_options: dict[str, Any] = {"fflags": "+genpts"}  # as PyAV reads it: MPEG-PS has few presentation times
+    if seek_s:
+        seek_start = timeline.start if timeline.seek_start is None else timeline.seek_start
+        input_options["ss"] = _microseconds(max(Fraction(0), seek_s + timeline.start - seek_start))
+    if any(shape.crop):
+        if has_version(recipe.ffmpeg, _CONTAINER_CROPS):
+            input_options["apply_cropping"] = "codec"
+    else:
+        input_options["reinit_filter"] = 0
+    if shape.orientation_filters():
+        input_options["autorotate"] = 0
     stream = ffmpeg.input(
         f"file:{source_path}",
         threads=1,
-        protocol_whitelist=PROTOCOLS,
-        format_whitelist=DEMUXERS,
+        protocol_whitelist=FILE_PROTOCOLS,
+        format_whitelist=f"{DEMUXERS},{CONTINUOUS_FORMAT}",
         **input_options,
     )
-    resize = [width, height]
-    resize_options = {"flags": f"{settings.scaler}+accurate_rnd+bitexact", "out_range": "tv"}
-    rate_options = {"fps": settings.fps, "start_time": _microseconds(margin_s), "round": "near"}
-    video = stream["V:0"]
-    # The cheaper order: resize before frames are duplicated, or after frames are dropped. The result is the same.
-    if source.fps <= fps:
-        video = video.filter("scale", *resize, **resize_options).filter("fps", **rate_options)
-    else:
-        video = video.filter("fps", **rate_options).filter("scale", *resize, **resize_options)
-    return stream, video.filter("format", "yuv420p").filter("setsar", "1").filter("setpts", _minus(margin_s, fps=fps))
+    # In this unit, times of the source and of output frames are both exact.
+    unit = f"intb/{fps.numerator if fps.numerator <= _MAX_FPS else fps.numerator // 1000}"
+    begin_s = timeline.start + span.first_frame / fps
+    rate: Filter = ("fps", {"fps": settings.fps, "start_time": _microseconds(begin_s), "round": "near"})
+    resize, upright = _resize_filters(source, timeline, settings=settings), shape.orientation_filters()
+    filters = [
+        *shape.crop_filters(),
+        ("settb", {"expr": unit}),
+        # The cheaper order: resize before frames are duplicated, or after frames are dropped. The result is the same.
+        *([*resize, rate] if source.fps <= fps else [rate, *resize]),
+        *([*upright, ("sidedata", {"mode": "delete", "type": "DISPLAYMATRIX"})] if upright else []),
+        ("setsar", {"sar": "1"}),
+        ("setpts", {"expr": "N"}),
+    ]
+    video = stream[str(timeline.track)]
+    for name, options in filters:
+        video = video.filter(name, **options)
+    return stream, video
 
 
-def _minus(margin_s: Fraction, *, fps: Fraction) -> str:
-    """Return the expression that subtracts a margin from timestamps in output frames.
+_MAX_FPS = 240  # of a recipe; greater numerators are thousands, as in 30000/1001
 
-    ffmpeg computes with doubles and truncates the result. Where `margin_s / TB` is not exact (31/30 s at 30 fps), the
-    second frame would become the first.
+
+def _resize_filters(source: SourceFacts, timeline: Timeline, *, settings: ChunkSettings) -> list[Filter]:
+    """Return the filters that give every picture the size of the chunks, before it is turned upright.
+
+    A picture with the proportions of the first one is scaled to this size. Another one, later in the stream, is scaled
+    to fit into it.
     """
-    frames = margin_s * fps
-    is_exact = margin_s.numerator / margin_s.denominator / (fps.denominator / fps.numerator) == frames
-    return f"PTS-{margin_s}/TB" if is_exact else f"PTS-{frames}"
+    width, height = output_size(source, short_side=settings.short_side)
+    shown = Fraction(source.width, source.height)
+    if timeline.shape.is_transposed:
+        width, height, shown = height, width, 1 / shown
+    aspect = str(float(timeline.aspects[0][1]))
+    for time, later in timeline.aspects[1:]:
+        # Between two frames: times are compared as floating-point numbers.
+        aspect = f"if(lt(t,{float(time + timeline.start) - _BEFORE_S:.6f}),{aspect},{float(later)})"
+    ratio = f"(iw*{aspect}/ih)"
+    is_same = f"lt(abs({ratio}/{float(shown)}-1),{_SAME_SHAPE})"
+    return [
+        (
+            "scale",
+            {
+                "w": f"if({is_same},{width},min({width},max(2,2*round({height}*{ratio}/2))))",
+                "h": f"if({is_same},{height},min({height},max(2,2*round({width}/{ratio}/2))))",
+                "eval": "frame",
+                "flags": f"{settings.scaler}+accurate_rnd+bitexact",
+                "out_range": "tv",
+            },
+        ),
+        ("format", {"pix_fmts": "yuv420p"}),
+        ("pad", {"w": str(width), "h": str(height), "x": "(ow-iw)/2", "y": "(oh-ih)/2", "eval": "frame"}),
+    ]
+
+
+_SAME_SHAPE = 0.02  # relative difference of proportions below which a picture fills the chunk
+_BEFORE_S = 0.0005
+
+
+def _source_times(lines: Sequence[str], *, start: Fraction) -> np.ndarray:
+    """Return the source time of each output frame in seconds from the start of the video: float64 [frames].
+
+    Args:
+        lines: a line in _TIMES_FORMAT for each output frame.
+        start: timestamp of the start of the video in seconds.
+
+    Raises:
+        SourceFailure: io_error, if a line is truncated.
+    """
+    if not lines:
+        return np.zeros(0)
+    try:
+        unit_s = Fraction(lines[0].split()[1])  # there is one stream, hence one time base
+        counts = np.array([line.split()[0] for line in lines], np.int64)
+    except (ValueError, IndexError):
+        raise SourceFailure(FailureCode.IO_ERROR, "ffmpeg's list of frame times is truncated") from None
+    return counts * float(unit_s) - float(start)
+
+
+def check_frames(
+    times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps: Fraction, source_frame_s: float
+) -> None:
+    """Compare the source frames that were encoded with the source's packets and the span's plan.
+
+    Every output frame must show the source frame visible at its time: the last one that begins at most half an output
+    frame later. If a video begins with a gap, its first output frames may show a later source frame. The last span may
+    end earlier than the header announced, by two output frames or one source frame, whichever is longer.
+
+    Args:
+        times_s: times of the source frames shown, float64 [frames], in seconds from the start of the video.
+        packets_s: times of the source's packets, float64 [packets], ascending, likewise.
+
+    Raises:
+        SourceFailure: source_truncated, or frames_differ.
+    """
+    slack_frames = max(2, math.ceil(source_frame_s * fps) + 1) if span.is_last else 0
+    if len(times_s) < span.num_frames - slack_frames or not len(times_s):
+        raise SourceFailure(
+            FailureCode.SOURCE_TRUNCATED,
+            f"truncated: span {span.index} has {len(times_s)} of the {span.num_frames} frames that the header implies",
+        )
+    due_s, half_s = _due_s(times_s, span=span, fps=fps), float(1 / (2 * fps))
+    wrong = _is_late(times_s, span=span, fps=fps)
+    if span.index == 0:
+        wrong &= times_s != times_s[0]
+    shown = np.searchsorted(packets_s, times_s + _ROUNDING_S)
+    due = np.searchsorted(packets_s, due_s + half_s - _ROUNDING_S)
+    wrong |= due - shown > _MAX_HIDDEN
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        begins_s = packets_s[max(0, due[first] - 1)] if len(packets_s) else due_s[first]
+        raise SourceFailure(
+            FailureCode.FRAMES_DIFFER,
+            f"output frame {span.first_frame + first} at {due_s[first]:.4f} s shows the source frame of"
+            f" {times_s[first]:.4f} s, expected the one of {begins_s:.4f} s",
+        )
+
+
+def _is_late(times_s: np.ndarray, *, span: Span, fps: Fraction) -> np.ndarray:
+    """Whether each of the first frames of a span shows a source frame that begins after it: bool, as `times_s`."""
+    return times_s > _due_s(times_s, span=span, fps=fps) + float(1 / (2 * fps)) + _ROUNDING_S
+
+
+def _due_s(times_s: np.ndarray, *, span: Span, fps: Fraction) -> np.ndarray:
+    return (span.first_frame + np.arange(len(times_s))) * fps.denominator / fps.numerator
 
 
 def _seek_s(span: Span, *, fps: Fraction, source: SourceFacts, reach: int) -> Fraction:
@@ -229,11 +360,6 @@ def _seek_s(span: Span, *, fps: Fraction, source: SourceFacts, reach: int) -> Fr
     It is `reach` times one second and one key frame interval before the span.
     """
     return Fraction(max(0, span.first_frame - reach * math.ceil((1 + Fraction(source.key_gap_s)) * fps))) / fps
-
-
-def _margin_s(span: Span, *, fps: Fraction, source: SourceFacts, reach: int) -> Fraction:
-    """Return how many seconds before the span the pass starts reading."""
-    return Fraction(span.first_frame) / fps - _seek_s(span, fps=fps, source=source, reach=reach)
 
 
 def _microseconds(seconds: Fraction) -> str:

@@ -69,7 +69,7 @@ def find_ffmpeg() -> Ffmpeg:
     named = os.environ.get(PROGRAM_VARIABLE)
     if named:
         version = _version(named, where=f"${PROGRAM_VARIABLE}")
-        if _is_too_old(version):
+        if not has_version(version, MIN_VERSION):
             raise UserError(
                 f'the ffmpeg program "{named}" (${PROGRAM_VARIABLE}) has version {version}, but {LEAST_VERSION} or '
                 "newer is required",
@@ -79,7 +79,7 @@ def find_ffmpeg() -> Ffmpeg:
     on_path, passed_over = shutil.which("ffmpeg"), None
     if on_path:
         found = _version(on_path, where="PATH")
-        if not _is_too_old(found):
+        if has_version(found, MIN_VERSION):
             return Ffmpeg(path=on_path, version=found)
         passed_over = f"{on_path} {found}"
     try:
@@ -131,10 +131,10 @@ def _version(path: str, *, where: str) -> str:
     return words[2]
 
 
-def _is_too_old(version: str) -> bool:
+def has_version(version: str, least: tuple[int, int]) -> bool:
+    """Return True if a version is `least` or newer. Git builds, such as N-12345-g..., count as recent."""
     digits = version.lstrip("n").split("-")[0].split(".")
-    # Git builds have names such as N-12345-g... instead of a version number, and count as recent.
-    return digits[0].isdigit() and tuple(int(digit) for digit in digits[:2] if digit.isdigit()) < MIN_VERSION
+    return not digits[0].isdigit() or tuple(int(digit) for digit in digits[:2] if digit.isdigit()) >= least
 
 
 @cache

@@ -65,9 +65,12 @@ def make_span(
     """
     for tries_left in reversed(range(_TRIES)):
         try:
+            path, source = sources.continuous(
+                _checked_source(plan, sources=sources), plan.source, with_sound=recipe.settings.audio == "keep"
+            )
             encoded = encode_span(
-                _checked_source(plan, sources=sources),
-                source=plan.source,
+                path,
+                source=source,
                 span=plan.span,
                 recipe=recipe,
                 program=program,

@@ -16,6 +16,7 @@ from clipmill.prep.video.encode import encode_span
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Plan, SpanPlan, Workload
 from clipmill.prep.video.spans import Span
+from clipmill.shards.timeline import Timeline
 
 _NUM_VIDEOS = 3  # and the heaviest one
 _SHORT_S, _LONG_S = 1.0, 4.0
@@ -52,6 +53,8 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> list[EncodeTrial
     chosen = sorted({heaviest, *by_size})
     found = []
     for index, span in zip(chosen, plan.spans([int(rows[index]) for index in chosen]), strict=True):
+        if not Timeline.from_json(span.source.timeline).is_continuous:
+            continue  # a copy of the file would have to be made first
         try:
             costs = [_cost(plan, span, length_s=length_s) for length_s in (_SHORT_S, _LONG_S)]
         except (SourceFailure, OSError):

@@ -90,7 +90,9 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
     beat = Heartbeat(
         task.variant_dir, task.shard_id, num_chunks=sum(len(plan.span.chunk_frames) for plan in task.spans)
     )
-    sources = StagedSources(limit_bytes=task.scratch_bytes, on_wait=lambda: beat.show(writer.num_samples))
+    sources = StagedSources(
+        folder=scratch, limit_bytes=task.scratch_bytes, on_wait=lambda: beat.show(writer.num_samples)
+    )
     with beat, writer, sources:
         for plan in task.spans:
             done, starts = writer.num_samples, plan.span.chunk_starts()
