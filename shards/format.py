@@ -168,7 +168,7 @@ CAPTIONS_FIELDS = [
     pa.field("fps_den", pa.int32(), nullable=False),
     pa.field("caption_text", pa.string(), nullable=False),  # one line
     pa.field("caption_words", pa.int32(), nullable=False),
-    pa.field("finish_reason", pa.string(), nullable=False),  # why the model ended: stop
+    pa.field("finish_reason", pa.string()),  # why the model ended: stop; null if the server did not say
     pa.field("tokens_in", pa.int32()),  # of pictures and prompt; null if the server did not say
     pa.field("tokens_out", pa.int32()),
     pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was captioned

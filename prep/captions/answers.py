@@ -5,7 +5,8 @@
 
 A line is on disk before the next request of its place in the queue is sent, so that a killed run loses what was in
 flight, and nothing that was paid for. A line that a kill has cut short, or that is damaged, is ignored. The last line
-about a chunk counts. The journal is kept: it has what the shard has not, such as the seconds of each answer.
+about a chunk counts. The journal is kept: it has what the shard has not, such as the seconds of each answer. A line
+names its chunk by the fingerprint of the content, so that an answer is found when the chunk has moved to another shard.
 """
 
 import json
@@ -14,7 +15,7 @@ import re
 import threading
 import unicodedata
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,32 +23,42 @@ from typing import Any, Self
 
 from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.publish import make_folder
+from clipmill.manifests.quoting import on_one_line, quoted
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 
 ANSWERS_FOLDER = "answers"
 ANSWER_FILE = re.compile(r"\d{6,}\.jsonl|spent")
+KEY_VARIABLE = "OPENAI_API_KEY"
 _SPENT_FILE = "spent"
-_STOP, _LENGTH, _FILTERED = "stop", "length", "content_filter"
+_LENGTH, _FILTERED = "length", "content_filter"
+# How servers say that the model ended the answer by itself: OpenAI's word, and those of Together, TGI and Anthropic.
+# All other words, also unknown ones, mean that the text may be cut off.
+_COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")
 _RECORD_BYTES = 8
+_FINGERPRINT = re.compile(rb'"chunk_fingerprint": "([0-9a-f]{32})"')
 _MAX_TOKENS = (1 << 31) - 1  # of one answer; the index has 32 bits
-_SHOWN = {"Cc": " ", "Cs": ""}  # Unicode categories of control characters and surrogates
+_MIN_SECRET_CHARS = 8  # of keys that are hidden within words too
+# Characters that show nothing, besides those of the category of format characters: joiners, fillers, selectors.
+_INVISIBLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0000-\U000e0fff]"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a model said about a chunk.
+    """Answer of a model to the question about a chunk. Its strings lose lone surrogates, which no file can hold.
 
     Attributes:
-        text: as it came.
-        finish_reason: why the model ended: stop, length, content_filter.
-        refusal: why it declines to answer, in a field of its own.
-        tokens_in, tokens_out: of pictures and prompt, and of the answer; None if the server did not say.
-        seconds: from the request to the answer, retries included; of a batch, its share.
-        model: name under which the model answered.
+        text: Text as it came.
+        finish_reason: Reason why the model ended: stop, length, content_filter; None if the server gave none.
+        refusal: Reason why the model declines to answer, in a field of its own.
+        tokens_in, tokens_out: Number of tokens of pictures and prompt, and of the answer; None if the server gave none.
+        seconds: Time from the request to the answer, retries included; of a batch, its share.
+        model: Name under which the model answered.
     """
 
     text: str
-    finish_reason: str
+    finish_reason: str | None
     tokens_in: int | None
     tokens_out: int | None
     seconds: float
@@ -55,8 +66,13 @@ class Answer:
     refusal: str | None = None
 
     def __post_init__(self) -> None:
-        if any(count is not None and token_count(count) is None for count in (self.tokens_in, self.tokens_out)):
-            raise ValueError(f"{self.tokens_in} and {self.tokens_out} are not numbers of tokens")
+        values: dict[str, Any] = {name: _storable(getattr(self, name)) for name in ("text", "model")}
+        for name in ("finish_reason", "refusal"):
+            given = getattr(self, name)
+            values[name] = None if given is None else _storable(given) or None
+        values |= {name: _token_count(getattr(self, name)) for name in ("tokens_in", "tokens_out")}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def tokens(self) -> int:
@@ -70,31 +86,67 @@ class Answer:
 
     @property
     def caption(self) -> str:
-        """The text on one line, without control characters and lone surrogates."""
-        return " ".join("".join(_SHOWN.get(unicodedata.category(char), char) for char in self.text).split())
+        """The text on one line, without control characters and words that show nothing."""
+        text = "".join(" " if unicodedata.category(char) == "Cc" else char for char in self.text)
+        return " ".join(word for word in text.split() if not all(map(_shows_nothing, word)))
 
     def problem(self, model: str) -> SourceFailure | None:
-        """Return why the answer is not a caption by `model`, or None.
+        """Return why the answer is not a caption by `model`, or None; the message does not contain the key.
 
         A server may add the date of a snapshot to the name: gpt-4o-2024-08-06 for gpt-4o.
         """
+        code = message = None
         if re.fullmatch(re.escape(model) + r"(-\d[\d-]*)?", self.model) is None:
+            code = FailureCode.OTHER_MODEL
             message = f'the server answered with the model "{self.model}" in place of "{model}"'
-            return SourceFailure(FailureCode.OTHER_MODEL, message)
-        if self.refusal or self.finish_reason == _FILTERED:
-            return SourceFailure(
-                FailureCode.ANSWER_REFUSED, self.refusal or "a filter of the server removed the answer"
-            )
-        if self.finish_reason == _LENGTH:
-            return SourceFailure(FailureCode.ANSWER_TRUNCATED, f"the answer was cut off after {self.tokens_out} tokens")
-        if not self.caption:
-            return SourceFailure(FailureCode.ANSWER_EMPTY, "the answer has no text")
-        return None
+        elif self.refusal or self.finish_reason == _FILTERED:
+            code = FailureCode.ANSWER_REFUSED
+            message = self.refusal or "a filter of the server removed the answer"
+        elif self.finish_reason == _LENGTH:
+            code = FailureCode.ANSWER_TRUNCATED
+            message = f"the answer was cut off after {self.tokens_out} tokens"
+        elif self.finish_reason is not None and self.finish_reason.lower() not in _COMPLETE:
+            code = FailureCode.ANSWER_INCOMPLETE
+            message = f'the server ended the answer with finish_reason "{on_one_line(self.finish_reason)}"'
+        elif not self.caption:
+            code, message = FailureCode.ANSWER_EMPTY, "the answer has no text"
+        return None if code is None or message is None else SourceFailure(code, without_key(message))
 
 
-def token_count(given: object) -> int | None:
+def without_key(message: str) -> str:
+    """Return a message in which `***` stands for the key of the server; some servers repeat it in their errors.
+
+    Only messages are changed, never answers. A short key, such as the EMPTY of a server that needs none, is replaced
+    only where it is a word of its own.
+    """
+    key = os.environ.get(KEY_VARIABLE)
+    if not key:
+        return message
+    pattern = re.escape(key) if len(key) >= _MIN_SECRET_CHARS else rf"(?<![\w-]){re.escape(key)}(?![\w-])"
+    return re.sub(pattern, "***", message)
+
+
+def _storable(text: object) -> str:
+    """Return the text without lone surrogates.
+
+    Raises:
+        ValueError: it is not a text.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"{quoted(text)} is not a text")
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "ignore")
+
+
+def _token_count(given: object) -> int | None:
     """Return the number of tokens that a server reports; None for what cannot be one."""
-    return given if isinstance(given, int) and 0 <= given <= _MAX_TOKENS else None
+    if isinstance(given, float) and given.is_integer():
+        given = int(given)
+    is_count = isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= _MAX_TOKENS
+    return given if is_count else None  # type: ignore[return-value]
+
+
+def _shows_nothing(char: str) -> bool:
+    return unicodedata.category(char) == "Cf" or _INVISIBLE.fullmatch(char) is not None
 
 
 def journal_path(variant_dir: Path, shard_id: int) -> Path:
@@ -105,6 +157,12 @@ def journal_path(variant_dir: Path, shard_id: int) -> Path:
 def read_answers(path: Path) -> dict[str, Answer]:
     """Return the answers in a journal by the fingerprint of their chunk; none if there is no journal."""
     return dict(_lines(path))
+
+
+def answered_chunks(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the id of each shard with a journal, and the fingerprints of chunks that its lines name, damaged or not."""
+    for path in sorted(folder.glob("*.jsonl")):
+        yield int(path.stem), _FINGERPRINT.findall(path.read_bytes())
 
 
 def answers_in(folder: Path) -> Iterator[Answer]:
@@ -130,11 +188,15 @@ def _lines(path: Path) -> Iterator[tuple[str, Answer]]:
 
 
 class Journal:
-    """The journal of a shard while a worker adds to it; threads may share it. A context manager."""
+    """The journal of a shard while a worker adds to it; threads may share it. A context manager.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        others: Journals of shards that held chunks of this one before; its own answers count first.
+    """
+
+    def __init__(self, path: Path, others: Sequence[Path] = ()) -> None:
         self._path, self._lock = path, threading.Lock()
-        self.answers = read_answers(path)
+        self.answers = {name: answer for journal in (*others, path) for name, answer in read_answers(journal).items()}
 
     def __enter__(self) -> Self:
         make_folder(self._path.parent)

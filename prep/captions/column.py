@@ -1,6 +1,6 @@
 """The column `captions`: its commands and its `ColumnSpec`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,13 +11,21 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.quoting import on_one_line
 from clipmill.prep.captions.recipe import CAPTIONS, CaptionsSettings, captions_recipe_from_dict
-from clipmill.prep.core.column import ColumnSpec, changed_flags
+from clipmill.prep.core.column import ColumnSpec, changed_flags, short_path
 from clipmill.prep.core.make import make_column, plan_column
 from clipmill.prep.core.request import EXECUTION, Data, Json, ModelRequest, Request
+from clipmill.prep.core.selection import WEIGHTS
 
 Settings = Annotated[CaptionsSettings, Parameter(name="*")]
 BATCH = 1
 _SHOWN_CHARS = 80  # of a prompt
+_KEPT: dict[str, Callable[[str], float]] = {  # flags that the records of a run keep, with their types
+    "batch": int,
+    "in_flight": int,
+    "retries": int,
+    "timeout": float,
+    "max_tokens_total": int,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +69,12 @@ class CaptionsRequest(ModelRequest):
         ),
     ] = None
     trial: Annotated[int, Parameter(parse=False)] = 0  # of `prep plan captions`
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """The flags that differ from their defaults and that a later `prep retry` uses again."""
+        defaults = CaptionsRequest()
+        return {name: str(value) for name in _KEPT if (value := getattr(self, name)) != getattr(defaults, name)}
 
     def check(self) -> None:
         for flag, value, most in (("batch", self.batch, 1 << 16), ("in-flight", self.in_flight, 4096)):
@@ -124,16 +138,20 @@ def plan_captions(
 def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> None:
     recipe = captions_recipe_from_dict(stored)
     settings = recipe.settings
-    if settings.endpoint is None and weights is not None:
-        settings = replace(settings, model=weights)
+    if settings.endpoint is None and (folder := weights or stored.get(WEIGHTS)) is not None:
+        settings = replace(settings, model=folder)
     given = {field.name: getattr(request, field.name) for field in fields(Request) if field.name != "batch"}
-    make_column(COLUMN, settings, CaptionsRequest(**{**given, "only_variant": recipe.variant}))
+    kept = {name: parse(stored[name]) for name, parse in _KEPT.items() if name in stored}
+    changed = {name: value for name in _KEPT if (value := getattr(request, name, None)) is not None}
+    make_column(COLUMN, settings, CaptionsRequest(**{**given, **kept, **changed, "only_variant": recipe.variant}))
 
 
 def _flags(stored: Mapping[str, Any]) -> list[str]:
     settings = captions_recipe_from_dict(stored).settings
     default = asdict(CaptionsSettings(model=settings.model))
-    return ["--model", settings.model, *changed_flags(asdict(settings), default)]
+    kept = {name: stored.get(name) for name in _KEPT}
+    changed = [*changed_flags(asdict(settings), default), *changed_flags(kept, dict.fromkeys(kept))]
+    return ["--model", short_path(Path(stored[WEIGHTS])) if WEIGHTS in stored else settings.model, *changed]
 
 
 def _settings_line(stored: Mapping[str, Any]) -> str:

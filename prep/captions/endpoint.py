@@ -12,13 +12,14 @@ import asyncio
 import json
 import os
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.quoting import on_one_line
-from clipmill.prep.captions.answers import Answer, token_count
+from clipmill.prep.captions.answers import KEY_VARIABLE, Answer, without_key
 from clipmill.prep.captions.asking import Questions
 from clipmill.prep.captions.frames import jpeg_address
 from clipmill.prep.captions.recipe import CaptionsSettings
@@ -28,7 +29,6 @@ from clipmill.prep.core.shard_result import Stop
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-KEY_VARIABLE = "OPENAI_API_KEY"
 _NO_KEY = "none"  # servers on one's own machine need none, but the client does
 _MAX_UNUSABLE = 3  # answers to one request that are not answers
 _MAX_FAILED = 8  # requests in a row that fail for good, before the rest of the shard is left
@@ -165,34 +165,28 @@ class Endpoint:
         """Return the answer in what a server sent; None if it has none: half a body, or a page of a proxy."""
         try:
             completion = parse_json(content)
-            choice, usage, model = completion["choices"][0], completion.get("usage"), completion["model"]
-            text, refusal = (choice["message"].get(name) or "" for name in ("content", "refusal"))
-            reason = choice["finish_reason"]
+            choice, usage = completion["choices"][0], completion.get("usage")
+            counts = usage if isinstance(usage, dict) else {}
+            answer = Answer(
+                text=choice["message"].get("content") or "",
+                finish_reason=choice.get("finish_reason"),
+                tokens_in=counts.get("prompt_tokens"),
+                tokens_out=counts.get("completion_tokens"),
+                seconds=round(time.monotonic() - begin_s, 3),
+                model=completion["model"],
+                refusal=choice["message"].get("refusal"),
+            )
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
-        if not all(isinstance(value, str) for value in (text, refusal, reason, model)):
-            return None
-        counts = usage if isinstance(usage, dict) else {}
-        tokens_in, tokens_out = (token_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens"))
-        return Answer(
-            text=self._without_key(text),
-            finish_reason=self._without_key(reason),
-            tokens_in=tokens_in,
-            tokens_out=tokens_out,
-            seconds=round(time.monotonic() - begin_s, 3),
-            model=self._without_key(model),
-            refusal=self._without_key(refusal) or None,
-        )
+        # Some servers never give a reason. Then the number of tokens alone tells that the text is cut off.
+        is_cut = answer.finish_reason is None and (answer.tokens_out or 0) >= self._settings.max_tokens
+        return replace(answer, finish_reason="length") if is_cut else answer
 
     def _words(self, error: Exception) -> str:
         """Return what an error says on one line, or its cause: the transport reports a closed port as a time limit."""
         cause = error.__cause__
         text = str(error) if cause is None else str(cause) or f"{error}: {type(cause).__name__}"
-        return on_one_line(self._without_key(text))
-
-    def _without_key(self, text: str) -> str:
-        """Return what a server sent without the key: some repeat it in their errors."""
-        return text if self._key == _NO_KEY else text.replace(self._key, "***")
+        return on_one_line(without_key(text))
 
 
 def require_client() -> None:

@@ -16,7 +16,7 @@ from clipmill.prep.core.column import recipe_fingerprint
 from clipmill.shards.where_flag import check_where
 
 CAPTIONS = "captions"
-CAPTIONS_SCHEMA = 1  # incremented when the same settings begin to send other pictures, or other words
+CAPTIONS_SCHEMA = 2  # incremented when the same settings begin to send other pictures, or other words
 MODEL = Parameter(group=Group("Captions", sort_key=1))
 PROMPT = "Describe this video clip in one sentence."
 _MAX_PROMPT_CHARS = 100_000
@@ -150,6 +150,11 @@ class CaptionsRecipe:
     video: str
 
     @property
+    def weights(self) -> str | None:
+        """Absolute path of the folder of a model on this machine, which is not part of the recipe; None for another."""
+        return self.settings.model if self.settings.model != self.model else None
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of `as_dict` as canonical JSON."""
         return recipe_fingerprint(self.as_dict())
@@ -188,6 +193,7 @@ def resolve(settings: CaptionsSettings, *, video: str) -> CaptionsRecipe:
     if settings.endpoint is not None:
         return CaptionsRecipe(settings=settings, model=settings.model, model_sha256=None, video=video)
     found = find_model(settings.model)
+    settings = replace(settings, model=found.source)
     return CaptionsRecipe(settings=settings, model=found.name, model_sha256=found.sha256, video=video)
 
 

@@ -15,6 +15,7 @@ from clipmill.prep.core.chunk_report import chunks_report
 from clipmill.prep.core.chunk_shards import NO_CHUNKS
 from clipmill.prep.core.report import Report, summary_report
 from clipmill.prep.core.run import Summary
+from clipmill.prep.core.selection import WEIGHTS
 
 _MAX_ANSWERS = 10_000  # that an estimate looks at
 _NUM_SHOWN = 3  # of them, in words
@@ -97,7 +98,7 @@ def captions_report(plan: CaptionsPlan) -> Report:
         plan.recipe.as_dict(),
         estimate=lines,
         values={"where": settings.where, "estimate": estimate, "answers": cost.values()},
-        asked={name: value for name in ("endpoint", "where") if (value := getattr(settings, name)) is not None},
+        asked={"endpoint": settings.endpoint, "where": settings.where, WEIGHTS: plan.recipe.weights},
         verb="describe",
     )
 

@@ -1,5 +1,6 @@
 """The functions behind the column `captions`."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from clipmill.prep.captions.answers import (
     ANSWERS_FOLDER,
     Budget,
     Journal,
+    answered_chunks,
     journal_path,
     read_answers,
 )
@@ -53,7 +55,7 @@ def _require(settings: CaptionsSettings) -> None:
 
 def _plan(data_dir: Path, settings: CaptionsSettings, request: Request) -> CaptionsPlan:
     recipe = resolve(settings, video=current_chunks(data_dir))
-    request.require_variant(recipe.variant, command=f"prep captions --model {settings.model}")
+    request.require_variant(recipe.variant, command=shlex.join(["prep", "captions", "--model", settings.model]))
     plan = make_captions_plan(data_dir, recipe, retry_codes=request.retry_codes)
     if isinstance(request, CaptionsRequest) and request.trial:
         _try(plan, request)
@@ -91,12 +93,12 @@ def _asking(plan: CaptionsPlan, request: CaptionsRequest) -> tuple[Asking, Capti
 
 def _run(plan: CaptionsPlan, settings: CaptionsSettings, request: Request, part_run: PartRun | None) -> Summary:
     assert isinstance(request, CaptionsRequest)
-    asking, request, gpus = _asking(plan, request)
+    asking, with_workers, gpus = _asking(plan, request)
     if asking.max_tokens_total is not None:
         Budget(plan.variant_dir, limit=asking.max_tokens_total, spent=asking.spent).begin()
     is_served = settings.endpoint is not None
-    engine = request.open_engine(memory_gb=_SERVER_GB if is_served else _MODEL_GB, gpus_per_worker=gpus)
-    job = captions_job(plan, asking, retry_codes=request.retry_codes)
+    engine = with_workers.open_engine(memory_gb=_SERVER_GB if is_served else _MODEL_GB, gpus_per_worker=gpus)
+    job = captions_job(plan, asking, request)
     summary = execute(replace(job, lag_limit_s=request.lag_limit_s), engine, part_run=part_run)
     variant = Variant(plan.variant_dir)
     if (part_run is None or part_run.is_last) and caption_table_problem(variant) is not None:
@@ -116,7 +118,7 @@ def _try(plan: CaptionsPlan, request: CaptionsRequest) -> None:
         asking, _, _ = _asking(plan, request)
         for shard in with_work(plan.shards):
             task = captions_task(plan, shard, asking, retry_codes=frozenset())
-            with Journal(journal_path(plan.variant_dir, shard.shard_id)) as journal:
+            with Journal(journal_path(plan.variant_dir, shard.shard_id), task.journals) as journal:
                 chunks = open_chunks(task, journal)
                 num_open = len(chunks.unanswered())
                 stop = chunks.ask(open_captioner(task), limit=left, on_answer=lambda row: None)
@@ -135,9 +137,11 @@ def _sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
     for shard in variant.shards():
         row = pc.index(shard.index["key"], key).as_py()
         if row >= 0:
-            answers = read_answers(journal_path(variant.directory, shard.shard_id))
-            answer = answers.get(shard.index["chunk_fingerprint"][row].as_py())
-            return {} if answer is None else {"seconds": answer.seconds, "answered_by": answer.model}
+            fingerprint, folder = shard.index["chunk_fingerprint"][row].as_py(), variant.directory / ANSWERS_FOLDER
+            for shard_id, fingerprints in answered_chunks(folder):
+                if fingerprint.encode() in fingerprints:
+                    answer = read_answers(journal_path(variant.directory, shard_id)).get(fingerprint)
+                    return {} if answer is None else {"seconds": answer.seconds, "answered_by": answer.model}
     return {}
 
 

@@ -60,7 +60,8 @@ class CaptionsTask:
     Attributes:
         video_dir: folder of the `video` variant to caption.
         video_commit: commit of the shard with the chunks, as planned.
-        old_commit: previous commit of the captions shard, for its unchanged chunks.
+        old_commits: Commits of the column with captions of unchanged chunks.
+        journals: Journals of other shards with answers about chunks of this one.
         rows: the chunks to caption, as rows of the shard; None for all.
         retry_codes: codes of answers that were no captions, which are asked for again.
     """
@@ -71,7 +72,8 @@ class CaptionsTask:
     recipe: CaptionsRecipe
     video_dir: Path
     video_commit: Commit
-    old_commit: Commit | None
+    old_commits: tuple[Commit, ...]
+    journals: tuple[Path, ...]
     rows: tuple[int, ...] | None
     asking: Asking
     retry_codes: frozenset[str]
@@ -127,7 +129,7 @@ class Chunks:
             on_answer(row)
 
         def seed(row: int) -> int:
-            text = f"{settings.seed or 0} {self.video.index['key'][row].as_py()}"
+            text = f"{settings.seed or 0} {self.fingerprints[row]}"
             return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
         def pictures(content: bytes, row: int) -> list[Picture]:
@@ -141,7 +143,7 @@ class Chunks:
         """Return the sample of a row, or why there is none."""
         fingerprint = self.fingerprints[row]
         if fingerprint in self.old:
-            return self.old.sample(fingerprint)
+            return self.old.sample(fingerprint, self.video.index, row)
         if row in self.failed:
             return self.failed[row]
         answer = self.journal.answers[fingerprint]
@@ -180,14 +182,14 @@ def open_chunks(task: CaptionsTask, journal: Journal) -> Chunks:
     """
     video = open_shard(task.video_dir, task.video_commit)
     fingerprints = chunk_fingerprints(video.index)
-    old = OldSamples(task.variant_dir, task.old_commit, fields=CAPTIONS_FIELDS)
+    old = OldSamples(task.variant_dir, task.old_commits, fields=CAPTIONS_FIELDS, wanted=fingerprints)
     wanted = range(len(fingerprints)) if task.rows is None else task.rows
     return Chunks(task, video, fingerprints, old, journal, wanted)
 
 
 def _make(task: CaptionsTask) -> ShardResult:
     begin_cpu_s = cpu_s()
-    with Journal(journal_path(task.variant_dir, task.shard_id)) as journal:
+    with Journal(journal_path(task.variant_dir, task.shard_id), task.journals) as journal:
         try:
             chunks = open_chunks(task, journal)
         except (Damaged, FileNotFoundError) as error:

@@ -3,9 +3,10 @@
 It covers the shards of `video` committed so far, even while `prep chunk` is running; a later plan covers the rest.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -14,16 +15,16 @@ import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.prep.core.chunk_shards import ChunkShard, read_chunk_shards
+from clipmill.prep.core.chunk_shards import ChunkShard, chunk_fingerprints, read_chunk_shards
 from clipmill.prep.core.column import Pending, Stored
-from clipmill.prep.core.plan import ShardPlan, pending_of, plan_shards, stored_shards
+from clipmill.prep.core.plan import ShardPlan, ShardState, pending_of, plan_shards, stored_shards
 from clipmill.prep.core.selection import stored_request
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure, read_commits
-from clipmill.shards.damage import DamagedIndex
+from clipmill.shards.damage import Damaged, DamagedIndex
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.index import open_index
-from clipmill.shards.reader import Variant
+from clipmill.shards.reader import Variant, open_shard
 from clipmill.shards.selection import nothing_selected, selected_chunks
 from clipmill.shards.where import Where, parse_where
 
@@ -45,6 +46,32 @@ class ChunkRecipe(Protocol):
 
 R = TypeVar("R", bound=ChunkRecipe)
 Beyond = Callable[[list[ChunkShard], Path, dict[int, Commit]], list[ChunkShard]]
+_DIGITS = "S32"  # of the fingerprint of a chunk
+
+
+class Holders:
+    """Shards that hold something about chunks, by the fingerprints of these chunks.
+
+    Args:
+        fingerprints: (Shard id, fingerprints of the chunks that it holds something about).
+    """
+
+    def __init__(self, fingerprints: Iterable[tuple[int, Sequence[str | bytes]]]) -> None:
+        pairs = [(shard_id, np.array(of_shard, _DIGITS)) for shard_id, of_shard in fingerprints if len(of_shard)]
+        digits = np.concatenate([np.empty(0, _DIGITS), *(of_shard for _, of_shard in pairs)])
+        shard_ids = np.repeat([shard_id for shard_id, _ in pairs], [len(of_shard) for _, of_shard in pairs])
+        order = np.argsort(digits, kind="stable")
+        self._digits, self._shard_ids = digits[order], shard_ids[order]
+
+    def __len__(self) -> int:
+        return len(self._digits)
+
+    def of(self, fingerprints: Sequence[str]) -> list[int]:
+        """Return the shards that hold something about any of the chunks, ascending."""
+        wanted = np.array(fingerprints, _DIGITS)
+        begins, ends = (np.searchsorted(self._digits, wanted, side) for side in ("left", "right"))
+        pairs = zip(begins.tolist(), ends.tolist(), strict=True)
+        return sorted({shard_id for begin, end in pairs for shard_id in self._shard_ids[begin:end].tolist()})
 
 
 @dataclass(frozen=True)
@@ -78,6 +105,38 @@ class ChunksPlan(Generic[R]):
         """Return the ids of the videos in a shard."""
         ids: list[str] = self.chunk_shards[shard.shard_id].video_ids.to_pylist()
         return ids
+
+    def fingerprints(self, shard_id: int) -> list[str]:
+        """Return the fingerprints of what the samples of a shard are made of, by row of the shard of `video`."""
+        return chunk_fingerprints(open_shard(self.video_dir, self.video_commits[shard_id]).index)
+
+    def old_commits(self, shard_id: int) -> tuple[Commit, ...]:
+        """Return the commits that may hold samples of a shard: its own, and others that its chunks have left."""
+        own = [shard_id] if shard_id in self.commits else []
+        return tuple(self.commits[other] for other in dict.fromkeys([*own, *self.holding(shard_id, self._left)]))
+
+    def holding(self, shard_id: int, holders: Holders) -> list[int]:
+        """Return which of the holders hold something about chunks of a shard."""
+        if len(holders):
+            with suppress(Damaged, OSError):  # the worker names an index that cannot be read
+                return holders.of(self.fingerprints(shard_id))
+        return []
+
+    @cached_property
+    def _left(self) -> Holders:
+        """The samples of the shards that may have lost chunks to others."""
+        states = (ShardState.CHANGED, ShardState.ORPHANED, ShardState.MISSING, ShardState.CORRUPT)
+        shard_ids = [shard.shard_id for shard in self.shards if shard.state in states]
+        return Holders((shard_id, self._stored_fingerprints(shard_id)) for shard_id in shard_ids)
+
+    def _stored_fingerprints(self, shard_id: int) -> list[str]:
+        commit = self.commits.get(shard_id)
+        if commit is not None and commit.files is not None:
+            with suppress(DamagedIndex, OSError):
+                index = open_index(self.variant_dir / commit.files.index, columns=["chunk_fingerprint"])
+                fingerprints: list[str] = index["chunk_fingerprint"].to_pylist()
+                return fingerprints
+        return []
 
 
 def plan_chunks(

@@ -24,7 +24,7 @@ def chunks_report(
     *,
     estimate: Sequence[str],
     values: Mapping[str, Any],
-    asked: Mapping[str, str] | None = None,
+    asked: Mapping[str, str | None] | None = None,
     about: Sequence[str] = (),
     verb: str = "encode",
 ) -> Report:
@@ -34,11 +34,11 @@ def chunks_report(
         recipe: of the plan, as stored.
         estimate: lines about the work; empty if there is none.
         values: further JSON values.
-        asked: flags besides the recipe; of these, `where` selects chunks.
+        asked: Flags besides the recipe, None if they were not given; of these, `where` selects chunks.
         about: further lines about the column.
         verb: what the column does to a chunk; it ends in e.
     """
-    asked = asked or {}
+    asked = {name: value for name, value in (asked or {}).items() if value is not None}
     differences = changed_settings(plan.data_dir, column.name, variant=plan.recipe.variant, recipe=recipe)
     command = column.command_line({**recipe, **asked}, data_dir=plan.data_dir)
     lines = [f"variant  {plan.recipe.variant}", f"video    {plan.recipe.video}"]

@@ -1,13 +1,16 @@
 """Shards of chunks as the input of another column: which are committed, what identifies their chunks, and their bytes.
 
 Columns that hold one sample for each chunk (`latents`, `scores`) have shards with the ids, splits and keys of `video`.
+A sample belongs to the content of its chunk, not to its key: it is kept when the video gets another name or shard.
 """
 
 import hashlib
+import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.json_text import parse_json
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, WantedShard
 from clipmill.shards.columns import VIDEO, command_for, how_to_make
@@ -28,8 +32,9 @@ from clipmill.shards.writer import Sample
 
 # Why a column that is made of chunks had nothing to do.
 NO_CHUNKS = f"there are no committed chunks yet; run it again after `prep {command_for(VIDEO)}`"
-FINGERPRINT_COLUMNS = ["key", "span_fingerprint", "mp4_size", "mp4_crc32"]
-_COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", "num_frames", "fps_num", "fps_den"]
+FINGERPRINT_COLUMNS = ["span_fingerprint", "mp4_size", "mp4_crc32"]
+_NAMES = ("key", "video_id", "start_ms")  # of a chunk in `video`, and of its sample in another column
+_COLUMNS = [*FINGERPRINT_COLUMNS, "key", "video_id", "num_frames", "fps_num", "fps_den"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,8 @@ def _read_chunk_shard(
     if rows is not None and not rows:
         return None
     index = index if rows is None else index.take(pa.array(rows))
-    digest = hashlib.sha256("\n".join(chunk_fingerprints(index)).encode()).hexdigest()
+    lines = zip(index["key"].to_pylist(), chunk_fingerprints(index), strict=True)
+    digest = hashlib.sha256("\n".join(map(" ".join, lines)).encode()).hexdigest()
     columns = [index[name].to_pylist() for name in ("num_frames", "fps_num", "fps_den")]
     numbers = Counter(zip(*columns, strict=True))
     lengths = Counter({(frames, Fraction(num, den)): count for (frames, num, den), count in numbers.items()})
@@ -128,7 +134,7 @@ def _read_chunk_shard(
 
 
 def chunk_fingerprints(index: pa.Table) -> list[str]:
-    """Return one hash (hex) per chunk of a `video` index over its key and bytes."""
+    """Return one hash (hex) per chunk of a `video` index over its bytes and what they are encoded from, not its key."""
     columns = [index[name].to_pylist() for name in FINGERPRINT_COLUMNS]
     lines = ("\0".join(map(str, line)) for line in zip(*columns, strict=True))
     return [hashlib.blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
@@ -160,34 +166,50 @@ def read_chunk(video: CommittedShard, row: int) -> bytes:
 
 
 class OldSamples:
-    """The samples of a shard's previous commit by `chunk_fingerprint`, as far as their bytes are undamaged.
+    """Samples of earlier commits by `chunk_fingerprint`, as far as their bytes are undamaged.
 
     Args:
-        fields: index fields of the column, among them `chunk_fingerprint`.
+        commits: Commits of the column that may hold samples of the chunks; the first that has a sample counts.
+        fields: Index fields of the column, among them `chunk_fingerprint`.
+        wanted: Fingerprints of the chunks.
     """
 
-    def __init__(self, variant_dir: Path, commit: Commit | None, *, fields: Sequence[pa.Field]) -> None:
-        self._rows: dict[str, int] = {}
+    def __init__(
+        self, variant_dir: Path, commits: Sequence[Commit], *, fields: Sequence[pa.Field], wanted: Collection[str]
+    ) -> None:
+        self._rows: dict[str, tuple[CommittedShard, int]] = {}
         self._fields = [field.name for field in fields]
-        if commit is None or commit.files is None:
-            return
-        self._shard = open_shard(variant_dir, commit)
-        try:
-            fingerprints = self._shard.index["chunk_fingerprint"].to_pylist()
-            (self._extension,) = extensions_of(self._shard.index)
-            crc32s = self._shard.index[f"{self._extension}_crc32"].to_pylist()
-            for row, fingerprint in enumerate(fingerprints):
-                if zlib.crc32(self._shard.read(row, self._extension)) == crc32s[row]:
-                    self._rows[fingerprint] = row
-        except (Damaged, OSError, KeyError):
-            return  # the samples read so far remain usable
+        chosen = frozenset(wanted)
+        for commit in commits:
+            if commit.files is not None:
+                with suppress(Damaged, OSError, KeyError):  # the samples read so far remain usable
+                    self._add(open_shard(variant_dir, commit), chosen)
+
+    def _add(self, shard: CommittedShard, wanted: frozenset[str]) -> None:
+        (extension,) = extensions_of(shard.index)
+        crc32s = shard.index[f"{extension}_crc32"].to_pylist()
+        for row, fingerprint in enumerate(shard.index["chunk_fingerprint"].to_pylist()):
+            is_missing = fingerprint in wanted and fingerprint not in self._rows
+            if is_missing and zlib.crc32(shard.read(row, extension)) == crc32s[row]:
+                self._rows[fingerprint] = shard, row
 
     def __contains__(self, fingerprint: str) -> bool:
         return fingerprint in self._rows
 
-    def sample(self, fingerprint: str) -> Sample:
-        """Return the sample of a chunk; the shard must contain it."""
-        row = self._rows[fingerprint]
-        fields = {name: self._shard.index[name][row].as_py() for name in self._fields}
-        key = self._shard.index["key"][row].as_py()
-        return Sample(key=key, members={self._extension: self._shard.read(row, self._extension)}, fields=fields)
+    def sample(self, fingerprint: str, index: pa.Table, row: int) -> Sample:
+        """Return the sample of the chunk in `row` of a `video` index, under the key that the chunk has there.
+
+        Args:
+            fingerprint: Fingerprint of the chunk, of which there must be a sample.
+        """
+        shard, old_row = self._rows[fingerprint]
+        (extension,) = extensions_of(shard.index)
+        fields = {name: shard.index[name][old_row].as_py() for name in self._fields}
+        member = shard.read(old_row, extension)
+        names = {name: index[name][row].as_py() for name in _NAMES}
+        if shard.index["key"][old_row].as_py() != names["key"]:
+            fields |= {name: names[name] for name in fields.keys() & names}
+            if extension.endswith(".json"):
+                renamed = {**parse_json(member), **names}
+                member = json.dumps(renamed, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+        return Sample(key=names["key"], members={extension: member}, fields=fields)

@@ -157,7 +157,11 @@ def recipe_fingerprint(values: Mapping[str, Any]) -> str:
 
 
 def recipe_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two recipes as `name: old → new`, in the order of the new recipe."""
+    """Return the differences between two recipes as `name: old → new`, in the order of the new recipe.
+
+    A recipe that was stored has lists where another has tuples; both are compared in the form that is stored.
+    """
+    old, new = json.loads(json.dumps(old)), json.loads(json.dumps(new))
     names = [*new, *(name for name in old if name not in new)]
     pairs = ((name, old.get(name), new.get(name)) for name in names)
     return [f"{name}: {_setting(before)} → {_setting(after)}" for name, before, after in pairs if before != after]

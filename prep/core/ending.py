@@ -27,7 +27,9 @@ from clipmill.shards.reader import CommittedShard, Variant
 _SHARD_ENDINGS = (".tar", ".tar.idx", ".index.arrow")
 
 
-def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: Path, is_done: bool) -> Report:
+def with_ending(
+    report: Report, column: ColumnSpec, variant_dir: Path, *, data: Path, is_done: bool, has_ended: bool
+) -> Report:
     """Return the report of a run with the total of its variant and the next command.
 
     Args:
@@ -35,7 +37,8 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
             make them.
         data: the data folder as the user gave it.
         is_done: False if the run gave up or its variant is not the current one, or for a part that leaves the end of
-            the run to others; no next command is given then.
+            the run to others. The next command is to retry the failures then, if there are any.
+        has_ended: True if the run has tried all shards.
     """
     variant = Variant(variant_dir)
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
@@ -52,6 +55,8 @@ def with_ending(report: Report, column: ColumnSpec, variant_dir: Path, *, data: 
     ]
     rest = _missing_parts(report, column, variant, data=data)
     words = rest or (work_of(column).next_command(data) if num_samples and is_done else [])
+    if has_ended and not is_done and not words and any(commit.failures for commit in variant.commits.values()):
+        words = ["prep", "retry", "--column", column.name, "--variant", variant_dir.name, *data_flags(data)]
     command = shlex.join(words) if words else None
     unused_bytes = _unused_bytes(variant, files, data=data, column=column.name) if is_done else 0
     if unused_bytes:

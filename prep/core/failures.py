@@ -27,6 +27,7 @@ class FailureCode(StrEnum):
     ANSWER_EMPTY = "answer_empty"  # a language model wrote nothing
     ANSWER_REFUSED = "answer_refused"  # it declined to answer, or a filter removed the answer
     ANSWER_TRUNCATED = "answer_truncated"  # its answer reached the limit of tokens
+    ANSWER_INCOMPLETE = "answer_incomplete"  # a server ended its answer for another reason than its end: error, abort
     PROMPT_TOO_LONG = "prompt_too_long"  # pictures, text and answer exceed the context of the model
     OTHER_MODEL = "other_model"  # a server answered with another model than the requested one
     REQUEST_INVALID = "request_invalid"  # a server rejected a single request
@@ -79,6 +80,10 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.ANSWER_TRUNCATED: (
         "the answer was cut off",
         "give a larger --max-tokens, or ask for a shorter caption",
+    ),
+    FailureCode.ANSWER_INCOMPLETE: (
+        "the server broke off the answer",
+        f"see its message; then run prep retry --column {CAPTIONS}",
     ),
     FailureCode.PROMPT_TOO_LONG: ("the context of the model is too short", "give fewer --frames, or a smaller --size"),
     FailureCode.OTHER_MODEL: ("the server has another model", "give the name of the model that it serves as --model"),

@@ -123,4 +123,5 @@ def _made(
     # Videos that failed do not keep the others from being used, unless an earlier variant has stayed the current one.
     has_ended = (part_run is None or bool(part_run.is_last)) and summary.gave_up is None
     is_done = has_ended and current_variant(data_dir, column.name) == plan.variant_dir.name
-    return plan, summary, with_ending(report, column, plan.variant_dir, data=request.data, is_done=is_done), listed
+    report = with_ending(report, column, plan.variant_dir, data=request.data, is_done=is_done, has_ended=has_ended)
+    return plan, summary, report, listed

@@ -107,7 +107,7 @@ class Job(Generic[W]):
     needs: tuple[str, str] | None = None
     lag_limit_s: float = 0.0
     where: str | None = None
-    asked: Mapping[str, str] = field(default_factory=dict)
+    asked: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def variant(self) -> str:

@@ -1,4 +1,5 @@
-"""What a column's current run was asked for besides its recipe, in `<variant>/selection.json`: `--where`, `--endpoint`.
+"""What a column's current run was asked for besides its recipe, in `<variant>/selection.json`: `--where`, `--endpoint`,
+the path of local weights.
 
 It is a part of the request and not of the recipe: the bytes of a sample do not depend on it, so that another selection
 keeps the variant and its samples, and makes only what is missing. It is a file of its own, because the checksum of
@@ -18,16 +19,17 @@ if TYPE_CHECKING:
 
 SELECTION_FILE = "selection.json"
 WHERE = "where"
+WEIGHTS = "weights"  # path of a local model, by which commands name it; recipes have its hash
 
 
-def write_selection(folder: Path, where: str | None, further: Mapping[str, str] | None = None) -> None:
+def write_selection(folder: Path, where: str | None, further: Mapping[str, str | None] | None = None) -> None:
     """Record the selection of a run in its variant's folder; None, everything, needs no file.
 
     Args:
-        further: other values of the request by the names of their flags.
+        further: Other values of the request by the names of their flags; None for what was not given.
     """
     path = folder / SELECTION_FILE
-    asked = {**({} if where is None else {WHERE: where}), **(further or {})}
+    asked = {name: value for name, value in {WHERE: where, **(further or {})}.items() if value is not None}
     if not asked:
         remove(path)
     elif not path.is_file() or _read(path) != asked:

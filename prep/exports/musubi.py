@@ -25,6 +25,7 @@ _ARCHITECTURES = {
     "AutoencoderKLHunyuanVideo": ("hv", "hunyuan_video", False),
     "AutoencoderKLHunyuanVideo15": ("hv15", "hunyuan_video_1_5", False),
 }
+_WAN_5B = {"channels": 48, "factor": 16}  # by which the VAE of Wan 2.2 TI2V-5B differs, a model that it does not have
 _WITH_T5 = ("AutoencoderKLWan",)
 
 
@@ -35,11 +36,16 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
         UserError: see `Segments` and `write_cache`; or the VAE is not that of an architecture of this trainer.
     """
     segments = Segments(data_dir, split=flags.split, with_texts=_WITH_T5)
-    if segments.kind not in _ARCHITECTURES:
+    kind, recipe = segments.kind, segments.recipe
+    if kind not in _ARCHITECTURES:
+        raise UserError(f"musubi-tuner has no architecture with {kind}", hint=f"use {' or '.join(_ARCHITECTURES)}")
+    if kind == "AutoencoderKLWan" and _WAN_5B.items() & recipe.items():
         raise UserError(
-            f"musubi-tuner has no architecture with {segments.kind}", hint=f"use {' or '.join(_ARCHITECTURES)}"
+            "the latents are those of Wan 2.2 TI2V-5B, a model that musubi-tuner does not have: its VAE has 48 channels"
+            " and shrinks each side by 16",
+            hint="use prep export diffusion-pipe, or make latents with the VAE of Wan 2.1, which Wan 2.2 14B uses too",
         )
-    short, full, is_normalised = _ARCHITECTURES[segments.kind]
+    short, full, is_normalised = _ARCHITECTURES[kind]
     size, num_frames = int(segments.recipe["size"]), segments.num_frames
 
     def latents(segment: Segment) -> list[bytes]:

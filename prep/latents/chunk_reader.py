@@ -28,7 +28,8 @@ class ChunkReader:
 
     Attributes:
         video: the shard.
-        fingerprints: one hash (hex) for each chunk, over what its latents are made of.
+        contents: Hash (hex) of each chunk.
+        fingerprints: Hash (hex) of each chunk, and of the next chunk if its latents are made of both.
 
     Raises:
         Damaged, FileNotFoundError: an index cannot be read.
@@ -48,7 +49,8 @@ class ChunkReader:
         self._shards = {one: open_shard(video_dir, commits[one]) for one in wanted}
         self.video: CommittedShard = self._shards[shard_id]
         fingerprints = {one: chunk_fingerprints(shard.index) for one, shard in self._shards.items()}
-        self.fingerprints = fingerprints[shard_id].copy()
+        self.contents = fingerprints[shard_id]
+        self.fingerprints = self.contents.copy()
         for row, (shard, its_row) in following.items():
             both = f"{self.fingerprints[row]} {fingerprints[shard][its_row]}"
             self.fingerprints[row] = hashlib.blake2b(both.encode(), digest_size=16).hexdigest()
@@ -97,7 +99,7 @@ class ChunkReader:
         num_segments = len(segments.lengths) or -(-len(segments.frames) // self._recipe.segment_frames)
         return segment_squares(
             num_segments,
-            key=index["key"][row].as_py(),
+            content=self.contents[row],
             width=index["width"][row].as_py(),
             height=index["height"][row].as_py(),
             settings=self._recipe.settings,

@@ -9,9 +9,10 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
-from clipmill.prep.core.column import ColumnSpec, changed_flags
+from clipmill.prep.core.column import ColumnSpec, changed_flags, short_path
 from clipmill.prep.core.make import make_column, plan_column
 from clipmill.prep.core.request import EXECUTION, Data, Json, ModelRequest, Request
+from clipmill.prep.core.selection import WEIGHTS
 from clipmill.prep.latents.recipe import LATENTS, LatentsSettings, latents_recipe_from_dict
 
 Settings = Annotated[LatentsSettings, Parameter(name="*")]
@@ -62,13 +63,14 @@ def plan_latents(settings: Settings, *, data: Data = Path("data"), json: Json = 
 
 def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> None:
     recipe = latents_recipe_from_dict(stored)
-    settings = replace(recipe.settings, vae=weights or recipe.settings.vae)
+    settings = replace(recipe.settings, vae=weights or stored.get(WEIGHTS) or recipe.settings.vae)
     make_column(COLUMN, settings, replace(request, only_variant=recipe.variant))
 
 
 def _flags(stored: Mapping[str, Any]) -> list[str]:
     settings = latents_recipe_from_dict(stored).settings
-    return ["--vae", settings.vae, *changed_flags(asdict(settings), asdict(LatentsSettings(vae=settings.vae)))]
+    vae = short_path(Path(stored[WEIGHTS])) if WEIGHTS in stored else settings.vae
+    return ["--vae", vae, *changed_flags(asdict(settings), asdict(LatentsSettings(vae=settings.vae)))]
 
 
 COLUMN = ColumnSpec(

@@ -71,8 +71,10 @@ class Square:
     side: int
 
 
-def segment_squares(num_segments: int, *, key: str, width: int, height: int, settings: LatentsSettings) -> list[Square]:
-    """Return the crop of each segment of the chunk `key`, whose frames have `width` x `height` pixels.
+def segment_squares(
+    num_segments: int, *, content: str, width: int, height: int, settings: LatentsSettings
+) -> list[Square]:
+    """Return the crop of each segment of the chunk with the hash `content`, whose frames have these sizes in pixels.
 
     Raises:
         SourceFailure: frames_differ, if an exact crop is larger than the frames.
@@ -86,15 +88,15 @@ def segment_squares(num_segments: int, *, key: str, width: int, height: int, set
         raise SourceFailure(FailureCode.FRAMES_DIFFER, message)
     squares = []
     for segment in range(num_segments):
-        rng = generator(settings.seed, key, f"crop {segment}")
+        rng = generator(settings.seed, content, f"crop {segment}")
         left, top = (int(rng.integers(length - side + 1)) for length in (width, height))
         squares.append(Square(left, top, side))
     return squares
 
 
-def generator(seed: int, key: str, purpose: str) -> np.random.Generator:
+def generator(seed: int, content: str, purpose: str) -> np.random.Generator:
     """Return a random generator that depends on these values alone."""
-    digest = hashlib.blake2b(f"{seed}/{key}/{purpose}".encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(f"{seed}/{content}/{purpose}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 

@@ -19,7 +19,7 @@ from clipmill.shards.where_flag import check_where
 LATENTS = "latents"
 Precision = Literal["float32", "float16", "bfloat16"]
 MODEL = Parameter(group=Group("Latents", sort_key=1))
-LATENTS_SCHEMA = 1  # incremented when the same settings begin to produce different bytes
+LATENTS_SCHEMA = 2  # incremented when the same settings begin to produce different bytes
 _MAX_SIZE_PX = 4096
 _FRAMES = re.compile(r"([1-9]\d{0,5})f", re.ASCII)
 _VAE = ("channels", "factor", "scaling_factor", "shift_factor")
@@ -147,6 +147,11 @@ class LatentsRecipe:
                 f"--size {self.settings.size} is not a multiple of the VAE's downsampling factor, {self.vae.factor}",
                 hint=f"use {self.settings.size // self.vae.factor * self.vae.factor or self.vae.factor}",
             )
+
+    @property
+    def weights(self) -> str | None:
+        """Absolute path of the folder of a VAE on this machine, which is not part of the recipe; None for another."""
+        return self.vae.source if self.vae.source != self.vae.name else None
 
     @property
     def fingerprint(self) -> str:

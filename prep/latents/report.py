@@ -1,5 +1,6 @@
 """Text and JSON reports of plans and runs of the `latents` column."""
 
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import prod
 from pathlib import Path
@@ -11,9 +12,10 @@ from clipmill.prep.core.chunk_shards import NO_CHUNKS
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.report import Report, summary_report
 from clipmill.prep.core.run import Summary
+from clipmill.prep.core.selection import WEIGHTS
 from clipmill.prep.latents.column import COLUMN
-from clipmill.prep.latents.plan import LatentsPlan
-from clipmill.prep.latents.recipe import LATENTS
+from clipmill.prep.latents.plan import LatentsPlan, LeftOut
+from clipmill.prep.latents.recipe import LATENTS, LatentsSettings
 from clipmill.prep.latents.trial import run_trial, time_lines, time_values
 
 _BYTES_PER_NUMBER = 2
@@ -22,7 +24,7 @@ _BYTES_PER_NUMBER = 2
 def latents_report(plan: LatentsPlan) -> Report:
     """Return the report of a plan: the work by state and reason."""
     recipe, where = plan.recipe, plan.recipe.settings.where
-    num_frames = plan.num_frames
+    num_frames, left_out = plan.num_frames, plan.left_out
     is_video = recipe.latent_frames is not None
     size_bytes = (plan.num_segments if is_video else num_frames) * prod(recipe.unit_shape) * _BYTES_PER_NUMBER
     trial = run_trial(plan) if num_frames else None
@@ -36,7 +38,7 @@ def latents_report(plan: LatentsPlan) -> Report:
         estimate += [*time_lines(trial, num_frames=num_frames), *disk.lines()]
     values = {
         "where": where,
-        "segments": {"num_segments": plan.num_segments, "left_out_s": plan.left_out_s} if is_video else None,
+        "segments": {"num_segments": plan.num_segments, "left_out_s": float(left_out.seconds)} if is_video else None,
         "estimate": {"num_frames": num_frames, "size_bytes": size_bytes, **time_values(trial, num_frames=num_frames)},
         "disk": disk.values(),
     }
@@ -46,7 +48,7 @@ def latents_report(plan: LatentsPlan) -> Report:
         recipe.as_dict(),
         estimate=estimate,
         values=values,
-        asked={} if where is None else {"where": where},
+        asked={"where": where, WEIGHTS: recipe.weights},
         about=_segment_lines(plan) if is_video else (),
     )
 
@@ -61,12 +63,35 @@ def _segment_lines(plan: LatentsPlan) -> list[str]:
         f"segments {num_frames} frames at {settings.fps} fps, {float(seconds):g} s, become {recipe.latent_frames}"
         f" latent frames; a chunk of {float(length):g} s holds {length // seconds}"
     ]
-    if left_out_s := plan.left_out_s:
-        lines.append(f"         {duration_text(left_out_s)} at the ends of chunks and videos are in no segment")
-    return lines
+    return [*lines, *(f"         {text}" for text in _left_out_texts(plan.left_out, settings))]
 
 
-def latents_summary(summary: Summary, *, vae: str, listed: Path) -> Report:
+def _left_out_texts(left_out: LeftOut, settings: LatentsSettings) -> list[str]:
+    """Return what is in no segment, in words; nothing if everything is."""
+    texts = []
+    if left_out.seconds:
+        texts.append(f"{duration_text(float(left_out.seconds))} at the ends of chunks and videos are in no segment")
+    if left_out.num_chunks:
+        tail = ", which --tail repeat completes" if settings.tail == "drop" else ""
+        texts.append(f"{counted(left_out.num_chunks, 'chunk')} without a segment: too short{tail}")
+    return texts
+
+
+@dataclass
+class LatentsSummary(Summary):
+    """Result of a run.
+
+    Attributes:
+        left_out: What is in no segment of a VAE of videos, in the whole plan.
+    """
+
+    left_out: LeftOut = field(default_factory=LeftOut)
+
+
+def latents_summary(summary: LatentsSummary, settings: LatentsSettings, *, listed: Path) -> Report:
     """Return the report of a run with the VAE's name; `listed` is the path of the list of failures."""
     nothing = None if summary.num_chunks else NO_CHUNKS
-    return summary_report(summary, listed=listed, speed=speed_text(summary), nothing=nothing, vae=vae)
+    report = summary_report(summary, listed=listed, speed=speed_text(summary), nothing=nothing, vae=settings.vae)
+    left_out = {"num_chunks": summary.left_out.num_chunks, "seconds": float(summary.left_out.seconds)}
+    lines = [f"left out {text}" for text in _left_out_texts(summary.left_out, settings)]
+    return Report("\n".join([report.text, *lines]), {**report.values, "left_out": left_out})

@@ -47,7 +47,7 @@ class LatentsTask:
         video_dir: folder of the `video` variant to encode.
         video_commits: commit of the shard with the chunks, as planned, and those of the shards in `following`.
         following: the next chunks of a VAE of videos (clipmill.prep.latents.borders).
-        old_commit: previous commit of the latents shard, for its unchanged chunks.
+        old_commits: Commits of the column with samples of unchanged chunks.
         batch: batch size of the model, in frames; a VAE of videos encodes one segment at least.
         num_threads: number of the model's threads, and of chunks decoded in parallel; None for what the engine has
             assigned to the worker.
@@ -61,7 +61,7 @@ class LatentsTask:
     video_dir: Path
     video_commits: Mapping[int, Commit]
     following: Following
-    old_commit: Commit | None
+    old_commits: tuple[Commit, ...]
     device: Device
     batch: int
     num_threads: int | None
@@ -93,8 +93,8 @@ def _make(task: LatentsTask, *, encoder: Encoder) -> ShardResult:
         )
     except (Damaged, FileNotFoundError) as error:
         return stopped(task, FailureCode.CHUNK_DAMAGED, f"the chunks cannot be read: {error}")
-    old = OldSamples(task.variant_dir, task.old_commit, fields=LATENTS_FIELDS)
     fingerprints = chunks.fingerprints
+    old = OldSamples(task.variant_dir, task.old_commits, fields=LATENTS_FIELDS, wanted=fingerprints)
     wanted: Sequence[int] = range(len(fingerprints)) if task.rows is None else task.rows
     if task.recipe.latent_frames is not None:
         wanted = [row for row in wanted if chunks.segments(row).lengths]
@@ -108,7 +108,7 @@ def _make(task: LatentsTask, *, encoder: Encoder) -> ShardResult:
     with Heartbeat(task.variant_dir, task.shard_id, num_chunks=len(wanted)) as beat, writer:
         for row in wanted:
             fingerprint = fingerprints[row]
-            outcome = old.sample(fingerprint) if fingerprint in old else next(made)
+            outcome = old.sample(fingerprint, chunks.video.index, row) if fingerprint in old else next(made)
             if isinstance(outcome, Failure):
                 failures.append(outcome)
                 continue
@@ -158,7 +158,7 @@ def _make_samples(
             # The noise is drawn frame by frame or segment by segment, so that it does not depend on the batch.
             unit = "segment" if is_video else "frame"
             draws = [
-                generator(settings.seed, keys[part.chunk].as_py(), f"{unit} {number}")
+                generator(settings.seed, chunks.contents[part.chunk], f"{unit} {number}")
                 for part in parts
                 for number in range(part.first, part.first + len(part.pictures))
             ]

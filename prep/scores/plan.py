@@ -36,7 +36,7 @@ def scores_job(plan: ScoresPlan) -> "Job[ScoresTask]":
             cut_threshold=plan.recipe.settings.cut_threshold,
             video_dir=plan.video_dir,
             video_commit=plan.video_commits[shard.shard_id],
-            old_commit=plan.commits.get(shard.shard_id),
+            old_commits=plan.old_commits(shard.shard_id),
         )
 
     return Job(

@@ -12,7 +12,7 @@ from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.prep.core.column import recipe_fingerprint
 
 SCORES = "scores"
-SCORES_SCHEMA = 2  # incremented when the same settings begin to produce other values: methods, frames, thresholds
+SCORES_SCHEMA = 3  # incremented when the same settings begin to produce other values: methods, frames, thresholds
 _METHODS = Parameter(group=Group("Scores", sort_key=1))
 _LIBRARIES = {  # by the names under which they are recorded: distributions, the first that is installed counts
     "av": ("av",),

@@ -28,7 +28,7 @@ class ScoresTask:
     Attributes:
         video_dir: folder of the `video` variant to score.
         video_commit: commit of the shard with the chunks, as planned.
-        old_commit: previous commit of the scores shard, for its unchanged chunks.
+        old_commits: Commits of the column with samples of unchanged chunks.
     """
 
     variant_dir: Path
@@ -37,7 +37,7 @@ class ScoresTask:
     cut_threshold: float
     video_dir: Path
     video_commit: Commit
-    old_commit: Commit | None
+    old_commits: tuple[Commit, ...]
 
 
 def make_scores(task: ScoresTask) -> ShardResult:
@@ -52,14 +52,14 @@ def _make(task: ScoresTask) -> ShardResult:
         fingerprints = chunk_fingerprints(video.index)
     except (Damaged, FileNotFoundError) as error:
         return stopped(task, FailureCode.CHUNK_DAMAGED, f"the chunks cannot be read: {error}")
-    old = OldSamples(task.variant_dir, task.old_commit, fields=SCORES_FIELDS)
+    old = OldSamples(task.variant_dir, task.old_commits, fields=SCORES_FIELDS, wanted=fingerprints)
     failures: list[Failure] = []
     scored_s, files = 0.0, None
     writer = ShardWriter(task.variant_dir, shard_id=task.shard_id, extensions=[EXTENSION], fields=SCORES_FIELDS)
     with Heartbeat(task.variant_dir, task.shard_id, num_chunks=video.num_samples) as beat, writer:
         for row, fingerprint in enumerate(fingerprints):
             if fingerprint in old:
-                writer.add(old.sample(fingerprint))
+                writer.add(old.sample(fingerprint, video.index, row))
             else:
                 try:
                     sample = scores_sample(video, row, fingerprint=fingerprint, cut_threshold=task.cut_threshold)

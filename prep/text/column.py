@@ -8,9 +8,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.column import ColumnSpec, changed_flags
+from clipmill.prep.core.column import ColumnSpec, changed_flags, short_path
 from clipmill.prep.core.make import make_column, plan_column
 from clipmill.prep.core.request import EXECUTION, Data, Json, ModelRequest, Request
+from clipmill.prep.core.selection import WEIGHTS
 from clipmill.prep.text.recipe import T5, TEXT, TextRecipe, text_recipe_from_dict
 
 Settings = Annotated[TextRecipe, Parameter(name="*")]
@@ -61,20 +62,18 @@ def plan_text(recipe: Settings = NO_ENCODER, *, data: Data = Path("data"), json:
 
 
 def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> None:
-    given = _given(stored)
-    if weights is not None:
-        is_clip = given.clip is not None
-        given = replace(given, clip=f"{given.model}:{weights}") if is_clip else replace(given, encoder=f"{T5}{weights}")
+    given = _given(stored, weights or stored.get(WEIGHTS))
     make_column(COLUMN, given, replace(request, only_variant=text_recipe_from_dict(stored).variant))
 
 
-def _given(stored: Mapping[str, Any]) -> TextRecipe:
-    """Return the settings that make a variant again."""
+def _given(stored: Mapping[str, Any], weights: str | None) -> TextRecipe:
+    """Return the settings that make a variant again, with weights at a path in place of those that have a name."""
     recipe = text_recipe_from_dict(stored)
     if recipe.max_tokens is None:
-        return TextRecipe(clip=recipe.encoder, where=recipe.where)
+        clip = recipe.encoder if weights is None else f"{recipe.encoder.partition(':')[0]}:{weights}"
+        return TextRecipe(clip=clip, where=recipe.where)
     return TextRecipe(
-        encoder=recipe.encoder,
+        encoder=recipe.encoder if weights is None else f"{T5}{weights}",
         max_tokens=recipe.max_tokens,
         precision="bfloat16" if recipe.precision == "bfloat16" else "float32",
         where=recipe.where,
@@ -82,7 +81,7 @@ def _given(stored: Mapping[str, Any]) -> TextRecipe:
 
 
 def _flags(stored: Mapping[str, Any]) -> list[str]:
-    values = asdict(_given(stored))
+    values = asdict(_given(stored, short_path(Path(stored[WEIGHTS])) if WEIGHTS in stored else None))
     return changed_flags(values, {field.name: field.default for field in fields(TextRecipe)})
 
 

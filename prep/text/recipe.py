@@ -22,7 +22,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.json_text import parse_json
 from clipmill.prep.core.column import recipe_fingerprint
-from clipmill.prep.core.selection import WHERE
+from clipmill.prep.core.selection import WEIGHTS, WHERE
 from clipmill.shards.where_flag import check_where
 
 SAFETENSORS = ".safetensors"
@@ -118,6 +118,7 @@ class ResolvedTextRecipe:
             its configuration and tokenizer.
         width: embedding dimension.
         where: condition that selects captions; not part of the recipe, as embeddings do not depend on it.
+        weights: Absolute path of weights on this machine, not part of the recipe either; None if they have a name.
         max_tokens, precision: of sequences; None for embeddings.
     """
 
@@ -126,6 +127,7 @@ class ResolvedTextRecipe:
     width: int
     dtype: str = DTYPE
     where: str | None = None
+    weights: str | None = None
     max_tokens: int | None = None
     precision: str | None = None
 
@@ -143,7 +145,7 @@ class ResolvedTextRecipe:
     def as_dict(self) -> dict[str, Any]:
         """Return the recipe as JSON values."""
         values = {"schema": TEXT_RECIPE_SCHEMA, "column": TEXT, **asdict(self)}
-        return {name: value for name, value in values.items() if name != WHERE and value is not None}
+        return {name: value for name, value in values.items() if name not in (WHERE, WEIGHTS) and value is not None}
 
 
 def text_recipe_from_dict(stored: Mapping[str, Any]) -> ResolvedTextRecipe:

@@ -9,6 +9,7 @@ from clipmill.manifests.units import size_text
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.failure_list import failure_lines, failure_values
 from clipmill.prep.core.report import NOTHING_TO_DO, Report, changed_settings, next_line, states_lines, states_values
+from clipmill.prep.core.selection import WEIGHTS, WHERE
 from clipmill.prep.engines import Refused
 from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.plan import TextPlan
@@ -106,8 +107,8 @@ def text_report(plan: TextPlan) -> Report:
     num_videos = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
     most_bytes = plan.num_captions * plan.recipe.width * _BYTES_PER_NUMBER if num_videos else 0
     disk = disk_use(plan.data_dir, column=TEXT, variant=recipe.variant, added_bytes=(0.0, float(most_bytes)))
-    where = {} if recipe.where is None else {"where": recipe.where}
-    command = COLUMN.command_line({**recipe.as_dict(), **where}, data_dir=plan.data_dir)
+    asked = {name: value for name in (WHERE, WEIGHTS) if (value := getattr(recipe, name)) is not None}
+    command = COLUMN.command_line({**recipe.as_dict(), **asked}, data_dir=plan.data_dir)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
     lines += states_lines(plan.shards, sample="video")
     if num_videos:

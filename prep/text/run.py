@@ -22,7 +22,7 @@ from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, with_work
 from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.core.run import Job, execute
-from clipmill.prep.core.selection import write_selection
+from clipmill.prep.core.selection import WEIGHTS, write_selection
 from clipmill.prep.core.variant_folder import make_variant
 from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
 from clipmill.prep.engines.admission import worker_ticket
@@ -63,7 +63,7 @@ def run_text(
         part_run.agree(plan.variant_dir.name, where=plan.recipe.where, package=COLUMN.package)
     write_layout(text_layout_path(plan.data_dir), plan.layout)
     make_variant(plan.variant_dir, plan.recipe.as_dict())
-    write_selection(plan.variant_dir, plan.recipe.where)
+    write_selection(plan.variant_dir, plan.recipe.where, {WEIGHTS: plan.recipe.weights})
     is_alone = part_run is None or part_run.is_first
     bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.width, is_alone=is_alone)
     if part_run is not None:
@@ -175,6 +175,7 @@ def _job(plan: TextPlan, maker: ShardMaker) -> Job[TextShardTask]:
         failed_before=[],
         chunk_s=None,
         where=plan.recipe.where,
+        asked={WEIGHTS: plan.recipe.weights},
     )
 
 

@@ -5,6 +5,7 @@ text alone: its vectors are bit-identical whatever other texts are in its batch.
 """
 
 import hashlib
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -46,6 +47,7 @@ def resolve_t5(recipe: TextRecipe) -> ResolvedTextRecipe:
         encoder_sha256=digest.hexdigest(),
         width=int(config["d_model"]),
         where=recipe.where,
+        weights=os.fspath(name.resolve()) if name.is_dir() else None,
         max_tokens=recipe.max_tokens,
         precision=recipe.precision,
     )

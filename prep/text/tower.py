@@ -6,6 +6,7 @@ text is therefore bit-identical whatever other texts are in its batch, and howev
 
 import hashlib
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -161,12 +162,13 @@ def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
     if recipe.clip == TINY:
         return ResolvedTextRecipe(encoder=TINY, encoder_sha256=TINY_SHA256, width=TINY_WIDTH, where=recipe.where)
     path = weights_file(recipe)
-    width = check_weights(recipe, path)
+    width, has_name = check_weights(recipe, path), is_tag(recipe)
     return ResolvedTextRecipe(
-        encoder=f"{recipe.model}:{recipe.weights if is_tag(recipe) else Path(recipe.weights).name}",
+        encoder=f"{recipe.model}:{recipe.weights if has_name else Path(recipe.weights).name}",
         encoder_sha256=file_sha256(path),
         width=width,
         where=recipe.where,
+        weights=None if has_name else os.fspath(path.resolve()),
     )
 
 

@@ -18,16 +18,40 @@ def test_a_damaged_journal_loses_only_the_damaged_lines(tmp_path: Path) -> None:
     assert read_answers(path) == {"a": answer, "c": answer}
 
 
+WHOLE = {"chunk_fingerprint": "a", "text": "a", "finish_reason": "stop", "seconds": 0.1, "model": "m"}
+
+
+def write_lines(path: Path, lines: list[object]) -> None:
+    texts = [json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"\n".join(b"%08x %s" % (zlib.crc32(text), text) for text in [*texts, b"{"]))
+
+
 def test_lines_that_cannot_be_answers_are_as_if_there_were_none(tmp_path: Path) -> None:
     path = tmp_path / "000000.jsonl"
-    whole = {"chunk_fingerprint": "a", "text": "a", "finish_reason": "stop", "seconds": 0.1, "model": "m"}
+    counts = {"tokens_in": 1, "tokens_out": 1}
     lines = [
-        {**whole, "tokens_in": 10**30, "tokens_out": 1},
-        {**whole, "tokens_in": 1, "tokens_out": -1},
-        {**whole, "tokens_in": 1, "tokens_out": 1, "mood": "good"},
+        {**WHOLE, **counts, "mood": "good"},
+        {**WHOLE, **counts, "text": 3},
+        {**WHOLE, **counts, "finish_reason": ["stop"]},
         {"chunk_fingerprint": "a"},
         ["a"],
     ]
-    texts = [json.dumps(line).encode() for line in lines]
-    path.write_bytes(b"\n".join(b"%08x %s" % (zlib.crc32(text), text) for text in [*texts, b"{"]))
+    write_lines(path, lines)
     assert not read_answers(path)
+
+
+def test_an_answer_in_a_journal_is_used_whatever_its_server_counted_and_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "000000.jsonl"
+    counts: list[tuple[object, object]] = [(True, 1), (1, 2.0), (10**30, 1), (-1, 1), ("7", None), (float("nan"), 3)]
+    lines: list[object] = [
+        {**WHOLE, "chunk_fingerprint": str(number), "tokens_in": tokens_in, "tokens_out": tokens_out}
+        for number, (tokens_in, tokens_out) in enumerate(counts)
+    ]
+    lone = {"text": "a \ud83d\udc36\ud83d", "model": "m\udfff", "finish_reason": "stop\ud800", "refusal": "\ud800"}
+    write_lines(path, [*lines, {**WHOLE, **lone, "tokens_in": 1, "tokens_out": 1}])
+    answers = read_answers(path)
+    found = [(answer.tokens_in, answer.tokens_out) for answer in answers.values()]
+    assert found == [(None, 1), (1, 2), (None, 1), (None, 1), (None, None), (None, 3), (1, 1)]
+    last = answers["a"]
+    assert (last.text, last.model, last.finish_reason, last.refusal) == ("a \U0001f436", "m", "stop", None)
+    assert all(answer.problem("m") is None for answer in answers.values())

@@ -216,6 +216,25 @@ def test_lengths_that_the_vae_cannot_take_are_refused_with_the_nearest(
     resolve(LatentsSettings(vae=str(wan), segment="5s", fps="16", size=32), video=video(shard_set.data))
 
 
+def test_a_segment_that_no_chunk_holds_is_refused_with_both_lengths(prep: Prep, shard_set: ShardSet, wan: Path) -> None:
+    flags = ("latents", "--vae", wan, "--size", 32, "--fps", 8, "--data", shard_set.data)
+    for command in (flags, ("plan", *flags)):
+        error = prep(*command, "--segment", "25f", status=2).stderr
+        assert "--segment 25f at 8 fps has 25 frames in 3 s" in error and "the longest chunk has 2 s" in error
+        assert "use --segment 17f or less, or make longer chunks" in error
+    assert not (shard_set.data / "latents").exists()
+    # At the end of a video, the last segment can be completed.
+    engine = ("--engine", "processes", "--workers", 1)
+    assert "no chunk" not in prep("plan", *flags, "--segment", "25f", "--tail", "repeat").stdout
+    ran = prep(*flags, "--segment", "13f", *engine)
+    assert "left out 2 chunks without a segment: too short, which --tail repeat completes" in ran.stdout
+    assert "at the ends of chunks and videos are in no segment" in ran.stdout
+    values = prep(*flags, "--segment", "13f", *engine, "--json").summary
+    assert (values["num_chunks"], values["left_out"]) == (3, {"num_chunks": 2, "seconds": 3.5})
+    status = prep("status", "--data", shard_set.data, "--json", status=None).summary["columns"]["latents"]
+    assert not status["stale_because"] and not status["to_make"]
+
+
 def test_a_plan_says_how_many_segments_fit_and_what_is_left_out(prep: Prep, shard_set: ShardSet, wan: Path) -> None:
     flags = ("--vae", wan, "--size", 32, "--fps", 8, "--data", shard_set.data)
     text = prep("plan", "latents", *flags, "--segment", "1s").stdout
