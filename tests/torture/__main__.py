@@ -20,6 +20,7 @@ from tests.torture.workspace import Workspace
 # Modules of this folder; each provides `cases(seed, workspace)`.
 PARTS = {
     "points": ("points",),
+    "unfinished": ("unfinished",),
     "damage": ("damage", "readers"),
     "hostile": ("hostile_sources", "hostile_annotations", "hostile_training"),
     "buckets": ("buckets",),

@@ -65,12 +65,14 @@ class _Script:
         kinds: Names of `_KINDS` to draw from.
         texts: Texts of the answers that count, by chunk.
         again: Chunks that were asked about although there was such an answer.
+        doubtful: Texts of answers that may count or not.
     """
 
     random: Random
     kinds: tuple[str, ...]
     texts: dict[str, list[str]] = field(default_factory=dict)
     again: list[str] = field(default_factory=list)
+    doubtful: set[str] = field(default_factory=set)
     _lock: Any = field(default_factory=threading.Lock)
     _num_sent: int = 0
 
@@ -83,12 +85,14 @@ class _Script:
                 self.again.append(chunk)
             text = f"{self.random.choice(_TEXTS)} {self._num_sent}"
             is_counting, reply = _KINDS[self.random.choice(self.kinds)](self.random, text, request)
-            if is_counting:
+            if is_counting is None:
+                self.doubtful.add(text)
+            elif is_counting:
                 self.texts.setdefault(chunk, []).append(text)
             return reply
 
 
-_Drawn = tuple[bool, Reply]
+_Drawn = tuple[bool | None, Reply]  # whether it counts; None if a server that sends this may mean either
 
 
 def _complete(random: Random, text: str, request: Request) -> _Drawn:
@@ -112,7 +116,7 @@ def _no_text(random: Random, _: str, request: Request) -> _Drawn:
 def _surrogate(random: Random, text: str, request: Request) -> _Drawn:
     """Draw an answer with a lone surrogate beside the text, which JSON may contain and no file can."""
     if random.random() < 0.5:
-        return False, completion(text, request, finish_reason="\ud800")
+        return None, completion(text, request, finish_reason="\ud800")
     return False, completion(text, request, refusal="no \udfff")
 
 
@@ -229,10 +233,9 @@ def _require_as_sent(folder: Path, script: _Script, ran: Ran) -> None:
     stored = {answer.text for journals in folder.glob("data/captions/*/answers") for answer in answers_in(journals)}
     if missing := sorted(sent - stored):
         raise Broken(f"an answer was not stored as sent: {missing[0]!r}: {ran.described()}")
-    lines = {" ".join(text.split()) for text in sent}
+    lines = {" ".join(text.split()) for text in {*sent, *script.doubtful}}
     captions = _captions(folder)
     if wrong := [text for text in captions.values() if text not in lines]:
         raise Broken(f"not the text of an answer that counts: {wrong[0]!r}: {ran.described()}")
     if ran.status == 0 and len(captions) < len(script.texts):
         raise Broken(f"{len(script.texts)} chunks have an answer, {len(captions)} a caption: {ran.described()}")
-

@@ -8,7 +8,9 @@ _TS_BYTES, _TS_SYNC, _TS_NULL = 188, 0x47, 0x1FFF
 _FLV_HEADER_BYTES = 13
 _BOXES_OF_TRACK = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsd")
 _SAMPLE_ENTRIES = (b"avc1", b"hvc1", b"hev1", b"mp4v", b"vp09", b"jpeg", b"av01")
-_ENTRY_BYTES = 86  # of a VisualSampleEntry before its boxes, with size and type; an stsd has 16 bytes before its entries
+_ENTRY_BYTES = (
+    86  # of a VisualSampleEntry before its boxes, with size and type; an stsd has 16 bytes before its entries
+)
 # Matroska: IDs of elements (RFC 9559).
 _SEGMENT, _TRACKS, _TRACK, _VIDEO, _VOID = b"\x18\x53\x80\x67", b"\x16\x54\xae\x6b", b"\xae", b"\xe0", b"\xec"
 _CROPS = (b"\x54\xcc", b"\x54\xbb", b"\x54\xdd", b"\x54\xaa")  # left, top, right, bottom
@@ -176,10 +178,11 @@ def with_dropped_frames(content: bytes, num_dropped: int) -> bytes:
     struct.pack_into("<I", changed, end + 4, index_bytes + len(entries))
     changed[end:end] = chunk * num_dropped
     struct.pack_into("<I", changed, movie + 4, movie_bytes + len(chunk) * num_dropped)
-    struct.pack_into("<I", changed, 4, struct.unpack_from("<I", content, 4)[0] + len(entries) + len(chunk) * num_dropped)
+    struct.pack_into(
+        "<I", changed, 4, struct.unpack_from("<I", content, 4)[0] + len(entries) + len(chunk) * num_dropped
+    )
     for word, offset in ((b"avih", 8 + 16), (b"strh", 8 + 32)):
         at = content.index(word) + offset
         (num_frames,) = struct.unpack_from("<I", content, at)
         struct.pack_into("<I", changed, at, num_frames + num_dropped)
     return bytes(changed)
-

@@ -63,7 +63,9 @@ def read_number(picture: np.ndarray) -> Reading:
         code |= int(level > 128) << bit
         is_clear &= not 90 < level < 165
     number = code & MAX_NUMBER
-    colors = [_mean_around(within, (1.75 + 1.5 * place) * width / 8, sum(_COLOR_ROWS) / 2 * height) for place in range(4)]
+    colors = [
+        _mean_around(within, (1.75 + 1.5 * place) * width / 8, sum(_COLOR_ROWS) / 2 * height) for place in range(4)
+    ]
     return Reading(number if is_clear and code == _code(number) else -1, width, height, np.array(colors))
 
 

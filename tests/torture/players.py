@@ -118,9 +118,7 @@ def _chunk(about: dict[str, Any], content: bytes) -> Chunk:
         readings = [read_number(_rgb(frame)) for frame in container.decode(video)]
         aspect = video.sample_aspect_ratio or Fraction(1)
     if aspect != 1:
-        readings = [
-            Reading(one.number, round(one.width * aspect), one.height, one.colors) for one in readings
-        ]
+        readings = [Reading(one.number, round(one.width * aspect), one.height, one.colors) for one in readings]
     sound = None
     with av.open(io.BytesIO(content)) as container:
         if container.streams.audio:

@@ -62,7 +62,9 @@ CONTAINERS = {
         (*_TIMED, "crop", "turn", "aspect", "size", *_TRACKS),
         1e-3,
     ),
-    "webm": Container("webm", ("libvpx", "libvpx-vp9"), "libopus", (*_TIMED, "restart", "size", "crop", "aspect"), 1e-3),
+    "webm": Container(
+        "webm", ("libvpx", "libvpx-vp9"), "libopus", (*_TIMED, "restart", "size", "crop", "aspect"), 1e-3
+    ),
     "ts": Container(
         "mpegts",
         ("libx264", "libx264", "mpeg2video"),
@@ -255,9 +257,7 @@ class Source:
             for _, packet in sorted((item for track in tracks for item in track), key=lambda item: item[0]):
                 file.mux(packet)
 
-    def _video_track(
-        self, file: Any, frames: range, begins_s: list[Fraction]
-    ) -> tuple[Any, list[TimedPacket]]:
+    def _video_track(self, file: Any, frames: range, begins_s: list[Fraction]) -> tuple[Any, list[TimedPacket]]:
         encoders = self._encoders(frames)
         stream = _add_video(file, self.codec, self.fps, self._coded(frames.start), encoders[0][1:], self._choices())
         if turn := self.options.get("turn"):
@@ -283,16 +283,12 @@ class Source:
         gray = np.full((96, 96, 3), 90, np.uint8)
         stream = _add_video(file, self.codec, self.fps, gray, (Fraction(1), None), self._choices())
         stream.disposition = 0
-        made = _encoded(
-            stream.codec_context, (gray for _ in begins_s), begins_s, frame_s=1 / self.fps, matrix=None
-        )
+        made = _encoded(stream.codec_context, (gray for _ in begins_s), begins_s, frame_s=1 / self.fps, matrix=None)
         for _, packet in made:
             packet.stream = stream
         return made
 
-    def _sound_track(
-        self, file: Any, frames: range, zero_s: Fraction, sound_s: Fraction
-    ) -> list[TimedPacket]:
+    def _sound_track(self, file: Any, frames: range, zero_s: Fraction, sound_s: Fraction) -> list[TimedPacket]:
         stream = file.add_stream(self.kind.sound, rate=_SAMPLES_PER_S)
         stream.layout = "mono"
         begin_s = self.begins_s[frames.start] + sound_s
@@ -486,7 +482,12 @@ def _word(value: Any) -> str:
 
 
 def _add_video(
-    file: Any, codec: str, fps: Fraction, picture: np.ndarray, form: tuple[Fraction, str | None], choices: dict[str, str]
+    file: Any,
+    codec: str,
+    fps: Fraction,
+    picture: np.ndarray,
+    form: tuple[Fraction, str | None],
+    choices: dict[str, str],
 ) -> Any:
     stream = file.add_stream(codec, rate=fps, options=choices)
     _set_form(stream.codec_context, codec, fps, picture, form)

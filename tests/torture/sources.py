@@ -140,7 +140,9 @@ def _require_pictures(chunks: list[Chunk], source: Source) -> None:
         for reading in chunk.readings:
             expected, ratio = float(source.shown_ratio(reading.number)), reading.width / reading.height
             if abs(ratio / expected - 1) > _MAX_RATIO_ERROR:
-                raise Broken(f"squeezed: frame {reading.number} is {ratio:.3f} times as wide as high, not {expected:.3f}")
+                raise Broken(
+                    f"squeezed: frame {reading.number} is {ratio:.3f} times as wide as high, not {expected:.3f}"
+                )
             if "change-colors" in source.options and color_error(reading) > _MAX_COLOR_ERROR:
                 raise Broken(f"other colors: frame {reading.number} differs by {color_error(reading):.0f} levels")
 

@@ -213,4 +213,6 @@ def _require_complete(
     if found not in states:
         numbers = " or ".join(str(len(state)) for state in states)
         earlier = "" if before is None else f"\nbefore: {before.described()}"
-        raise Broken(f"readers get {len(found)} members, not {numbers} of a complete variant: {ran.described()}{earlier}")
+        raise Broken(
+            f"readers get {len(found)} members, not {numbers} of a complete variant: {ran.described()}{earlier}"
+        )

@@ -4,6 +4,7 @@ The configuration is passed in environment variables, which nested worker proces
 
     CLIPMILL_TORTURE_WATCH   folders, as LABEL=PATH lines; operations elsewhere are not affected
     CLIPMILL_TORTURE_LOG     file to which each operation is appended: role, point, and for a rename the old name
+    CLIPMILL_TORTURE_VERSIONS  file to which the SHA-256 of every file that is renamed to a watched name is appended
     CLIPMILL_TORTURE_POINT   point at which the fault is injected, once
     CLIPMILL_TORTURE_FAULT   kind of fault:
                              kill, kill-after  the command is killed (SIGKILL) before or after the operation
@@ -26,6 +27,7 @@ program.
 """
 
 import errno
+import hashlib
 import os
 import re
 import secrets
@@ -40,8 +42,8 @@ from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 PREFIX = "CLIPMILL_TORTURE_"
-WATCH, LOG, POINT, FAULT, TERM, FLAGS, DRIVER = (
-    PREFIX + name for name in ("WATCH", "LOG", "POINT", "FAULT", "TERM", "FLAGS", "DRIVER")
+WATCH, LOG, VERSIONS, POINT, FAULT, TERM, FLAGS, DRIVER = (
+    PREFIX + name for name in ("WATCH", "LOG", "VERSIONS", "POINT", "FAULT", "TERM", "FLAGS", "DRIVER")
 )
 ERRORS = {"eio": errno.EIO, "enospc": errno.ENOSPC, "full": errno.ENOSPC}
 SOURCES = "source/"  # label of the folder of source videos
@@ -67,7 +69,7 @@ class Watch:
     def __init__(self) -> None:
         lines = os.environ[WATCH].splitlines()
         self.folders = [(label, folder) for label, _, folder in (line.partition("=") for line in lines)]
-        self.log = os.environ.get(LOG)
+        self.log, self.versions = os.environ.get(LOG), os.environ.get(VERSIONS)
         self.flags = Path(os.environ.get(FLAGS, os.devnull))
         self.faulty, self.fault = os.environ.get(POINT), os.environ.get(FAULT, "")
         self.term = os.environ.get(TERM)
@@ -117,6 +119,14 @@ class Watch:
         _write(log, line.encode())
         os.close(log)
 
+    def append_version(self, path: str) -> None:
+        """Note the content of a file that gets its name now."""
+        assert self.versions is not None
+        descriptor = _open(path, os.O_RDONLY)
+        digest = hashlib.sha256(b"".join(iter(lambda: os.read(descriptor, 1 << 20), b""))).hexdigest()
+        os.close(descriptor)
+        self._append(self.versions, f"{digest}\n")
+
     def claims(self, name: str) -> bool:
         """Return True if this process is the first one to claim the marker `name`."""
         try:
@@ -159,6 +169,8 @@ def visit(
     point = watch.point(operation, path, source=source) if watch is not None and path is not None else None
     if watch is None or point is None:
         return act()
+    if watch.versions is not None and source is not None and Path(source).is_file():
+        watch.append_version(source)
     if point == watch.term and watch.claims("term"):
         os.kill(os.getpid(), signal.SIGTERM)
     if not watch.is_at_fault(point):
