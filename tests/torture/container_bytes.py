@@ -1,4 +1,4 @@
-"""Changes of container files that no muxer makes: edit lists, lengths, crops, dropped frames, and files put together."""
+"""Changes of container files that no muxer makes: edit lists, lengths, crops, dropped frames, joined files."""
 
 import struct
 from collections.abc import Iterator, Sequence

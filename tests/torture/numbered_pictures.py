@@ -1,7 +1,7 @@
 """Pictures that carry a number, which a reader recognizes at any size, and only upright and complete.
 
-A bright frame surrounds each picture, so that its edges are found also within black bars. Two rows of six blocks are the
-number in binary, with three check bits. The lowest row has patches of pure colors.
+A bright frame surrounds each picture, so that its edges are found also within black bars. Two rows of six blocks are
+the number in binary, with three check bits. The lowest row has patches of pure colors.
 """
 
 from dataclasses import dataclass

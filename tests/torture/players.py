@@ -46,7 +46,7 @@ def decode(path: Path, source: Source) -> Showing:
     """Decode a source with PyAV. Parts whose timestamps start again follow one another."""
     with av.open(str(path), metadata_errors="ignore") as container:
         start_s = Fraction(container.start_time or 0, av.time_base)
-        videos = [stream for stream in container.streams.video]
+        videos = list(container.streams.video)
         stream = videos[1 if {"default-second", "still-first"} & source.options.keys() else 0]
         width, height = source.upright(np.zeros((stream.height, stream.width, 1))).shape[1::-1]
         aspect = stream.sample_aspect_ratio or Fraction(1)
@@ -56,14 +56,12 @@ def decode(path: Path, source: Source) -> Showing:
         shift_s, last_s, step_s = -start_s, None, 1 / source.fps
         for frame in container.decode(stream):
             number = read_number(source.upright(_rgb(frame))).number
-            if frame.pts is None:
-                begin_s = begins_s[-1] - shift_s + step_s
-            else:
-                begin_s = frame.pts * frame.time_base
+            unit = frame.time_base or Fraction(1)
+            begin_s = begins_s[-1] - shift_s + step_s if frame.pts is None else frame.pts * unit
             if last_s is not None and begin_s <= last_s:  # the timestamps start again
                 shift_s = begins_s[-1] + step_s - begin_s
             last_s = begin_s
-            lasting_s = frame.duration * frame.time_base or step_s
+            lasting_s = frame.duration * unit or step_s
             begins_s.append(begin_s + shift_s)
             numbers.append(number)
     return Showing(
@@ -113,14 +111,14 @@ def read_chunks(data: Path) -> list[Chunk]:
 
 
 def _chunk(about: dict[str, Any], content: bytes) -> Chunk:
-    with av.open(io.BytesIO(content)) as container:
+    with av.open(io.BytesIO(content), "r") as container:
         video = container.streams.video[0]
         readings = [read_number(_rgb(frame)) for frame in container.decode(video)]
         aspect = video.sample_aspect_ratio or Fraction(1)
     if aspect != 1:
         readings = [Reading(one.number, round(one.width * aspect), one.height, one.colors) for one in readings]
     sound = None
-    with av.open(io.BytesIO(content)) as container:
+    with av.open(io.BytesIO(content), "r") as container:
         if container.streams.audio:
             frames = [frame.to_ndarray().mean(axis=0) for frame in container.decode(container.streams.audio[0])]
             sound = np.concatenate(frames) if frames else np.zeros(0)

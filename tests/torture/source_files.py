@@ -1,21 +1,20 @@
 """Source videos with unusual timelines, geometry, changes and tracks, in eight containers, drawn from a seed.
 
-`draw_source` draws a `Source`, which says when each frame begins and what a player shows; `Source.write` writes its file
-with PyAV, without code of the product. Headers that no muxer writes are written by `container_bytes`.
+`draw_source` draws a `Source`, which says when each frame begins and what a player shows. `Source.write` writes its
+file with PyAV, without code of the product. Headers that no muxer writes are written by `container_bytes`.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import av
 import numpy as np
-
 
 from tests.torture import container_bytes
 from tests.torture.numbered_pictures import MAX_NUMBER, draw_number
@@ -221,7 +220,7 @@ class Source:
         borders |= {change["frame"] for change in (self.options.get("size"), aspect, colors) if change is not None}
         inside = sorted(border for border in borders if frames.start <= border <= frames.stop)
         found = []
-        for begin, end in zip(inside, inside[1:], strict=False):
+        for begin, end in pairwise(inside):
             pixel_aspect = self.options.get("aspect", Fraction(1))
             pixel_aspect = 1 / pixel_aspect if self.options.get("turn", 0) % 180 else pixel_aspect
             if aspect is not None:
@@ -341,9 +340,9 @@ def draw_source(random: Random, container: str) -> Source:
     begins_s = [Fraction(number) / fps for number in range(num_frames)]
     options: dict[str, Any] = {}
     if "vfr" in traits:
-        lengths = [random.choice((1, 1, 1, 2, 3)) for _ in range(num_frames)]
+        lengths = [Fraction(random.choice((1, 1, 1, 2, 3))) for _ in range(num_frames)]
         if container != "avi":
-            lengths = [length * random.choice((1, 1, Fraction(1, 2), Fraction(3, 4))) for length in lengths]
+            lengths = [length * Fraction(random.choice(("1", "1", "1/2", "3/4"))) for length in lengths]
         begins_s = [begin / fps for begin in accumulate(lengths[:-1], initial=Fraction(0))]
         options["vfr"] = True
     width, height = random.choice(_SIZES)
@@ -499,7 +498,7 @@ def _add_video(
 def _context(
     codec: str, fps: Fraction, picture: np.ndarray, form: tuple[Fraction, str | None], choices: dict[str, str]
 ) -> Any:
-    context = av.CodecContext.create(codec, "w")
+    context: Any = av.CodecContext.create(codec, "w")
     context.options = choices
     context.framerate = fps
     _set_form(context, codec, fps, picture, form)

@@ -1,4 +1,4 @@
-"""Sources with unusual timelines, geometry, changes and tracks: chunks show what a player shows, completely, or nothing.
+"""Sources with unusual timelines, geometry, changes and tracks: chunks show what a player shows, or do not exist.
 
 Each case writes one source (`source_files`), chunks it with short chunks, and compares every frame of every chunk with
 an independent decode (`players`). A source may be refused only by a failure that is listed in `REFUSALS` for one of its

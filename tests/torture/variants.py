@@ -1,8 +1,9 @@
 """New variants over a complete one, of which parts cannot be made for a while: sources that are gone or refused, a disk
 that is full, kills.
 
-After every attempt, and after `prep gc` and `prep status`, readers get the complete variant of before, until the new one
-is complete. When the cause is gone, the hinted command completes the new variant, with the bytes of an undisturbed run.
+After every attempt, and after `prep gc` and `prep status`, readers get the complete variant of before, until the new
+one is complete. When the cause is gone, a run or `prep retry` completes the new variant, with the bytes of an
+undisturbed run.
 """
 
 import os
