@@ -82,6 +82,8 @@ def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: R
         "fps": np.full(num_videos, 30.0),
         "key_gap_s": np.full(num_videos, 5.0),
         "num_audio": np.zeros(num_videos, np.int32),
+        "timeline": pa.repeat("", num_videos),
+        "notes": pa.repeat("", num_videos),
         "width": np.full(num_videos, 1280),
         "height": np.full(num_videos, 720),
         "codec": pa.repeat("h264", num_videos),

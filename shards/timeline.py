@@ -47,6 +47,8 @@ _RAW = frozenset({"h264", "hevc", "mpegvideo"})
 _BLIND_SEEKS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
 # Timestamps of 33 bits, which libav continues above their limit: a part may seem to begin a day after the part before.
 _WRAPPING = frozenset({"mpegts", "mpeg", "wtv"})
+# Formats that store decoding times. In the others, libav derives them from presentation times.
+_WITH_DECODING_TIMES = ("mpegts", "mpeg", "wtv", "mp4", "avi", "flv", "mxf")
 # Containers whose duration was not estimated from the bitrate, and those whose duration is the end of the last frame
 # whenever the first frame begins.
 _WITH_HEADER_DURATION = ("matroska", "mp4", "flv", "asf", "mxf", "ivf")
@@ -149,6 +151,10 @@ class Timeline:
         start: Timestamp of time 0 in seconds.
         seek_start: Timestamp from which libav counts when it seeks, if that is not `start`.
         end: End of the last frame in seconds from time 0.
+        last: Time of the last frame in seconds.
+        rate: Frames per second, the average if it varies; 0 if unknown.
+        missing: Seconds that the header promises beyond the last packet, if they are more than containers round.
+        cut: What is missing at the end of a truncated file; empty if nothing is.
         is_continuous: Whether the timestamps of the file, minus `start`, are the timeline.
         is_blind: Whether a seek may land between two key frames, and inside a frame of the sound.
         key_gap: Longest time between two key frames in seconds; 0 if a seek lands on a key frame.
@@ -163,6 +169,10 @@ class Timeline:
     start: Fraction = Fraction(0)
     seek_start: Fraction | None = None
     end: Fraction = Fraction(0)
+    last: Fraction = Fraction(0)
+    rate: Fraction = Fraction(0)
+    missing: Fraction = Fraction(0)
+    cut: str = ""
     is_continuous: bool = True
     is_blind: bool = False
     key_gap: Fraction = Fraction(0)
@@ -173,12 +183,12 @@ class Timeline:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return what an encoder needs as JSON text, without `end` and `notes`; empty for an ordinary source."""
+        """Return what a reader of frames needs as JSON text; empty for an ordinary source."""
         ordinary = Timeline()
         values: dict[str, Any] = {
             name: getattr(self, name)
             for name in self.__dataclass_fields__
-            if name not in ("end", "notes") and getattr(self, name) != getattr(ordinary, name)
+            if name in _STORED and getattr(self, name) != getattr(ordinary, name)
         }
         values |= {name: str(values[name]) for name in ("start", "seek_start", "key_gap") if name in values}
         if "shape" in values:
@@ -186,6 +196,11 @@ class Timeline:
         if "aspects" in values:
             values["aspects"] = [[str(time), str(aspect)] for time, aspect in self.aspects]
         return json.dumps(values, separators=(",", ":")) if values else ""
+
+    def aspect_at(self, time: Fraction) -> Fraction:
+        """Return the width of a pixel divided by its height, as shown upright, at a time in seconds."""
+        aspect = [aspect for begin, aspect in self.aspects if begin <= max(time, Fraction(0))][-1]
+        return 1 / aspect if self.shape.is_transposed else aspect
 
     @classmethod
     def from_json(cls, text: str) -> "Timeline":
@@ -198,6 +213,22 @@ class Timeline:
         if "aspects" in values:
             values["aspects"] = tuple((Fraction(time), Fraction(aspect)) for time, aspect in values["aspects"])
         return cls(**values)
+
+
+_STORED = frozenset(
+    {
+        "track",
+        "start",
+        "seek_start",
+        "is_continuous",
+        "is_blind",
+        "key_gap",
+        "shape",
+        "aspects",
+        "transfer",
+        "primaries",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -298,8 +329,12 @@ def indexed_timeline(container: "InputContainer", stream: "VideoStream", *, size
     if last != len(entries) - 1 or abs(listed - end) > 2 * step + 1:
         end = _end_behind(container, stream, entries[last].timestamp)
     start = start_of(container)
-    timeline = Timeline(track=stream.index, start=start, end=end * unit - start)
+    timeline = Timeline(track=stream.index, start=start, end=end * unit - start, rate=_rate_of(stream))
     return _checked(timeline, num_packets=len(entries))
+
+
+def _rate_of(stream: "VideoStream") -> Fraction:
+    return stream.average_rate or stream.guessed_rate or Fraction(0)
 
 
 def _end_behind(container: "InputContainer", stream: "VideoStream", timestamp: int) -> int:
@@ -323,7 +358,7 @@ def read_timeline(
         on_read: Called for every packet.
 
     Raises:
-        TimelineError: There is no video, its times are impossible, or the file ends before its end.
+        TimelineError: There is no video, or its times are impossible.
         av.FFmpegError: A packet cannot be read.
     """
     start = start_of(container)
@@ -345,8 +380,8 @@ def read_timeline(
     filled = [stream for stream in tracks if len(lists[stream.index].times) > 1]
     track = lists[(filled or tracks)[0].index]
     timeline, packets = track.on_timeline(container, file=file, start=start)
-    _require_all(container, track, timeline, any_end=any_end)
-    return _checked(timeline, num_packets=len(track.times)), packets
+    missing, cut = _missing_end(container, track, timeline, any_end=any_end, file=file)
+    return _checked(replace(timeline, missing=missing, cut=cut), num_packets=len(track.times)), packets
 
 
 class _PacketList:
@@ -397,7 +432,6 @@ class _PacketList:
             message = f"the first {self.num_untimed} of {num_packets} frames have no timestamps"
             raise TimelineError("bad_timestamps", message)
         unit = stream.time_base or _ONE
-        frame = max(1, round(1 / (stream.average_rate or stream.guessed_rate or Fraction(30)) / unit))
         times, dts = np.array(self.times, np.int64), np.array(self.decoding_times, np.int64)
         durations, flags = np.array(self.durations, np.int64), np.array(self.flags, np.int64)
         if (missing := times == _NO_TIME).any():  # in the middle of the stream
@@ -407,8 +441,12 @@ class _PacketList:
         order = _decoded_order(container, stream, num_packets=num_packets) if name == "avi" else None
         if order is not None:
             times = np.sort(dts)[order]
+        steps = np.diff(np.unique(times))  # a frame without a duration lasts as long as the one before it
+        frame = int(steps[-1]) if len(steps) else max(1, round(1 / (_rate_of(stream) or Fraction(30)) / unit))
         lengths = np.where(durations > 0, durations, frame)
-        restarts = _restarts(dts, times, lengths, unit=unit, may_wrap=name in _WRAPPING)
+        has_dts = any(known in name for known in _WITH_DECODING_TIMES)
+        steps_s = np.diff(dts if has_dts else _key_steps(times, is_key)) * float(unit)
+        restarts = _restarts(steps_s, times, lengths, unit=unit, may_wrap=name in _WRAPPING)
         notes = []
         for (first, offset), (behind, _) in zip(restarts, [*restarts[1:], (num_packets, 0)], strict=True):
             times[first:behind] += offset
@@ -427,6 +465,8 @@ class _PacketList:
             track=stream.index,
             start=start,
             end=end * unit - start,
+            last=int(times[last]) * unit - start if num_packets else Fraction(0),
+            rate=_rate_of(stream),
             is_continuous=len(restarts) == 1 and order is None,
             is_blind=is_blind,
             key_gap=int(np.diff(keys).max(initial=0)) * unit if is_blind else Fraction(0),
@@ -463,23 +503,42 @@ class _PacketList:
         return tuple(aspects), [note]
 
 
+def _key_steps(times: NDArray[np.int64], is_key: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return times that go back only where timestamps start again, for a container without decoding times.
+
+    A key frame is shown after all frames before it.
+    """
+    latest = np.maximum.accumulate(times)
+    restarts = np.flatnonzero(is_key[1:] & (times[1:] < latest[:-1])) + 1
+    for first, behind in pairwise([0, *restarts.tolist(), len(times)]):
+        latest[first:behind] = np.maximum.accumulate(times[first:behind])
+    return latest
+
+
 def _restarts(
-    dts: NDArray[np.int64], times: NDArray[np.int64], lengths: NDArray[np.int64], *, unit: Fraction, may_wrap: bool
+    steps_s: NDArray[np.float64],
+    times: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    *,
+    unit: Fraction,
+    may_wrap: bool,
 ) -> tuple[tuple[int, int], ...]:
     """Return where timestamps start again: the first packet of each part, and what is added to its timestamps.
+
+    Args:
+        steps_s: Seconds from each packet to the next in decoding order.
+        may_wrap: Whether a part that starts again may seem to begin hours later.
 
     Raises:
         TimelineError: A timestamp is damaged.
     """
-    steps_s = np.diff(dts) * float(unit)
     is_jump = steps_s > _LONGEST_FRAME_S
     firsts = (np.flatnonzero((steps_s < -_RESTART_S) | is_jump) + 1).tolist()
     restarts, offset = [(0, 0)], 0
     for first, behind in pairwise([*firsts, len(times)]):
-        is_single = behind - first < 2 and first > 1
-        if (is_jump[first - 1] and not may_wrap) or is_single:
+        if (is_jump[first - 1] and not may_wrap) or (behind - first < 2 and first > 1):
             jump = f"jump by {steps_s[first - 1] / 3600:,.1f} hours" if is_jump[first - 1] else "go back"
-            where = f"at packet {first} ({float((dts[first - 1] - dts[0]) * unit):.2f} s)"
+            where = f"at packet {first} ({float((int(times[first - 1]) - int(times[0])) * unit):.2f} s)"
             raise TimelineError("bad_timestamps", f"the timestamps {jump} {where}")
         begin = restarts[-1][0]
         last = begin + int(np.argmax(times[begin:first]))
@@ -575,24 +634,41 @@ def _num_avi_frames(file: "IO[bytes]", track: int) -> int:
     return 0
 
 
-def _require_all(container: "InputContainer", track: _PacketList, timeline: Timeline, *, any_end: Fraction) -> None:
-    """Raise if the file ends before the end that its header promises.
-
-    Raises:
-        TimelineError: It does.
-    """
+def _missing_end(
+    container: "InputContainer",
+    track: _PacketList,
+    timeline: Timeline,
+    *,
+    any_end: Fraction,
+    file: "IO[bytes] | None",
+) -> tuple[Fraction, str]:
+    """Return how many seconds the header promises beyond the last packet, and what is missing, in words."""
     header = Fraction(container.duration or 0, _US_PER_S)
     if not any(name in container.format.name for name in _DURATION_IS_END):
         header += timeline.start
     has_header = any(name in container.format.name for name in _WITH_HEADER_DURATION)
-    is_listed = "mp4" in container.format.name and 0 < track.stream.frames == len(track.times)
-    if has_header and not is_listed and any_end < header - _HEADER_SLACK_S:
-        raise TimelineError(
-            "source_truncated",
-            f"truncated: {float(header):.2f} s in the header, but the packets end at {float(any_end):.2f} s",
-        )
-    if track.is_cut:
-        raise TimelineError("source_truncated", f"the last of {len(track.times)} frames is truncated")
+    if container.format.name == "avi" and timeline.rate and file is not None and _is_cut_avi(file):
+        # Without the index at its end, libav estimates the duration of an AVI from its size.
+        header, has_header = timeline.start + track.stream.frames / timeline.rate, True
+    if "mp4" in container.format.name and 0 < track.stream.frames == len(track.times):
+        has_header = False  # every packet of its index was read
+    if has_header and any_end < header - _HEADER_SLACK_S:
+        cut = f"truncated: {float(header):.2f} s in the header, but the packets end at {float(any_end):.2f} s"
+        return header - any_end, cut
+    return Fraction(0), f"the last of {len(track.times)} frames is truncated" if track.is_cut else ""
+
+
+def _is_cut_avi(file: "IO[bytes]") -> bool:
+    """Whether the outermost lists of an AVI extend beyond its end; above 1 GB there are several, one after another."""
+    position, size_bytes = 0, file.seek(0, io.SEEK_END)
+    while position < size_bytes:
+        file.seek(position)
+        head = file.read(8)
+        length = int.from_bytes(head[4:], "little")
+        if head[:4] != b"RIFF" or length in (0, 2**32 - 1):  # lists that were never finished
+            return False
+        position += 8 + length
+    return position > size_bytes
 
 
 def _checked(timeline: Timeline, *, num_packets: int) -> Timeline:
@@ -747,7 +823,8 @@ class _Upright:
     """Crops frames and turns them upright; the graph of filters is built again if their size or format changes."""
 
     def __init__(self, shape: Shape) -> None:
-        self._filters = [*shape.crop_filters(), *shape.orientation_filters()]
+        filters = [*shape.crop_filters(), *shape.orientation_filters()]
+        self._filters = [*filters, ("copy", {})] if filters else []  # flipped frames have lines in descending order
         self._graph: Any = None
         self._made_for: tuple[int, int, str] | None = None
 
@@ -763,7 +840,7 @@ class _Upright:
             buffer = self._graph.add_buffer(
                 width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base
             )
-            steps = [buffer, *(self._graph.add(name, **options) for name, options in self._filters)]
+            steps = [buffer, *(self._graph.add(name, None, **options) for name, options in self._filters)]
             self._graph.link_nodes(*steps, self._graph.add("buffersink")).configure()
         self._graph.vpush(frame)
         shown: av.VideoFrame = self._graph.vpull()

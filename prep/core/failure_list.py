@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -56,6 +56,20 @@ def failure_values(failures: Sequence[Failure], *, listed: Path) -> dict[str, An
         "first_failures": named_values(first_failures(failures)),
         "failures_file": os.fspath(listed) if failures else None,
     }
+
+
+def note_lines(notes: Mapping[str, Sequence[str]], *, num_all: int, indent: int) -> list[str]:
+    """Return what may surprise in videos, a line each; nothing if there is nothing.
+
+    Args:
+        notes: notes of the first few videos, by ID.
+        num_all: number of videos with notes.
+        indent: width of the column of labels.
+    """
+    lines = [on_one_line(f"{video}: {note}") for video, of_video in notes.items() for note in of_video]
+    if num_all > len(notes):
+        lines.append(f"... and {num_all - len(notes):,} more; `prep plan --explain VIDEO` shows the notes of a video")
+    return [f"{'' if number else 'notes':<{indent}}{line}" for number, line in enumerate(lines)]
 
 
 def first_rejected(rejected: pa.Table) -> list[FailureEntry]:

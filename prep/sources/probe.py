@@ -16,7 +16,6 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import av
 import av.error
@@ -114,6 +113,8 @@ def _probe(source: OpenSource, *, on_read: Callable[[], None]) -> SourceFacts:
         # Opened again because not every container can be rewound.
         with opened(source) as container, as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
             timeline, _ = read_timeline(container, file=source.file, on_read=on_read)
+    if timeline.cut:
+        raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.cut)
     if timeline.track != look.track:  # the first track has a single frame
         with opened(source) as container:
             look = _look_at(container, container.streams[timeline.track])
@@ -123,7 +124,7 @@ def _probe(source: OpenSource, *, on_read: Callable[[], None]) -> SourceFacts:
         fingerprint=fingerprint,
         size_bytes=size_bytes,
         end_s=float(timeline.end),
-        fps=look.fps,
+        fps=float(timeline.rate),
         width=picture.width,
         height=picture.height,
         codec=look.codec,
@@ -159,15 +160,13 @@ class _Look:
 
     track: int
     picture: Picture
-    fps: float
     codec: str
 
 
 def _look_at(container: InputContainer, stream: VideoStream) -> _Look:
     with as_failure(FailureCode.DECODE_ERRORS, "no frame can be decoded"):
         picture = first_picture(container, stream)
-    rate = stream.average_rate or stream.guessed_rate or Fraction(0)
-    return _Look(stream.index, picture, float(rate), stream.codec_context.codec.canonical_name)
+    return _Look(stream.index, picture, stream.codec_context.codec.canonical_name)
 
 
 @contextmanager

@@ -78,12 +78,18 @@ def shot_rows(shots: pa.Table, *, key: str, fingerprints: pa.Array, num_frames: 
 
 @dataclass(frozen=True)
 class ShotTask:
-    """A source to be searched; `num_frames` counts frames of the detector's grid."""
+    """A source to be searched.
+
+    Attributes:
+        num_frames: number of frames on the detector's grid.
+        timeline: timeline of the source (`clipmill.shards.timeline.Timeline.to_json`).
+    """
 
     path: str
     fingerprint: str
     num_frames: int
     detector: Detector
+    timeline: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ class FoundShots:
 def find_shots(task: ShotTask) -> FoundShots:
     """Detect the shots of one source, in a worker."""
     from clipmill.prep.sources.shots import detect_cuts
+    from clipmill.shards.timeline import Timeline
 
     begin_s = cpu_s()
     try:
@@ -105,7 +112,8 @@ def find_shots(task: ShotTask) -> FoundShots:
             raise SourceFailure(
                 FailureCode.SOURCE_CHANGED, "the file has changed since the run was planned", is_lasting=False
             )
-        cuts = detect_cuts(task.path, num_frames=task.num_frames, detector=task.detector)
+        timeline = Timeline.from_json(task.timeline)
+        cuts = detect_cuts(task.path, timeline=timeline, num_frames=task.num_frames, detector=task.detector)
     except SourceFailure as failure:
         return FoundShots(failure=(failure.code, failure.message, failure.is_lasting), cpu_s=cpu_s() - begin_s)
     return FoundShots(tuple(cuts), cpu_s=cpu_s() - begin_s)

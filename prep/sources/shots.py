@@ -7,30 +7,28 @@ most `n`, and the first source frame before that: the rule of ffmpeg's fps filte
 from collections.abc import Iterator
 from fractions import Fraction
 
-import av
-import av.error
 import numpy as np
-from av.container import InputContainer
 from av.video.frame import VideoFrame
 from av.video.reformatter import Interpolation, VideoReformatter
-from av.video.stream import VideoStream
 
 from clipmill.manifests.storage.urls import Place
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.access import open_source
 from clipmill.prep.sources.detector import PICTURE_PX, Detector
-from clipmill.prep.sources.probe import as_failure, first_video, opened
+from clipmill.prep.sources.probe import as_failure, opened
+from clipmill.shards.timeline import Timeline, read_timeline, shown_frames
 
 # Exact arithmetic, so that every machine compares the same pixels.
 _SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
 
 
-def detect_cuts(place: Place, *, num_frames: int, detector: Detector) -> list[int]:
+def detect_cuts(place: Place, *, timeline: Timeline, num_frames: int, detector: Detector) -> list[int]:
     """Return the first frame of every shot but the first one, ascending, each from 1 to `num_frames` - 1.
 
     Damaged frames are skipped: the encoder pass that contains them reports them.
 
     Args:
+        timeline: timeline of the source.
         num_frames: number of frames of the video on the grid of the detector's frame rate.
 
     Raises:
@@ -40,7 +38,7 @@ def detect_cuts(place: Place, *, num_frames: int, detector: Detector) -> list[in
 
     found, cuts = detector.open(), set[int]()
     number = 0
-    for pictures_BGR, count in _shown(place, num_frames=num_frames, fps=detector.fps):
+    for pictures_BGR, count in _shown(place, timeline, num_frames=num_frames, fps=detector.fps):
         for _ in range(count):
             at = FrameTimecode(number, detector.fps)
             cuts.update(cut.frame_num for cut in found.process_frame(at, pictures_BGR))
@@ -51,48 +49,37 @@ def detect_cuts(place: Place, *, num_frames: int, detector: Detector) -> list[in
     return sorted(cut for cut in cuts if 0 < cut < num_frames)
 
 
-def output_number(pts: int, *, time_base: Fraction, fps: Fraction) -> int:
+def output_number(time_s: Fraction, *, fps: Fraction) -> int:
     """Return the output frame nearest to a time; a tie is rounded away from zero, as by ffmpeg (AV_ROUND_NEAR_INF)."""
-    position = 2 * abs(pts) * time_base * fps + 1
+    position = 2 * abs(time_s) * fps + 1
     number = position.numerator // (2 * position.denominator)
-    return number if pts >= 0 else -number
+    return number if time_s >= 0 else -number
 
 
-def _shown(place: Place, *, num_frames: int, fps: Fraction) -> Iterator[tuple[np.ndarray, int]]:
+def _shown(place: Place, timeline: Timeline, *, num_frames: int, fps: Fraction) -> Iterator[tuple[np.ndarray, int]]:
     """Yield (picture, number of output frames that show it): uint8 [H, W, 3], BGR; `num_frames` frames in total."""
-    with open_source(place) as source, opened(source) as container:
-        stream = first_video(container)
-        if stream is None:
-            raise SourceFailure(FailureCode.NO_VIDEO, "no video stream")
-        if stream.codec_context is None or not stream.time_base:
-            raise SourceFailure(FailureCode.DECODE_ERRORS, "no decoder for the video stream")
-        stream.codec_context.thread_count = 1  # videos are decoded in parallel
-        # In units of the stream, rounded as ffmpeg rounds it.
-        start = output_number(container.start_time or 0, time_base=Fraction(1, av.time_base), fps=1 / stream.time_base)
-        pictures = _Pictures()
-        held, next_number = None, 0
-        for frame in _decoded(container, stream):
-            if frame.pts is None:
-                continue
-            number = min(output_number(frame.pts - start, time_base=stream.time_base, fps=fps), num_frames)
-            if held is not None and number > next_number:
-                yield pictures.of(held), number - next_number
-                next_number = number
-            held = frame
-            if next_number == num_frames:
-                return
-        if held is not None and next_number < num_frames:
-            yield pictures.of(held), num_frames - next_number
-
-
-def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFrame]:
-    with as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
-        for packet in container.demux(stream):
-            try:
-                frames = packet.decode()
-            except av.error.InvalidDataError:
-                continue
-            yield from frames
+    with open_source(place) as source:
+        packets = None
+        if not timeline.is_continuous:
+            with (
+                opened(source) as container,
+                as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"),
+            ):
+                _, packets = read_timeline(container, file=source.file)
+        with opened(source) as container, as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
+            container.streams[timeline.track].codec_context.thread_count = 1  # videos are decoded in parallel
+            pictures = _Pictures()
+            held, next_number = None, 0
+            for time_s, frame in shown_frames(container, timeline, packets, skips_damage=True):
+                number = min(output_number(time_s, fps=fps), num_frames)
+                if held is not None and number > next_number:
+                    yield pictures.of(held), number - next_number
+                    next_number = number
+                held = frame
+                if next_number == num_frames:
+                    return
+            if held is not None and next_number < num_frames:
+                yield pictures.of(held), num_frames - next_number
 
 
 class _Pictures:

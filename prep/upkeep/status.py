@@ -121,6 +121,8 @@ class VideosStatus:
         lost: code -> number of videos that were usable before and cannot be read now; what was made from them is kept.
         first_lost: the first few of them.
         num_with_audio: number of usable videos whose source has audio.
+        num_noted: number of videos with something that may surprise, such as HDR or several video tracks.
+        first_notes: what it is in the first few of them, by ID.
         num_captions_beyond: captions that begin after the end of their video, among the probed ones; None if unknown.
         num_captions_ending_beyond: the others that end more than a second after it, likewise.
         first_captions_beyond: the first few of both.
@@ -137,6 +139,8 @@ class VideosStatus:
     first_lost: list[FailureEntry]
     caption_sources: list[CaptionSource] | None
     num_with_audio: int = 0
+    num_noted: int = 0
+    first_notes: dict[str, list[str]] = field(default_factory=dict)
     num_captions_beyond: int | None = None
     num_captions_ending_beyond: int | None = None
     first_captions_beyond: list[FailureEntry] = field(default_factory=list)
@@ -256,9 +260,12 @@ def _beyond(
     return None
 
 
+_PROBED = ("path", "code", "message", "end_s", "num_audio", "notes")
+
+
 def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     videos = read_videos(data_dir, columns=["video_id", "path", "num_captions"])
-    probes = read_probes(data_dir, paths=videos["path"], columns=["path", "code", "message", "end_s", "num_audio"])
+    probes = read_probes(data_dir, paths=videos["path"], columns=_PROBED)
     mine, is_known = probes_of(videos["path"], probes)
     ids = videos["video_id"] if is_known.all() else videos["video_id"].filter(pa.array(is_known))
     mine = mine.append_column("video_id", ids)
@@ -267,6 +274,8 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     is_usable = pc.is_valid(mine["end_s"])  # as is its fingerprint, a gigabyte of ten million videos
     unusable = mine.filter(pc.invert(is_usable))
     lost = mine.filter(pc.and_(is_usable, pc.is_valid(mine["code"])))
+    noted = mine.filter(pc.fill_null(pc.not_equal(mine["notes"], ""), False))
+    first_noted = noted.slice(0, MAX_NAMED).to_pylist()
     sources, beyond = _sources(data_dir, damaged), _beyond(data_dir, videos["video_id"], ends_s, damaged)
     return VideosStatus(
         num_videos=len(videos),
@@ -279,6 +288,8 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
         first_lost=_first_sources(lost),
         caption_sources=sources,
         num_with_audio=pc.sum(pc.greater(mine["num_audio"], 0)).as_py() or 0,
+        num_noted=len(noted),
+        first_notes={row["video_id"]: row["notes"].splitlines() for row in first_noted},
         num_captions_beyond=None if beyond is None else beyond.num_begin,
         num_captions_ending_beyond=None if beyond is None else beyond.num_end,
         first_captions_beyond=[] if beyond is None else beyond.first,

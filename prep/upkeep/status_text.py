@@ -10,7 +10,7 @@ from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.ending import length_text
-from clipmill.prep.core.failure_list import named_lines
+from clipmill.prep.core.failure_list import named_lines, note_lines
 from clipmill.prep.core.failures import TRANSIENT
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.work import work_of
@@ -89,6 +89,7 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
     num_beyond = (videos.num_captions_beyond or 0) + (videos.num_captions_ending_beyond or 0)
     lines += named_lines(videos.first_captions_beyond, num_all=num_beyond, listed=None, indent=f"{_INDENT}  ")
     lines += _source_lines(videos.caption_sources)
+    lines += note_lines(videos.first_notes, num_all=videos.num_noted, indent=len(_INDENT))
     for code, count in videos.lost.items():
         lines.append(f"lost      {counted(count, 'source')} no longer readable ({code}); existing chunks are kept")
     return [*lines, *named_lines(videos.first_lost, num_all=sum(videos.lost.values()), listed=None, indent=_INDENT)]

@@ -116,7 +116,7 @@ def encode_span(
         end_s = (span.first_frame + span.num_frames) / fps
         with as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
             packets_s = frame_times(source_path, timeline, begin=seek_s, end=Fraction(end_s))
-        check_frames(times_s, packets_s, span=span, fps=fps, source_frame_s=1 / source.fps if source.fps else 0.0)
+        check_frames(times_s, packets_s, span=span, fps=fps)
         return EncodedSpan(segments=sorted(folder.glob("[0-9]*.mp4")), source_times_s=times_s, cpu_s=outcome.cpu_s)
 
     for number in count():
@@ -219,7 +219,7 @@ def _scaled_frames(
     else:
         input_options["reinit_filter"] = 0
     if shape.orientation_filters():
-        input_options["autorotate"] = 0
+        input_options["noautorotate"] = None
     stream = ffmpeg.input(
         f"file:{source_path}",
         threads=1,
@@ -238,6 +238,7 @@ def _scaled_frames(
         # The cheaper order: resize before frames are duplicated, or after frames are dropped. The result is the same.
         *([*resize, rate] if source.fps <= fps else [rate, *resize]),
         *([*upright, ("sidedata", {"mode": "delete", "type": "DISPLAYMATRIX"})] if upright else []),
+        ("tpad", {"stop": "-1", "stop_mode": "clone"}),  # the last frame stays on show until the end of the span
         ("setsar", {"sar": "1"}),
         ("setpts", {"expr": "N"}),
     ]
@@ -306,14 +307,11 @@ def _source_times(lines: Sequence[str], *, start: Fraction) -> np.ndarray:
     return counts * float(unit_s) - float(start)
 
 
-def check_frames(
-    times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps: Fraction, source_frame_s: float
-) -> None:
+def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps: Fraction) -> None:
     """Compare the source frames that were encoded with the source's packets and the span's plan.
 
     Every output frame must show the source frame visible at its time: the last one that begins at most half an output
-    frame later. If a video begins with a gap, its first output frames may show a later source frame. The last span may
-    end earlier than the header announced, by two output frames or one source frame, whichever is longer.
+    frame later. If a video begins with a gap, its first output frames may show a later source frame.
 
     Args:
         times_s: times of the source frames shown, float64 [frames], in seconds from the start of the video.
@@ -322,8 +320,7 @@ def check_frames(
     Raises:
         SourceFailure: source_truncated, or frames_differ.
     """
-    slack_frames = max(2, math.ceil(source_frame_s * fps) + 1) if span.is_last else 0
-    if len(times_s) < span.num_frames - slack_frames or not len(times_s):
+    if len(times_s) < span.num_frames:
         raise SourceFailure(
             FailureCode.SOURCE_TRUNCATED,
             f"truncated: span {span.index} has {len(times_s)} of the {span.num_frames} frames that the header implies",
@@ -338,8 +335,9 @@ def check_frames(
     if wrong.any():
         first = int(np.argmax(wrong))
         begins_s = packets_s[max(0, due[first] - 1)] if len(packets_s) else due_s[first]
+        is_end = times_s[first] < begins_s and (times_s[first:] == times_s[first]).all()
         raise SourceFailure(
-            FailureCode.FRAMES_DIFFER,
+            FailureCode.SOURCE_TRUNCATED if is_end else FailureCode.FRAMES_DIFFER,
             f"output frame {span.first_frame + first} at {due_s[first]:.4f} s shows the source frame of"
             f" {times_s[first]:.4f} s, expected the one of {begins_s:.4f} s",
         )

@@ -172,6 +172,17 @@ class Plan:
         for (_, code, message), video in zip(failures, videos.to_pylist(), strict=True):
             yield Failure(video["video_id"], None, str(code), f"{video['path']}: {message}")
 
+    def notes(self, *, max_videos: int) -> tuple[int, dict[str, list[str]]]:
+        """Return the number of videos with something that may surprise, and the notes of the first few, by ID."""
+        rows = np.flatnonzero(np.asarray(pc.fill_null(pc.not_equal(self._probes["notes"], ""), False)))
+        first = pa.array(rows[:max_videos])
+        notes = (text.splitlines() for text in self._probes["notes"].take(first).to_pylist())
+        return len(rows), dict(zip(self.video_ids(first.to_pylist()), notes, strict=True))
+
+    def notes_of(self, video_id: str) -> list[str]:
+        """Return what may surprise in one video of the manifest."""
+        return (self._probes["notes"][pc.index(self._videos.ids, video_id).as_py()].as_py() or "").splitlines()
+
     @property
     def num_with_audio(self) -> int:
         """Number of videos with audio, which `--audio drop` leaves out."""
@@ -227,7 +238,8 @@ class Plan:
             if fingerprint not in seen:
                 seen.add(fingerprint)
                 num_frames = int(self._num_frames[row])
-                yield ShotTask(path, fingerprint, num_frames, self.recipe.settings.shot_detector)
+                timeline = self._probes["timeline"][row].as_py() or ""
+                yield ShotTask(path, fingerprint, num_frames, self.recipe.settings.shot_detector, timeline)
 
     def detection_work(self) -> Workload:
         """Return the videos whose shots have to be detected."""

@@ -13,7 +13,7 @@ from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.store import captions_path, read_videos
 from clipmill.manifests.units import duration_text
 from clipmill.prep.core.disk_use import disk_use
-from clipmill.prep.core.failure_list import MAX_NAMED, failure_lines
+from clipmill.prep.core.failure_list import MAX_NAMED, failure_lines, note_lines
 from clipmill.prep.core.plan import ShardState
 from clipmill.prep.core.report import (
     NOTHING_TO_DO,
@@ -80,6 +80,8 @@ def plan_report(planned: Planned) -> Report:
     lines += _cutting_lines(cutting)
     tails = _tails_values(plan)
     lines += _tails_lines(tails)
+    num_noted, notes = plan.notes(max_videos=MAX_NAMED)
+    lines += note_lines(notes, num_all=num_noted, indent=9)
     disk = disk_use(
         planned.data_dir,
         column=VIDEO,
@@ -111,6 +113,8 @@ def plan_report(planned: Planned) -> Report:
         "estimate": asdict(cost),
         "disk": disk.values(),
         "next": command,
+        "num_noted_videos": num_noted,
+        "first_notes": notes,
         **cutting,
         **tails,
     }
@@ -269,12 +273,14 @@ def explanation(planned: Planned, name: str) -> Report:
         "changed_settings": settings,
         "unusable": [asdict(failure) for failure in failed],
         "shards": [{"shard_id": shard.shard_id, "state": str(shard.state), "reason": shard.reason} for shard in shards],
+        "notes": (notes := plan.notes_of(video_id)),
         **({} if shots is None else asdict(shots)),
     }
     lines = [f"{name}: video {video_id} in variant {plan.recipe.variant}"]
     lines += [f"setting  {difference}" for difference in settings]
     lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in shards]
     lines += [f"unusable {failure.code}: {failure.message}" for failure in failed]
+    lines += [f"note     {note}" for note in notes]
     if shots is not None and not failed:
         lines += [
             f"left out {begin_s:.3f} to {end_s:.3f} s: shorter than --min-len" for begin_s, end_s in shots.left_out_s

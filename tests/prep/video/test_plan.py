@@ -55,6 +55,8 @@ def probes(*names: str, **changes: dict[str, Any]) -> pa.Table:
             "codec": "h264",
             "key_gap_s": 0.0,
             "num_audio": 0,
+            "timeline": "",
+            "notes": "",
             **changes.get(name, {}),
         }
         for name in names

@@ -95,7 +95,7 @@ def test_a_sound_file_holds_no_video(tmp_path: Path) -> None:
         container.mux(sound.encode(samples))
         container.mux(sound.encode(None))
     _, ends = captions(path)
-    assert ends["sound.mkv"] == "it holds no video stream, only audio"
+    assert ends["sound.mkv"] == "no video stream (streams: audio)"
 
 
 @pytest.mark.parametrize("name", ["cut.mp4", "cut.mkv"])
@@ -191,7 +191,7 @@ def test_times_that_make_no_sense_are_found(tmp_path: Path) -> None:
                 packet.pts = packet.dts = (packet.pts or 0) + 10**11
             target.mux(packet)
     _, ends = captions(tmp_path / "far.mkv")
-    assert "its timestamps are not plausible" in (ends["far.mkv"] or "")
+    assert "the timestamps jump by " in (ends["far.mkv"] or "") and "at packet 19" in (ends["far.mkv"] or "")
 
 
 def test_folders_are_searched_by_suffix_and_files_come_once(tmp_path: Path) -> None:

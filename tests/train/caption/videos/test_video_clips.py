@@ -18,7 +18,7 @@ from clipmill.train.data.decoding.decoders import ChunkDecoder
 from clipmill.train.data.decoding.pictures import Rectangle, centre_square, rgb_pictures
 from clipmill.train.data.decoding.reading import read_chunk
 from clipmill.train.data.frame_sampling import US_PER_S, ChunkTimes, Sampling, frame_indices, moments_of
-from clipmill.train.tasks.caption.videos.clips import WindowClip, shown_square, turned, window_clips
+from clipmill.train.tasks.caption.videos.clips import WindowClip, shown_square, window_clips
 from clipmill.train.tasks.caption.videos.source import read_timing
 from tests.prep.running import chunk, manifest
 
@@ -134,13 +134,6 @@ def test_pixels_that_are_not_square_are_cut_as_they_are_shown() -> None:
     assert shown_square(100, 400, aspect=Fraction(2)) == Rectangle(0, 100, 100, 200)
     for width, height in ((97, 64), (64, 97), (1, 5)):
         assert shown_square(width, height, aspect=Fraction(1)) == centre_square(width, height)
-
-
-def test_planes_turn_together() -> None:
-    planes = np.arange(6, dtype=np.uint8)
-    assert turned(planes, quarters=1, size_px=2).tolist() == [1, 3, 0, 2, 4, 5]
-    assert turned(planes, quarters=-3, size_px=2).tolist() == [1, 3, 0, 2, 4, 5]
-    assert turned(planes, quarters=4, size_px=2).tolist() == planes.tolist()
 
 
 def test_a_longer_sound_track_changes_nothing(tmp_path: Path) -> None:

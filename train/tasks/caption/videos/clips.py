@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.units import parse_length
@@ -89,17 +88,17 @@ def window_clips(path: Path, sampling: Sampling, *, size_px: int, length_us: int
         VideoFailed: the video cannot be read, or not to its end. Clips before that are valid.
     """
     timing = read_timing(path)
-    pictures = _Pictures(frames_of(path, timing), aspect=timing.aspect, size_px=size_px)
+    pictures = _Pictures(frames_of(path, timing), size_px=size_px)
     # Of a truncated video, the whole windows before its end are valid.
-    good_us = timing.end_us - timing.end_us % length_us if timing.is_cut_off else timing.end_us
+    good_us = timing.end_us - timing.end_us % length_us if timing.missing_us else timing.end_us
     for window in windows_of(good_us, length_us=length_us):
         video, colour = pictures.at(_moments(window, sampling, timing))
         # Decode to the end of the window, so that damage after its last frame is found too.
         pictures.go_to(window.end_us)
-        if timing.is_cut_off and pictures.are_over_before(timing.last_us):
+        if timing.missing_us and pictures.are_over_before(timing.last_us):
             break
         yield WindowClip(window, video, colour, timing.end_us)
-    if timing.is_cut_off:
+    if timing.missing_us:
         end_s, promised_s = timing.end_us / US_PER_S, (timing.end_us + timing.missing_us) / US_PER_S
         raise VideoFailed(f"it is cut off: its header promises {promised_s:.2f} s, and it ends at {end_s:.2f} s")
 
@@ -115,25 +114,24 @@ def _moments(window: Window, sampling: Sampling, timing: VideoTiming) -> Moments
 class _Pictures:
     """Samples pictures at ascending times in one pass over the frames; holds two of them at a time."""
 
-    def __init__(self, frames: Iterator[TimedFrame], *, aspect: Fraction, size_px: int) -> None:
-        self._frames, self._aspect, self._size_px = frames, aspect, size_px
+    def __init__(self, frames: Iterator[TimedFrame], *, size_px: int) -> None:
+        self._frames, self._size_px = frames, size_px
         self._now = next(frames)  # also for times before its own, as in chunks
         self._next = next(frames, None)
         self._picture: tuple[Planes, int] | None = None
 
     def at(self, moments: Moments) -> tuple[Planes, int]:
-        """The pictures displayed at these times, [T, S * S * 3 / 2], and their colour."""
+        """The pictures displayed at these times, [T, S * S * 3 / 2], and the colour of the first one.
+
+        Where tags of the colours change within a clip, pictures keep their values, as in chunks.
+        """
         pictures = []
-        colours = set()
         for numerator in moments.numerators:
             self.go_to(Fraction(numerator, moments.denominator))
             if self._picture is None:
-                self._picture = picture_of(self._now.frame, aspect=self._aspect, size_px=self._size_px)
-            pictures.append(self._picture[0])
-            colours.add(self._picture[1])
-        if len(colours) > 1:
-            raise VideoFailed(f"its colour space changes at {float(self._now.begin_us) / US_PER_S:.2f} s")
-        return np.stack(pictures), colours.pop()
+                self._picture = picture_of(self._now.frame, aspect=self._now.aspect, size_px=self._size_px)
+            pictures.append(self._picture)
+        return np.stack([planes for planes, _ in pictures]), pictures[0][1]
 
     def are_over_before(self, time_us: int) -> bool:
         """Whether the last picture was reached, and began before this time."""
@@ -151,7 +149,7 @@ class _Pictures:
 
 
 def picture_of(frame: "av.VideoFrame", *, aspect: Fraction, size_px: int) -> tuple[Planes, int]:
-    """The largest centred square of a frame as displayed: planes, uint8 [S * S * 3 / 2], and colour."""
+    """The largest centred square of an upright frame: planes, uint8 [S * S * 3 / 2], and colour."""
     planar = as_yuv420(frame)
     rectangle = shown_square(planar.width, planar.height, aspect=aspect)
     [planes] = crop_clip([planar], rectangle, size_px=size_px)
@@ -160,7 +158,7 @@ def picture_of(frame: "av.VideoFrame", *, aspect: Fraction, size_px: int) -> tup
         color_range=int(planar.color_range),
         is_full_format=planar.format.name.startswith("yuvj"),
     )
-    return turned(planes, quarters=frame.rotation // 90, size_px=size_px), colour
+    return planes, colour
 
 
 def shown_square(width: int, height: int, *, aspect: Fraction) -> Rectangle:
@@ -172,14 +170,3 @@ def shown_square(width: int, height: int, *, aspect: Fraction) -> Rectangle:
     side = min(width * aspect, Fraction(height))
     cut_width, cut_height = max(1, int(side / aspect)), max(1, int(side))
     return Rectangle((width - cut_width) // 2, (height - cut_height) // 2, cut_width, cut_height)
-
-
-def turned(planes: NDArray[np.uint8], *, quarters: int, size_px: int) -> NDArray[np.uint8]:
-    """Planes of a square picture, rotated counter-clockwise by quarter turns."""
-    if quarters % 4 == 0:
-        return planes
-    parts = np.split(planes, [size_px * size_px, size_px * size_px * 5 // 4])
-    sides = (size_px, size_px // 2, size_px // 2)
-    return np.concatenate(
-        [np.rot90(part.reshape(side, side), quarters).ravel() for part, side in zip(parts, sides, strict=True)]
-    )

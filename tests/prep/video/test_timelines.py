@@ -1,0 +1,220 @@
+"""Sources with irregular timelines: every frame is shown once, at its time, with and without sound.
+
+Ordinary sources are in test_frames.py. The output has the frame rate of the sources, so that every number is exact.
+"""
+
+import json
+import struct
+import subprocess
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.sources.probe import probe
+from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.video.encode import check_frames
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.prep.video.spans import Span
+from clipmill.train.data.frame_sampling import US_PER_S, Sampling
+from clipmill.train.tasks.caption.videos.clips import window_clips
+from tests.prep.numbered import frame_numbers
+from tests.prep.running import chunk, manifest, prep_here
+from tests.prep.video.test_frames import chunks_by_source
+
+FPS, HALF, WHOLE = 10, 70, 140  # frames per second, frames of a part, and of both: longer than the first span (10 s)
+BOTH = list(range(WHOLE))
+
+
+def ffmpeg(*arguments: object) -> None:
+    subprocess.run([find_ffmpeg().path, "-v", "error", "-y", "-nostdin", *map(str, arguments)], check=True)
+
+
+def numbered(path: Path, first: int = 0, count: int = WHOLE, *, width: int = 160, height: int = 120, **how: object) -> Path:
+    options = {"gop": 10, **how}
+    FrameNumberVideo(
+        num_frames=count, fps=Fraction(FPS), width=width, height=height, first_number=first, **options
+    ).write(path)  # type: ignore[arg-type]
+    return path
+
+
+def with_sound(video: Path, target: Path, *, delay_s: float = 0, codec: str = "mp2", options: tuple[object, ...] = ()) -> Path:
+    """Copy a video beside a tone that begins `delay_s` seconds earlier."""
+    seconds = 1 + delay_s + WHOLE / FPS
+    sound = ("-f", "lavfi", "-i", f"sine=duration={seconds}", "-itsoffset", delay_s, "-i", video)
+    ffmpeg(*sound, "-map", "1:v", "-map", "0:a", "-c:v", "copy", "-c:a", codec, "-ar", 48000, *options, target)
+    return target
+
+
+def parts(folder: Path, suffix: str, *options: object, sound: str = "mp2", **how: object) -> bytes:
+    """The bytes of two files, one after another, each with sound and with timestamps that start at the same time."""
+    content = b""
+    for first in (0, HALF):
+        video = numbered(folder / f"pictures{first}.mkv", first, HALF, **how)
+        part = folder / f"part{first}{suffix}"
+        length = ("-t", HALF / FPS)
+        ffmpeg(
+            *("-f", "lavfi", *length, "-i", "sine", "-i", video, "-map", "1:v", "-map", "0:a", "-c:v", "copy"),
+            *("-c:a", sound, "-ar", 48000, *options, part),
+        )
+        content += part.read_bytes()
+    return content
+
+
+def transport_streams(folder: Path, *seconds: float, **how: object) -> list[Path]:
+    """Two transport streams without sound whose timestamps begin at these seconds."""
+    streams = []
+    for first, begin_s in zip((0, HALF), seconds, strict=True):
+        video = numbered(folder / f"ts{first}.mkv", first, HALF, **how)
+        streams.append(folder / f"ts{first}.ts")
+        ffmpeg("-i", video, "-c", "copy", "-muxdelay", 0, "-output_ts_offset", begin_s, streams[-1])
+    return streams
+
+
+def late_picture(folder: Path, name: str) -> list[int]:
+    with_sound(numbered(folder / "v.mp4"), folder / name, delay_s=1, options=("-muxdelay", 0))
+    return [0] * FPS + BOTH
+
+
+def concatenated(suffix: str, *options: object, **how: object) -> Callable[[Path, str], list[int]]:
+    def write(folder: Path, name: str) -> list[int]:
+        (folder / name).write_bytes(parts(folder, suffix, *options, **how))  # type: ignore[arg-type]
+        return BOTH
+
+    return write
+
+
+def gap(folder: Path, name: str) -> list[int]:
+    streams = transport_streams(folder, 1, 1 + HALF / FPS + 12)
+    (folder / name).write_bytes(b"".join(stream.read_bytes() for stream in streams))
+    return [*range(HALF), *[HALF - 1] * 12 * FPS, *range(HALF, WHOLE)]
+
+
+def colours_change(folder: Path, name: str) -> list[int]:
+    streams = []
+    for first, begin_s, matrix in ((0, 1, "smpte170m"), (HALF, 1 + HALF / FPS, "bt709")):
+        streams.append(folder / f"tags{first}.ts")
+        tags = ("-color_primaries", matrix, "-color_trc", matrix, "-colorspace", matrix)
+        video = numbered(folder / f"tags{first}.mkv", first, HALF)
+        ffmpeg("-i", video, "-c:v", "libx264", *tags, "-muxdelay", 0, "-output_ts_offset", begin_s, streams[-1])
+    (folder / name).write_bytes(b"".join(stream.read_bytes() for stream in streams))
+    return BOTH
+
+
+def size_changes(folder: Path, name: str) -> list[int]:
+    small = transport_streams(folder, 1, 1 + HALF / FPS)[0].read_bytes()
+    large = transport_streams(folder, 1, 1 + HALF / FPS, width=320, height=240)[1].read_bytes()
+    (folder / name).write_bytes(small + large)
+    return BOTH
+
+
+def hidden_end(folder: Path, name: str) -> list[int]:
+    content = bytearray(numbered(folder / name, count=WHOLE + 40).read_bytes())
+    box = content.index(b"elst")
+    content[box + 12 : box + 16] = struct.pack(">I", 1000 * WHOLE // FPS)  # of movie time, in milliseconds
+    (folder / name).write_bytes(content)
+    return BOTH
+
+
+def short_header(folder: Path, name: str) -> list[int]:
+    content = bytearray(numbered(folder / name).read_bytes())
+    box = content.index(b"mdhd")
+    unit = struct.unpack(">I", content[box + 16 : box + 20])[0]
+    content[box + 20 : box + 24] = struct.pack(">I", 3 * unit)
+    (folder / name).write_bytes(content)
+    return BOTH
+
+
+def decoding_order(folder: Path, name: str) -> list[int]:
+    ffmpeg("-i", numbered(folder / "b.mp4"), "-c", "copy", "-bsf:v", "h264_mp4toannexb", folder / name)
+    return BOTH
+
+
+def dropped_frames(folder: Path, name: str) -> list[int]:
+    """An AVI whose last frames have no bytes."""
+    content = numbered(folder / name, codec="mpeg4").read_bytes()
+    begin, end = content.index(b"movi") + 4, content.index(b"idx1")
+    movie, index, position, number = b"", b"", begin, 0
+    while position < end:
+        size = struct.unpack("<I", content[position + 4 : position + 8])[0]
+        data = content[position + 8 : position + 8 + size] if number < WHOLE - 30 else b""
+        index += b"00dc" + struct.pack("<III", 16 if number == 0 else 0, 4 + len(movie), len(data))
+        movie += b"00dc" + struct.pack("<I", len(data)) + data + bytes(len(data) % 2)
+        position += 8 + size + size % 2
+        number += 1
+    head = content[: begin - 8] + struct.pack("<I", 4 + len(movie)) + b"movi"
+    whole = head + movie + b"idx1" + struct.pack("<I", len(index)) + index
+    (folder / name).write_bytes(whole[:4] + struct.pack("<I", len(whole) - 8) + whole[8:])
+    return [*range(WHOLE - 30), *[WHOLE - 31] * 30]
+
+
+def thumbnail_first(folder: Path, name: str) -> list[int]:
+    still, video = numbered(folder / "still.mkv", 500, 1), numbered(folder / "v.mkv")
+    ffmpeg("-i", still, "-i", video, "-map", "0:v", "-map", "1:v", "-c", "copy", "-disposition", 0, folder / name)
+    return BOTH
+
+
+def default_second(folder: Path, name: str) -> list[int]:
+    other, video = numbered(folder / "other.mkv", 500), numbered(folder / "v.mkv")
+    tracks = ("-map", "0:v", "-map", "1:v", "-c", "copy", "-disposition:v:0", 0, "-disposition:v:1", "default")
+    ffmpeg("-i", other, "-i", video, *tracks, folder / name)
+    return BOTH
+
+
+KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
+    "late.ts": (late_picture, ""),
+    "late.mpg": (late_picture, ""),
+    "cat.ts": (concatenated(".ts"), "start again, first at packet 70 (7.00 s)"),
+    "cells.vob": (concatenated(".vob", "-f", "vob"), "start again"),
+    "appended.flv": (concatenated(".flv", "-ar", 44100, sound="mp3"), "start again"),
+    "blobs.webm": (concatenated(".webm", "-live", "1", sound="libopus", codec="libvpx"), "start again"),
+    "appended.mkv": (concatenated(".mkv", "-live", "1"), "start again"),
+    "gap.ts": (gap, "no frames for 12.1 s from 6.90 s"),
+    "tags.ts": (colours_change, ""),
+    "size.ts": (size_changes, "changes from 160x120 to 320x240 at 7.00 s"),
+    "hidden-end.mp4": (hidden_end, ""),
+    "short-header.mp4": (short_header, ""),
+    "decoding-order.avi": (decoding_order, "no presentation times"),
+    "dropped.avi": (dropped_frames, ""),
+    "thumbnail.mkv": (thumbnail_first, "2 video tracks"),
+    "second.mkv": (default_second, "2 video tracks: stream 1 is taken"),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
+    """All kinds in one folder, and what each has to show."""
+    folder, due = tmp_path_factory.mktemp("videos"), {}
+    for name, (write, _) in KINDS.items():
+        made = tmp_path_factory.mktemp(name.replace(".", "-"))
+        due[name] = write(made, name)
+        (made / name).rename(folder / name)
+    return folder, due
+
+
+@pytest.fixture(scope="module", params=["drop", "keep"])
+def chunks(
+    request: pytest.FixtureRequest, sources: tuple[Path, dict[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, list[int]], Path]:
+    data = tmp_path_factory.mktemp("data")
+    manifest(data, sources[0])
+    settings = ("--len", "500ms", "--fps", FPS, "--keyint", 10, "--preset", "ultrafast", "--audio", request.param)
+    chunk(data, *settings, status=None)
+    shown = {
+        name: [number for _, content in of_source for number in frame_numbers(content)]
+        for name, of_source in chunks_by_source(data).items()
+    }
+    return shown, data
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_frame_of_an_irregular_source_is_shown_at_its_time(
+    name: str, sources: tuple[Path, dict[str, list[int]]], chunks: tuple[dict[str, list[int]], Path]
+) -> None:
+    due = sources[1][name]
+    assert chunks[0].get(name.partition(".")[0]) == due
