@@ -62,6 +62,9 @@ _GAP_S, _GAP_FRAMES = 5.0, 50  # a longer pause between two frames is mentioned
 _MAX_ASPECT = 64  # beyond it, a few rows in a damaged header would become a picture of gigabytes
 _TRANSFERS = {16: "PQ", 18: "HLG"}
 _NO_TIME = np.iinfo(np.int64).min
+_FLV_HEADER = b"FLV\1"
+_MPEG_VIDEO = frozenset({"mpeg1video", "mpeg2video"})
+_MAX_GUESS_FRAMES = 4  # by which libav's guess of a missing timestamp may be wrong
 _MIN_FRAME_BYTES = 24  # of a packet that certainly holds a frame
 _MAX_SHAPES = 200  # of a stream; a damaged one would change with every key frame
 _ONE = Fraction(1)
@@ -367,11 +370,12 @@ def read_timeline(
         kinds = sorted({str(stream.type) for stream in container.streams})
         raise TimelineError("no_video", f"no video stream (streams: {', '.join(kinds) or 'none'})")
     lists = {stream.index: _PacketList(stream) for stream in tracks}
-    any_end = start
+    any_end, held_bytes = start, 0
     for packet in container.demux():
         on_read()
         if not packet.size:
             continue
+        held_bytes = max(held_bytes, (packet.pos or 0) + packet.size)
         if packet.stream_index in lists:
             lists[packet.stream_index].add(packet)
         time = packet.dts if packet.pts is None else packet.pts
@@ -380,6 +384,14 @@ def read_timeline(
     filled = [stream for stream in tracks if len(lists[stream.index].times) > 1]
     track = lists[(filled or tracks)[0].index]
     timeline, packets = track.on_timeline(container, file=file, start=start)
+    if container.format.name == "flv" and file is not None:
+        file.seek(held_bytes)
+        if _FLV_HEADER in file.read(1024):
+            raise TimelineError(
+                "bad_timestamps",
+                f"another FLV file begins behind byte {held_bytes}, at {float(timeline.end):.2f} s, and libav does not read"
+                " it: split the file there",
+            )
     missing, cut = _missing_end(container, track, timeline, any_end=any_end, file=file)
     return _checked(replace(timeline, missing=missing, cut=cut), num_packets=len(track.times)), packets
 
@@ -395,6 +407,7 @@ class _PacketList:
         self.flags: list[int] = []  # 1: key frame, 2: hidden by an edit list
         self.num_untimed = 0  # before the first packet with a timestamp
         self.is_cut = False
+        self.is_bidirectional: list[bool] = []  # of MPEG-1 and MPEG-2 pictures
         self.key_packets: list[tuple[int, bytes]] = []  # those with another sequence header than the one before
         self._header = b""
 
@@ -410,8 +423,11 @@ class _PacketList:
         self.decoding_times.append(time if dts is None else dts)
         self.durations.append(packet.duration or 0)
         self.flags.append(packet.is_keyframe + 2 * packet.is_discard)
-        if packet.is_keyframe and self.stream.codec_context and len(self.key_packets) < _MAX_SHAPES:
-            header = _sequence_header(packet, codec=self.stream.codec_context.name)
+        codec = self.stream.codec_context.name if self.stream.codec_context else ""
+        if codec in _MPEG_VIDEO:
+            self.is_bidirectional.append(_is_b_picture(packet))
+        if packet.is_keyframe and len(self.key_packets) < _MAX_SHAPES:
+            header = _sequence_header(packet, codec=codec)
             if header and header != self._header:
                 self._header = header
                 self.key_packets.append((len(self.times) - 1, bytes(packet)))
@@ -439,8 +455,12 @@ class _PacketList:
             dts[missing] = times[missing]
         is_shown, is_key = flags & 2 == 0, flags & 1 == 1
         order = _decoded_order(container, stream, num_packets=num_packets) if name == "avi" else None
+        is_retimed = order is not None
         if order is not None:
             times = np.sort(dts)[order]
+        elif name == "mpeg" and self.is_bidirectional:
+            read, times = times, _times_in_display_order(times, durations, np.array(self.is_bidirectional))
+            is_retimed = bool((times != read).any())
         steps = np.diff(np.unique(times))  # a frame without a duration lasts as long as the one before it
         frame = int(steps[-1]) if len(steps) else max(1, round(1 / (_rate_of(stream) or Fraction(30)) / unit))
         lengths = np.where(durations > 0, durations, frame)
@@ -467,7 +487,7 @@ class _PacketList:
             end=end * unit - start,
             last=int(times[last]) * unit - start if num_packets else Fraction(0),
             rate=_rate_of(stream),
-            is_continuous=len(restarts) == 1 and order is None,
+            is_continuous=len(restarts) == 1 and not is_retimed,
             is_blind=is_blind,
             key_gap=int(np.diff(keys).max(initial=0)) * unit if is_blind else Fraction(0),
             aspects=aspects,
@@ -501,6 +521,41 @@ class _PacketList:
             f"the picture changes from {sizes[0][1]} to {text} at {float(time):.2f} s{more}: each part keeps its shape"
         )
         return tuple(aspects), [note]
+
+
+def _is_b_picture(packet: "Packet[Stream]") -> bool:
+    """Whether an MPEG-1 or MPEG-2 picture is a B picture (ISO/IEC 13818-2, 6.2.3)."""
+    head = bytes(memoryview(packet)[:2048])
+    begin = head.find(b"\0\0\1\0")
+    return 0 <= begin < len(head) - 5 and head[begin + 5] >> 3 & 7 == 3
+
+
+def _times_in_display_order(
+    times: NDArray[np.int64], durations: NDArray[np.int64], is_b: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """Return the presentation times of MPEG-1 or MPEG-2 pictures in a program stream.
+
+    It has a timestamp for every few pictures only, and libav guesses the others, at times wrongly. A picture follows
+    the one before it in display order, in which B pictures come before the reference that precedes them in the file.
+    Only a timestamp that is further away than a few pictures counts: there is a gap, or time starts again.
+    """
+    display: list[int] = []
+    held = None
+    for row, is_bidirectional in enumerate(is_b.tolist()):
+        if is_bidirectional:
+            display.append(row)
+        else:
+            display += [] if held is None else [held]
+            held = row
+    display += [] if held is None else [held]
+    found, due = times.copy(), int(times[display[0]])
+    for row in display:
+        length = int(durations[row])
+        if not length or abs(int(times[row]) - due) > _MAX_GUESS_FRAMES * length:
+            due = int(times[row])
+        found[row] = due
+        due += length
+    return found
 
 
 def _key_steps(times: NDArray[np.int64], is_key: NDArray[np.bool_]) -> NDArray[np.int64]:

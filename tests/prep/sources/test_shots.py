@@ -71,7 +71,7 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ids=str,
 )
 def test_cuts_are_those_of_scenedetect_run_plainly_on_the_same_frames(found: Detector, film: tuple[Path, Path]) -> None:
-    cuts = detect_cuts(film[0], num_frames=NUM_FRAMES, detector=found)
+    cuts = cuts_of(film[0], num_frames=NUM_FRAMES, detector=found)
     scenes = scenedetect.detect(str(film[1]), found.open())
     assert scenes[-1][1].frame_num == NUM_FRAMES
     assert len(cuts) >= 3 and cuts == [begin.frame_num for begin, _ in scenes[1:]]
@@ -115,33 +115,33 @@ def test_times_are_rounded_to_the_nearest_output_frame_as_ffmpeg_does(pts: int, 
 def test_every_frame_a_cut_never_a_cut_and_a_single_frame(tmp_path: Path) -> None:
     noise = tmp_path / "noise.mp4"
     FrameNumberVideo(num_frames=60, fps=FPS, width=160, height=120).write(noise)
-    assert len(detect_cuts(noise, num_frames=60, detector=detector(threshold=5, min_scene=1))) > 50
+    assert len(cuts_of(noise, num_frames=60, detector=detector(threshold=5, min_scene=1))) > 50
     still = write_scenes(tmp_path / "still.mp4", [60])
-    assert detect_cuts(still, num_frames=60, detector=detector()) == []
+    assert cuts_of(still, num_frames=60, detector=detector()) == []
     one = write_scenes(tmp_path / "one.mp4", [1])
-    assert detect_cuts(one, num_frames=1, detector=detector("adaptive")) == []
-    assert detect_cuts(one, num_frames=5, detector=detector("adaptive")) == []
+    assert cuts_of(one, num_frames=1, detector=detector("adaptive")) == []
+    assert cuts_of(one, num_frames=5, detector=detector("adaptive")) == []
 
 
 def test_damaged_frames_are_left_to_the_encoder_and_what_has_none_fails(tmp_path: Path) -> None:
     path = write_scenes(tmp_path / "video.mp4", SCENES)
     with av.open(str(path)) as container:
         packets = [(int(packet.pos or 0), packet.size) for packet in container.demux(video=0) if packet.size]
-    cuts = detect_cuts(path, num_frames=sum(SCENES), detector=detector())
+    cuts = cuts_of(path, num_frames=sum(SCENES), detector=detector())
     content = bytearray(path.read_bytes())
     for pos, size in packets[10:14]:
         content[pos : pos + size] = bytes(size)
     path.write_bytes(content)
-    assert detect_cuts(path, num_frames=sum(SCENES), detector=detector()) == cuts
+    assert cuts_of(path, num_frames=sum(SCENES), detector=detector()) == cuts
     for pos, size in packets:
         content[pos : pos + size] = bytes(size)
     path.write_bytes(content)
     with pytest.raises(SourceFailure) as failure:
-        detect_cuts(path, num_frames=sum(SCENES), detector=detector())
+        cuts_of(path, num_frames=sum(SCENES), detector=detector())
     assert failure.value.code == FailureCode.DECODE_ERRORS
     path.write_text("not a video")
     with pytest.raises(SourceFailure) as failure:
-        detect_cuts(path, num_frames=sum(SCENES), detector=detector())
+        cuts_of(path, num_frames=sum(SCENES), detector=detector())
     assert failure.value.code == FailureCode.SOURCE_UNREADABLE
 
 

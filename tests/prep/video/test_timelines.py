@@ -17,7 +17,7 @@ import pytest
 
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.probe import probe
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic.frame_code import draw_frame_number
 from clipmill.prep.video.encode import check_frames
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.spans import Span
@@ -31,19 +31,32 @@ FPS, HALF, WHOLE = 10, 70, 140  # frames per second, frames of a part, and of bo
 BOTH = list(range(WHOLE))
 
 
-def ffmpeg(*arguments: object) -> None:
-    subprocess.run([find_ffmpeg().path, "-v", "error", "-y", "-nostdin", *map(str, arguments)], check=True)
+def ffmpeg(*arguments: object, content: bytes = b"") -> None:
+    command = [find_ffmpeg().path, "-v", "fatal", "-y", *map(str, arguments)]
+    subprocess.run(command, input=content, check=True)
 
 
-def numbered(path: Path, first: int = 0, count: int = WHOLE, *, width: int = 160, height: int = 120, **how: object) -> Path:
-    options = {"gop": 10, **how}
-    FrameNumberVideo(
-        num_frames=count, fps=Fraction(FPS), width=width, height=height, first_number=first, **options
-    ).write(path)  # type: ignore[arg-type]
+def numbered(
+    path: Path, first: int = 0, count: int = WHOLE, *, size: tuple[int, int] = (160, 120), encoder: str = "libx264"
+) -> Path:
+    """Write a video whose frames carry their number, with B frames if the encoder has any."""
+    width, height = size
+    pictures = b"".join(
+        draw_frame_number(first + number, width=width, height=height).tobytes() for number in range(count)
+    )
+    shape = ("-f", "rawvideo", "-pix_fmt", "gray", "-s", f"{width}x{height}", "-r", FPS)
+    quality = {
+        "libx264": ("-preset", "veryfast", "-bf", 2, "-crf", 20),
+        "mpeg2video": ("-strict", -1, "-bf", 2, "-q:v", 3),
+    }.get(encoder, ("-b:v", "1M"))
+    encode = ("-c:v", encoder, *quality, "-pix_fmt", "yuv420p", "-g", 10, "-threads", 1, path)
+    ffmpeg(*shape, "-i", "-", *encode, content=pictures)
     return path
 
 
-def with_sound(video: Path, target: Path, *, delay_s: float = 0, codec: str = "mp2", options: tuple[object, ...] = ()) -> Path:
+def with_sound(
+    video: Path, target: Path, *, delay_s: float = 0, codec: str = "mp2", options: tuple[object, ...] = ()
+) -> Path:
     """Copy a video beside a tone that begins `delay_s` seconds earlier."""
     seconds = 1 + delay_s + WHOLE / FPS
     sound = ("-f", "lavfi", "-i", f"sine=duration={seconds}", "-itsoffset", delay_s, "-i", video)
@@ -76,9 +89,33 @@ def transport_streams(folder: Path, *seconds: float, **how: object) -> list[Path
     return streams
 
 
+def joined(*streams: Path) -> bytes:
+    """Transport streams, one after another, with continuity counters that run on, as in one recording."""
+    counters: dict[int, int] = {}
+    content = bytearray()
+    for stream in streams:
+        part = bytearray(stream.read_bytes())
+        for begin in range(0, len(part), 188):
+            pid = (part[begin + 1] & 31) << 8 | part[begin + 2]
+            if part[begin + 3] & 0x10:
+                counters[pid] = (counters.get(pid, -1) + 1) & 15
+            part[begin + 3] = part[begin + 3] & 0xF0 | counters.get(pid, 0)
+        content += part
+    return bytes(content)
+
+
 def late_picture(folder: Path, name: str) -> list[int]:
-    with_sound(numbered(folder / "v.mp4"), folder / name, delay_s=1, options=("-muxdelay", 0))
+    encoder = "libx264" if name.endswith("ts") else "mpeg2video"
+    with_sound(numbered(folder / "v.mkv", encoder=encoder), folder / name, delay_s=1, options=("-muxdelay", 0))
     return [0] * FPS + BOTH
+
+
+def without_second_header(folder: Path, name: str) -> list[int]:
+    """An FLV to which a recorder has appended: tags follow tags, after a header of 13 bytes."""
+    content = parts(folder, ".flv", "-ar", 44100, sound="mp3")
+    second = content.index(b"FLV\1", 4)
+    (folder / name).write_bytes(content[:second] + content[second + 13 :])
+    return BOTH
 
 
 def concatenated(suffix: str, *options: object, **how: object) -> Callable[[Path, str], list[int]]:
@@ -91,7 +128,7 @@ def concatenated(suffix: str, *options: object, **how: object) -> Callable[[Path
 
 def gap(folder: Path, name: str) -> list[int]:
     streams = transport_streams(folder, 1, 1 + HALF / FPS + 12)
-    (folder / name).write_bytes(b"".join(stream.read_bytes() for stream in streams))
+    (folder / name).write_bytes(joined(*streams))
     return [*range(HALF), *[HALF - 1] * 12 * FPS, *range(HALF, WHOLE)]
 
 
@@ -102,14 +139,14 @@ def colours_change(folder: Path, name: str) -> list[int]:
         tags = ("-color_primaries", matrix, "-color_trc", matrix, "-colorspace", matrix)
         video = numbered(folder / f"tags{first}.mkv", first, HALF)
         ffmpeg("-i", video, "-c:v", "libx264", *tags, "-muxdelay", 0, "-output_ts_offset", begin_s, streams[-1])
-    (folder / name).write_bytes(b"".join(stream.read_bytes() for stream in streams))
+    (folder / name).write_bytes(joined(*streams))
     return BOTH
 
 
 def size_changes(folder: Path, name: str) -> list[int]:
-    small = transport_streams(folder, 1, 1 + HALF / FPS)[0].read_bytes()
-    large = transport_streams(folder, 1, 1 + HALF / FPS, width=320, height=240)[1].read_bytes()
-    (folder / name).write_bytes(small + large)
+    small = transport_streams(folder, 1, 1 + HALF / FPS)[0].rename(folder / "small.ts")
+    large = transport_streams(folder, 1, 1 + HALF / FPS, size=(320, 240))[1]
+    (folder / name).write_bytes(joined(small, large))
     return BOTH
 
 
@@ -137,7 +174,7 @@ def decoding_order(folder: Path, name: str) -> list[int]:
 
 def dropped_frames(folder: Path, name: str) -> list[int]:
     """An AVI whose last frames have no bytes."""
-    content = numbered(folder / name, codec="mpeg4").read_bytes()
+    content = numbered(folder / name, encoder="mpeg4").read_bytes()
     begin, end = content.index(b"movi") + 4, content.index(b"idx1")
     movie, index, position, number = b"", b"", begin, 0
     while position < end:
@@ -167,12 +204,12 @@ def default_second(folder: Path, name: str) -> list[int]:
 
 
 KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
-    "late.ts": (late_picture, ""),
-    "late.mpg": (late_picture, ""),
+    "late-ts.ts": (late_picture, ""),
+    "late-ps.mpg": (late_picture, ""),
     "cat.ts": (concatenated(".ts"), "start again, first at packet 70 (7.00 s)"),
-    "cells.vob": (concatenated(".vob", "-f", "vob"), "start again"),
-    "appended.flv": (concatenated(".flv", "-ar", 44100, sound="mp3"), "start again"),
-    "blobs.webm": (concatenated(".webm", "-live", "1", sound="libopus", codec="libvpx"), "start again"),
+    "cells.mpg": (concatenated(".mpg", "-f", "vob", encoder="mpeg2video"), "start again"),
+    "twice.flv": (without_second_header, "start again"),
+    "blobs.webm": (concatenated(".webm", "-live", "1", sound="libopus", encoder="libvpx"), "start again"),
     "appended.mkv": (concatenated(".mkv", "-live", "1"), "start again"),
     "gap.ts": (gap, "no frames for 12.1 s from 6.90 s"),
     "tags.ts": (colours_change, ""),
