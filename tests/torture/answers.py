@@ -204,7 +204,7 @@ def _try(workspace: Workspace, mixture: str, folder: Path, *, seed: str) -> None
 
 def _next(random: Random, folder: Path, command: tuple[object, ...], number: int) -> tuple[object, ...]:
     """Return the next command: the same one, or the retry of failures."""
-    is_begun = any(folder.glob("data/captions/*/commits/*.json"))
+    is_begun = any(folder.glob("data/captions/*/commits/[0-9]*.json"))
     if number and is_begun and random.random() < 0.3:
         return ("retry", "--column", "captions", *bases.ENGINE)
     return command
@@ -218,7 +218,7 @@ def _prep(workspace: Workspace, folder: Path, environment: dict[str, str], *argu
 
 def _captions(folder: Path) -> dict[str, str]:
     """Return the captions of the column by the key of their chunk; none before its first run."""
-    if not any(folder.glob("data/captions/*/commits/*.json")):
+    if not any(folder.glob("data/captions/*/commits/[0-9]*.json")):
         return {}
     variant = next(path for path in folder.glob("data/captions/*") if path.is_dir())
     samples = Variant(variant).whole().iterate()

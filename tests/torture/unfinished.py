@@ -7,6 +7,8 @@ other command runs before readers look:
 - Each commit is of files that are complete, and every sample of its shards is one of before or of the undisturbed run.
 - `prep status` finds nothing damaged.
 
+`commits` has only kills as soon as a commit has its name.
+
 `failures`: sources are damaged, and the command is killed or not. In the end each failure is in the commit of its shard
 and in failures.jsonl, and no other one is; a further run, which makes nothing, still ends with 1.
 """
@@ -39,6 +41,7 @@ _FAULTS = ("kill", "kill-after", "cut")
 # Journals and signs of life, which grow in place, and temporary files.
 _IN_PLACE = re.compile(r"(^|/)(\.tmp-|answers/|bank/)")
 _UNREAD = re.compile(r"TMPDIR|/\.tmp-running/|\.lock#")
+_COMMITTED = re.compile(r"rename:.*/commits/\d+\.json#")
 _NUM_FAILURES, _NUM_VIDEOS = 30, 6
 _CHUNK = (*bases.CHUNK, *bases.ENGINE)
 
@@ -47,7 +50,8 @@ def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Ca
     """Return the cases of each command, in an order determined by `seed`."""
     killed = [subject for subject in SUBJECTS if subject.name in _NAMES]
     of_commands = {subject.name: partial(_cases, seed, workspace, subject) for subject in killed}
-    return {**of_commands, "failures": partial(_cases_of_failures, seed, workspace)}
+    commits = partial(_cases_of_commits, seed, workspace)
+    return {**of_commands, "commits": commits, "failures": partial(_cases_of_failures, seed, workspace)}
 
 
 def _cases(seed: int, workspace: Workspace, subject: Subject) -> Iterator[Case]:
@@ -65,6 +69,18 @@ def _cases(seed: int, workspace: Workspace, subject: Subject) -> Iterator[Case]:
         yield Case(name, fault, partial(_look, subject, workspace, point, fault))
 
 
+def _cases_of_commits(seed: int, workspace: Workspace) -> Iterator[Case]:
+    """Kills as soon as a commit has its name: what it names has to be complete by then."""
+    found = []
+    for subject in SUBJECTS:
+        if subject.name in _COLUMNS:
+            points = points_of(trace_undisturbed(subject, workspace)[1])
+            found += [(subject, point) for point in points if _COMMITTED.match(point.name)]
+    for subject, point in drawn(found, seed=f"{seed}/{PART}/commits", kinds=[lambda pair: pair[0].name]):
+        name = f"{PART}/commits/{subject.name}/{point.name}"
+        yield Case(name, "kill-after", partial(_look, subject, workspace, point, "kill-after"))
+
+
 def _look(subject: Subject, workspace: Workspace, point: Point, fault: str, folder: Path) -> None:
     undisturbed = workspace.folder / "made" / f"undisturbed-{subject.name}"
     subject.begin(workspace, folder)
@@ -80,9 +96,9 @@ def _look(subject: Subject, workspace: Workspace, point: Point, fault: str, fold
     if torn:
         raise Broken(f"neither the old file nor a new one: {', '.join(torn)}")
     whole_shards(data)
-    if column is not None and any(data.glob(f"{column}/*/commits/*.json")):
+    if column is not None and any(data.glob(f"{column}/*/commits/[0-9]*.json")):
         folders = [undisturbed, *([subject.base(workspace)] if subject.base is not None else [])]
-        having = [one / "data" for one in folders if any(one.glob(f"data/{column}/*/commits/*.json"))]
+        having = [one / "data" for one in folders if any(one.glob(f"data/{column}/*/commits/[0-9]*.json"))]
         known = {digest for one in having for digest in samples(one, column=column).values()}
         if other := [name for name, digest in samples(data, column=column).items() if digest not in known]:
             raise Broken(f"neither an old sample nor a new one: {', '.join(other[:6])}")
@@ -113,7 +129,7 @@ def _check_failures(workspace: Workspace, damaged: list[int], folder: Path, *, i
     for _ in range(2):
         ran = bases.prep(workspace, folder, *_CHUNK, status=1)
         expected = {(str(number), "decode_errors") for number in damaged}
-        records = [json.loads(path.read_text()) for path in data.glob("video/*/commits/*.json")]
+        records = [json.loads(path.read_text()) for path in data.glob("video/*/commits/[0-9]*.json")]
         committed = {(one["video_id"], one["code"]) for record in records for one in record["failures"]}
         (listing,) = data.glob("video/*/failures.jsonl")
         listed = {(one["video_id"], one["code"]) for one in map(json.loads, listing.read_text().splitlines())}
