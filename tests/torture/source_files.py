@@ -145,6 +145,17 @@ class Source:
         width, height = self._size_of(number)
         return Fraction(width, height) * aspect
 
+    @property
+    def sound_begin_s(self) -> Fraction:
+        """When the sound begins, in seconds from the first frame."""
+        return self.options.get("lag", Fraction(0)) - self.options.get("lead", Fraction(0))
+
+    def is_loud(self, time_s: float) -> bool:
+        """Return True if the sound is loud at a time, in seconds from the first frame."""
+        gap = self.options.get("gap")
+        is_lost = gap is not None and self.begins_s[gap["frame"] - 1] < time_s < self.begins_s[gap["frame"]]
+        return self.sound_begin_s <= time_s < self.end_s and not is_lost and bool(_is_loud(np.array(time_s)))
+
     def upright(self, picture: np.ndarray) -> np.ndarray:
         """Return what a player shows of a decoded picture: crop and display matrix are applied."""
         if crop := self.options.get("crop"):
@@ -236,8 +247,7 @@ class Source:
         if self.kind.format in ("matroska", "webm"):
             options["write_crc32"] = "0"  # `_patched` changes the tracks
         offset_s = self.options.get("offset", Fraction(0))
-        sound_s = -self.options.get("lead", Fraction(0)) + self.options.get("lag", Fraction(0))
-        zero_s = self.begins_s[frames.start] + min(sound_s, Fraction(0)) - offset_s
+        zero_s = self.begins_s[frames.start] + min(self.sound_begin_s, Fraction(0)) - offset_s
         begins_s = [self.begins_s[number] - zero_s for number in frames]
         with av.open(str(path), "w", format=self.kind.format, options=options) as file:
             tracks: list[list[TimedPacket]] = []
@@ -252,7 +262,7 @@ class Source:
             if "default-second" in self.options:
                 video.disposition = av.stream.Disposition.default
             if self.has_sound:
-                tracks.append(self._sound_track(file, frames, zero_s, sound_s))
+                tracks.append(self._sound_track(file, frames, zero_s))
             for _, packet in sorted((item for track in tracks for item in track), key=lambda item: item[0]):
                 file.mux(packet)
 
@@ -287,15 +297,14 @@ class Source:
             packet.stream = stream
         return made
 
-    def _sound_track(self, file: Any, frames: range, zero_s: Fraction, sound_s: Fraction) -> list[TimedPacket]:
+    def _sound_track(self, file: Any, frames: range, zero_s: Fraction) -> list[TimedPacket]:
         stream = file.add_stream(self.kind.sound, rate=_SAMPLES_PER_S)
         stream.layout = "mono"
-        begin_s = self.begins_s[frames.start] + sound_s
+        begin_s = self.begins_s[frames.start] + self.sound_begin_s
         end_s = self.begins_s[frames.stop] if frames.stop < self.num_frames else self.end_s
         num = int((end_s - begin_s) * _SAMPLES_PER_S)
         times = float(begin_s) + np.arange(num) / _SAMPLES_PER_S
-        is_loud = np.floor(times / _LOUD_S).astype(int) % 2 == 0
-        wave = (0.5 * np.sin(2 * np.pi * 440 * times) * is_loud * 32767).astype(np.int16)
+        wave = (0.5 * np.sin(2 * np.pi * 440 * times) * _is_loud(times) * 32767).astype(np.int16)
         made: list[TimedPacket] = []
         context, gap = stream.codec_context, self.options.get("gap")
         sample_format = context.codec.audio_formats[0].name
@@ -328,6 +337,10 @@ class Source:
         else:
             choices |= {"q": "2", "qmin": "2", "b": "4M"}
         return choices
+
+
+def _is_loud(times_s: np.ndarray) -> np.ndarray:
+    return np.floor(times_s / _LOUD_S).astype(int) % 2 == 0
 
 
 def draw_source(random: Random, container: str) -> Source:

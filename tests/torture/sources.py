@@ -12,6 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from tests.torture import bases
 from tests.torture.cases import Broken, Case
 from tests.torture.checks import ended_well, no_litter, nothing_in
@@ -28,6 +30,7 @@ _RATES = (30, 30, 25, 10)
 # Failures with which a source may be refused, by trait, and a word that the message has to have: the true reason.
 REFUSALS: dict[str, dict[str, str]] = {}
 _MAX_RATIO_ERROR = 0.07  # of a picture of 64 pixels whose sides are even
+_SOUND_MARGIN_S = 0.3  # the sound of a source changes at full seconds
 _MAX_COLOR_ERROR = 14  # of two encodes; the wrong matrix makes 25 or more
 
 
@@ -66,6 +69,8 @@ def _try(workspace: Workspace, source: Source, folder: Path, *, fps: int, audio:
     try:
         _require_timeline(chunks, showing, source, fps=fps)
         _require_pictures(chunks, source)
+        if audio == "keep" and source.has_sound and not {"head", "tail"} & source.options.keys():
+            _require_sound(chunks, showing, source)
     except Broken as broken:
         raise Broken(f"{broken}\n{ran.described()}") from None
     no_litter(folder / "data")
@@ -145,6 +150,22 @@ def _require_pictures(chunks: list[Chunk], source: Source) -> None:
                 )
             if "change-colors" in source.options and color_error(reading) > _MAX_COLOR_ERROR:
                 raise Broken(f"other colors: frame {reading.number} differs by {color_error(reading):.0f} levels")
+
+
+def _require_sound(chunks: list[Chunk], showing: Showing, source: Source) -> None:
+    """Check that the sound of each chunk is that of its time, as far as the time is sure: it is loud or silent."""
+    zero_s = showing.begins_s[0] - float(source.begins_s[showing.numbers[0]])
+    for chunk in chunks:
+        middle_s = float(chunk.begin_s + chunk.end_s) / 2 - zero_s
+        expected = {source.is_loud(middle_s + step * _SOUND_MARGIN_S) for step in (-1, -0.5, 0, 0.5, 1)}
+        if len(expected) > 1 or chunk.end_s - chunk.begin_s < _SOUND_MARGIN_S / 2:
+            continue
+        sound = np.zeros(1) if chunk.sound is None else chunk.sound
+        middle = sound[len(sound) // 4 : len(sound) * 3 // 4 + 1]
+        is_loud = bool(np.sqrt((middle**2).mean()) > 0.1) if len(middle) else False
+        if {is_loud} != expected:
+            word = "loud" if is_loud else "silent"
+            raise Broken(f"the sound at {float(chunk.begin_s):.2f} s is {word}, but not that of the source")
 
 
 def _described(number: int) -> str:
