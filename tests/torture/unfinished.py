@@ -40,7 +40,7 @@ _OPERATIONS = ("write", "truncate", "fsync", "rename")
 _FAULTS = ("kill", "kill-after", "cut")
 # Journals and signs of life, which grow in place, and temporary files.
 _IN_PLACE = re.compile(r"(^|/)(\.tmp-|answers/|bank/)")
-_UNREAD = re.compile(r"TMPDIR|/\.tmp-running/|\.lock#")
+_UNREAD = re.compile(r"TMPDIR|/\.tmp-running/|\.lock#|-workers#")
 _COMMITTED = re.compile(r"rename:.*/commits/\d+\.json#")
 _NUM_FAILURES, _NUM_VIDEOS = 30, 6
 _CHUNK = (*bases.CHUNK, *bases.ENGINE)
