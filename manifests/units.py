@@ -9,7 +9,7 @@ from clipmill.manifests.errors import UserError
 _SIZE_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtp])b?|b)", re.ASCII | re.IGNORECASE)
 _LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
-_BITRATE = re.compile(r"(?P<number>[1-9]\d*)(?P<unit>[kM])", re.ASCII)
+_BITRATE = re.compile(r"(?P<number>\d+\.?\d*|\.\d+)(?P<unit>[kKM])", re.ASCII)
 
 
 def short_number(value: float) -> str:
@@ -94,16 +94,24 @@ def parse_length(text: str, *, flag: str, also: str = "") -> Fraction:
     return Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
 
 
-def parse_bitrate(text: str, *, flag: str) -> float:
-    """Return the bits per second of a bitrate such as 800k or 2M.
+def parse_bitrate(text: str, *, flag: str) -> int:
+    """Return the bits per second of a bitrate such as 800k, 0.8M or 2M, as ffmpeg reads it.
 
     Raises:
-        UserError: it is not a bitrate, or has no unit.
+        UserError: it is not a bitrate, has no unit, or is not a whole number of bits per second.
     """
     if text.isdecimal() and int(text):
         meant = f"{int(text) // 1000}k" if int(text) >= 10_000 else f"{int(text)}k"
         raise UserError(f'{flag} "{text}" has no unit', hint=f"write {flag} {meant} (bits per second)")
     match = _BITRATE.fullmatch(text)
-    if match is None:
-        raise UserError(f'{flag} "{text}" is not a bitrate', hint="write 800k or 2M (bits per second)")
-    return float(match["number"]) * (1e3 if match["unit"] == "k" else 1e6)
+    bits = Fraction(0) if match is None else Fraction(match["number"]) * (10**6 if match["unit"] == "M" else 1000)
+    if not bits or bits.denominator != 1:
+        raise UserError(f'{flag} "{text}" is not a bitrate', hint="write 800k, 0.8M or 2M (bits per second)")
+    return int(bits)
+
+
+def bitrate_text(bits_per_s: int) -> str:
+    """Return the canonical form of a bitrate: whole megabits as 2M, others in kilobits, as 800k or 1.5k."""
+    if bits_per_s % 10**6 == 0:
+        return f"{bits_per_s // 10**6}M"
+    return f"{bits_per_s // 1000}{f'.{bits_per_s % 1000:03d}'.rstrip('.0')}k"

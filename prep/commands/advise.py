@@ -49,7 +49,7 @@ class Asked:
     """Read speed of the disk or bucket in MB/s, of all nodes together. Default: measured from this node."""
 
     bitrate: Annotated[str | None, _Number] = None
-    """Bitrate of the chunks in bit/s, such as 800k or 2M. Default: that of the existing chunks."""
+    """Bitrate of the chunks in bit/s, such as 800k, 0.8M or 2M. Default: that of the existing chunks."""
 
     def check(self) -> None:
         """Raise a UserError if a number is out of range, or a flag has no effect."""

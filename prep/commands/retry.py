@@ -61,7 +61,7 @@ def retry(
         str | None,
         FIRST_RUN,
         Parameter(
-            help="Local folder or file of the model weights, which recipes do not record; other columns ignore it."
+            help="Local folder or file of the model weights. Default: that of the last run; other columns ignore it."
         ),
     ] = None,
     request: Annotated[RetryRequest, Parameter(name="*")] = RetryRequest(),

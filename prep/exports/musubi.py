@@ -39,7 +39,7 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
     kind, recipe = segments.kind, segments.recipe
     if kind not in _ARCHITECTURES:
         raise UserError(f"musubi-tuner has no architecture with {kind}", hint=f"use {' or '.join(_ARCHITECTURES)}")
-    if kind == "AutoencoderKLWan" and _WAN_5B.items() & recipe.items():
+    if kind == "AutoencoderKLWan" and any(recipe.get(name) == value for name, value in _WAN_5B.items()):
         raise UserError(
             "the latents are those of Wan 2.2 TI2V-5B, a model that musubi-tuner does not have: its VAE has 48 channels"
             " and shrinks each side by 16",

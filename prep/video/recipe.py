@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.units import bitrate_text, parse_bitrate
 from clipmill.prep.core.column import recipe_fingerprint
 from clipmill.prep.sources.detector import DEFAULT_DETECTOR, DEFAULT_THRESHOLD, DetectorName, scenedetect_version
 from clipmill.prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
@@ -62,7 +63,7 @@ class Recipe:
     VP9; for MJPEG, the quantiser scale, 2 to 31. Default: the recipe's, 24 for balanced."""
 
     bitrate: Annotated[str | None, ENCODING, FIRST_RUN] = None
-    """Average bitrate in bit/s, such as 800k or 2M. It replaces --crf."""
+    """Average bitrate in bit/s, such as 800k, 0.8M or 2M. It replaces --crf."""
 
     preset: Annotated[str | None, ENCODING] = None
     """Speed preset of the encoder, such as faster for H.264 or 9 for AV1. Default: the recipe's."""
@@ -138,6 +139,8 @@ class Recipe:
             of_codec["keyint"] = DEFAULT_KEYINT[gop]
         chosen: dict[str, Any] = {name: of_codec.get(name) if value is None else value for name, value in given.items()}
         chosen["len"] = canonical_length("--len", self.len)
+        if self.bitrate is not None:
+            chosen["bitrate"] = bitrate_text(parse_bitrate(self.bitrate, flag="--bitrate"))
         if self.cut == "shots":
             chosen |= self._shot_settings(chosen["len"])
         stated = ChunkSettings(**chosen)

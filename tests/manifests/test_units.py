@@ -7,6 +7,7 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.units import (
     between,
+    bitrate_text,
     clock,
     duration_text,
     parse_bitrate,
@@ -57,6 +58,19 @@ def test_lengths_and_bitrates_are_read_exactly() -> None:
     for text in ("15", "0s", "-1s", "1m", "s"):
         with pytest.raises(UserError, match=f'--len "{text}" is not a length'):
             parse_length(text, flag="--len")
-    for text, message in (("2000000", "has no unit"), ("2G", "is not a bitrate"), ("0k", "is not a bitrate")):
+    for texts, canonical in (
+        (("800k", "0.8M", ".8M", "800K", "800.0k", "0.80M"), "800k"),
+        (("2M", "2000k", "2.M", "2.0M"), "2M"),
+        (("1.5M", "1500k"), "1500k"),
+        (("1.25k", "0.00125M"), "1.25k"),
+        (("1050k", "1.05M"), "1050k"),
+        (("0.01k",), "0.01k"),
+    ):
+        assert {bitrate_text(parse_bitrate(text, flag="--bitrate")) for text in texts} == {canonical}
+        assert parse_bitrate(canonical, flag="--bitrate") == parse_bitrate(texts[0], flag="--bitrate")
+    for text, message in (
+        *(("2000000", "has no unit"), ("2G", "is not a bitrate"), ("0k", "is not a bitrate")),
+        *((text, "is not a bitrate") for text in ("0.0M", "0.0001k", "-1M", "1e3k", ".k", "1,5M", "800m")),
+    ):
         with pytest.raises(UserError, match=message):
             parse_bitrate(text, flag="--bitrate")

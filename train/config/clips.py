@@ -102,8 +102,9 @@ class LatentSettings(ClipSettings):
 
     input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
     """Input of the model. pixels: decoded clips; latents: segments of the column made by prep latents."""
-    segment: Annotated[str, groups.CLIPS, _OF_LATENTS] = "5s"
-    """Length of a segment of latents."""
+    segment: Annotated[str | None, groups.CLIPS, _OF_LATENTS] = None
+    """Length of a segment of latents, such as 5s. Default: the stored segments of a VAE of videos; 5s of other
+    latents."""
     max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9), _OF_LATENTS] = None
     """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""
 

@@ -231,7 +231,7 @@ def open_segments(
     shape, length = latents.frame_shape, latents.samples.segments.num_frames
     if settings.num_frames > length:
         raise UserError(
-            f"--num-frames {settings.num_frames}: a segment of {settings.segment} has {length} frames",
+            f"--num-frames {settings.num_frames}: a segment of {latents.segment_s:g}s has {length} frames",
             hint=f"use --num-frames {length} or fewer, or a longer --segment",
         )
     if shape.height != shape.width or shape.height % LATENT_PATCH:

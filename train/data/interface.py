@@ -226,7 +226,7 @@ def open_latents(
     mix: Sequence[float] | None = None,
     split: str = "train",
     where: str | None = None,
-    segment: str = "5s",
+    segment: str | None = None,
     max_segments: int | None = None,
     batch: int = 32,
     tails: Tails = "drop",
@@ -246,7 +246,8 @@ def open_latents(
     Args:
         data: data folder that prep made, as a path or an address; or a list of them, a mixture, with latents of the
             same VAE.
-        segment: length of a segment, such as 5s: a whole number of frames. A VAE of videos: that of `prep latents`.
+        segment: Length of a segment, such as 5s: a whole number of frames. None: the stored segments of a VAE of
+            videos, and 5s of other latents.
         max_segments: at most this many segments of each video, spread evenly over it; None for all.
         tails: what to do with a shorter rest of a chunk: "drop" it, or "pad" it with zeros.
         captions: "text", "embedding" (of `prep text`: `text` in place of `caption`), or None for segments alone.

@@ -22,6 +22,7 @@ from clipmill.train.config.files import load_settings
 from clipmill.train.config.training import flat
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.held_out import EvaluatedClips, held_out
+from clipmill.train.data.inputs import first_of
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, shape_of_run
 from clipmill.train.evaluation.tables import marked
@@ -262,11 +263,17 @@ def every_for(num_samples: int, *, at_most: int) -> int:
 
 
 def describe_clip(
-    settings: ClipSettings, *, views: Views = _ONE_VIEW, mean_of: str = "", is_consecutive: bool = False
+    settings: ClipSettings,
+    samples: Any = None,
+    *,
+    views: Views = _ONE_VIEW,
+    mean_of: str = "",
+    is_consecutive: bool = False,
 ) -> str:
     """Describe what an evaluation sees of a clip: number and sampling of frames, views, crop and size.
 
     Args:
+        samples: Loader of the clips; of latents, it knows the length of their segments.
         views: of clips of pixels.
         mean_of: what is averaged over several views.
         is_consecutive: the frames of latents are consecutive.
@@ -274,7 +281,7 @@ def describe_clip(
     frames = f"T = {counted(settings.num_frames, 'frame')}"
     if isinstance(settings, LatentSettings) and settings.reads_latents:
         which = "in a row, in the middle" if is_consecutive else "one in the middle of each of equal parts"
-        return f"{frames} of latents of a segment of {settings.segment}, {which}"
+        return f"{frames} of latents of a segment of {first_of(samples).segment_s:g}s, {which}"
     crops = "1 crop (centre square)" if views.num_crops == 1 else f"{views.num_crops} crops along the longer side"
     moments = _describe_sampling(settings, is_centred=views.num_clips == 1)
     if len(views) == 1:

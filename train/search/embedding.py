@@ -117,7 +117,7 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
             },
             "clip": {
                 **{name: getattr(settings, name) for name in ("num_frames", "sampling", "stride", "size_px", "decode")},
-                "description": describe_clip(settings),
+                "description": describe_clip(settings, samples),
             },
             "features": features,
             "batch": request.batch,

@@ -14,6 +14,7 @@
 embed.json is written last, so a folder without it is unfinished: the same `train embed` continues it.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,7 @@ def open_embedded(path: Path) -> Embedded:
                 f"the embeddings in {path} are unfinished", hint="run the same train embed again: it continues"
             )
         problem = f"{path} holds no embeddings: it has no {RECORD}" if path.is_dir() else f"there is no folder {path}"
-        out = f"{path}-embedded" if path.is_dir() else path
+        out = shlex.quote(f"{path}-embedded" if path.is_dir() else str(path))
         raise UserError(problem, hint=f"make embeddings: train embed WEIGHTS --shards DATA --out {out}")
     require_whole_files(path, record)
     return Embedded(path, record)

@@ -15,6 +15,12 @@ from clipmill.prep.video.page.pictures import PREVIEW_S
 from clipmill.prep.video.page.totals import Distribution, SplitTotal
 from clipmill.shards.reader import Variant
 
+# What is between the key frames, by GOP layout.
+_LAYOUTS = {
+    "comb": " with a P frame every 16 frames and skippable B frames between them",
+    "star": " with one P frame and skippable B frames between them",
+    "closed": "",
+}
 _CODEC_NAMES = {
     **{"h264": "H.264", "h264_nvenc": "H.264 (NVENC)", "hevc": "HEVC", "hevc_nvenc": "HEVC (NVENC)"},
     **{"av1": "AV1", "av1_nvenc": "AV1 (NVENC)", "vp9": "VP9", "mjpeg": "MJPEG"},
@@ -98,7 +104,9 @@ def settings_words(recipe: Mapping[str, Any]) -> str:
         if recipe.get(name) is not None:
             parts.append(text.format(recipe[name]))
     if (keyint := recipe.get("keyint")) is not None:
-        parts.append("key frames only" if keyint == 1 else f"a key frame every {keyint} frames")
+        every, words = f"a key frame every {keyint} frames", _LAYOUTS.get(gop := str(recipe.get("gop")))
+        every = every if words is None else f"{gop}{keyint}: {every}{words}"  # it is so in the name of the variant
+        parts.append("key frames only" if keyint == 1 else every)
     if (length := recipe.get("len")) is not None:
         length = _LENGTH.sub(r"\1 \2", str(length))
         parts.append(f"cut at shots, up to {length}" if recipe.get("cut") == "shots" else f"chunks of {length}")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clipmill.prep.captions.answers import Answer, answers_in, without_key
+from clipmill.prep.captions.answers import Answer, answers_in
 from clipmill.prep.captions.frames import frames_to_show, read_pictures
 from clipmill.prep.core.data_folder import column_lock
 from clipmill.shards.reader import Variant
@@ -150,32 +150,6 @@ def test_answers_that_are_no_captions_fail_by_name_and_are_asked_again_on_reques
     assert "checked rows: OK" in prep_here("verify", "--deep", "--data", data).stdout
 
 
-def test_retry_works_on_the_variant_that_failed_with_the_flags_of_its_run(shard_set: ShardSet) -> None:
-    data = shard_set.data
-    with served() as server:
-        first = make(data, server).summary["variant"]
-        server.script = lambda request, number: completion("", request)
-        budget = ("--in-flight", 1, "--max-tokens-total", 10_000)
-        ran = make(data, server, "--prompt", "Other", *budget, status=1).summary
-        failed = ran["variant"]
-        assert ran["failures"] == {"answer_empty": NUM_CHUNKS} and variant_of(data).directory.name == first
-        assert f"prep retry --column captions --variant {failed}" in ran["next"]
-        num_asked, server.script, server.seconds, server.most_at_once = len(server.log), described, 0.05, 0
-        retry = ("retry", "--column", "captions", "--engine", "processes", "--data", data, "--json")
-        spent = prep_here(*retry, "--max-tokens-total", ran["answers"]["tokens_in"] + 1, status=1)
-        assert "took the" in spent.stderr + spent.stdout and len(server.log) == num_asked + 1
-        assert f"is retried: {failed}" in spent.stderr
-        tried = prep_here(*retry, "--max-tokens-total", 10_000).summary
-        assert (tried["variant"], tried["num_chunks"]) == (failed, NUM_CHUNKS)
-        assert len(server.log) == num_asked + NUM_CHUNKS and server.most_at_once == 1
-        assert variant_of(data).directory.name == failed
-        asked = json.loads((data / "captions" / failed / "selection.json").read_text())
-        assert asked["in_flight"] == "1" and asked["max_tokens_total"] == "10000"
-        assert prep_here(*retry, "--variant", first).summary["num_shards_made"] == 0
-        missing = prep_here(*retry, "--variant", "none", status=2)
-        assert first in missing.stderr and failed in missing.stderr
-
-
 FAULTS: tuple[Reply, ...] = (429, 500, b'{"choices": [', b"", None, {"choices": None}, {"object": "error"})
 
 
@@ -237,15 +211,6 @@ def test_spent_credit_and_a_proxy_without_patience_leave_no_chunk_behind(
         assert make(shard_set.data, server).summary["num_chunks"] == NUM_CHUNKS, "a plain rerun asks again"
 
 
-@pytest.mark.parametrize("key", ["sk-hidden\n", "sk-hidden-é"])
-def test_a_key_that_no_header_takes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", key)
-    server = ("--endpoint", "http://localhost:1/v1", "--model", MODEL)
-    ran = prep_here("captions", *server, "--data", tmp_path, status=2)
-    assert ran.error.startswith("OPENAI_API_KEY has a line feed or another") and "hidden" not in ran.stderr
-    assert not any(tmp_path.iterdir())
-
-
 def test_a_key_is_sent_and_shown_nowhere(shard_set: ShardSet, monkeypatch: pytest.MonkeyPatch) -> None:
     data, key = shard_set.data, f"sk-{secrets.token_hex(8)}"
     monkeypatch.setenv("OPENAI_API_KEY", key)
@@ -276,95 +241,6 @@ def test_a_key_is_sent_and_shown_nowhere(shard_set: ShardSet, monkeypatch: pytes
     assert failed.summary["failures"] == {"answer_incomplete": 1}
     assert "error: your key is ***" in next(data.glob("captions/*/failures.jsonl")).read_text()
     assert not [path for path in listed if key.encode() in path.read_bytes()]
-
-
-@pytest.mark.parametrize(
-    ("key", "text"), [("EMPTY", "an EMPTY street"), ("x", "a box of 4 x 5 eggs"), ("sk-0123456789", "sk-0123456789")]
-)
-def test_a_key_changes_no_caption_and_no_name_of_a_model(
-    shard_set: ShardSet, monkeypatch: pytest.MonkeyPatch, key: str, text: str
-) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", key)
-    data = shard_set.data
-    with served(lambda request, number: completion(text, request)) as server:
-        settings = ("--model", "qwen-xl", "--endpoint", server.address, "--frames", 1, "--size", 64)
-        prep_here("captions", *settings, "--data", data, "--engine", "processes", "--workers", 1)
-    assert {row["caption_text"] for row in rows(data).values()} == {text}
-    assert {(answer.text, answer.model) for answer in journaled(data)} == {(text, "qwen-xl")}
-
-
-@pytest.mark.parametrize(
-    ("key", "message"), [("x", "no qwen-xl for ***"), ("sk-0123456789", "no qwen-xl for x, Bearer(***)")]
-)
-def test_a_key_is_hidden_in_messages_and_a_short_one_only_as_a_word(
-    monkeypatch: pytest.MonkeyPatch, key: str, message: str
-) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", key)
-    assert without_key(message.replace("***", key)) == message
-
-
-REASONS = ["error", "abort", "tool_calls", "function_call", "repetition", "length ", "\u202eSTOPPED", "stop\ud800?"]
-
-
-def test_only_an_answer_that_ended_by_itself_is_a_caption(shard_set: ShardSet) -> None:
-    data, complete = shard_set.data, ["stop", "eos", "eos_token", "end_turn", "STOP"]
-    given = iter([*REASONS[:NUM_CHUNKS], *REASONS[NUM_CHUNKS:], *complete])
-    with served(
-        lambda request, number: completion("a dog runs over the", request, finish_reason=next(given))
-    ) as server:
-        first = make(data, server, "--in-flight", 1, status=1).summary
-        assert first["failures"] == {"answer_incomplete": NUM_CHUNKS} and not first["num_chunks"]
-        listed = next(data.glob("captions/*/failures.jsonl")).read_text()
-        assert all(f'finish_reason \\"{reason}\\"' in listed for reason in REASONS[:NUM_CHUNKS])
-        assert make(data, server, status=1).summary["num_shards_made"] == 0 and len(server.log) == NUM_CHUNKS
-        given = iter([*REASONS[NUM_CHUNKS:], *complete])
-        others = make(data, server, "--in-flight", 1, "--prompt", "Other", status=1).summary
-        assert others["failures"] == {"answer_incomplete": 3} and others["num_chunks"] == 2
-        given = iter(complete)
-        assert make(data, server, "--in-flight", 1, "--prompt", "Complete").summary["num_chunks"] == NUM_CHUNKS
-    assert {row["finish_reason"] for row in rows(data).values()} == set(complete)
-    assert "checked rows: OK" in prep_here("verify", "--deep", "--data", data).stdout
-
-
-def strange(request: Request, number: int) -> Reply:
-    """Answers whose parts no file can hold, or that lack parts."""
-    usages: list[Any] = [
-        {"prompt_tokens": True, "completion_tokens": False},
-        {"prompt_tokens": 10**300, "completion_tokens": -1},
-        {"prompt_tokens": 12.0, "completion_tokens": 1.5},
-        ["three"],
-        None,
-    ]
-    lone = "\ud83d"
-    answer = completion(f"a dog{lone} \udc36", request, usage=usages[number % 5], model=f"{MODEL}{lone}")
-    answer["choices"][0]["finish_reason"] = f"{lone}stop{lone}"
-    return answer
-
-
-def test_no_answer_blocks_its_shard_whatever_its_parts_are(shard_set: ShardSet) -> None:
-    data = shard_set.data
-    with served(strange) as server:
-        assert make(data, server, "--in-flight", 1).summary["num_chunks"] == NUM_CHUNKS == len(server.log)
-        assert {row["caption_text"] for row in rows(data).values()} == {"a dog"}
-        assert {row["finish_reason"] for row in rows(data).values()} == {"stop"}
-        assert {(row["tokens_in"], row["tokens_out"]) for row in rows(data).values()} == {(None, None), (12, None)}
-        server.script = lambda request, number: completion(None, request, refusal="no \ud83d", usage=None)
-        made = make(data, server, "--prompt", "Other", status=1).summary
-        assert made["failures"] == {"answer_refused": NUM_CHUNKS}
-    assert "checked rows: OK" in prep_here("verify", "--deep", "--data", data).stdout
-
-
-def test_an_answer_without_a_reason_is_a_caption_and_an_invisible_one_is_none(shard_set: ShardSet) -> None:
-    data = shard_set.data
-    texts = ["a dog", "\u200b \ufeff", "\u3164\u2060\U000e0041", "a \u200b dog\ufe0f", "\U0001f415\u200d\u2764\ufe0f"]
-    with served(lambda request, number: completion(texts[number], request, finish_reason=None)) as server:
-        made = make(data, server, "--in-flight", 1, status=1).summary
-        assert len(server.log) == NUM_CHUNKS and made["failures"] == {"answer_empty": 2}
-    captions = {row["caption_text"]: (row["caption_words"], row["finish_reason"]) for row in rows(data).values()}
-    assert captions == {"a dog": (2, None), "a dog\ufe0f": (2, None), texts[4]: (1, None)}
-    with served(lambda request, number: completion("a dog runs over", request, finish_reason=None)) as server:
-        cut = make(data, server, "--max-tokens", 4, status=1).summary
-        assert cut["failures"] == {"answer_truncated": NUM_CHUNKS}
 
 
 def test_answers_on_their_way_are_kept_when_another_worker_is_refused(shard_set: ShardSet) -> None:

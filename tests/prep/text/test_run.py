@@ -126,6 +126,16 @@ def test_a_changed_caption_encodes_the_new_text_alone(data: Path) -> None:
     assert "the beginning" in samples(variant(data))["short"]["json"]["texts"]
 
 
+def test_a_renamed_video_keeps_its_embeddings(data: Path) -> None:
+    encode(data)
+    renamed = {f"{name}-again": texts for name, texts in CAPTIONS.items()}
+    write_captions(data, renamed, splits={f"{name}-again": split for name, split in SPLITS.items()})
+    engine = Encoding()
+    summary = encode(data, engine=engine)
+    assert not engine.texts and (summary.num_encoded, summary.num_copied) == (0, 5)
+    assert sorted(samples(variant(data))) == ["long-again", "other-again", "short-again"]
+
+
 def test_a_new_video_goes_into_a_new_shard_and_moves_no_other(data: Path) -> None:
     encode(data)
     before = contents(variant(data))

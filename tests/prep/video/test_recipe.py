@@ -11,6 +11,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.prep.cli import app
 from clipmill.prep.core.column import recipe_differences
 from clipmill.prep.video.column import COLUMN
+from clipmill.prep.video.page.header import settings_words
 from clipmill.prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, resolve
 from clipmill.prep.video.settings import ChunkSettings
 
@@ -32,9 +33,18 @@ def test_a_length_without_a_right_unit_is_refused(length: str) -> None:
         Recipe(len=length)
 
 
+def test_the_name_of_the_layout_is_explained_where_it_is_shown() -> None:
+    words = settings_words(Recipe().settings().__dict__)
+    assert "comb90: a key frame every 90 frames with a P frame every 16 frames" in words
+    assert "CRF 24" in words and "key frames only" in settings_words(Recipe(recipe="fast").settings().__dict__)
+    assert "800kbit/s" in settings_words(Recipe(bitrate="0.8M").settings().__dict__)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
+        ({"bitrate": "800k"}, {"bitrate": "0.8M"}),
+        ({"bitrate": "2M"}, {"bitrate": "2000k"}),
         ({}, {"codec": "h264", "crf": 24, "preset": "faster", "gop": "comb", "keyint": 90}),
         ({"recipe": "balanced"}, {}),
         ({"recipe": "small"}, {"codec": "av1", "crf": 45, "preset": "9", "gop": "closed", "keyint": 90}),

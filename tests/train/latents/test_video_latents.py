@@ -1,5 +1,6 @@
 """Latents of a VAE of videos: a segment is [C, T', h, w], whole; models see its frames first."""
 
+import json
 from fractions import Fraction
 from pathlib import Path
 
@@ -81,3 +82,36 @@ def test_a_dual_encoder_and_a_masked_autoencoder_train_on_them(written: Written,
     assert train("mae", *flags, *steps, "--mask-ratio", 0.5, "--out", tmp_path / "mae") == 0
     for name in ("dual", "mae"):
         assert np.isfinite(losses(tmp_path / name)).all()
+
+
+@pytest.mark.parametrize("written", [False], indirect=True)
+def test_segments_are_the_stored_ones_unless_a_length_is_given(
+    written: Written, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_latents(written.data_dir, batch=5, captions=None, shuffle=False) as opened:
+        assert next(iter(opened))["latents"].shape == (5, FRAME[0], T, *FRAME[1:])
+    flags = ("--shards", written.data_dir, "--input", "latents", "--model", "tiny", "--batch", 4, "--num-frames", 4)
+    steps = ("--steps", 1, "--warmup-steps", 0, "--out")
+    assert train("mae", *flags, "--mask-ratio", 0.5, *steps, tmp_path / "mae") == 0
+    assert train("dual-encoder", *flags, "--num-frames", 9, *steps, tmp_path / "none") == 2
+    assert "--num-frames 9: a segment of 2s has 5 frames" in capsys.readouterr().err
+    assert train("dual-encoder", *flags, "--text-tower", "frozen", *steps, tmp_path / "dual") == 0
+    capsys.readouterr()
+    assert train("eval", "retrieval", tmp_path / "dual", "--split", "train", "--json") == 0
+    assert "latents of a segment of 2s" in json.loads(capsys.readouterr().out)["clip"]
+
+
+def test_a_frozen_text_tower_without_embeddings_is_refused_with_both_ways(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = Written(tmp_path / "data")
+    captions = [Caption("v", 0.0, 2.0, "a dog"), Caption("v", 2.0, 6.0, "a cat")]
+    write_captions(data.data_dir, {"v": "train"}, captions)
+    write_latents(data, [[Chunk("v", 0, 3 * T, frame=FRAME, fps=Fraction(T, 2))]], recipe=RECIPE)
+    preset = ("--shards", data.data_dir, "--preset", "tiny-latents", "--segment", "2s", "--steps", 1)
+    line = ("dual-encoder", *preset, "--warmup-steps", 0, "--batch", 2)
+    assert train(*line, "--out", tmp_path / "frozen") == 2
+    error = capsys.readouterr().err
+    assert "has no text shards, and --text-tower is frozen" in error
+    assert f"run prep text --clip NAME --data {data.data_dir}, or train a text tower: --text-tower trained" in error
+    assert train(*line, "--text-tower", "trained", "--out", tmp_path / "trained") == 0

@@ -122,6 +122,11 @@ class LatentLoader(BatchLoader):
             chosen = np.array(block)
             yield from self._read(chosen, chosen, seed=None)
 
+    @property
+    def segment_s(self) -> float:
+        """Length of a segment, seconds."""
+        return float(self.samples.segments.num_frames / self.frame_shape.fps)
+
     def span_us(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Start and end of the samples' segments in their videos, microseconds."""
         return times_us(self.samples.records, self.samples.segments, self.samples.segment_of(samples))

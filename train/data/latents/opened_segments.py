@@ -19,6 +19,7 @@ from clipmill.train.data.latents.captions import SegmentCaptions, pair_captions
 from clipmill.train.data.latents.labels import SegmentLabels, label_segments
 from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.latents.segments import (
+    DEFAULT_SEGMENT,
     FrameShape,
     LatentRecords,
     Segments,
@@ -163,7 +164,7 @@ def _nothing_of(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split:
     )
 
 
-def _check_crops(latents: Variant, shape: FrameShape, *, segment: str, num_frames: int) -> None:
+def _check_crops(latents: Variant, shape: FrameShape, *, segment: str | None, num_frames: int) -> None:
     recipe = latents.recipe
     if recipe.get("crop") not in ("random", "exact") or shape.segment_frames:
         return
@@ -171,6 +172,7 @@ def _check_crops(latents: Variant, shape: FrameShape, *, segment: str, num_frame
     made_frames = Fraction(made[:-1]) if made.endswith("f") else seconds_of(made) * shape.fps
     if (made_frames / num_frames).denominator != 1:
         raise UserError(
-            f"segments of {segment} would show two crops: {latents.directory} has a new one every {made}",
+            f"segments of {segment or DEFAULT_SEGMENT} would show two crops: {latents.directory} has a new one every"
+            f" {made}",
             hint=f"use segment={made!r} or a whole part of it, or latents with --crop centre",
         )

@@ -20,7 +20,8 @@ class SegmentQuery:
     Attributes:
         data_dir: folder that prep made.
         split: of the manifest.
-        segment: length of a segment in seconds, a whole number of frames.
+        segment: Length of a segment in seconds, a whole number of frames. None: the stored segments of a VAE of
+            videos, and DEFAULT_SEGMENT of other latents.
         captions: what samples have of captions: nothing, stored embeddings, or words. Segments without it are excluded.
         loading: batches and this rank's share. The threads read what has to be verified, fetched or unpacked; four keep
             a disk busy, and one verifies several gigabytes per second. Memory is pinned if there is a GPU, unless
@@ -37,7 +38,7 @@ class SegmentQuery:
 
     data_dir: Path = field(kw_only=False)
     split: str
-    segment: str = "5s"
+    segment: str | None = None
     captions: Captions = "stored"
     loading: LoaderSettings = field(default_factory=LoaderSettings)
     tails: Tails = "drop"

@@ -29,6 +29,7 @@ Tails = Literal["drop", "pad"]
 _COMPRESSED = "latents.npy.zst"
 _ITEM_BYTES = 2  # of float16 and of bfloat16
 _SHAPE_COLUMNS = ("channels", "height", "width", "dtype", "fps_num", "fps_den")
+DEFAULT_SEGMENT = "5s"
 _SAME_S = 1e-3  # a decimal number may not be exact, as 80 frames at 30000/1001 per second
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
 
@@ -221,21 +222,22 @@ def times_us(
     return start_us + begin * frame_us // fps.numerator, start_us + end * frame_us // fps.numerator
 
 
-def frames_of(segment: str, shape: FrameShape) -> int:
-    """Number of frames in a segment whose length is given in seconds, as `5s`.
+def frames_of(segment: str | None, shape: FrameShape) -> int:
+    """Number of frames in a segment whose length is given in seconds, as `5s`; None for the default.
 
     Raises:
         UserError: it is not a duration, not a whole number of frames, or not the segment that a video VAE encoded.
     """
     if shape.segment_frames:
         stored_s = float(shape.segment_frames / shape.fps)
-        if abs(float(seconds_of(segment)) - stored_s) > _SAME_S:
+        if segment is not None and abs(float(seconds_of(segment)) - stored_s) > _SAME_S:
             raise UserError(
                 f"a segment of {segment!r} cannot be cut out of these latents: a VAE of videos encoded segments of"
                 f" {stored_s:g} s as a whole",
-                hint=f"use {stored_s:g}s, or another --segment of prep {command_for(LATENTS)}",
+                hint=f"leave the length out, use {stored_s:g}s, or another --segment of prep {command_for(LATENTS)}",
             )
         return shape.segment_frames
+    segment = DEFAULT_SEGMENT if segment is None else segment
     num_frames = seconds_of(segment) * shape.fps
     if num_frames < 1 or num_frames.denominator != 1:
         raise UserError(

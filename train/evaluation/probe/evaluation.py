@@ -104,7 +104,7 @@ def score_features(opened: OpenedRun, wanted: ProbeFlags) -> Score:
     return Score(
         name=f"probe-{wanted.split}",
         samples=sets.queries,
-        clip=describe_clip(settings, is_consecutive=features.is_consecutive(settings)),
+        clip=describe_clip(settings, sets.queries, is_consecutive=features.is_consecutive(settings)),
         values={
             "bank": sets.bank.describe(),
             "features": f"{features.description}; random: the same tower with weights drawn from seed {settings.seed}",

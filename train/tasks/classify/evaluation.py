@@ -232,7 +232,7 @@ def score_run(opened: OpenedRun, wanted: ClassificationFlags) -> Score:
         name=f"classification-{wanted.split}{suffix}",
         samples=samples,
         clip=describe_clip(
-            settings, views=views, mean_of="probabilities", is_consecutive=settings.sampling == "stride"
+            settings, samples, views=views, mean_of="probabilities", is_consecutive=settings.sampling == "stride"
         ),
         values={
             "label": classes.label,

@@ -39,8 +39,9 @@ class ClassifySettings(LatentSettings):
     command = "classify"
     has_head = True
 
-    segment: Annotated[str, groups.CLIPS, GoesWith("input", ("latents",))] = "5s"
-    """Length of a segment of latents. Its label is that of the caption which covers most of it."""
+    segment: Annotated[str | None, groups.CLIPS, GoesWith("input", ("latents",))] = None
+    """Length of a segment of latents, such as 5s. Its label is that of the caption which covers most of it. Default:
+    the stored segments of a VAE of videos; 5s of other latents."""
     repeats: Annotated[int, groups.CLIPS, Range(1, 1000)] = 1
     """Number of samples per clip (repeated augmentation), decoded once, each with its own frames and crop."""
     label: Annotated[str, CLASSES, FIRST_RUN] = "class"

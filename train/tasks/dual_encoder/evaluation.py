@@ -309,7 +309,7 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
     return Score(
         name=_result_name(wanted, num_clips=num_clips),
         samples=samples,
-        clip=describe_clip(settings, views=Views(num_clips=num_clips), mean_of="embeddings"),
+        clip=describe_clip(settings, samples, views=Views(num_clips=num_clips), mean_of="embeddings"),
         values={"split": samples.split, **values},
         failed=embeddings.failed,
     )

@@ -4,6 +4,7 @@ Clips are pixels or precomputed VAE latents; captions are tokens for a text towe
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.shards.columns import LATENTS, TEXT, VIDEO
+from clipmill.shards.columns import LATENTS, TEXT, VIDEO, how_to_make
+from clipmill.shards.dataset import current_variant
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.data.batch import Batch
@@ -31,7 +33,7 @@ from clipmill.train.data.inputs import (
     size_on_latents,
 )
 from clipmill.train.data.latents.loader import CaptionedLatents
-from clipmill.train.data.latents.segment_query import Captions
+from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.stream import VideoStream
 from clipmill.train.data.streams.tars import names_tars
@@ -154,6 +156,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
                 cache_size=settings.cache_size,
             )
         folder = open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size)
+        self._require_texts(folder.path)
         return VideoCaptions(
             clip_query(settings, folder, split=split, loading=loading, views=Views(num_clips=num_clips)),
             tokenize=tokenize,
@@ -172,12 +175,20 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
     def _latents(self, split: str, world: World, *, tokenize: Tokenize | None) -> CaptionedLatents:
         captions: Captions = "stored" if tokenize is None else "words"
         sources = self._settings.captions.sources
-        return open_segments(
-            lambda query: CaptionedLatents(replace(query, captions=captions, sources=sources), tokenize=tokenize),
-            self._settings,
-            split=split,
-            world=world,
-        )
+
+        def make(query: SegmentQuery) -> CaptionedLatents:
+            self._require_texts(query.data_dir)
+            return CaptionedLatents(replace(query, captions=captions, sources=sources), tokenize=tokenize)
+
+        return open_segments(make, self._settings, split=split, world=world)
+
+    def _require_texts(self, folder: Path) -> None:
+        """Raise UserError if the embeddings that take the place of a text tower are missing."""
+        if self._settings.text_tower == "frozen" and current_variant(folder, TEXT) is None:
+            raise UserError(
+                f"{self._settings.folder} has no text shards, and --text-tower is frozen",
+                hint=f"run {how_to_make(TEXT, self._settings.folder)}, or train a text tower: --text-tower trained",
+            )
 
     def new_model(self, samples: Samples) -> DualEncoder:
         """The two towers in the size that the settings name, for clips as `samples` has them."""

@@ -79,7 +79,7 @@ def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "
     return Score(
         name=f"reconstruction-{wanted.split}",
         samples=samples,
-        clip=describe_clip(settings, is_consecutive=True),
+        clip=describe_clip(settings, samples, is_consecutive=True),
         values={
             "split_chosen": chosen,
             "mask": describe_mask(settings, clips.masking.grid),

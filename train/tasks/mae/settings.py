@@ -83,8 +83,9 @@ class MaeSettings(LatentSettings):
     command = "mae"
     only_kind = "videomae"
 
-    segment: Annotated[str, groups.CLIPS] = "5s"
-    """Length of a segment of latents, of which --num-frames consecutive frames are shown."""
+    segment: Annotated[str | None, groups.CLIPS] = None
+    """Length of a segment of latents, such as 5s, of which --num-frames consecutive frames are shown. Default: the
+    stored segments of a VAE of videos; 5s of other latents."""
     max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9)] = None
     """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""
     num_frames: NumFrames = 16
