@@ -16,6 +16,7 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import IO, cast
 
 import av
 import av.error
@@ -34,6 +35,7 @@ from clipmill.shards.timeline import (
     indexed_timeline,
     open_container,
     read_timeline,
+    track_of,
     video_tracks,
 )
 
@@ -112,12 +114,12 @@ def _probe(source: OpenSource, *, on_read: Callable[[], None]) -> SourceFacts:
     if timeline is None:
         # Opened again because not every container can be rewound.
         with opened(source) as container, as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
-            timeline, _ = read_timeline(container, file=source.file, on_read=on_read)
+            timeline, _ = read_timeline(container, file=cast("IO[bytes]", source.file), on_read=on_read)
     if timeline.cut:
         raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.cut)
     if timeline.track != look.track:  # the first track has a single frame
         with opened(source) as container:
-            look = _look_at(container, container.streams[timeline.track])
+            look = _look_at(container, track_of(container, timeline.track))
     picture = look.picture
     timeline = replace(timeline, shape=picture.shape, transfer=picture.transfer, primaries=picture.primaries)
     return SourceFacts(
@@ -145,7 +147,7 @@ def opened(source: OpenSource) -> Iterator[InputContainer]:
     try:
         with as_failure(FailureCode.SOURCE_UNREADABLE, "not a supported video container"):
             source.file.seek(0)
-            container = open_container(source.for_libav)
+            container = open_container(cast("str | IO[bytes]", source.for_libav))
     except SourceFailure as failure:
         if failure.code != FailureCode.SOURCE_UNREADABLE or (missing := missing_index(source)) is None:
             raise

@@ -6,6 +6,7 @@ most `n`, and the first source frame before that: the rule of ffmpeg's fps filte
 
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import IO, cast
 
 import numpy as np
 from av.video.frame import VideoFrame
@@ -16,7 +17,7 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.access import open_source
 from clipmill.prep.sources.detector import PICTURE_PX, Detector
 from clipmill.prep.sources.probe import as_failure, opened
-from clipmill.shards.timeline import Timeline, read_timeline, shown_frames
+from clipmill.shards.timeline import Timeline, read_timeline, shown_frames, track_of
 
 # Exact arithmetic, so that every machine compares the same pixels.
 _SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
@@ -65,9 +66,9 @@ def _shown(place: Place, timeline: Timeline, *, num_frames: int, fps: Fraction) 
                 opened(source) as container,
                 as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"),
             ):
-                _, packets = read_timeline(container, file=source.file)
+                _, packets = read_timeline(container, file=cast("IO[bytes]", source.file))
         with opened(source) as container, as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
-            container.streams[timeline.track].codec_context.thread_count = 1  # videos are decoded in parallel
+            track_of(container, timeline.track).codec_context.thread_count = 1  # videos are decoded in parallel
             pictures = _Pictures()
             held, next_number = None, 0
             for time_s, frame in shown_frames(container, timeline, packets, skips_damage=True):

@@ -3,28 +3,18 @@
 Ordinary sources are in test_frames.py. The output has the frame rate of the sources, so that every number is exact.
 """
 
-import json
 import struct
 import subprocess
 from collections.abc import Callable
-from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-import av
-import numpy as np
 import pytest
 
-from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.sources.probe import probe
 from clipmill.prep.synthetic.frame_code import draw_frame_number
-from clipmill.prep.video.encode import check_frames
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.prep.video.spans import Span
-from clipmill.train.data.frame_sampling import US_PER_S, Sampling
-from clipmill.train.tasks.caption.videos.clips import window_clips
 from tests.prep.numbered import frame_numbers
-from tests.prep.running import chunk, manifest, prep_here
+from tests.prep.running import chunk, manifest
 from tests.prep.video.test_frames import chunks_by_source
 
 FPS, HALF, WHOLE = 10, 70, 140  # frames per second, frames of a part, and of both: longer than the first span (10 s)
@@ -64,7 +54,7 @@ def with_sound(
     return target
 
 
-def parts(folder: Path, suffix: str, *options: object, sound: str = "mp2", **how: object) -> bytes:
+def parts(folder: Path, suffix: str, *options: object, sound: str = "mp2", **how: Any) -> bytes:
     """The bytes of two files, one after another, each with sound and with timestamps that start at the same time."""
     content = b""
     for first in (0, HALF):
@@ -79,7 +69,7 @@ def parts(folder: Path, suffix: str, *options: object, sound: str = "mp2", **how
     return content
 
 
-def transport_streams(folder: Path, *seconds: float, **how: object) -> list[Path]:
+def transport_streams(folder: Path, *seconds: float, **how: Any) -> list[Path]:
     """Two transport streams without sound whose timestamps begin at these seconds."""
     streams = []
     for first, begin_s in zip((0, HALF), seconds, strict=True):
@@ -118,9 +108,9 @@ def without_second_header(folder: Path, name: str) -> list[int]:
     return BOTH
 
 
-def concatenated(suffix: str, *options: object, **how: object) -> Callable[[Path, str], list[int]]:
+def concatenated(suffix: str, *options: object, **how: Any) -> Callable[[Path, str], list[int]]:
     def write(folder: Path, name: str) -> list[int]:
-        (folder / name).write_bytes(parts(folder, suffix, *options, **how))  # type: ignore[arg-type]
+        (folder / name).write_bytes(parts(folder, suffix, *options, **how))
         return BOTH
 
     return write

@@ -21,6 +21,7 @@ from clipmill.shards.timeline import (
     open_container,
     read_timeline,
     shown_frames,
+    track_of,
 )
 from clipmill.train.data.frame_sampling import US_PER_S
 
@@ -82,8 +83,8 @@ def read_timing(path: Path) -> VideoTiming:
     with _opened(path) as container, path.open("rb") as file:
         timeline, packets = read_timeline(container, file=file)
     with _opened(path) as container:
-        stream = container.streams[timeline.track]
-        timeline = replace(timeline, shape=first_picture(container, stream).shape)
+        picture = first_picture(container, track_of(container, timeline.track))
+        timeline = replace(timeline, shape=picture.shape)
     num_frames = int(packets.is_shown.sum())
     mean = timeline.last / (num_frames - 1) if num_frames > 1 else Fraction(0)
     return VideoTiming(
@@ -106,7 +107,7 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
     last, num_frames, timeline = Fraction(-1), 0, timing.timeline
     try:
         with _opened(path) as container:
-            stream = container.streams[timeline.track]
+            stream = track_of(container, timeline.track)
             stream.thread_type = "AUTO"
             stream.codec_context.options = {"err_detect": "explode"}  # report errors instead of concealing them
             for time, frame in shown_frames(container, timeline, timing.packets):

@@ -1,0 +1,54 @@
+"""The timeline of a source: what is on show at time t, and in which shape. No other module interprets a source's times.
+
+Time 0 is the start of the container, as in players: the earliest timestamp of its tracks. A frame is on show from its
+timestamp until the next frame begins; the last frame lasts as long as its packet says. Three readers ask for it: the
+probe, which reads every packet once (or the index of an MP4), readers of frames (`shown_frames`), and the encoder,
+whose ffmpeg gets the file's own timestamps and never corrects them.
+
+A timeline is *continuous* if the file's timestamps, minus `start`, are the timeline. Otherwise its packets get other
+timestamps (`timed_packets`): parts whose timestamps start again follow one another, and frames without timestamps
+(AVI) are shown one after another in presentation order. ffmpeg gets such a source as a copy with these timestamps
+(`write_continuous`), which is not encoded again.
+
+The shape of a picture is its crop and its orientation, both of the container, and the width of its pixels, which may
+change within the stream. libav is loaded by the first function that opens a source.
+"""
+
+from clipmill.shards.timeline.copying import frame_times, write_continuous
+from clipmill.shards.timeline.model import (
+    CONTINUOUS_FORMAT,
+    DEMUXERS,
+    Filter,
+    Shape,
+    Timeline,
+    TimelineError,
+    TrackPackets,
+    open_container,
+    start_of,
+    track_of,
+    video_tracks,
+)
+from clipmill.shards.timeline.pictures import Picture, first_picture, shown_frames
+from clipmill.shards.timeline.reading import has_index, indexed_timeline, read_timeline
+
+__all__ = [
+    "CONTINUOUS_FORMAT",
+    "DEMUXERS",
+    "Filter",
+    "Picture",
+    "Shape",
+    "Timeline",
+    "TimelineError",
+    "TrackPackets",
+    "first_picture",
+    "frame_times",
+    "has_index",
+    "indexed_timeline",
+    "open_container",
+    "read_timeline",
+    "shown_frames",
+    "start_of",
+    "track_of",
+    "video_tracks",
+    "write_continuous",
+]

@@ -1,0 +1,189 @@
+"""Copies of irregular sources with continuous timestamps, and the times of the packets that an encoder pass reads."""
+
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clipmill.shards.timeline.model import (
+    CONTINUOUS_FORMAT,
+    DEMUXERS,
+    NO_TIME,
+    ONE,
+    US_PER_S,
+    Timeline,
+    TrackPackets,
+    open_container,
+    track_of,
+)
+from clipmill.shards.timeline.reading import read_timeline
+from clipmill.shards.timeline.repairs import LONGEST_FRAME_S, RESTART_S
+
+if TYPE_CHECKING:
+    from av.container import OutputContainer
+    from av.packet import Packet
+    from av.stream import Stream
+    from av.video.stream import VideoStream
+
+_MIN_FRAME_BYTES = 24  # of a packet that certainly holds a frame
+
+
+def write_continuous(
+    place: "str | os.PathLike[str]",
+    target: "str | os.PathLike[str]",
+    *,
+    with_sound: bool,
+    on_packet: Callable[[], None] = lambda: None,
+) -> Timeline:
+    """Copy the packets of a source into a file whose timestamps are its timeline; return the timeline of that file.
+
+    Nothing is encoded again. The first audio stream keeps its distance to the pictures of its part.
+
+    Args:
+        on_packet: Called for every packet that is read.
+
+    Raises:
+        TimelineError: see `read_timeline`.
+        av.FFmpegError: A packet cannot be read or written.
+    """
+    import av
+
+    with open_container(f"file:{os.fspath(place)}") as container, open(place, "rb") as file:  # noqa: PTH123
+        timeline, packets = read_timeline(container, file=file, on_read=on_packet)
+    with (
+        open_container(f"file:{os.fspath(place)}") as container,
+        av.open(os.fspath(target), "w", format=CONTINUOUS_FORMAT) as output,
+    ):
+        track = track_of(container, timeline.track)
+        sounds = list(container.streams.audio)[:1] if with_sound else []
+        pictures = _VideoWriter(output, track, packets, start=timeline.start)
+        writers: dict[int, Any] = {track.index: pictures}
+        writers |= {sound.index: _SoundWriter(output, sound, pictures) for sound in sounds}
+        for packet in container.demux([track, *sounds]):
+            on_packet()
+            if packet.size:
+                writers[packet.stream_index].write(packet)
+    with open_container(f"file:{os.fspath(target)}", formats=CONTINUOUS_FORMAT) as container:
+        seek_start = Fraction(container.start_time or 0, US_PER_S)
+    return replace(timeline, track=0, start=pictures.start, seek_start=seek_start, is_continuous=True, is_blind=False)
+
+
+class _VideoWriter:
+    """Writes the packets of the video track with the times of the timeline.
+
+    Attributes:
+        start: Timestamp of time 0 in the file that is written, in seconds.
+        offsets: Time in seconds that is added to the timestamps of each part.
+    """
+
+    def __init__(
+        self, output: "OutputContainer", track: "VideoStream", packets: TrackPackets, *, start: Fraction
+    ) -> None:
+        self._output, self._unit = output, track.time_base or ONE
+        self._stream, self._filter = _add_stream(output, track)
+        ordered = np.sort(packets.times)
+        # Decoding times ascend, and are never behind the presentation time.
+        ordered = np.maximum.accumulate(ordered - np.arange(len(ordered))) + np.arange(len(ordered))
+        delay = int((ordered - packets.times).max(initial=0))
+        shift = delay + round((1 - start) / self._unit)  # sound may begin a little earlier
+        self.start = start + shift * self._unit
+        self._times, self._decoding_times = packets.times + shift, ordered + shift - delay
+        self._firsts = [first for first, _ in packets.restarts]
+        self.offsets = [(shift + offset) * self._unit for _, offset in packets.restarts]
+        self._number = 0
+
+    def place(self) -> tuple[int, Fraction]:
+        """Return the number of the part that is being written, and the seconds of it that are written."""
+        row = max(0, self._number - 1)
+        part = bisect_right(self._firsts, row) - 1
+        return part, int(self._times[row] - self._times[self._firsts[part]]) * self._unit
+
+    def write(self, packet: "Packet[Any]") -> None:
+        """Write the next packet."""
+        packet.pts, packet.dts = int(self._times[self._number]), int(self._decoding_times[self._number])
+        self._number += 1
+        for copy in self._filter(packet):
+            copy.stream = self._stream
+            self._output.mux(copy)
+
+
+class _SoundWriter:
+    """Writes the packets of a sound track beside those of the video.
+
+    The packets of two tracks are not in step where timestamps start again: a part of the sound begins where its own
+    timestamps do, or at the latest a second after the pictures. Sound that overlaps the part before is left out.
+    """
+
+    def __init__(self, output: "OutputContainer", sound: "Stream", pictures: _VideoWriter) -> None:
+        self._output, self._pictures, self._unit = output, pictures, sound.time_base or ONE
+        self._stream, self._filter = _add_stream(output, sound)
+        self._part, self._last, self._end = 0, NO_TIME, NO_TIME
+
+    def write(self, packet: "Packet[Any]") -> None:
+        """Write the next packet."""
+        time = packet.dts if packet.pts is None else packet.pts
+        if time is None:
+            return
+        part, seconds = self._pictures.place()
+        step = (time - self._last) * self._unit if self._last != NO_TIME else 0
+        if step < -RESTART_S or step > LONGEST_FRAME_S:
+            self._part = min(self._part + 1, part + 1, len(self._pictures.offsets) - 1)
+        if self._part < part and (seconds > 1 or self._part < part - 1):
+            self._part = part
+        self._last = time
+        shown = time + round(self._pictures.offsets[self._part] / self._unit)
+        if shown < max(0, self._end):
+            return
+        packet.pts = packet.dts = shown
+        self._end = shown + max(1, packet.duration or 0)
+        for copy in self._filter(packet):
+            copy.stream = self._stream
+            self._output.mux(copy)
+
+
+def _add_stream(output: "OutputContainer", stream: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
+    """Add a stream like another one to a file; return it and the conversion of its packets.
+
+    Parameter sets travel within the packets: those in a header could not change.
+    """
+    from av.bitstream import BitStreamFilterContext
+
+    copy = output.add_stream_from_template(stream)
+    copy.time_base = stream.time_base
+    codec, extradata = stream.codec_context.name, stream.codec_context.extradata or b""
+    if codec in ("h264", "hevc") and extradata[:1] == b"\1":
+        return copy, BitStreamFilterContext(f"{codec}_mp4toannexb", stream, copy).filter
+    return copy, lambda packet: [packet]
+
+
+def frame_times(
+    place: "str | os.PathLike[str]", timeline: Timeline, *, begin: Fraction, end: Fraction
+) -> NDArray[np.float64]:
+    """Return the times in seconds of the frames of a continuous source that begin from about `begin` to `end`.
+
+    They are the times of its packets, ascending: nothing is decoded. Very small packets are left out: in some codecs
+    they say that a frame is skipped, and the decoder shows none.
+
+    Raises:
+        av.FFmpegError: A packet cannot be read.
+    """
+    with open_container(f"file:{os.fspath(place)}", formats=f"{DEMUXERS},{CONTINUOUS_FORMAT}") as container:
+        stream = track_of(container, timeline.track)
+        unit = stream.time_base or ONE
+        if begin > 0:
+            container.seek(math.floor((begin + timeline.start) / unit), stream=stream)
+        times, last = [], math.ceil((end + timeline.start) / unit)
+        for packet in container.demux(stream):
+            time = packet.dts if packet.pts is None else packet.pts
+            if time is None or packet.size < _MIN_FRAME_BYTES or packet.is_discard:
+                continue
+            times.append(time)
+            if packet.dts is not None and packet.dts > last:
+                break
+        return np.asarray(np.unique(np.array(times, np.int64)) * float(unit) - float(timeline.start), np.float64)

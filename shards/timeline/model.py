@@ -1,0 +1,260 @@
+"""What is known of a source: its timeline, the shape of its pictures, and its packets; and how a source is opened."""
+
+import json
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clipmill.shards.containers import CONTAINERS, FILE_PROTOCOLS
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
+
+DEMUXERS = f"{CONTAINERS},h264,hevc"
+CONTINUOUS_FORMAT = "nut"  # holds any codec, and timestamps in any unit
+
+US_PER_S = 1_000_000
+ONE = Fraction(1)
+NO_TIME = np.iinfo(np.int64).min
+Filter = tuple[str, dict[str, str]]  # name and options of a filter of libavfilter
+
+
+class TimelineError(ValueError):
+    """A source cannot be shown on one timeline.
+
+    Attributes:
+        code: Kind of the problem, a failure code of `prep`.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Crop and orientation of the pictures of a source.
+
+    Attributes:
+        crop: Pixels that the container cuts off: left, top, right, bottom.
+        matrix: The display matrix without its shift: a, b, c, d, where (x, y) is shown at (a x + c y, b x + d y).
+    """
+
+    crop: tuple[int, int, int, int] = (0, 0, 0, 0)
+    matrix: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 1.0)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether rows of the coded picture are shown as columns."""
+        return self._kind() == "transposed"
+
+    def cropped(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size of a coded picture after the crop; at least one pixel is left."""
+        left, top, right, bottom = self.crop
+        return max(1, width - left - right), max(1, height - top - bottom)
+
+    def crop_filters(self) -> list[Filter]:
+        """Return the filters that crop a picture."""
+        if not any(self.crop):
+            return []
+        left, top, right, bottom = self.crop
+        size = {"w": f"iw-{left + right}", "h": f"ih-{top + bottom}"}
+        return [("crop", {**size, "x": str(left), "y": str(top), "exact": "1"})]
+
+    def orientation_filters(self) -> list[Filter]:
+        """Return the filters that turn a picture upright."""
+        a, b, c, d = self.matrix
+        kind = self._kind()
+        if kind == "transposed":
+            direction = {(True, True): "cclock_flip", (True, False): "clock", (False, True): "cclock"}
+            return [("transpose", {"dir": direction.get((b > 0, c > 0), "clock_flip")})]
+        if kind == "turned":
+            return [("rotate", {"a": f"{self.degrees:.3f}*PI/180"})]
+        return [*([("hflip", {})] if a < 0 else []), *([("vflip", {})] if d < 0 else [])]
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether the picture is rotated by an angle that is no quarter turn."""
+        return self._kind() == "turned"
+
+    @property
+    def degrees(self) -> float:
+        """Clockwise rotation of the picture in degrees, from 0 up to 360."""
+        a, b, _, _ = self.matrix
+        return math.degrees(math.atan2(b, a)) % 360
+
+    def _kind(self) -> str:
+        a, b, c, d = (abs(value) for value in self.matrix)
+        slack = 0.02 * max(a, b, c, d)  # about one degree
+        if max(b, c) <= slack:
+            return "upright"
+        return "transposed" if max(a, d) <= slack else "turned"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The timeline of a source, without its packets.
+
+    Attributes:
+        track: Index of the video stream in the container.
+        start: Timestamp of time 0 in seconds.
+        seek_start: Timestamp from which libav counts when it seeks, if that is not `start`.
+        end: End of the last frame in seconds from time 0.
+        last: Time of the last frame in seconds.
+        rate: Frames per second, the average if it varies; 0 if unknown.
+        missing: Seconds that the header promises beyond the last packet, if they are more than containers round.
+        cut: What is missing at the end of a truncated file; empty if nothing is.
+        is_continuous: Whether the timestamps of the file, minus `start`, are the timeline.
+        is_blind: Whether a seek may land between two key frames, and inside a frame of the sound.
+        key_gap: Longest time between two key frames in seconds; 0 if a seek lands on a key frame.
+        shape: Crop and orientation of the pictures.
+        aspects: Width of a pixel divided by its height, with the times in seconds from which it holds; the first is 0.
+        transfer: Transfer characteristics of the first frame (ISO/IEC 23091-2), 2 if unknown.
+        primaries: Colour primaries, likewise.
+        notes: What may surprise in the pictures, in a sentence each.
+    """
+
+    track: int = 0
+    start: Fraction = Fraction(0)
+    seek_start: Fraction | None = None
+    end: Fraction = Fraction(0)
+    last: Fraction = Fraction(0)
+    rate: Fraction = Fraction(0)
+    missing: Fraction = Fraction(0)
+    cut: str = ""
+    is_continuous: bool = True
+    is_blind: bool = False
+    key_gap: Fraction = Fraction(0)
+    shape: Shape = Shape()
+    aspects: tuple[tuple[Fraction, Fraction], ...] = ((Fraction(0), ONE),)
+    transfer: int = 2
+    primaries: int = 2
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Return what a reader of frames needs as JSON text; empty for an ordinary source."""
+        ordinary = Timeline()
+        values: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in self.__dataclass_fields__
+            if name in _STORED and getattr(self, name) != getattr(ordinary, name)
+        }
+        values |= {name: str(values[name]) for name in ("start", "seek_start", "key_gap") if name in values}
+        if "shape" in values:
+            values["shape"] = [self.shape.crop, self.shape.matrix]
+        if "aspects" in values:
+            values["aspects"] = [[str(time), str(aspect)] for time, aspect in self.aspects]
+        return json.dumps(values, separators=(",", ":")) if values else ""
+
+    def aspect_at(self, time: Fraction) -> Fraction:
+        """Return the width of a pixel divided by its height, as shown upright, at a time in seconds."""
+        aspect = [aspect for begin, aspect in self.aspects if begin <= max(time, Fraction(0))][-1]
+        return 1 / aspect if self.shape.is_transposed else aspect
+
+    @classmethod
+    def from_json(cls, text: str) -> "Timeline":
+        """Return the timeline that `to_json` wrote."""
+        values: dict[str, Any] = json.loads(text) if text else {}
+        values |= {name: Fraction(values[name]) for name in ("start", "seek_start", "key_gap") if name in values}
+        if "shape" in values:
+            crop, matrix = values["shape"]
+            values["shape"] = Shape(tuple(crop), tuple(matrix))
+        if "aspects" in values:
+            values["aspects"] = tuple((Fraction(time), Fraction(aspect)) for time, aspect in values["aspects"])
+        return cls(**values)
+
+
+_STORED = frozenset(
+    {
+        "track",
+        "start",
+        "seek_start",
+        "is_continuous",
+        "is_blind",
+        "key_gap",
+        "shape",
+        "aspects",
+        "transfer",
+        "primaries",
+    }
+)
+
+
+@dataclass(frozen=True)
+class TrackPackets:
+    """The packets of the video track in the order of the file; times in units of the stream.
+
+    Attributes:
+        times: Presentation times, int64 [packets]: timestamps of the file, in a source that is not continuous those
+            that it should have.
+        durations: Durations, 0 where unknown, int64 [packets].
+        is_shown: Whether the packet is shown: edit lists hide packets that others need for decoding, bool [packets].
+        restarts: The first packet of each part, and what is added to its timestamps and to the following ones.
+    """
+
+    times: NDArray[np.int64]
+    durations: NDArray[np.int64]
+    is_shown: NDArray[np.bool_]
+    restarts: tuple[tuple[int, int], ...] = ((0, 0),)
+
+
+def open_container(file: "str | IO[bytes]", *, formats: str = DEMUXERS) -> "InputContainer":
+    """Open a source with an allowlist of demuxers and protocols.
+
+    Args:
+        file: URL of a local file (`file:PATH`), or its bytes.
+        formats: Names of the demuxers that may open it.
+
+    Raises:
+        av.FFmpegError, OSError: It is not a supported video container, or cannot be read.
+    """
+    import av
+
+    options = {"format_whitelist": formats, "protocol_whitelist": FILE_PROTOCOLS}
+    return av.open(file, "r", options=options, metadata_errors="ignore")
+
+
+def video_tracks(container: "InputContainer") -> "list[VideoStream]":
+    """Return the video streams that may be the video, the best one first.
+
+    Cover pictures and thumbnails are none. As in players, a stream that the container marks as default comes first,
+    and a stream with a single frame comes last.
+    """
+    import av
+
+    pictures = av.stream.Disposition.attached_pic | av.stream.Disposition.timed_thumbnails
+    tracks = [stream for stream in container.streams.video if not stream.disposition & pictures]
+    return sorted(
+        tracks,
+        key=lambda stream: (
+            stream.codec_context is None,
+            stream.frames == 1,
+            not stream.disposition & av.stream.Disposition.default,
+        ),
+    )
+
+
+def start_of(container: "InputContainer") -> Fraction:
+    """Return the timestamp of time 0 in seconds; libav rounds it to microseconds, its streams do not."""
+    start = Fraction(container.start_time or 0, US_PER_S)
+    exact = (
+        stream.start_time * stream.time_base
+        for stream in container.streams
+        if stream.start_time is not None and stream.time_base
+    )
+    return next((time for time in exact if abs(time - start) * US_PER_S <= 1), start)
+
+
+def track_of(container: "InputContainer", index: int) -> "VideoStream":
+    """Return a video stream by its index in the container."""
+    return next(stream for stream in container.streams.video if stream.index == index)
+
+
+def rate_of(stream: "VideoStream") -> Fraction:
+    """Return the average frames per second of a stream; 0 if unknown."""
+    return stream.average_rate or stream.guessed_rate or Fraction(0)

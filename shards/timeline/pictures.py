@@ -1,0 +1,185 @@
+"""The pictures of a source as they are shown: cropped and upright, with their times."""
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from clipmill.shards.timeline.model import ONE, Shape, Timeline, TimelineError, TrackPackets, track_of, video_tracks
+
+if TYPE_CHECKING:
+    import av
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
+
+_MAX_ASPECT = 64  # beyond it, a few rows in a damaged header would become a picture of gigabytes
+_TRANSFERS = {16: "PQ", 18: "HLG"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The first picture of a source, as it is shown: upright, cropped, with square pixels."""
+
+    width: int
+    height: int
+    shape: Shape
+    transfer: int
+    primaries: int
+    notes: tuple[str, ...]
+
+
+def first_picture(container: "InputContainer", stream: "VideoStream") -> Picture:
+    """Decode the first frame of a container just opened.
+
+    Raises:
+        TimelineError: There is no decoder, no frame, or its shape is implausible.
+        av.FFmpegError: It cannot be decoded.
+    """
+    if stream.codec_context is None:
+        raise TimelineError("decode_errors", "no decoder for the video stream")
+    stream.codec_context.thread_count = 1  # only one frame is decoded; more threads would use more memory
+    frame = next(container.decode(stream), None)
+    if frame is None:
+        raise TimelineError("zero_duration", "the video stream has no frames")
+    aspect = stream.sample_aspect_ratio or ONE
+    if aspect > _MAX_ASPECT or 0 < aspect * _MAX_ASPECT < 1:
+        raise TimelineError("decode_errors", f"implausible pixel aspect ratio in the header: {aspect}")
+    shape = Shape(_container_crop(container, stream), _display_matrix(frame))
+    if sum(shape.crop[::2]) >= frame.width or sum(shape.crop[1::2]) >= frame.height:
+        raise TimelineError("decode_errors", f"the crop in the header leaves nothing of {frame.width}x{frame.height}")
+    width, height = shape.cropped(frame.width, frame.height)
+    notes = []
+    if (num_tracks := len(video_tracks(container))) > 1:
+        notes.append(f"{num_tracks} video tracks: stream {stream.index} is taken, the others are left out")
+    if frame.color_trc in _TRANSFERS:
+        notes.append(f"HDR ({_TRANSFERS[frame.color_trc]}): colours are kept as they are, without tone mapping")
+    if any(shape.crop):
+        notes.append(f"the container crops {frame.width}x{frame.height} to {width}x{height}")
+    if shape.is_turned:
+        notes.append(f"rotated by {shape.degrees:.0f} degrees inside its frame, with black corners")
+    if frame.interlaced_frame:
+        notes.append("interlaced, and not deinterlaced")
+    if aspect > 0:
+        width = max(1, round(width * aspect))
+    if shape.is_transposed:
+        width, height = height, width
+    return Picture(width, height, shape, frame.color_trc, frame.color_primaries, tuple(notes))
+
+
+def _display_matrix(frame: "av.VideoFrame") -> tuple[float, float, float, float]:
+    from av.sidedata.sidedata import Type
+
+    data = next((data for data in frame.side_data.values() if data.type == Type.DISPLAYMATRIX), None)
+    if data is None:
+        return Shape().matrix
+    a, b, _, c, d, *_ = (value / 65536 for value in np.frombuffer(bytes(data), "<i4").tolist())
+    return (a, b, c, d) if a * d - b * c else Shape().matrix
+
+
+def _container_crop(container: "InputContainer", stream: "VideoStream") -> tuple[int, int, int, int]:
+    """Return the crop in the header of a container: left, top, right, bottom, in pixels.
+
+    PyAV does not show it. libav writes it into the header of a Matroska file, where its four elements have fixed names.
+    """
+    import av
+
+    if not any(name in container.format.name for name in ("matroska", "mp4")):
+        return (0, 0, 0, 0)
+    header = io.BytesIO()
+    try:
+        with av.open(header, "w", format="matroska") as target:
+            target.add_stream_from_template(stream)
+            target.start_encoding()
+    except (av.FFmpegError, ValueError):
+        return (0, 0, 0, 0)  # a codec that Matroska does not hold
+    crop = dict.fromkeys(_CROP_ELEMENTS, 0)
+    path, content, position = list(_PATH_TO_CROP), header.getvalue(), 0
+    while position < len(content):
+        element, header_bytes, length = _ebml_element(content[position : position + 12])
+        if path and element == path[0]:
+            path.pop(0)
+            position += header_bytes  # descend
+            continue
+        if not path and element in crop:
+            begin = position + header_bytes
+            crop[element] = int.from_bytes(content[begin : begin + length], "big")
+        position += header_bytes + length
+    left, top, right, bottom = crop.values()
+    return left, top, right, bottom
+
+
+_PATH_TO_CROP = (0x18538067, 0x1654AE6B, 0xAE, 0xE0)  # Segment, Tracks, TrackEntry, Video
+_CROP_ELEMENTS = (0x54CC, 0x54BB, 0x54DD, 0x54AA)  # PixelCropLeft, Top, Right, Bottom
+
+
+def _ebml_element(head: bytes) -> tuple[int, int, int]:
+    """Return (id, header size, content size) in bytes of the EBML element at the start of `head`."""
+    id_bytes, length_bytes = 9 - head[0].bit_length(), 9 - head[9 - head[0].bit_length()].bit_length()
+    length = int.from_bytes(head[id_bytes : id_bytes + length_bytes], "big") & (1 << 7 * length_bytes) - 1
+    return int.from_bytes(head[:id_bytes], "big"), id_bytes + length_bytes, length
+
+
+def shown_frames(
+    container: "InputContainer", timeline: Timeline, packets: TrackPackets | None, *, skips_damage: bool = False
+) -> "Iterator[tuple[Fraction, av.VideoFrame]]":
+    """Yield the frames of a source, upright and cropped, with their times in seconds from time 0, as they are decoded.
+
+    Args:
+        container: A container just opened.
+        packets: Packets of the track, from `read_timeline`; needed if the timeline is not continuous.
+        skips_damage: Whether packets that cannot be decoded are left out.
+
+    Raises:
+        av.FFmpegError: A packet cannot be read or decoded.
+    """
+    import av
+
+    stream = track_of(container, timeline.track)
+    unit, upright = stream.time_base or ONE, _Upright(timeline.shape)
+    number = 0
+    for packet in container.demux(stream):
+        if packet.size and not timeline.is_continuous:
+            assert packets is not None, "its packets are needed"
+            packet.pts = packet.dts = int(packets.times[number])
+            number += 1
+        try:
+            frames = packet.decode()
+        except av.error.InvalidDataError:
+            if not skips_damage:
+                raise
+            continue
+        for frame in frames:
+            time = frame.dts if frame.pts is None else frame.pts
+            if time is not None:
+                yield time * unit - timeline.start, upright.frame(frame)
+
+
+class _Upright:
+    """Crops frames and turns them upright; the graph of filters is built again if their size or format changes."""
+
+    def __init__(self, shape: Shape) -> None:
+        filters = [*shape.crop_filters(), *shape.orientation_filters()]
+        self._filters = [*filters, ("copy", {})] if filters else []  # flipped frames have lines in descending order
+        self._graph: Any = None
+        self._made_for: tuple[int, int, str] | None = None
+
+    def frame(self, frame: "av.VideoFrame") -> "av.VideoFrame":
+        """Return a frame as it is shown, with its time."""
+        if not self._filters:
+            return frame
+        from av.filter import Graph
+
+        key = (frame.width, frame.height, frame.format.name)
+        if self._made_for != key:
+            self._graph, self._made_for = Graph(), key
+            buffer = self._graph.add_buffer(
+                width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base
+            )
+            steps = [buffer, *(self._graph.add(name, None, **options) for name, options in self._filters)]
+            self._graph.link_nodes(*steps, self._graph.add("buffersink")).configure()
+        self._graph.vpush(frame)
+        shown: av.VideoFrame = self._graph.vpull()
+        return shown

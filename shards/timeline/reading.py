@@ -1,0 +1,313 @@
+"""Timelines from the packets of a source, or from the index of an MP4. Nothing is decoded but single key frames."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clipmill.shards.timeline.model import (
+    NO_TIME,
+    ONE,
+    US_PER_S,
+    Timeline,
+    TimelineError,
+    TrackPackets,
+    rate_of,
+    start_of,
+    video_tracks,
+)
+from clipmill.shards.timeline.repairs import (
+    MPEG_VIDEO,
+    decoded_order,
+    decoded_shape,
+    find_restarts,
+    gap_notes,
+    is_b_picture,
+    is_cut_avi,
+    key_steps,
+    num_avi_frames,
+    sequence_header,
+    times_in_display_order,
+)
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.packet import Packet
+    from av.stream import Stream
+    from av.video.stream import VideoStream
+
+# Packets without a container. The timestamps that libav generates for them change after a seek.
+_RAW = frozenset({"h264", "hevc", "mpegvideo"})
+# Formats in which a seek lands on any packet instead of a key frame, because they have no list of key frames.
+_BLIND_SEEKS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
+# Timestamps of 33 bits, which libav continues above their limit: a part may seem to begin a day after the part before.
+_WRAPPING = frozenset({"mpegts", "mpeg", "wtv"})
+# Formats that store decoding times. In the others, libav derives them from presentation times.
+_WITH_DECODING_TIMES = ("mpegts", "mpeg", "wtv", "mp4", "avi", "flv", "mxf")
+# Containers whose duration was not estimated from the bitrate, and those whose duration is the end of the last frame
+# whenever the first frame begins.
+_WITH_HEADER_DURATION = ("matroska", "mp4", "flv", "asf", "mxf", "ivf")
+_DURATION_IS_END = ("matroska", "asf")
+_HEADER_SLACK_S = Fraction(1)  # containers round and pad the durations in their headers
+# Limits that reject damaged timestamps, which can span centuries. In total: a day, or 600 seconds per frame if that is
+# more.
+_LONGEST_S, _LONGEST_MEAN_FRAME_S = 24 * 3600, 600
+_FLV_HEADER = b"FLV\1"
+_MAX_SHAPES = 200  # of a stream; a damaged one would change with every key frame
+
+
+def has_index(container: "InputContainer", stream: "VideoStream") -> bool:
+    """Whether the file has an index with the time and position of each packet (MP4), so that none has to be read."""
+    is_listed = "mp4" in container.format.name and bool(stream.duration) and stream.frames > 0
+    return is_listed and stream.frames == len(stream.index_entries)
+
+
+def indexed_timeline(container: "InputContainer", stream: "VideoStream", *, size_bytes: int) -> Timeline:
+    """Return the timeline of a video for which `has_index` is true.
+
+    Only the end of the file is read, and only if the index and the duration in the header disagree.
+
+    Raises:
+        TimelineError: The file is shorter than its index says, or its times are impossible.
+        av.FFmpegError: A packet cannot be read.
+    """
+    entries, unit = stream.index_entries, stream.time_base or ONE
+    held_bytes = max(entries[row].pos + entries[row].size for row in range(max(0, len(entries) - 100), len(entries)))
+    if held_bytes > size_bytes:
+        raise TimelineError(
+            "source_truncated",
+            f"truncated: the index refers to bytes up to {held_bytes}, but the file has {size_bytes} bytes",
+        )
+    last = len(entries) - 1
+    while last > 0 and entries[last].is_discard:
+        last -= 1
+    first = next((row for row in range(last) if not entries[row].is_discard), 0)
+    step = (entries[last].timestamp - entries[max(first, last - 20)].timestamp) / max(1, min(20, last - first))
+    begin = stream.start_time or 0
+    listed = begin + entries[last].timestamp - entries[first].timestamp + step
+    end = begin + (stream.duration or 0)
+    if last != len(entries) - 1 or abs(listed - end) > 2 * step + 1:
+        end = _end_behind(container, stream, entries[last].timestamp)
+    start = start_of(container)
+    timeline = Timeline(track=stream.index, start=start, end=end * unit - start, rate=rate_of(stream))
+    return _checked(timeline, num_packets=len(entries))
+
+
+def _end_behind(container: "InputContainer", stream: "VideoStream", timestamp: int) -> int:
+    """Return the end of the last frame in units of the stream, from the packets behind the key frame before a time."""
+    container.seek(timestamp, stream=stream)
+    end = last = 0
+    for packet in container.demux(stream):
+        if packet.size and packet.pts is not None and not packet.is_discard and packet.pts >= last:
+            last, end = packet.pts, packet.pts + (packet.duration or 0)
+    return end
+
+
+def read_timeline(
+    container: "InputContainer", *, file: "IO[bytes] | None" = None, on_read: Callable[[], None] = lambda: None
+) -> tuple[Timeline, TrackPackets]:
+    """Read all packets of a source once, without decoding them.
+
+    Args:
+        container: A container just opened, from which nothing has been read.
+        file: The bytes of the file, for what libav does not tell of an AVI.
+        on_read: Called for every packet.
+
+    Raises:
+        TimelineError: There is no video, or its times are impossible.
+        av.FFmpegError: A packet cannot be read.
+    """
+    start = start_of(container)
+    tracks = video_tracks(container)
+    if not tracks:
+        kinds = sorted({str(stream.type) for stream in container.streams})
+        raise TimelineError("no_video", f"no video stream (streams: {', '.join(kinds) or 'none'})")
+    lists = {stream.index: _PacketList(stream) for stream in tracks}
+    any_end, held_bytes = start, 0
+    for packet in container.demux():
+        on_read()
+        if not packet.size:
+            continue
+        held_bytes = max(held_bytes, (packet.pos or 0) + packet.size)
+        if packet.stream_index in lists:
+            lists[packet.stream_index].add(packet)
+        time = packet.dts if packet.pts is None else packet.pts
+        if time is not None and packet.time_base:
+            any_end = max(any_end, (time + (packet.duration or 0)) * packet.time_base)
+    filled = [stream for stream in tracks if len(lists[stream.index].times) > 1]
+    track = lists[(filled or tracks)[0].index]
+    timeline, packets = track.on_timeline(container, file=file, start=start)
+    if container.format.name == "flv" and file is not None:
+        file.seek(held_bytes)
+        if _FLV_HEADER in file.read(1024):
+            raise TimelineError(
+                "bad_timestamps",
+                f"another FLV file begins behind byte {held_bytes}, at {float(timeline.end):.2f} s, and libav does not"
+                " read it: split the file there",
+            )
+    missing, cut = _missing_end(container, track, timeline, any_end=any_end, file=file)
+    return _checked(replace(timeline, missing=missing, cut=cut), num_packets=len(track.times)), packets
+
+
+class _PacketList:
+    """The packets of one video stream, as they are read."""
+
+    def __init__(self, stream: "VideoStream") -> None:
+        self.stream = stream
+        self.times: list[int] = []  # presentation times; decoding times where they are missing
+        self.decoding_times: list[int] = []
+        self.durations: list[int] = []
+        self.flags: list[int] = []  # 1: key frame, 2: hidden by an edit list
+        self.num_untimed = 0  # before the first packet with a timestamp
+        self.is_cut = False
+        self.is_bidirectional: list[bool] = []  # of MPEG-1 and MPEG-2 pictures
+        self.key_packets: list[tuple[int, bytes]] = []  # those with another sequence header than the one before
+        self._header = b""
+
+    def add(self, packet: "Packet[Stream]") -> None:
+        """Append a packet."""
+        pts, dts = packet.pts, packet.dts
+        self.is_cut = packet.is_corrupt
+        time = dts if pts is None else pts
+        if time is None:
+            self.num_untimed += not any(known != NO_TIME for known in self.times[-1:])
+            time = NO_TIME
+        self.times.append(time)
+        self.decoding_times.append(time if dts is None else dts)
+        self.durations.append(packet.duration or 0)
+        self.flags.append(packet.is_keyframe + 2 * packet.is_discard)
+        codec = self.stream.codec_context.name if self.stream.codec_context else ""
+        if codec in MPEG_VIDEO:
+            self.is_bidirectional.append(is_b_picture(packet))
+        if packet.is_keyframe and len(self.key_packets) < _MAX_SHAPES:
+            header = sequence_header(packet, codec=codec)
+            if header and header != self._header:
+                self._header = header
+                self.key_packets.append((len(self.times) - 1, bytes(packet)))
+
+    def on_timeline(
+        self, container: "InputContainer", *, file: "IO[bytes] | None", start: Fraction
+    ) -> "tuple[Timeline, TrackPackets]":
+        """Return the timeline and the packets of this stream."""
+        stream, name, num_packets = self.stream, container.format.name, len(self.times)
+        if name in _RAW or self.num_untimed == num_packets > 0:
+            codec = stream.codec_context.name if stream.codec_context else "unknown"
+            raise TimelineError(
+                "bad_timestamps",
+                f"the frames have no timestamps, as in a raw {codec} stream; convert it to a container with timestamps:"
+                " ffmpeg -r RATE -i IN OUT.mkv",
+            )
+        if self.num_untimed:
+            message = f"the first {self.num_untimed} of {num_packets} frames have no timestamps"
+            raise TimelineError("bad_timestamps", message)
+        unit = stream.time_base or ONE
+        times, dts = np.array(self.times, np.int64), np.array(self.decoding_times, np.int64)
+        durations, flags = np.array(self.durations, np.int64), np.array(self.flags, np.int64)
+        if (missing := times == NO_TIME).any():  # in the middle of the stream
+            times[missing] = np.maximum.accumulate(times)[missing]
+            dts[missing] = times[missing]
+        is_shown, is_key = flags & 2 == 0, flags & 1 == 1
+        order = decoded_order(container, stream, num_packets=num_packets) if name == "avi" else None
+        is_retimed = order is not None
+        if order is not None:
+            times = np.sort(dts)[order]
+        elif name == "mpeg" and self.is_bidirectional:
+            read, times = times, times_in_display_order(times, durations, np.array(self.is_bidirectional))
+            is_retimed = bool((times != read).any())
+        steps = np.diff(np.unique(times))  # a frame without a duration lasts as long as the one before it
+        frame = int(steps[-1]) if len(steps) else max(1, round(1 / (rate_of(stream) or Fraction(30)) / unit))
+        lengths = np.where(durations > 0, durations, frame)
+        has_dts = any(known in name for known in _WITH_DECODING_TIMES)
+        steps_s = np.diff(dts if has_dts else key_steps(times, is_key)) * float(unit)
+        restarts = find_restarts(steps_s, times, lengths, unit=unit, may_wrap=name in _WRAPPING)
+        notes = []
+        for (first, offset), (behind, _) in zip(restarts, [*restarts[1:], (num_packets, 0)], strict=True):
+            times[first:behind] += offset
+        if len(restarts) > 1:
+            first, many = restarts[1][0], "again" if len(restarts) == 2 else f"again {len(restarts) - 1} times"
+            where = f"at packet {first} ({float(int(times[first:].min()) * unit - start):.2f} s)"
+            notes.append(f"timestamps start {many}, first {where}: the parts follow one another")
+        last = int(np.argmax(np.where(is_shown, times, NO_TIME))) if num_packets else 0
+        end = int(times[last] + lengths[last]) if num_packets else 0
+        if name == "avi" and file is not None and stream.average_rate == 1 / unit:
+            end = max(end, num_avi_frames(file, stream.index))  # dropped frames at the end repeat the last one
+        aspects, changes = self._changes(times, unit=unit, start=start)
+        is_blind = name in _BLIND_SEEKS
+        keys = np.concatenate([np.sort(times[is_key & is_shown]), [end]])
+        timeline = Timeline(
+            track=stream.index,
+            start=start,
+            end=end * unit - start,
+            last=int(times[last]) * unit - start if num_packets else Fraction(0),
+            rate=rate_of(stream),
+            is_continuous=len(restarts) == 1 and not is_retimed,
+            is_blind=is_blind,
+            key_gap=int(np.diff(keys).max(initial=0)) * unit if is_blind else Fraction(0),
+            aspects=aspects,
+            notes=(*notes, *gap_notes(times[is_shown], unit=unit, start=start), *changes),
+        )
+        return timeline, TrackPackets(times, durations, is_shown, restarts)
+
+    def _changes(
+        self, times: NDArray[np.int64], *, unit: Fraction, start: Fraction
+    ) -> tuple[tuple[tuple[Fraction, Fraction], ...], list[str]]:
+        """Return the pixel aspects with the times from which they hold, and a note if the picture changes."""
+        stream = self.stream
+        aspect = stream.sample_aspect_ratio or ONE
+        aspects = [(Fraction(0), aspect if aspect > 0 else ONE)]
+        sizes: list[tuple[Fraction, str]] = []
+        for row, packet in self.key_packets if len(self.key_packets) > 1 else []:
+            if (shape := decoded_shape(stream, packet)) is None:
+                continue
+            width, height, aspect = shape
+            time = Fraction(0) if not sizes else int(times[row]) * unit - start
+            text = f"{width}x{height}" + ("" if aspect == 1 else f" with pixels of {aspect}")
+            if not sizes or sizes[-1][1] != text:
+                sizes.append((time, text))
+            if time and aspects[-1][1] != aspect:
+                aspects.append((time, aspect))
+        if len(sizes) < 2:
+            return tuple(aspects), []
+        time, text = sizes[1]
+        more = f", and {len(sizes) - 2} more times" if len(sizes) > 2 else ""
+        note = (
+            f"the picture changes from {sizes[0][1]} to {text} at {float(time):.2f} s{more}: each part keeps its shape"
+        )
+        return tuple(aspects), [note]
+
+
+def _missing_end(
+    container: "InputContainer",
+    track: _PacketList,
+    timeline: Timeline,
+    *,
+    any_end: Fraction,
+    file: "IO[bytes] | None",
+) -> tuple[Fraction, str]:
+    """Return how many seconds the header promises beyond the last packet, and what is missing, in words."""
+    header = Fraction(container.duration or 0, US_PER_S)
+    if not any(name in container.format.name for name in _DURATION_IS_END):
+        header += timeline.start
+    has_header = any(name in container.format.name for name in _WITH_HEADER_DURATION)
+    if container.format.name == "avi" and timeline.rate and file is not None and is_cut_avi(file):
+        # Without the index at its end, libav estimates the duration of an AVI from its size.
+        header, has_header = timeline.start + track.stream.frames / timeline.rate, True
+    if "mp4" in container.format.name and 0 < track.stream.frames == len(track.times):
+        has_header = False  # every packet of its index was read
+    if has_header and any_end < header - _HEADER_SLACK_S:
+        cut = f"truncated: {float(header):.2f} s in the header, but the packets end at {float(any_end):.2f} s"
+        return header - any_end, cut
+    return Fraction(0), f"the last of {len(track.times)} frames is truncated" if track.is_cut else ""
+
+
+def _checked(timeline: Timeline, *, num_packets: int) -> Timeline:
+    if timeline.end <= 0:
+        raise TimelineError("zero_duration", "the video stream has zero duration")
+    if timeline.end > max(_LONGEST_S, _LONGEST_MEAN_FRAME_S * num_packets):
+        frames = "1 frame" if num_packets == 1 else f"{num_packets:,} frames"
+        message = f"implausible duration of {float(timeline.end / 3600):,.0f} hours for {frames}"
+        raise TimelineError("bad_timestamps", message)
+    return timeline
