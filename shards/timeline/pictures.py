@@ -72,7 +72,7 @@ def first_picture(container: "InputContainer", stream: "VideoStream") -> Picture
 def _display_matrix(frame: "av.VideoFrame") -> tuple[float, float, float, float]:
     from av.sidedata.sidedata import Type
 
-    data = next((data for data in frame.side_data.values() if data.type == Type.DISPLAYMATRIX), None)
+    data: Any = frame.side_data.get(Type.DISPLAYMATRIX)  # type: ignore[call-overload] # keys are types, not texts
     if data is None:
         return Shape().matrix
     a, b, _, c, d, *_ = (value / 65536 for value in np.frombuffer(bytes(data), "<i4").tolist())

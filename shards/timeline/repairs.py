@@ -3,7 +3,7 @@
 import io
 from fractions import Fraction
 from itertools import pairwise
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,7 +136,7 @@ def decoded_shape(stream: "VideoStream", content: bytes) -> tuple[int, int, Frac
     """Return width, height and pixel aspect of a key packet; None if it cannot be decoded on its own."""
     import av
 
-    decoder = av.VideoCodecContext.create(stream.codec_context.codec.name, "r")
+    decoder: Any = av.VideoCodecContext.create(stream.codec_context.codec.name, "r")
     decoder.thread_count = 1
     try:
         frames = [*decoder.decode(av.Packet(content)), *decoder.decode(None)]

@@ -65,7 +65,7 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with av.open(str(plain), "w") as container:
         stream = container.add_stream("ffv1", rate=int(FPS))
         stream.width, stream.height, stream.pix_fmt = 256, 192, "bgr0"
-        for picture, times in _shown(film, num_frames=NUM_FRAMES, fps=FPS):
+        for picture, times in _shown(film, Timeline(), num_frames=NUM_FRAMES, fps=FPS):
             for _ in range(times):
                 frame = av.VideoFrame.from_ndarray(picture, format="bgr24")
                 container.mux(stream.encode(frame.reformat(format="bgr0")))

@@ -6,15 +6,25 @@ Ordinary sources are in test_frames.py. The output has the frame rate of the sou
 import struct
 import subprocess
 from collections.abc import Callable
+from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 
-from clipmill.prep.synthetic.frame_code import draw_frame_number
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.sources.probe import probe
+from clipmill.prep.synthetic.frame_code import draw_frame_number, read_frame_number
+from clipmill.prep.video.encode import check_frames
 from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.prep.video.spans import Span
+from clipmill.train.data.frame_sampling import US_PER_S, Sampling
+from clipmill.train.tasks.caption.videos.clips import window_clips
 from tests.prep.numbered import frame_numbers
-from tests.prep.running import chunk, manifest
+from tests.prep.running import chunk, manifest, prep_here
 from tests.prep.video.test_frames import chunks_by_source
 
 FPS, HALF, WHOLE = 10, 70, 140  # frames per second, frames of a part, and of both: longer than the first span (10 s)
@@ -27,7 +37,7 @@ def ffmpeg(*arguments: object, content: bytes = b"") -> None:
 
 
 def numbered(
-    path: Path, first: int = 0, count: int = WHOLE, *, size: tuple[int, int] = (160, 120), encoder: str = "libx264"
+    path: Path, first: int = 0, count: int = WHOLE, *, size: tuple[int, int] = (120, 120), encoder: str = "libx264"
 ) -> Path:
     """Write a video whose frames carry their number, with B frames if the encoder has any."""
     width, height = size
@@ -135,7 +145,7 @@ def colours_change(folder: Path, name: str) -> list[int]:
 
 def size_changes(folder: Path, name: str) -> list[int]:
     small = transport_streams(folder, 1, 1 + HALF / FPS)[0].rename(folder / "small.ts")
-    large = transport_streams(folder, 1, 1 + HALF / FPS, size=(320, 240))[1]
+    large = transport_streams(folder, 1, 1 + HALF / FPS, size=(240, 240))[1]
     (folder / name).write_bytes(joined(small, large))
     return BOTH
 
@@ -203,7 +213,7 @@ KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "appended.mkv": (concatenated(".mkv", "-live", "1"), "start again"),
     "gap.ts": (gap, "no frames for 12.1 s from 6.90 s"),
     "tags.ts": (colours_change, ""),
-    "size.ts": (size_changes, "changes from 160x120 to 320x240 at 7.00 s"),
+    "size.ts": (size_changes, "changes from 120x120 to 240x240 at 7.00 s"),
     "hidden-end.mp4": (hidden_end, ""),
     "short-header.mp4": (short_header, ""),
     "decoding-order.avi": (decoding_order, "no presentation times"),
@@ -245,3 +255,180 @@ def test_every_frame_of_an_irregular_source_is_shown_at_its_time(
 ) -> None:
     due = sources[1][name]
     assert chunks[0].get(name.partition(".")[0]) == due
+
+
+def test_what_may_surprise_is_noted_in_plan_and_status(
+    sources: tuple[Path, dict[str, list[int]]], chunks: tuple[dict[str, list[int]], Path]
+) -> None:
+    data = chunks[1]
+    for name, (_, note) in KINDS.items():
+        explained = prep_here("plan", "--data", data, "--explain", name.partition(".")[0]).stdout
+        assert note in explained and ("\nnote " in explained) == bool(note), name
+    num_noted = sum(bool(note) for _, note in KINDS.values())
+    for report in (prep_here("plan", "--data", data).stdout, prep_here("status", "--data", data).stdout):
+        assert f"... and {num_noted - 5} more" in report and "timestamps start again, first at packet" in report
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_captions_of_a_file_are_made_of_the_same_frames(name: str, sources: tuple[Path, dict[str, list[int]]]) -> None:
+    due, shown = sources[1][name], []
+    for clip in window_clips(sources[0] / name, Sampling(num_frames=FPS), size_px=96, length_us=US_PER_S):
+        shown += [read_frame_number(planes[: 96 * 96].reshape(96, 96)) for planes in clip.video]
+    assert shown == due  # ten moments of each second, in the middle of what frames of the chunks show
+
+
+def chunk_pictures(data: Path) -> list[np.ndarray]:
+    """The first picture of every chunk in a data folder, gray."""
+    pictures = []
+    for of_source in chunks_by_source(data).values():
+        for _, content in of_source:
+            with av.open(BytesIO(content)) as container:
+                pictures.append(next(container.decode(video=0)).to_ndarray(format="gray"))
+    return pictures
+
+
+def test_a_part_of_another_shape_keeps_its_shape(tmp_path: Path) -> None:
+    """From 4:3 to 16:9 with the same number of pixels, as broadcasts change: a circle stays a circle."""
+    streams = []
+    for begin_s, aspect in ((1, "1"), (3, "4/3")):
+        streams.append(tmp_path / f"{begin_s}.ts")
+        source = f"color=white:s=320x240:r=10:d=2,setsar={aspect}"
+        ffmpeg(
+            "-f",
+            "lavfi",
+            "-i",
+            source,
+            "-c:v",
+            "mpeg2video",
+            "-strict",
+            -1,
+            "-g",
+            5,
+            "-muxdelay",
+            0,
+            "-output_ts_offset",
+            begin_s,
+            streams[-1],
+        )
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "videos/shape.ts").write_bytes(joined(*streams))
+    manifest(tmp_path / "data", tmp_path / "videos")
+    chunk(tmp_path / "data", "--len", "2s", "--fps", 10)
+    first, second = chunk_pictures(tmp_path / "data")
+    assert first.shape == second.shape == (240, 320) and first.min() > 200
+    assert second[40:200].min() > 200 and second[:28].max() < 30 and second[212:].max() < 30  # 320x180 in the middle
+
+
+def test_a_crop_of_the_container_is_applied(tmp_path: Path) -> None:
+    video = tmp_path / "videos/crop.mkv"
+    video.parent.mkdir()
+    bars = "color=white:s=320x192:r=10:d=2,pad=320:288:0:48"
+    ffmpeg("-f", "lavfi", "-i", bars, "-c:v", "libx264", "-live", 1, "-write_crc32", 0, video)
+    content = video.read_bytes()
+    # Into the element Video (E0), whose size and those of its parents are fixed numbers of bytes here.
+    video.write_bytes(with_crop(content, {0x54BB: 48, 0x54AA: 48}))
+    manifest(tmp_path / "data", video.parent)
+    chunk(tmp_path / "data", "--len", "2s", "--fps", 10)
+    [picture] = chunk_pictures(tmp_path / "data")
+    assert picture.shape == (192, 320) and picture.min() > 200
+    [clip] = window_clips(video, Sampling(num_frames=1), size_px=64, length_us=2 * US_PER_S)
+    assert clip.video[0][: 64 * 64].min() > 200
+    assert "the container crops 320x288 to 320x192" in prep_here("status", "--data", tmp_path / "data").stdout
+
+
+def with_crop(content: bytes, crop: dict[int, int]) -> bytes:
+    """A Matroska file of unknown length with elements for a crop in its only track."""
+
+    def element(name: bytes, body: bytes) -> bytes:
+        return name + (len(body) | 1 << 28).to_bytes(4, "big") + body
+
+    def body_of(content: bytes, name: bytes) -> tuple[int, int, int]:
+        """Where an element begins, where its body begins, and where it ends."""
+        begin = (
+            content.rindex(name) if len(name) > 1 else content.index(name)
+        )  # the first may be in a list of positions
+        head = begin + len(name)
+        length_bytes = 9 - content[head].bit_length()
+        length = int.from_bytes(content[head : head + length_bytes], "big") & (1 << 7 * length_bytes) - 1
+        return begin, head + length_bytes, head + length_bytes + length
+
+    tracks, entry, picture = b"\x16\x54\xae\x6b", b"\xae", b"\xe0"
+    begin, inside, end = body_of(content, tracks)
+    of_tracks = content[inside:end]
+    _, entry_inside, entry_end = body_of(of_tracks, entry)
+    of_entry = of_tracks[entry_inside:entry_end]
+    at = of_entry.index(picture, of_entry.index(b"V_MPEG4"))
+    _, video_inside, video_end = body_of(of_entry[at:], picture)
+    crops = b"".join(struct.pack(">H", name) + b"\x81" + bytes([value]) for name, value in crop.items())
+    of_video = of_entry[at:][video_inside:video_end] + crops
+    of_entry = of_entry[:at] + element(picture, of_video) + of_entry[at + video_end :]
+    return content[:begin] + element(tracks, element(entry, of_entry)) + content[end:]
+
+
+def test_hdr_is_noted_and_keeps_its_tags(tmp_path: Path) -> None:
+    video = tmp_path / "videos/hdr.mp4"
+    video.parent.mkdir()
+    tags = ("-color_primaries", "bt2020", "-color_trc", "smpte2084", "-colorspace", "bt2020nc")
+    source = ("-f", "lavfi", "-i", "testsrc2=s=160x120:r=10:d=2,setparams=color_trc=smpte2084:color_primaries=bt2020")
+    ffmpeg(*source, "-c:v", "libx264", *tags, "-pix_fmt", "yuv420p10le", video)
+    manifest(tmp_path / "data", video.parent)
+    chunk(tmp_path / "data", "--len", "2s")
+    [[(_, content)]] = chunks_by_source(tmp_path / "data").values()
+    with av.open(BytesIO(content)) as container:
+        context = container.streams.video[0].codec_context
+        assert (context.color_trc, context.color_primaries, context.colorspace) == (16, 9, 9)
+    assert "HDR (PQ)" in prep_here("status", "--data", tmp_path / "data").stdout
+
+
+def test_pictures_are_turned_and_mirrored_as_players_do(tmp_path: Path) -> None:
+    plain = tmp_path / "plain.mp4"
+    ffmpeg("-f", "lavfi", "-i", "testsrc2=s=160x120:r=10:d=1", "-c:v", "libx264", "-crf", 5, plain)
+    for name, flags in (
+        ("hflip", ("-display_hflip",)),
+        ("vflip", ("-display_vflip",)),
+        ("quarter", ("-display_rotation", 90)),
+        ("both", ("-display_rotation", 90, "-display_hflip")),
+        ("angle", ("-display_rotation", 330)),
+    ):
+        path = tmp_path / f"{name}.mp4"
+        ffmpeg(*flags, "-i", plain, "-c", "copy", path)
+        ffmpeg("-i", path, "-vf", "crop='min(iw,ih)':'min(iw,ih)',scale=96:96", "-c:v", "ffv1", tmp_path / "due.mkv")
+        with av.open(str(tmp_path / "due.mkv")) as container:
+            due = next(container.decode(video=0)).to_ndarray(format="gray").astype(int)
+        clip = next(window_clips(path, Sampling(num_frames=1), size_px=96, length_us=100_000))
+        shown = clip.video[0][: 96 * 96].reshape(96, 96).astype(int)
+        others = [due[::-1], due[:, ::-1], due[::-1, ::-1], due.T]
+        assert np.abs(shown - due).mean() < 12 < min(np.abs(shown - other).mean() for other in others), name
+        facts = probe(path)
+        assert (facts.width, facts.height) == ((120, 160) if name in ("quarter", "both") else (160, 120))
+        assert ("rotated by 30 degrees" in facts.notes) == (name == "angle")
+
+
+@pytest.mark.parametrize(
+    ("shown_s", "code"),
+    [
+        ([0.0, 0.1, 0.2, 0.3, 0.4], None),
+        ([0.0, 0.0, 0.1, 0.2, 0.4], None),  # a frame is missing, as the second of two fields would be
+        ([1.0, 1.1, 1.2, 1.3, 1.4], FailureCode.FRAMES_DIFFER),  # a second too late
+        ([-0.5, -0.4, -0.3, -0.2, -0.1], FailureCode.FRAMES_DIFFER),  # half a second too early
+        ([0.0, 0.0, 0.0, 0.0, 0.0], FailureCode.SOURCE_TRUNCATED),
+        ([0.0, 0.1, 0.2], FailureCode.SOURCE_TRUNCATED),
+    ],
+    ids=str,
+)
+def test_encoded_frames_are_compared_with_the_packets(shown_s: list[float], code: FailureCode | None) -> None:
+    span = Span(index=1, first_frame=0, chunk_frames=(5,), is_last=False)
+    try:
+        check_frames(np.array(shown_s), np.arange(-10, 20) / 10, span=span, fps=Fraction(10))
+    except SourceFailure as failure:
+        assert failure.code == code
+    else:
+        assert code is None
+
+
+def test_what_cannot_be_shown_completely_is_refused_with_its_place(tmp_path: Path) -> None:
+    twice = tmp_path / "twice.flv"
+    twice.write_bytes(parts(tmp_path, ".flv", "-ar", 44100, sound="mp3"))
+    with pytest.raises(SourceFailure, match=r"another FLV file begins behind byte \d+, at 7.0\d s") as refused:
+        probe(twice)
+    assert refused.value.code == FailureCode.BAD_TIMESTAMPS
