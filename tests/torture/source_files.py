@@ -1,101 +1,26 @@
-"""Source videos with unusual timelines, geometry, changes and tracks, in eight containers, drawn from a seed.
+"""Source videos with unusual timelines, geometry, changes and tracks.
 
-`draw_source` draws a `Source`, which says when each frame begins and what a player shows. `Source.write` writes its
-file with PyAV, without code of the product. Headers that no muxer writes are written by `container_bytes`.
+A `Source` says when each frame begins and what a player shows. `Source.write` writes its file with PyAV, without code
+of the product. Headers that no muxer writes are written by `container_bytes`.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import av
 import numpy as np
 
 from tests.torture import container_bytes
-from tests.torture.numbered_pictures import MAX_NUMBER, draw_number
+from tests.torture.numbered_pictures import draw_number
+from tests.torture.source_containers import CONTAINERS, Container
+from tests.torture.source_encoding import TimedPacket, add_video, encode_frames, open_encoder
 
-_SIZES = ((128, 96), (160, 96), (96, 128), (144, 112), (192, 112))
-_RATES = ("10", "12", "15", "24000/1001", "25", "30", "30000/1001", "50", "60")
-_MPEG_RATES = ("24000/1001", "25", "30000/1001", "30", "50")
 _SAMPLES_PER_S = 48000
 _LOUD_S = 1  # the sound of a source is loud and silent in turns of this length
-
-
-@dataclass(frozen=True)
-class Container:
-    """A container, and what a source in it may have.
-
-    Attributes:
-        format: Name of libav's muxer.
-        codecs: Video codecs.
-        sound: Audio codec.
-        traits: Names of `_TRAITS`.
-        tick_s: Resolution of its timestamps in seconds.
-    """
-
-    format: str
-    codecs: tuple[str, ...]
-    sound: str
-    traits: tuple[str, ...]
-    tick_s: float
-    rates: tuple[str, ...] = _RATES
-
-
-_TIMED = ("offset", "gap", "vfr", "lead", "lag")
-_EDITED = ("head", "tail", "mdhd", "fragments", "crop", "turn", "mirror", "aspect")
-_TRACKS = ("two-videos", "default-second", "still-first")
-CONTAINERS = {
-    "mp4": Container(
-        "mp4", ("libx264", "libx264", "mpeg4", "libvpx-vp9"), "aac", (*_TIMED, *_EDITED, *_TRACKS), 1 / 12800
-    ),
-    "mov": Container("mov", ("libx264", "mjpeg"), "aac", (*_TIMED, *_EDITED, *_TRACKS), 1 / 12800),
-    "mkv": Container(
-        "matroska",
-        ("libx264", "libx264", "libvpx-vp9", "mpeg4"),
-        "aac",
-        (*_TIMED, "crop", "turn", "aspect", "size", *_TRACKS),
-        1e-3,
-    ),
-    "webm": Container(
-        "webm", ("libvpx", "libvpx-vp9"), "libopus", (*_TIMED, "restart", "size", "crop", "aspect"), 1e-3
-    ),
-    "ts": Container(
-        "mpegts",
-        ("libx264", "libx264", "mpeg2video"),
-        "mp2",
-        (*_TIMED, "restart", "aspect", "size", "change-aspect", "change-colors", "two-videos"),
-        1 / 90000,
-        _MPEG_RATES,
-    ),
-    "mpg": Container(
-        "vob",
-        ("mpeg2video", "mpeg1video"),
-        "mp2",
-        ("offset", "gap", "lead", "lag", "restart", "aspect", "size", "change-aspect"),
-        1 / 90000,
-        _MPEG_RATES,
-    ),
-    "avi": Container("avi", ("mpeg4", "mjpeg"), "mp2", ("vfr", "gap", "dropped-tail", "aspect"), 1e-6),
-    "flv": Container("flv", ("libx264", "flv"), "libmp3lame", (*_TIMED, "restart", "aspect"), 1e-3),
-}
-# Traits of one group exclude each other, because one file cannot have both, or because a player's answer is unclear.
-_GROUPS: dict[str, tuple[str, ...]] = {
-    "clock": ("gap", "restart", "mdhd", "head", "dropped-tail"),
-    "end": ("tail", "fragments", "mdhd", "restart"),
-    "sound": ("lead", "lag", "restart", "head", "tail"),
-    "picture": ("crop", "size", "change-aspect", "change-colors"),
-    "pixels": ("aspect", "size", "change-aspect"),
-    "direction": ("turn", "mirror"),
-    "tracks": (*_TRACKS, "aspect", "head", "tail", "mdhd", "fragments", "crop", "restart", "size"),
-    "changes": ("size", "change-aspect", "change-colors", "restart", "gap"),
-}
-_HOURS_S = 5000
-TimedPacket = tuple[Fraction, Any]  # when it is decoded, in seconds, and the packet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +193,7 @@ class Source:
 
     def _video_track(self, file: Any, frames: range, begins_s: list[Fraction]) -> tuple[Any, list[TimedPacket]]:
         encoders = self._encoders(frames)
-        stream = _add_video(file, self.codec, self.fps, self._coded(frames.start), encoders[0][1:], self._choices())
+        stream = add_video(file, self.codec, self.fps, self._coded(frames.start), encoders[0][1:], self._choices())
         if turn := self.options.get("turn"):
             stream.set_display_rotation(-turn)
         if mirror := self.options.get("mirror"):
@@ -279,10 +204,12 @@ class Source:
             if place == 0:
                 context = stream.codec_context
             else:
-                context = _context(self.codec, self.fps, self._coded(numbers.start), (aspect, matrix), self._choices())
+                context = open_encoder(
+                    self.codec, self.fps, self._coded(numbers.start), (aspect, matrix), self._choices()
+                )
             pictures = (self._coded(number) for number in numbers)
             here = begins_s[numbers.start - frames.start : numbers.stop - frames.start]
-            made += _encoded(context, pictures, here, frame_s=1 / self.fps, matrix=matrix)
+            made += encode_frames(context, pictures, here, frame_s=1 / self.fps, matrix=matrix)
         for _, packet in made:
             packet.stream = stream
         return stream, made
@@ -290,9 +217,11 @@ class Source:
     def _other_track(self, file: Any, begins_s: list[Fraction]) -> list[TimedPacket]:
         """Add a track of gray pictures, which nobody should see."""
         gray = np.full((96, 96, 3), 90, np.uint8)
-        stream = _add_video(file, self.codec, self.fps, gray, (Fraction(1), None), self._choices())
+        stream = add_video(file, self.codec, self.fps, gray, (Fraction(1), None), self._choices())
         stream.disposition = 0
-        made = _encoded(stream.codec_context, (gray for _ in begins_s), begins_s, frame_s=1 / self.fps, matrix=None)
+        made = encode_frames(
+            stream.codec_context, (gray for _ in begins_s), begins_s, frame_s=1 / self.fps, matrix=None
+        )
         for _, packet in made:
             packet.stream = stream
         return made
@@ -343,146 +272,6 @@ def _is_loud(times_s: np.ndarray) -> np.ndarray:
     return np.floor(times_s / _LOUD_S).astype(int) % 2 == 0
 
 
-def draw_source(random: Random, container: str) -> Source:
-    """Draw a source in a container, with one to three traits."""
-    kind = CONTAINERS[container]
-    fps = Fraction(random.choice(kind.rates))
-    codec = random.choice(kind.codecs)
-    traits = _draw_traits(random, kind, codec)
-    num_frames = min(MAX_NUMBER, max(20, round(float(fps) * random.uniform(3, 5.5))))
-    begins_s = [Fraction(number) / fps for number in range(num_frames)]
-    options: dict[str, Any] = {}
-    if "vfr" in traits:
-        lengths = [Fraction(random.choice((1, 1, 1, 2, 3))) for _ in range(num_frames)]
-        if container != "avi":
-            lengths = [length * Fraction(random.choice(("1", "1", "1/2", "3/4"))) for length in lengths]
-        begins_s = [begin / fps for begin in accumulate(lengths[:-1], initial=Fraction(0))]
-        options["vfr"] = True
-    width, height = random.choice(_SIZES)
-    reordered = random.choice((0, 2)) if codec in ("libx264", "mpeg2video") and container != "flv" else 0
-    gop = random.choice((5, 12, 25, 250))
-    place = random.randrange(num_frames // 4, num_frames * 3 // 4)
-    for trait in traits:
-        if trait != "vfr":
-            options[trait] = _PARAMETERS[trait](random, _Draft(codec, fps, begins_s, place, (width, height)))
-    if gap := options.get("gap"):
-        begins_s = [begin + (gap["seconds"] if number >= gap["frame"] else 0) for number, begin in enumerate(begins_s)]
-    has_sound = bool({"lead", "lag"} & options.keys()) or random.random() < 0.5
-    if container in ("avi",) and {"vfr", "gap"} & options.keys():
-        has_sound = False
-    return Source(
-        container=container,
-        codec=codec,
-        fps=fps,
-        num_frames=num_frames,
-        begins_s=tuple(begins_s),
-        width=width,
-        height=height,
-        # The decoding times of an encoder with B frames begin before the last ones of the encoder before it.
-        num_reordered=0 if {"fragments", "size", "change-aspect", "change-colors"} & options.keys() else reordered,
-        gop=gop,
-        has_sound=has_sound,
-        options=options,
-    )
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """What is drawn before the parameters of a trait."""
-
-    codec: str
-    fps: Fraction
-    begins_s: Sequence[Fraction]
-    place: int
-    size: tuple[int, int]
-
-
-def _draw_traits(random: Random, kind: Container, codec: str) -> list[str]:
-    possible = [trait for trait in kind.traits if _is_possible(trait, kind, codec)]
-    drawn: list[str] = []
-    for trait in random.sample(possible, len(possible)):
-        excluded = {name for group in _GROUPS.values() if trait in group for name in group}
-        if not excluded & set(drawn):
-            drawn.append(trait)
-    # Traits alone are as frequent as two and three of them together.
-    return sorted(drawn[: random.choice((1, 2, 3))])
-
-
-def _is_possible(trait: str, kind: Container, codec: str) -> bool:
-    if trait == "size":
-        return codec in ("libvpx", "libvpx-vp9", "mpeg2video", "mpeg1video") or kind.format == "mpegts"
-    if trait in ("aspect", "change-aspect") and codec == "mpeg1video":
-        return False  # it has few ratios
-    if trait == "change-colors":
-        return codec == "libx264"
-    if trait == "aspect":
-        return codec != "flv"
-    return True
-
-
-def _seconds(*choices: str) -> Callable[[Random, _Draft], Fraction]:
-    return lambda random, _: Fraction(random.choice(choices))
-
-
-def _aspects(random: Random, draft: _Draft) -> Fraction:
-    if draft.codec == "mpeg2video":  # it has only the ratios of the screen 4:3 and 16:9
-        return Fraction(random.choice(("4/3", "16/9"))) / Fraction(*draft.size)
-    return Fraction(random.choice(("4/3", "2", "3/4", "16/11")))
-
-
-def _change_of_aspect(random: Random, draft: _Draft) -> dict[str, Any]:
-    size = Fraction(*draft.size)
-    ratios = [Fraction(4, 3) / size, Fraction(16, 9) / size]
-    random.shuffle(ratios)
-    return {"frame": draft.place, "before": ratios[0], "after": ratios[1]}
-
-
-def _change_of_size(random: Random, draft: _Draft) -> dict[str, Any]:
-    sizes = [size for size in _SIZES if size != draft.size]
-    return {"frame": draft.place, "size": random.choice(sizes)}
-
-
-def _gap(random: Random, draft: _Draft) -> dict[str, Any]:
-    seconds = Fraction(random.choice(("3/10", "3/2", "4", "11", "13")))
-    # In whole frames, because an AVI has nothing else.
-    return {"frame": draft.place, "seconds": Fraction(math.ceil(seconds * draft.fps)) / draft.fps}
-
-
-def _crop(random: Random, draft: _Draft) -> tuple[int, int, int, int]:
-    across = random.choice(((0, 0), (16, 32), (48, 16)))
-    down = random.choice(((32, 32), (16, 48)) if across == (0, 0) else ((0, 0), (16, 16)))
-    return across[0], down[0], across[1], down[1]
-
-
-def _dropped(random: Random, draft: _Draft) -> int:
-    return random.randrange(1, math.ceil(float(draft.fps)))
-
-
-_PARAMETERS: dict[str, Callable[[Random, _Draft], Any]] = {
-    "offset": _seconds("7/5", "37", str(_HOURS_S)),
-    "gap": _gap,
-    "lead": _seconds("3/100", "1/5", "1", "3/2"),
-    "lag": _seconds("1/5", "1"),
-    "restart": lambda _, draft: draft.place,
-    "head": lambda _, draft: draft.begins_s[draft.place // 2],
-    # Within a frame, because an edit is rounded to milliseconds.
-    "tail": lambda _, draft: (draft.begins_s[draft.place] + draft.begins_s[draft.place + 1]) / 2,
-    "mdhd": _seconds("1/3", "2/3"),
-    "fragments": lambda *_: True,
-    "crop": _crop,
-    "turn": lambda random, _: random.choice((90, 180, 270)),
-    "mirror": lambda random, _: random.choice(("hflip", "vflip")),
-    "aspect": _aspects,
-    "size": _change_of_size,
-    "change-aspect": _change_of_aspect,
-    "change-colors": lambda _, draft: {"frame": draft.place},
-    "dropped-tail": _dropped,
-    "two-videos": lambda *_: True,
-    "default-second": lambda *_: True,
-    "still-first": lambda *_: True,
-}
-
-
 def _word(value: Any) -> str:
     if isinstance(value, dict):
         return ",".join(_word(part) for part in value.values())
@@ -491,66 +280,3 @@ def _word(value: Any) -> str:
     if isinstance(value, Fraction):
         return f"{value.numerator}:{value.denominator}" if value.denominator > 1 else str(value.numerator)
     return str(value)
-
-
-def _add_video(
-    file: Any,
-    codec: str,
-    fps: Fraction,
-    picture: np.ndarray,
-    form: tuple[Fraction, str | None],
-    choices: dict[str, str],
-) -> Any:
-    stream = file.add_stream(codec, rate=fps, options=choices)
-    _set_form(stream.codec_context, codec, fps, picture, form)
-    # An AVI has a packet for each tick: an empty packet is a frame that was dropped.
-    stream.time_base = 1 / fps if file.format.name == "avi" else Fraction(1, 90000)
-    return stream
-
-
-def _context(
-    codec: str, fps: Fraction, picture: np.ndarray, form: tuple[Fraction, str | None], choices: dict[str, str]
-) -> Any:
-    context: Any = av.CodecContext.create(codec, "w")
-    context.options = choices
-    context.framerate = fps
-    _set_form(context, codec, fps, picture, form)
-    return context
-
-
-def _set_form(context: Any, codec: str, fps: Fraction, picture: np.ndarray, form: tuple[Fraction, str | None]) -> None:
-    context.height, context.width = picture.shape[:2]
-    context.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
-    context.time_base = 1 / fps
-    aspect, matrix = form
-    context.sample_aspect_ratio = aspect
-    if matrix is not None:
-        number = {"smpte170m": 6, "bt709": 1}[matrix]
-        context.colorspace = context.color_trc = context.color_primaries = number
-
-
-def _encoded(
-    context: Any, pictures: Iterator[np.ndarray], begins_s: list[Fraction], *, frame_s: Fraction, matrix: str | None
-) -> list[TimedPacket]:
-    """Return the packets of frames with their decoding times, whatever distances the encoder believes in."""
-    packets: list[Any] = []
-    space = 1 if matrix == "bt709" else 5  # ITU-R BT.709 or BT.601
-    for number, picture in enumerate(pictures):
-        frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-        frame = frame.reformat(format=context.pix_fmt, dst_colorspace=space)
-        frame.pts, frame.time_base = number, context.time_base
-        packets += context.encode(frame)
-    packets += context.encode(None)
-    order = [round(packet.pts * packet.time_base / context.time_base) for packet in packets]
-    num_late = max(0, *(place - number for place, number in enumerate(order))) if order else 0
-    extended_s = [begins_s[0] - (num_late - number) * frame_s for number in range(num_late)] + begins_s
-    ends_s = [*begins_s[1:], begins_s[-1] + frame_s]
-    made = []
-    base = Fraction(1, 90000)
-    for place, (packet, number) in enumerate(zip(packets, order, strict=True)):
-        decoded_s = min(extended_s[place], begins_s[number])
-        packet.time_base = base
-        packet.pts, packet.dts = round(begins_s[number] / base), round(decoded_s / base)
-        packet.duration = round((ends_s[number] - begins_s[number]) / base)
-        made.append((decoded_s, packet))
-    return made

@@ -1,8 +1,8 @@
 """Sources with unusual timelines, geometry, changes and tracks: chunks show what a player shows, or do not exist.
 
-Each case writes one source (`source_files`), chunks it with short chunks, and compares every frame of every chunk with
-an independent decode (`players`). A source may be refused only by a failure that is listed in `REFUSALS` for one of its
-traits; then none of its chunks exist.
+Each case writes one source (`source_draws`, `source_files`), chunks it with short chunks, and compares every frame of
+every chunk with an independent decode (`players`). A source may be refused only by a failure that is listed in
+`REFUSALS` for one of its traits; then none of its chunks exist.
 """
 
 import json
@@ -20,7 +20,9 @@ from tests.torture.checks import ended_well, no_litter, nothing_in
 from tests.torture.commands import Ran
 from tests.torture.numbered_pictures import color_error
 from tests.torture.players import Chunk, Showing, decode, read_chunks
-from tests.torture.source_files import CONTAINERS, Source, draw_source
+from tests.torture.source_containers import CONTAINERS
+from tests.torture.source_draws import draw_source
+from tests.torture.source_files import Source
 from tests.torture.workspace import Workspace
 
 PART = "sources"
