@@ -5,7 +5,7 @@ import json
 import tarfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,8 @@ def read_chunks(data: Path) -> list[Chunk]:
                 file = tar.extractfile(member)
                 if file is not None:
                     members.setdefault(key, {})[extension] = file.read()
-    found = [_chunk(json.loads(parts["json"]), parts["mp4"]) for parts in members.values() if "mp4" in parts]
-    return sorted(found, key=lambda chunk: chunk.begin_s)
+    chunks = [_chunk(json.loads(parts["json"]), parts["mp4"]) for parts in members.values() if "mp4" in parts]
+    return sorted(chunks, key=lambda chunk: chunk.begin_s)
 
 
 def _chunk(about: dict[str, Any], content: bytes) -> Chunk:
@@ -116,7 +116,7 @@ def _chunk(about: dict[str, Any], content: bytes) -> Chunk:
         readings = [read_number(_rgb(frame)) for frame in container.decode(video)]
         aspect = video.sample_aspect_ratio or Fraction(1)
     if aspect != 1:
-        readings = [Reading(one.number, round(one.width * aspect), one.height, one.colors) for one in readings]
+        readings = [replace(reading, width=round(reading.width * aspect)) for reading in readings]
     sound = None
     with av.open(io.BytesIO(content), "r") as container:
         if container.streams.audio:

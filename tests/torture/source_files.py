@@ -155,15 +155,15 @@ class Source:
         aspect, colors = self.options.get("change-aspect"), self.options.get("change-colors")
         borders |= {change["frame"] for change in (self.options.get("size"), aspect, colors) if change is not None}
         inside = sorted(border for border in borders if frames.start <= border <= frames.stop)
-        found = []
+        runs = []
         for begin, end in pairwise(inside):
             pixel_aspect = self.options.get("aspect", Fraction(1))
             pixel_aspect = 1 / pixel_aspect if self.options.get("turn", 0) % 180 else pixel_aspect
             if aspect is not None:
                 pixel_aspect = aspect["after" if begin >= aspect["frame"] else "before"]
             matrix = None if colors is None else ("smpte170m", "bt709")[begin >= colors["frame"]]
-            found.append((range(begin, end), pixel_aspect, matrix))
-        return found
+            runs.append((range(begin, end), pixel_aspect, matrix))
+        return runs
 
     def _mux(self, path: Path, frames: range) -> None:
         options = {"movflags": "frag_keyframe+empty_moov+default_base_moof"} if "fragments" in self.options else {}

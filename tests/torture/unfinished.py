@@ -71,12 +71,12 @@ def _cases(seed: int, workspace: Workspace, subject: Subject) -> Iterator[Case]:
 
 def _cases_of_commits(seed: int, workspace: Workspace) -> Iterator[Case]:
     """Kills as soon as a commit has its name: what it names has to be complete by then."""
-    found = []
+    pairs = []
     for subject in SUBJECTS:
         if subject.name in _COLUMNS:
             points = points_of(trace_undisturbed(subject, workspace)[1])
-            found += [(subject, point) for point in points if _COMMITTED.match(point.name)]
-    for subject, point in drawn(found, seed=f"{seed}/{PART}/commits", kinds=[lambda pair: pair[0].name]):
+            pairs += [(subject, point) for point in points if _COMMITTED.match(point.name)]
+    for subject, point in drawn(pairs, seed=f"{seed}/{PART}/commits", kinds=[lambda pair: pair[0].name]):
         name = f"{PART}/commits/{subject.name}/{point.name}"
         yield Case(name, "kill-after", partial(_look, subject, workspace, point, "kill-after"))
 
@@ -98,8 +98,8 @@ def _look(subject: Subject, workspace: Workspace, point: Point, fault: str, fold
     whole_shards(data)
     if column is not None and any(data.glob(f"{column}/*/commits/[0-9]*.json")):
         folders = [undisturbed, *([subject.base(workspace)] if subject.base is not None else [])]
-        having = [one / "data" for one in folders if any(one.glob(f"data/{column}/*/commits/[0-9]*.json"))]
-        known = {digest for one in having for digest in samples(one, column=column).values()}
+        having = [made / "data" for made in folders if any(made.glob(f"data/{column}/*/commits/[0-9]*.json"))]
+        known = {digest for columns_of in having for digest in samples(columns_of, column=column).values()}
         if other := [name for name, digest in samples(data, column=column).items() if digest not in known]:
             raise Broken(f"neither an old sample nor a new one: {', '.join(other[:6])}")
     ended_well(workspace.commands.run("prep", ["status", "--data", data], scratch=folder / "tmp"), status=0)
@@ -131,9 +131,9 @@ def _check_failures(workspace: Workspace, damaged: list[int], folder: Path, *, i
         ended_well(ran, status=statuses)
         expected = {(str(number), "decode_errors") for number in damaged}
         records = [json.loads(path.read_text()) for path in data.glob("video/*/commits/[0-9]*.json")]
-        committed = {(one["video_id"], one["code"]) for record in records for one in record["failures"]}
+        committed = {(failure["video_id"], failure["code"]) for record in records for failure in record["failures"]}
         (listing,) = data.glob("video/*/failures.jsonl")
-        listed = {(one["video_id"], one["code"]) for one in map(json.loads, listing.read_text().splitlines())}
+        listed = {(line["video_id"], line["code"]) for line in map(json.loads, listing.read_text().splitlines())}
         if not committed == listed == expected:
             where = f"in commits {sorted(committed)}, listed {sorted(listed)}"
             raise Broken(f"the failures are {sorted(expected)}, {where}: {ran.described()}")

@@ -210,10 +210,10 @@ def _is_retried(attempts: list[str], random: Random, subject: Subject) -> bool:
 def _require_complete(
     trial: _Trial, states: tuple[Mapping[str, str], ...], ran: Ran, *, before: Ran | None = None
 ) -> None:
-    found = trial.samples()
-    if found not in states:
+    members = trial.samples()
+    if members not in states:
         numbers = " or ".join(str(len(state)) for state in states)
         earlier = "" if before is None else f"\nbefore: {before.described()}"
         raise Broken(
-            f"readers get {len(found)} members, not {numbers} of a complete variant: {ran.described()}{earlier}"
+            f"readers get {len(members)} members, not {numbers} of a complete variant: {ran.described()}{earlier}"
         )
