@@ -14,7 +14,7 @@ gives each part its own shape within the size of the chunks.
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,11 +25,12 @@ from typing import Any
 import ffmpeg
 import numpy as np
 
-from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.sources.probe import SourceFacts, as_failure
 from clipmill.prep.video.codecs import codec_named
 from clipmill.prep.video.ffmpeg import has_version, run
 from clipmill.prep.video.ffmpeg_errors import require_success
+from clipmill.prep.video.frame_check import TIMES_FORMAT, check_frames, is_late, source_times
 from clipmill.prep.video.recipe import ResolvedRecipe
 from clipmill.prep.video.settings import ChunkSettings
 from clipmill.prep.video.spans import Span
@@ -37,9 +38,6 @@ from clipmill.shards.containers import FILE_PROTOCOLS
 from clipmill.shards.timeline import CONTINUOUS_FORMAT, DEMUXERS, Filter, Timeline, frame_times
 
 _TIMES_FILE = "times.txt"
-_TIMES_FORMAT = "{ptsi} {tbi}"  # for -stats_enc_pre: timestamp and time base of the source frame
-_ROUNDING_S = 2e-6  # ffmpeg seeks with microsecond precision
-_MAX_HIDDEN = 2  # packets in a row without a frame of their own: second fields, and frames that are never shown
 _UNKNOWN_COLOUR = 2
 _CONTAINER_CROPS = (7, 1)  # the first ffmpeg that applies the crop of the container
 _PROGRESS_FILE = "progress.txt"
@@ -99,19 +97,19 @@ def encode_span(
         times_file, seek_s = folder / _TIMES_FILE, _seek_s(span, fps=fps, source=source, reach=reach)
 
         def require_first(times_s: np.ndarray) -> None:
-            if seek_s and _is_late(times_s[:1], span=span, fps=fps).any():
+            if seek_s and is_late(times_s[:1], span=span, fps=fps).any():
                 raise _FirstFrameDropped
 
         def poll() -> None:
             with suppress(FileNotFoundError), times_file.open() as file:
                 if (line := file.readline()).endswith("\n"):
-                    require_first(_source_times([line], start=timeline.start))
+                    require_first(source_times([line], start=timeline.start))
             on_frames(_encoded_frames(folder / _PROGRESS_FILE))
 
         arguments = span_arguments(source_path, source=source, span=span, recipe=recipe, program=program, reach=reach)
         outcome = run(arguments, folder=folder, limit_s=limit_s, on_poll=poll)
         require_success(outcome, limit_s=limit_s)
-        times_s = _source_times(times_file.read_text().splitlines(), start=timeline.start)
+        times_s = source_times(times_file.read_text().splitlines(), start=timeline.start)
         require_first(times_s if len(times_s) else np.full(1, np.inf))
         end_s = (span.first_frame + span.num_frames) / fps
         with as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
@@ -180,7 +178,7 @@ def span_arguments(
         # With B frames, decoding timestamps begin below zero; muxers would otherwise shift the presentation timestamps.
         "avoid_negative_ts": "disabled",
         "stats_enc_pre:v": _TIMES_FILE,
-        "stats_enc_pre_fmt:v": _TIMES_FORMAT,
+        "stats_enc_pre_fmt:v": TIMES_FORMAT,
         "format": "segment",
         "segment_frames": ",".join(map(str, borders)) or str(span.num_frames),
         "reset_timestamps": 1,
@@ -285,71 +283,6 @@ def _resize_filters(source: SourceFacts, timeline: Timeline, *, settings: ChunkS
 
 _SAME_SHAPE = 0.02  # relative difference of proportions below which a picture fills the chunk
 _BEFORE_S = 0.0005
-
-
-def _source_times(lines: Sequence[str], *, start: Fraction) -> np.ndarray:
-    """Return the source time of each output frame in seconds from the start of the video: float64 [frames].
-
-    Args:
-        lines: a line in _TIMES_FORMAT for each output frame.
-        start: timestamp of the start of the video in seconds.
-
-    Raises:
-        SourceFailure: io_error, if a line is truncated.
-    """
-    if not lines:
-        return np.zeros(0)
-    try:
-        unit_s = Fraction(lines[0].split()[1])  # there is one stream, hence one time base
-        counts = np.array([line.split()[0] for line in lines], np.int64)
-    except (ValueError, IndexError):
-        raise SourceFailure(FailureCode.IO_ERROR, "ffmpeg's list of frame times is truncated") from None
-    return counts * float(unit_s) - float(start)
-
-
-def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps: Fraction) -> None:
-    """Compare the source frames that were encoded with the source's packets and the span's plan.
-
-    Every output frame must show the source frame visible at its time: the last one that begins at most half an output
-    frame later. If a video begins with a gap, its first output frames may show a later source frame.
-
-    Args:
-        times_s: times of the source frames shown, float64 [frames], in seconds from the start of the video.
-        packets_s: times of the source's packets, float64 [packets], ascending, likewise.
-
-    Raises:
-        SourceFailure: source_truncated, or frames_differ.
-    """
-    if len(times_s) < span.num_frames:
-        raise SourceFailure(
-            FailureCode.SOURCE_TRUNCATED,
-            f"truncated: span {span.index} has {len(times_s)} of the {span.num_frames} frames that the header implies",
-        )
-    due_s, half_s = _due_s(times_s, span=span, fps=fps), float(1 / (2 * fps))
-    wrong = _is_late(times_s, span=span, fps=fps)
-    if span.index == 0:
-        wrong &= times_s != times_s[0]
-    shown = np.searchsorted(packets_s, times_s + _ROUNDING_S)
-    due = np.searchsorted(packets_s, due_s + half_s - _ROUNDING_S)
-    wrong |= due - shown > _MAX_HIDDEN
-    if wrong.any():
-        first = int(np.argmax(wrong))
-        begins_s = packets_s[max(0, due[first] - 1)] if len(packets_s) else due_s[first]
-        is_end = times_s[first] < begins_s and (times_s[first:] == times_s[first]).all()
-        raise SourceFailure(
-            FailureCode.SOURCE_TRUNCATED if is_end else FailureCode.FRAMES_DIFFER,
-            f"output frame {span.first_frame + first} at {due_s[first]:.4f} s shows the source frame of"
-            f" {times_s[first]:.4f} s, expected the one of {begins_s:.4f} s",
-        )
-
-
-def _is_late(times_s: np.ndarray, *, span: Span, fps: Fraction) -> np.ndarray:
-    """Whether each of the first frames of a span shows a source frame that begins after it: bool, as `times_s`."""
-    return times_s > _due_s(times_s, span=span, fps=fps) + float(1 / (2 * fps)) + _ROUNDING_S
-
-
-def _due_s(times_s: np.ndarray, *, span: Span, fps: Fraction) -> np.ndarray:
-    return (span.first_frame + np.arange(len(times_s))) * fps.denominator / fps.numerator
 
 
 def _seek_s(span: Span, *, fps: Fraction, source: SourceFacts, reach: int) -> Fraction:

@@ -73,15 +73,11 @@ def plan_report(planned: Planned) -> Report:
         if shard.shard_id in moved and shard.state in (ShardState.NEW, ShardState.ORPHANED)
     }
     lines += states_lines(plan.shards, reasons=reasons)
-    failed = list(plan.failed_sources())
-    lines += failure_lines(failed, listed=None)
+    lines += failure_lines(list(plan.failed_sources()), listed=None)
     has_work = any(shard.has_work for shard in plan.shards)
-    cutting = _cutting_values(plan)
-    lines += _cutting_lines(cutting)
-    tails = _tails_values(plan)
-    lines += _tails_lines(tails)
+    cutting, tails = _cutting_values(plan), _tails_values(plan)
     num_noted, notes = plan.notes(max_videos=MAX_NAMED)
-    lines += note_lines(notes, num_all=num_noted, indent=9)
+    lines += [*_cutting_lines(cutting), *_tails_lines(tails), *note_lines(notes, num_all=num_noted, indent=9)]
     disk = disk_use(
         planned.data_dir,
         column=VIDEO,
@@ -113,10 +109,9 @@ def plan_report(planned: Planned) -> Report:
         "estimate": asdict(cost),
         "disk": disk.values(),
         "next": command,
-        "num_noted_videos": num_noted,
-        "first_notes": notes,
         **cutting,
         **tails,
+        **{"num_noted_videos": num_noted, "first_notes": notes},
     }
     return Report("\n".join(lines), values)
 
@@ -279,8 +274,7 @@ def explanation(planned: Planned, name: str) -> Report:
     lines = [f"{name}: video {video_id} in variant {plan.recipe.variant}"]
     lines += [f"setting  {difference}" for difference in settings]
     lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in shards]
-    lines += [f"unusable {failure.code}: {failure.message}" for failure in failed]
-    lines += [f"note     {note}" for note in notes]
+    lines += [*(f"unusable {failure.code}: {failure.message}" for failure in failed), *(f"note     {n}" for n in notes)]
     if shots is not None and not failed:
         lines += [
             f"left out {begin_s:.3f} to {end_s:.3f} s: shorter than --min-len" for begin_s, end_s in shots.left_out_s

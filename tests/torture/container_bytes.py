@@ -1,5 +1,6 @@
 """Changes of container files that no muxer makes: edit lists, lengths, crops, dropped frames, joined files."""
 
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -62,7 +63,14 @@ def with_edit(content: bytes, *, begin_s: Fraction | None = None, end_s: Fractio
         length -= round(begin_s * movie_scale)
     if end_s is not None:
         length = round(end_s * movie_scale)
+    (old_length,) = struct.unpack_from(">I", content, at + 12)
     struct.pack_into(">Ii", changed, at + 12, length, media_begin)
+    # The headers of the track and of the movie state the same: the sum of the edits, and the longest track.
+    tracks = [match.start() + 24 for match in re.finditer(b"tkhd\0", content)]
+    lengths = [struct.unpack_from(">I", content, place)[0] for place in tracks]
+    lengths[0] -= old_length - length
+    struct.pack_into(">I", changed, tracks[0], lengths[0])
+    struct.pack_into(">I", changed, content.index(b"mvhd") + 20, max(lengths))
     return bytes(changed)
 
 

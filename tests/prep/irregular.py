@@ -1,0 +1,205 @@
+"""Sources with irregular timelines, made with the bundled ffmpeg; their frames carry numbers."""
+
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clipmill.prep.synthetic.frame_code import draw_frame_number
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+
+FPS, HALF, WHOLE = 10, 70, 140  # frames per second, frames of a part, and of both: longer than the first span (10 s)
+BOTH = list(range(WHOLE))
+
+
+def ffmpeg(*arguments: object, content: bytes = b"") -> None:
+    command = [find_ffmpeg().path, "-v", "fatal", "-y", *map(str, arguments)]
+    subprocess.run(command, input=content, check=True)
+
+
+def numbered(
+    path: Path, first: int = 0, count: int = WHOLE, *, size: tuple[int, int] = (120, 120), encoder: str = "libx264"
+) -> Path:
+    """Write a video whose frames carry their number, with B frames if the encoder has any."""
+    width, height = size
+    pictures = b"".join(
+        draw_frame_number(first + number, width=width, height=height).tobytes() for number in range(count)
+    )
+    shape = ("-f", "rawvideo", "-pix_fmt", "gray", "-s", f"{width}x{height}", "-r", FPS)
+    quality = {
+        "libx264": ("-preset", "veryfast", "-bf", 2, "-crf", 20),
+        "mpeg2video": ("-strict", -1, "-bf", 2, "-q:v", 3),
+    }.get(encoder, ("-b:v", "1M"))
+    encode = ("-c:v", encoder, *quality, "-pix_fmt", "yuv420p", "-g", 10, "-threads", 1, path)
+    ffmpeg(*shape, "-i", "-", *encode, content=pictures)
+    return path
+
+
+def with_sound(
+    video: Path, target: Path, *, delay_s: float = 0, codec: str = "mp2", options: tuple[object, ...] = ()
+) -> Path:
+    """Copy a video beside a tone that begins `delay_s` seconds earlier."""
+    seconds = 1 + delay_s + WHOLE / FPS
+    sound = ("-f", "lavfi", "-i", f"sine=duration={seconds}", "-itsoffset", delay_s, "-i", video)
+    ffmpeg(*sound, "-map", "1:v", "-map", "0:a", "-c:v", "copy", "-c:a", codec, "-ar", 48000, *options, target)
+    return target
+
+
+def parts(folder: Path, suffix: str, *options: object, sound: str = "mp2", **how: Any) -> bytes:
+    """The bytes of two files, one after another, each with sound and with timestamps that start at the same time."""
+    content = b""
+    for first in (0, HALF):
+        video = numbered(folder / f"pictures{first}.mkv", first, HALF, **how)
+        part = folder / f"part{first}{suffix}"
+        length = ("-t", HALF / FPS)
+        ffmpeg(
+            *("-f", "lavfi", *length, "-i", "sine", "-i", video, "-map", "1:v", "-map", "0:a", "-c:v", "copy"),
+            *("-c:a", sound, "-ar", 48000, *options, part),
+        )
+        content += part.read_bytes()
+    return content
+
+
+def transport_streams(folder: Path, *seconds: float, **how: Any) -> list[Path]:
+    """Two transport streams without sound whose timestamps begin at these seconds."""
+    streams = []
+    for first, begin_s in zip((0, HALF), seconds, strict=True):
+        video = numbered(folder / f"ts{first}.mkv", first, HALF, **how)
+        streams.append(folder / f"ts{first}.ts")
+        ffmpeg("-i", video, "-c", "copy", "-muxdelay", 0, "-output_ts_offset", begin_s, streams[-1])
+    return streams
+
+
+def joined(*streams: Path) -> bytes:
+    """Transport streams, one after another, with continuity counters that run on, as in one recording."""
+    counters: dict[int, int] = {}
+    content = bytearray()
+    for stream in streams:
+        part = bytearray(stream.read_bytes())
+        for begin in range(0, len(part), 188):
+            pid = (part[begin + 1] & 31) << 8 | part[begin + 2]
+            if part[begin + 3] & 0x10:
+                counters[pid] = (counters.get(pid, -1) + 1) & 15
+            part[begin + 3] = part[begin + 3] & 0xF0 | counters.get(pid, 0)
+        content += part
+    return bytes(content)
+
+
+def late_picture(folder: Path, name: str) -> list[int]:
+    encoder = "libx264" if name.endswith("ts") else "mpeg2video"
+    with_sound(numbered(folder / "v.mkv", encoder=encoder), folder / name, delay_s=1, options=("-muxdelay", 0))
+    return [0] * FPS + BOTH
+
+
+def without_second_header(folder: Path, name: str) -> list[int]:
+    """An FLV to which a recorder has appended: tags follow tags, after a header of 13 bytes."""
+    content = parts(folder, ".flv", "-ar", 44100, sound="mp3")
+    second = content.index(b"FLV\1", 4)
+    (folder / name).write_bytes(content[:second] + content[second + 13 :])
+    return BOTH
+
+
+def concatenated(suffix: str, *options: object, **how: Any) -> Callable[[Path, str], list[int]]:
+    def write(folder: Path, name: str) -> list[int]:
+        (folder / name).write_bytes(parts(folder, suffix, *options, **how))
+        return BOTH
+
+    return write
+
+
+def gap(folder: Path, name: str) -> list[int]:
+    streams = transport_streams(folder, 1, 1 + HALF / FPS + 12)
+    (folder / name).write_bytes(joined(*streams))
+    return [*range(HALF), *[HALF - 1] * 12 * FPS, *range(HALF, WHOLE)]
+
+
+def colours_change(folder: Path, name: str) -> list[int]:
+    streams = []
+    for first, begin_s, matrix in ((0, 1, "smpte170m"), (HALF, 1 + HALF / FPS, "bt709")):
+        streams.append(folder / f"tags{first}.ts")
+        tags = ("-color_primaries", matrix, "-color_trc", matrix, "-colorspace", matrix)
+        video = numbered(folder / f"tags{first}.mkv", first, HALF)
+        ffmpeg("-i", video, "-c:v", "libx264", *tags, "-muxdelay", 0, "-output_ts_offset", begin_s, streams[-1])
+    (folder / name).write_bytes(joined(*streams))
+    return BOTH
+
+
+def size_changes(folder: Path, name: str) -> list[int]:
+    small = transport_streams(folder, 1, 1 + HALF / FPS)[0].rename(folder / "small.ts")
+    large = transport_streams(folder, 1, 1 + HALF / FPS, size=(240, 240))[1]
+    (folder / name).write_bytes(joined(small, large))
+    return BOTH
+
+
+def hidden_end(folder: Path, name: str) -> list[int]:
+    content = bytearray(numbered(folder / name, count=WHOLE + 40).read_bytes())
+    box = content.index(b"elst")
+    content[box + 12 : box + 16] = struct.pack(">I", 1000 * WHOLE // FPS)  # of movie time, in milliseconds
+    (folder / name).write_bytes(content)
+    return BOTH
+
+
+def short_header(folder: Path, name: str) -> list[int]:
+    content = bytearray(numbered(folder / name).read_bytes())
+    box = content.index(b"mdhd")
+    unit = struct.unpack(">I", content[box + 16 : box + 20])[0]
+    content[box + 20 : box + 24] = struct.pack(">I", 3 * unit)
+    (folder / name).write_bytes(content)
+    return BOTH
+
+
+def decoding_order(folder: Path, name: str) -> list[int]:
+    ffmpeg("-i", numbered(folder / "b.mp4"), "-c", "copy", "-bsf:v", "h264_mp4toannexb", folder / name)
+    return BOTH
+
+
+def dropped_frames(folder: Path, name: str) -> list[int]:
+    """An AVI whose last frames have no bytes."""
+    content = numbered(folder / name, encoder="mpeg4").read_bytes()
+    begin, end = content.index(b"movi") + 4, content.index(b"idx1")
+    movie, index, position, number = b"", b"", begin, 0
+    while position < end:
+        size = struct.unpack("<I", content[position + 4 : position + 8])[0]
+        data = content[position + 8 : position + 8 + size] if number < WHOLE - 30 else b""
+        index += b"00dc" + struct.pack("<III", 16 if number == 0 else 0, 4 + len(movie), len(data))
+        movie += b"00dc" + struct.pack("<I", len(data)) + data + bytes(len(data) % 2)
+        position += 8 + size + size % 2
+        number += 1
+    head = content[: begin - 8] + struct.pack("<I", 4 + len(movie)) + b"movi"
+    whole = head + movie + b"idx1" + struct.pack("<I", len(index)) + index
+    (folder / name).write_bytes(whole[:4] + struct.pack("<I", len(whole) - 8) + whole[8:])
+    return [*range(WHOLE - 30), *[WHOLE - 31] * 30]
+
+
+def thumbnail_first(folder: Path, name: str) -> list[int]:
+    still, video = numbered(folder / "still.mkv", 500, 1), numbered(folder / "v.mkv")
+    ffmpeg("-i", still, "-i", video, "-map", "0:v", "-map", "1:v", "-c", "copy", "-disposition", 0, folder / name)
+    return BOTH
+
+
+def default_second(folder: Path, name: str) -> list[int]:
+    other, video = numbered(folder / "other.mkv", 500), numbered(folder / "v.mkv")
+    tracks = ("-map", "0:v", "-map", "1:v", "-c", "copy", "-disposition:v:0", 0, "-disposition:v:1", "default")
+    ffmpeg("-i", other, "-i", video, *tracks, folder / name)
+    return BOTH
+
+
+KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
+    "late-ts.ts": (late_picture, ""),
+    "late-ps.mpg": (late_picture, ""),
+    "cat.ts": (concatenated(".ts"), "start again, first at packet 70 (7.0"),
+    "cells.mpg": (concatenated(".mpg", "-f", "vob", encoder="mpeg2video"), "start again"),
+    "twice.flv": (without_second_header, "start again"),
+    "blobs.webm": (concatenated(".webm", "-live", "1", sound="libopus", encoder="libvpx"), "start again"),
+    "appended.mkv": (concatenated(".mkv", "-live", "1"), "start again"),
+    "gap.ts": (gap, "no frames for 12.1 s from 6.90 s"),
+    "tags.ts": (colours_change, ""),
+    "size.ts": (size_changes, "changes from 120x120 to 240x240 at 7.00 s"),
+    "hidden-end.mp4": (hidden_end, ""),
+    "short-header.mp4": (short_header, ""),
+    "decoding-order.avi": (decoding_order, "no presentation times"),
+    "dropped.avi": (dropped_frames, ""),
+    "thumbnail.mkv": (thumbnail_first, "2 video tracks"),
+    "second.mkv": (default_second, "2 video tracks: stream 1 is taken"),
+}
