@@ -20,9 +20,13 @@ from tests.torture.workspace import Workspace
 # Modules of this folder; each provides `cases(seed, workspace)`.
 PARTS = {
     "points": ("points",),
+    "unfinished": ("unfinished",),
     "damage": ("damage", "readers"),
     "hostile": ("hostile_sources", "hostile_annotations", "hostile_training"),
     "buckets": ("buckets",),
+    "sources": ("sources",),
+    "variants": ("variants",),
+    "answers": ("answers",),
 }
 
 

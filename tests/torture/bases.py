@@ -114,6 +114,12 @@ def with_chunks(workspace: Workspace) -> Path:
     return workspace.made("chunks", lambda folder: _then(workspace, folder, *CHUNK, *ENGINE, after=with_manifest))
 
 
+def with_mjpeg(workspace: Workspace) -> Path:
+    """As `with_chunks`, in MJPEG."""
+    chunk = ("chunk", "--len", "500ms", "--recipe", "fast", "--short-side", 32)
+    return workspace.made("mjpeg", lambda folder: _then(workspace, folder, *chunk, *ENGINE, after=with_manifest))
+
+
 def with_other_part(workspace: Workspace) -> Path:
     """As `with_manifest`, with the second of two parts of the chunks."""
     part = (*CHUNK, *ENGINE, "--part", "2/2")

@@ -155,7 +155,7 @@ class _Trial:
 
     def __init__(self, subject: Subject, workspace: Workspace, folder: Path) -> None:
         self._subject, self._workspace, self._folder = subject, workspace, folder
-        self._server = _server()
+        self._server = shared_server()
         self._stack = ExitStack()
         self.proxy: Faults = self._stack.enter_context(faulty(self._server.port))
         name = f"torture-{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
@@ -241,7 +241,7 @@ def _session_of(process: int) -> int | None:
 
 
 @cache
-def _server() -> S3Server:
+def shared_server() -> S3Server:
     """Start the server of all cases, which ends with this process."""
     stack = ExitStack()
     atexit.register(stack.close)

@@ -33,7 +33,7 @@ def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Ca
 
 
 def _cases_of(subject: Subject, seed: int, workspace: Workspace) -> Iterator[Case]:
-    undisturbed, trace = _traced(subject, workspace)
+    undisturbed, trace = trace_undisturbed(subject, workspace)
     order = Case(f"{PART}/{subject.name}/order", "order", partial(_check_order, trace))
     points = [point for point in points_of(trace) if not _UNSTEADY.search(point.name)]
     pairs = [(point, fault) for point in points for fault in point.faults]
@@ -58,7 +58,7 @@ def _with_walks(cases: Iterator[Case], others: list[Case]) -> Iterator[Case]:
     yield from cases
 
 
-def _traced(subject: Subject, workspace: Workspace) -> tuple[Mapping[str, str], list[str]]:
+def trace_undisturbed(subject: Subject, workspace: Workspace) -> tuple[Mapping[str, str], list[str]]:
     """Trace a run without faults; return the contents that it ends with, and its log of operations."""
 
     def make(folder: Path) -> None:

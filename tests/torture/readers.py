@@ -41,7 +41,8 @@ def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Ca
     of_pages = partial(_decays, seed, "inspect", bases.with_scores, "data/*/*/**/*", _in_pages)
     of_columns = partial(_decays, seed, "columns", bases.with_chunks, "data/video/*/000*", _under_columns)
     return {
-        "packets": partial(_packets, seed, workspace),
+        "packets": partial(_packets, seed, workspace, "packets", bases.with_columns),
+        "packets-mjpeg": partial(_packets, seed, workspace, "packets-mjpeg", bases.with_mjpeg),
         "arrays": partial(_arrays, seed, workspace),
         "columns": partial(of_columns, workspace),
         "inspect": partial(of_pages, workspace),
@@ -64,25 +65,28 @@ def _decays(
         yield Case(f"{PART}/{name}/{decay.name}", decay.fault, partial(check, workspace, decay))
 
 
-def _packets(seed: int, workspace: Workspace) -> Iterator[Case]:
+def _packets(seed: int, workspace: Workspace, kind: str, base: Callable[[Workspace], Path]) -> Iterator[Case]:
     """One case for each packet of a chunk: a bit of it is flipped in one chunk of each caption.
 
-    The captions of the split are of one second, which is two chunks.
+    The captions of the split are of one second, which is two chunks. A decoder of MJPEG notices few of these flips.
     """
-    (shard,) = Variant.open(bases.with_columns(workspace) / "data").shards("train")
+    whole = base(workspace)
+    (shard,) = Variant.open(whole / "data").shards("train")
     numbers = [
         (first, packet)
         for first in range(2)
         for packet in range(min(len(shard.packet_tables.of_row(row).offset) for row in range(shard.num_samples)))
     ]
-    for first, packet in drawn(numbers, seed=f"{seed}/packets", kinds=()):
+    for first, packet in drawn(numbers, seed=f"{seed}/{kind}", kinds=()):
         rows = range(first, shard.num_samples, 2)
-        name = f"{PART}/packets/{packet}@{'+'.join(map(str, rows))}"
-        yield Case(name, "flip", partial(_in_packets, workspace, f"{seed}/{name}", shard, rows, packet))
+        name = f"{PART}/{kind}/{packet}@{'+'.join(map(str, rows))}"
+        yield Case(name, "flip", partial(_in_packets, workspace, f"{seed}/{name}", whole, shard, rows, packet))
 
 
-def _in_packets(workspace: Workspace, seed: str, shard: CommittedShard, rows: range, packet: int, folder: Path) -> None:
-    whole, random = bases.with_columns(workspace), Random(seed)
+def _in_packets(
+    workspace: Workspace, seed: str, whole: Path, shard: CommittedShard, rows: range, packet: int, folder: Path
+) -> None:
+    random = Random(seed)
     copy(whole, folder)
     tar = folder / shard.tar_path.relative_to(whole)
     content = bytearray(tar.read_bytes())

@@ -104,9 +104,12 @@ class Watched:
         return self.folder / "tmp"
 
     def traced(self, commands: Commands) -> tuple[Ran, list[str]]:
-        """Run the command without faults; return its outcome and its operations, as lines of `interposer.watch`."""
+        """Run the command without faults; return its outcome and its operations, as lines of `interposer.watch`.
+
+        `versions.txt` in the folder then lists the SHA-256 of every file that got its name.
+        """
         log = self.folder / "points.log"
-        ran = self._run(commands, {watch.LOG: str(log)})
+        ran = self._run(commands, {watch.LOG: str(log), watch.VERSIONS: str(self.folder / "versions.txt")})
         lines = log.read_text().splitlines() if log.exists() else []
         log.unlink(missing_ok=True)
         return ran, lines

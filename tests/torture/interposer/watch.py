@@ -4,6 +4,7 @@ The configuration is passed in environment variables, which nested worker proces
 
     CLIPMILL_TORTURE_WATCH   folders, as LABEL=PATH lines; operations elsewhere are not affected
     CLIPMILL_TORTURE_LOG     file to which each operation is appended: role, point, and for a rename the old name
+    CLIPMILL_TORTURE_VERSIONS  file to which the SHA-256 of every file that is renamed to a watched name is appended
     CLIPMILL_TORTURE_POINT   point at which the fault is injected, once
     CLIPMILL_TORTURE_FAULT   kind of fault:
                              kill, kill-after  the command is killed (SIGKILL) before or after the operation
@@ -12,6 +13,7 @@ The configuration is passed in environment variables, which nested worker proces
                              kill-each         as kill-worker, of every process that comes to the point
                              kill-started      the program that was started at the point is killed
                              eio, enospc       the operation fails with this error
+                             full              as enospc, of this and all later ones that need space, outside $TMPDIR
                              cut               half of a write is written, and the command is killed
                              short             half of a write is written, and the call returns that size
     CLIPMILL_TORTURE_TERM    point at which the process sends itself SIGTERM, and continues
@@ -25,6 +27,7 @@ program.
 """
 
 import errno
+import hashlib
 import os
 import re
 import secrets
@@ -39,10 +42,10 @@ from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 PREFIX = "CLIPMILL_TORTURE_"
-WATCH, LOG, POINT, FAULT, TERM, FLAGS, DRIVER = (
-    PREFIX + name for name in ("WATCH", "LOG", "POINT", "FAULT", "TERM", "FLAGS", "DRIVER")
+WATCH, LOG, VERSIONS, POINT, FAULT, TERM, FLAGS, DRIVER = (
+    PREFIX + name for name in ("WATCH", "LOG", "VERSIONS", "POINT", "FAULT", "TERM", "FLAGS", "DRIVER")
 )
-ERRORS = {"eio": errno.EIO, "enospc": errno.ENOSPC}
+ERRORS = {"eio": errno.EIO, "enospc": errno.ENOSPC, "full": errno.ENOSPC}
 SOURCES = "source/"  # label of the folder of source videos
 # Temporary names of `clipmill.manifests.publish`, fingerprints at the end of a name, and names drawn by `tempfile`.
 _RANDOM = (
@@ -53,6 +56,7 @@ _RANDOM = (
     (re.compile(r"(?<=/)[0-9a-f]{12}(?=[./]|$)"), "*"),
     (re.compile(r"(?<=/tmp)[a-z0-9_]{8}(?=/|$)"), "*"),
 )
+_NEEDING_SPACE = ("open", "write", "mkdir", "link")
 _NUM_KILLS = {"kill-2": 2, "kill-3": 3}
 _MIN_DRAWN = 8  # shorter ones may occur in names by coincidence
 # The original functions, for the bookkeeping, which must not be intercepted itself.
@@ -65,7 +69,7 @@ class Watch:
     def __init__(self) -> None:
         lines = os.environ[WATCH].splitlines()
         self.folders = [(label, folder) for label, _, folder in (line.partition("=") for line in lines)]
-        self.log = os.environ.get(LOG)
+        self.log, self.versions = os.environ.get(LOG), os.environ.get(VERSIONS)
         self.flags = Path(os.environ.get(FLAGS, os.devnull))
         self.faulty, self.fault = os.environ.get(POINT), os.environ.get(FAULT, "")
         self.term = os.environ.get(TERM)
@@ -115,6 +119,14 @@ class Watch:
         _write(log, line.encode())
         os.close(log)
 
+    def append_version(self, path: str) -> None:
+        """Note the content of a file that gets its name now."""
+        assert self.versions is not None
+        descriptor = _open(path, os.O_RDONLY)
+        digest = hashlib.sha256(b"".join(iter(lambda: os.read(descriptor, 1 << 20), b""))).hexdigest()
+        os.close(descriptor)
+        self._append(self.versions, f"{digest}\n")
+
     def claims(self, name: str) -> bool:
         """Return True if this process is the first one to claim the marker `name`."""
         try:
@@ -125,6 +137,9 @@ class Watch:
 
     def is_at_fault(self, point: str) -> bool:
         """Return True if the fault is to be injected here."""
+        if self.fault == "full" and (self.flags / "fault").exists():
+            operation, _, name = point.partition(":")
+            return operation in _NEEDING_SPACE and not name.startswith("TMPDIR/")
         if point != self.faulty:
             return False
         if self.claims("fault") or self.fault == "kill-each":
@@ -154,6 +169,8 @@ def visit(
     point = watch.point(operation, path, source=source) if watch is not None and path is not None else None
     if watch is None or point is None:
         return act()
+    if watch.versions is not None and source is not None and Path(source).is_file():
+        watch.append_version(source)
     if point == watch.term and watch.claims("term"):
         os.kill(os.getpid(), signal.SIGTERM)
     if not watch.is_at_fault(point):

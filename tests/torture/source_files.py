@@ -1,0 +1,282 @@
+"""Source videos with unusual timelines, geometry, changes and tracks.
+
+A `Source` says when each frame begins and what a player shows. `Source.write` writes its file with PyAV, without code
+of the product. Headers that no muxer writes are written by `container_bytes`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+
+from tests.torture import container_bytes
+from tests.torture.numbered_pictures import draw_number
+from tests.torture.source_containers import CONTAINERS, Container
+from tests.torture.source_encoding import TimedPacket, add_video, encode_frames, open_encoder
+
+_SAMPLES_PER_S = 48000
+_LOUD_S = 1  # the sound of a source is loud and silent in turns of this length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A source video that can be written.
+
+    Attributes:
+        begins_s: When each frame begins to be shown, in seconds from the first frame; frames that an edit list hides
+            begin before 0 or after `end_s`.
+        end_s: When the last frame ends.
+        width, height: Size of the coded picture before crop, in the direction in which it is shown.
+        options: Parameters of the traits that the source has, by the name of the trait.
+    """
+
+    container: str
+    codec: str
+    fps: Fraction
+    num_frames: int
+    begins_s: tuple[Fraction, ...]
+    width: int
+    height: int
+    num_reordered: int
+    gop: int
+    has_sound: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> Container:
+        return CONTAINERS[self.container]
+
+    @property
+    def name(self) -> str:
+        """The traits with their parameters, as in the name of a case."""
+        words = [f"{name}={_word(value)}" if value is not True else name for name, value in self.options.items()]
+        return "+".join([f"{self.codec.removeprefix('lib')}@{_word(self.fps)}", *words])
+
+    @property
+    def end_s(self) -> Fraction:
+        return self.begins_s[-1] + 1 / self.fps
+
+    def shown_ratio(self, number: int) -> Fraction:
+        """Return the width of a frame on the screen divided by its height."""
+        aspect = self.options.get("aspect", Fraction(1))
+        change = self.options.get("change-aspect")
+        if change is not None:
+            aspect = change["after"] if number >= change["frame"] else change["before"]
+        width, height = self._size_of(number)
+        return Fraction(width, height) * aspect
+
+    @property
+    def sound_begin_s(self) -> Fraction:
+        """When the sound begins, in seconds from the first frame."""
+        return self.options.get("lag", Fraction(0)) - self.options.get("lead", Fraction(0))
+
+    def is_loud(self, time_s: float) -> bool:
+        """Return True if the sound is loud at a time, in seconds from the first frame."""
+        gap = self.options.get("gap")
+        is_lost = gap is not None and self.begins_s[gap["frame"] - 1] < time_s < self.begins_s[gap["frame"]]
+        return self.sound_begin_s <= time_s < self.end_s and not is_lost and bool(_is_loud(np.array(time_s)))
+
+    def upright(self, picture: np.ndarray) -> np.ndarray:
+        """Return what a player shows of a decoded picture: crop and display matrix are applied."""
+        if crop := self.options.get("crop"):
+            left, top, right, bottom = crop
+            picture = picture[top : picture.shape[0] - bottom, left : picture.shape[1] - right]
+        return self._turned(picture, is_back=True)
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        restart = self.options.get("restart")
+        if restart is None:
+            self._mux(path, range(self.num_frames))
+        else:
+            for number, frames in enumerate((range(restart), range(restart, self.num_frames))):
+                self._mux(path.with_name(f"part-{number}"), frames)
+            parts = [path.with_name(f"part-{number}") for number in range(2)]
+            path.write_bytes(container_bytes.appended(self.container, *(part.read_bytes() for part in parts)))
+            for part in parts:
+                part.unlink()
+        path.write_bytes(self._patched(path.read_bytes()))
+
+    def _patched(self, content: bytes) -> bytes:
+        """Write what no muxer writes into the headers."""
+        options = self.options
+        crop, aspect = options.get("crop"), options.get("aspect")
+        if self.kind.format in ("matroska", "webm"):
+            if crop or aspect:
+                size = (round(self.width * (aspect or 1)), self.height)
+                size = size[::-1] if options.get("turn", 0) % 180 else size
+                content = container_bytes.with_display(content, crop=crop or (0, 0, 0, 0), size=size)
+        elif crop:
+            content = container_bytes.with_clean_aperture(content, crop)
+        if "head" in options:
+            content = container_bytes.with_edit(content, begin_s=options["head"])
+        if "tail" in options:
+            content = container_bytes.with_edit(content, end_s=options["tail"])
+        if "mdhd" in options:
+            content = container_bytes.with_media_length(content, share=options["mdhd"])
+        if "dropped-tail" in options:
+            content = container_bytes.with_dropped_frames(content, options["dropped-tail"])
+        return content
+
+    def _size_of(self, number: int) -> tuple[int, int]:
+        """Return the size of a frame's visible part in pixels, in the direction in which it is shown."""
+        change = self.options.get("size")
+        if change is not None and number >= change["frame"]:
+            width, height = change["size"]
+            return int(width), int(height)
+        return self.width, self.height
+
+    def _coded(self, number: int) -> np.ndarray:
+        width, height = self._size_of(number)
+        picture = self._turned(draw_number(number, width=width, height=height), is_back=False)
+        if crop := self.options.get("crop"):
+            left, top, right, bottom = crop
+            # A player that shows what lies outside the crop shows another edge than that of the picture.
+            picture = np.pad(picture, ((top, bottom), (left, right), (0, 0)), constant_values=255)
+        return np.ascontiguousarray(picture)
+
+    def _turned(self, picture: np.ndarray, *, is_back: bool) -> np.ndarray:
+        turn, mirror = self.options.get("turn", 0), self.options.get("mirror")
+        picture = np.rot90(picture, -turn // 90 if is_back else turn // 90)
+        if mirror == "hflip":
+            picture = picture[:, ::-1]
+        if mirror == "vflip":
+            picture = picture[::-1]
+        return picture
+
+    def _encoders(self, frames: range) -> list[tuple[range, Fraction, str | None]]:
+        """Return for each run of frames that one encoder makes: frames, pixel aspect and color matrix."""
+        borders = {frames.start, frames.stop}
+        aspect, colors = self.options.get("change-aspect"), self.options.get("change-colors")
+        borders |= {change["frame"] for change in (self.options.get("size"), aspect, colors) if change is not None}
+        inside = sorted(border for border in borders if frames.start <= border <= frames.stop)
+        runs = []
+        for begin, end in pairwise(inside):
+            pixel_aspect = self.options.get("aspect", Fraction(1))
+            pixel_aspect = 1 / pixel_aspect if self.options.get("turn", 0) % 180 else pixel_aspect
+            if aspect is not None:
+                pixel_aspect = aspect["after" if begin >= aspect["frame"] else "before"]
+            matrix = None if colors is None else ("smpte170m", "bt709")[begin >= colors["frame"]]
+            runs.append((range(begin, end), pixel_aspect, matrix))
+        return runs
+
+    def _mux(self, path: Path, frames: range) -> None:
+        options = {"movflags": "frag_keyframe+empty_moov+default_base_moof"} if "fragments" in self.options else {}
+        if self.container == "webm" and "restart" in self.options:
+            options["live"] = "1"
+        if self.kind.format in ("matroska", "webm"):
+            options["write_crc32"] = "0"  # `_patched` changes the tracks
+        offset_s = self.options.get("offset", Fraction(0))
+        zero_s = self.begins_s[frames.start] + min(self.sound_begin_s, Fraction(0)) - offset_s
+        begins_s = [self.begins_s[number] - zero_s for number in frames]
+        with av.open(str(path), "w", format=self.kind.format, options=options) as file:
+            tracks: list[list[TimedPacket]] = []
+            if "still-first" in self.options:
+                tracks.append(self._other_track(file, begins_s[:1]))
+            if "default-second" in self.options:
+                tracks.append(self._other_track(file, begins_s))
+            video, packets = self._video_track(file, frames, begins_s)
+            tracks.append(packets)
+            if "two-videos" in self.options:
+                tracks.append(self._other_track(file, begins_s))
+            if "default-second" in self.options:
+                video.disposition = av.stream.Disposition.default
+            if self.has_sound:
+                tracks.append(self._sound_track(file, frames, zero_s))
+            for _, packet in sorted((item for track in tracks for item in track), key=lambda item: item[0]):
+                file.mux(packet)
+
+    def _video_track(self, file: Any, frames: range, begins_s: list[Fraction]) -> tuple[Any, list[TimedPacket]]:
+        encoders = self._encoders(frames)
+        stream = add_video(file, self.codec, self.fps, self._coded(frames.start), encoders[0][1:], self._choices())
+        if turn := self.options.get("turn"):
+            stream.set_display_rotation(-turn)
+        if mirror := self.options.get("mirror"):
+            x, y = (-1, 1) if mirror == "hflip" else (1, -1)
+            stream.set_display_matrix([x << 16, 0, 0, 0, y << 16, 0, 0, 0, 1 << 30])
+        made = []
+        for place, (numbers, aspect, matrix) in enumerate(encoders):
+            if place == 0:
+                context = stream.codec_context
+            else:
+                context = open_encoder(
+                    self.codec, self.fps, self._coded(numbers.start), (aspect, matrix), self._choices()
+                )
+            pictures = (self._coded(number) for number in numbers)
+            here = begins_s[numbers.start - frames.start : numbers.stop - frames.start]
+            made += encode_frames(context, pictures, here, frame_s=1 / self.fps, matrix=matrix)
+        for _, packet in made:
+            packet.stream = stream
+        return stream, made
+
+    def _other_track(self, file: Any, begins_s: list[Fraction]) -> list[TimedPacket]:
+        """Add a track of gray pictures, which nobody should see."""
+        gray = np.full((96, 96, 3), 90, np.uint8)
+        stream = add_video(file, self.codec, self.fps, gray, (Fraction(1), None), self._choices())
+        stream.disposition = 0
+        made = encode_frames(
+            stream.codec_context, (gray for _ in begins_s), begins_s, frame_s=1 / self.fps, matrix=None
+        )
+        for _, packet in made:
+            packet.stream = stream
+        return made
+
+    def _sound_track(self, file: Any, frames: range, zero_s: Fraction) -> list[TimedPacket]:
+        stream = file.add_stream(self.kind.sound, rate=_SAMPLES_PER_S)
+        stream.layout = "mono"
+        begin_s = self.begins_s[frames.start] + self.sound_begin_s
+        end_s = self.begins_s[frames.stop] if frames.stop < self.num_frames else self.end_s
+        num = int((end_s - begin_s) * _SAMPLES_PER_S)
+        times = float(begin_s) + np.arange(num) / _SAMPLES_PER_S
+        wave = (0.5 * np.sin(2 * np.pi * 440 * times) * _is_loud(times) * 32767).astype(np.int16)
+        made: list[TimedPacket] = []
+        context, gap = stream.codec_context, self.options.get("gap")
+        sample_format = context.codec.audio_formats[0].name
+        resampler = av.AudioResampler(format=sample_format, layout="mono", rate=_SAMPLES_PER_S)
+        size = 960
+        pieces = [wave[at : at + size] for at in range(0, num - size + 1, size)]
+        packets = []
+        for place, piece in enumerate(pieces):
+            frame = av.AudioFrame.from_ndarray(piece[None], format="s16", layout="mono")
+            frame.sample_rate, frame.pts, frame.time_base = _SAMPLES_PER_S, place * size, Fraction(1, _SAMPLES_PER_S)
+            for resampled in resampler.resample(frame):
+                packets += stream.encode(resampled)
+        packets += stream.encode(None)
+        for packet in packets:
+            time_s = packet.pts * packet.time_base + begin_s
+            if gap is not None and self.begins_s[gap["frame"] - 1] < time_s < self.begins_s[gap["frame"]]:
+                continue  # reception was lost
+            ticks = round((time_s - zero_s) / packet.time_base)
+            packet.pts = packet.dts = ticks
+            packet.stream = stream
+            made.append((ticks * packet.time_base, packet))
+        return made
+
+    def _choices(self) -> dict[str, str]:
+        choices = {"g": str(self.gop), "bf": str(self.num_reordered), "threads": "1"}
+        if self.codec == "libx264":
+            choices |= {"preset": "ultrafast", "crf": "16"}
+        elif self.codec.startswith("libvpx"):
+            choices |= {"deadline": "realtime", "cpu-used": "8", "crf": "10", "b": "1M", "lag-in-frames": "0"}
+        else:
+            choices |= {"q": "2", "qmin": "2", "b": "4M"}
+        return choices
+
+
+def _is_loud(times_s: np.ndarray) -> np.ndarray:
+    return np.floor(times_s / _LOUD_S).astype(int) % 2 == 0
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, dict):
+        return ",".join(_word(part) for part in value.values())
+    if isinstance(value, tuple):
+        return "x".join(map(_word, value))
+    if isinstance(value, Fraction):
+        return f"{value.numerator}:{value.denominator}" if value.denominator > 1 else str(value.numerator)
+    return str(value)
