@@ -11,8 +11,9 @@ import imageio_ffmpeg
 
 UMASK = 0o022
 LOCALE = "C.UTF-8"
-# `benchmarks.gpu` tells the tests that it starts when they have to end.
-_KEPT = frozenset({"CLIPMILL_GPU_ENDS"})
+# What the product tells its own processes, which may import the tests: the time when GPU tests have to end, and the
+# number of threads of a worker.
+_KEPT = frozenset({"CLIPMILL_GPU_ENDS", "CLIPMILL_WORKER_THREADS"})
 _SETTINGS = re.compile(
     r"(AWS|AZURE|GOOGLE|S3|RAY|CLIPMILL|HF|HUGGINGFACE|TRANSFORMERS|DIFFUSERS|OPENAI|WANDB|TORCH|TORCHELASTIC"
     r"|TORCHINDUCTOR|NCCL|GLOO|SLURM|XDG|LC)_.*"

@@ -84,9 +84,9 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     show(report, json=request.json)
     if summary.gave_up is not None:
         raise FailedWork(f"{summary.gave_up}; finished work is kept; run the same command again to resume")
-    # A variant that has not become the current one is not what was asked for, whatever was reported before.
-    is_current = report.values["current"] == plan.variant_dir.name
-    unchanged = summary.unchanged if is_current else ()
+    # A variant that is empty, or not the current one, is not what was asked for, whatever was reported before.
+    is_usable = report.values["current"] == plan.variant_dir.name and report.values["total_bytes"] > 0
+    unchanged = summary.unchanged if is_usable else ()
     new = [failure for failure in summary.failures if failure not in unchanged]
     if unchanged:
         known = counted(len({failure.video_id for failure in unchanged}), "video")

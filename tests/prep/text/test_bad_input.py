@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -114,7 +115,7 @@ def test_without_a_manifest_the_command_that_makes_one_is_named(prep: Command, t
 
 def test_a_recipe_is_what_it_was_after_it_was_stored(checkpoints: Checkpoints) -> None:
     recipe = resolve(TextRecipe(clip=f"{checkpoints.model}:{checkpoints.torch_file}"))
-    assert text_recipe_from_dict(recipe.as_dict()) == recipe
+    assert text_recipe_from_dict(recipe.as_dict()) == replace(recipe, weights=None)  # a path is no part of a recipe
     assert recipe.encoder == f"{checkpoints.model}:{checkpoints.model}.pt" and recipe.width == 48
     other = ResolvedTextRecipe(encoder=recipe.encoder, encoder_sha256="0" * 64, width=48)
     assert other.variant != recipe.variant and "tiny" in resolve(TextRecipe(clip="tiny")).variant
@@ -157,8 +158,7 @@ def test_embeddings_that_are_not_finite_are_counted_and_not_stored(
     again = make_text_plan(data, resolve(TextRecipe(clip=clip)), retry_codes=frozenset({FailureCode.NOT_FINITE}))
     assert [shard.state for shard in again.shards] == [ShardState.CURRENT, ShardState.RETRY]
     arguments = ("text", "--clip", clip, "--engine", "processes", "--data", data)
-    assert "1 of 3 videos failed" in prep(*arguments, status=1).stderr
-    assert "within --max-failures 1" in prep(*arguments, "--max-failures", 1).stderr
+    assert "not counted: 1 video with failures that an earlier run has reported" in prep(*arguments).stderr
 
 
 class Losing:
