@@ -99,7 +99,8 @@ def _measure(
         from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts
 
     start = launch_facts(settings, resume=None)
-    with open_world(device_type=choose_device(settings.device).type, start=start, hint=SAME_LAUNCH) as world:
+    device_type = choose_device(settings.device, needs_gpu=settings.require_gpu).type
+    with open_world(device_type=device_type, start=start, hint=SAME_LAUNCH) as world:
         if world.size == 1:
             for name, value in asdict(several).items():
                 if value:

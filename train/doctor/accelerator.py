@@ -8,19 +8,17 @@ Shape suffixes: B batch, M tokens, H heads, K width of a head.
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import first_line
+from clipmill.train.device.driver import driver_version, required_driver
 from clipmill.train.run.environment import installed_version
 
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _TIMEOUT_S = 180.0
 _KILL_TIMEOUT_S = 5.0
 
@@ -53,6 +51,7 @@ class Accelerator:
     Attributes:
         torch_error: why torch cannot be used; everything else is then unknown.
         torch_cuda: CUDA version that torch was built for; None without CUDA.
+        needed_driver: oldest NVIDIA driver for this version.
         driver: version of the NVIDIA driver, if there is one.
         cuda_error: torch's reason for finding no GPU.
         xformers: its version, "not installed" or "not loaded".
@@ -64,6 +63,7 @@ class Accelerator:
     torch_error: str | None = None
     torch: str | None = None
     torch_cuda: str | None = None
+    needed_driver: str | None = None
     cudnn: str | None = None
     driver: str | None = None
     cuda_error: str | None = None
@@ -75,16 +75,6 @@ class Accelerator:
     precision: str = "fp32"
     tried: list[Tried] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
-
-
-def driver_version() -> str | None:
-    """Version of the NVIDIA driver from /proc; None if there is none."""
-    try:
-        text = _DRIVER_FILE.read_text()
-    except OSError:
-        return None
-    found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
-    return found[1] if found else None
 
 
 def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Accelerator:
@@ -103,6 +93,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
+        "needed_driver": required_driver(torch.version.cuda),
         "driver": driver_version(),
         "num_threads": torch.get_num_threads(),
         "has_triton": find_spec("triton") is not None,

@@ -1,19 +1,29 @@
 """The attention backend of a run, and the kernels that it runs.
 
-On a GPU, `--attention auto` is xformers, or SDPA where xformers has no kernel for the precision and the heads of
-the run. Kernels differ in the last digits, so a run keeps the backend that it started with: run.json records it for
-whoever opens the run again.
+On a GPU, `--attention auto` is xformers, and SDPA for heads and precisions that xformers has no kernel for. Kernels
+differ in the last digits, so a run keeps the backend that it started with: run.json records it for whoever opens the
+run again.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from clipmill.manifests.errors import UserError, first_line
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.distributed.world import World
-from clipmill.train.models.attention import AttentionBackend, AttentionChoice, Packing, open_attention, pack
+from clipmill.train.models.attention import (
+    AttentionBackend,
+    AttentionChoice,
+    HasHeads,
+    Packing,
+    attend_with_xformers,
+    open_attention,
+    pack,
+)
 from clipmill.train.models.attention_kernels import Kernels, kernels_of
 from clipmill.train.models.dual_encoder import size_of
 
@@ -61,10 +71,9 @@ def as_before(facts: dict[str, Any], *, device_type: str) -> AttentionBackend | 
     """The backend that a run on a GPU started with, by its run.json; None if it names none that is available here."""
     if (name := facts.get(CHOICE_FACT)) not in _OF_AUTO:
         return None
-    try:
-        return replace(open_attention(name, device_type=device_type), reason="as when the run began")
-    except UserError:
-        return None
+    # `auto` in place of xformers: the run may be opened with a GPU or a precision that xformers has no kernel for.
+    attention = open_attention("auto" if name == "xformers" else name, device_type=device_type)
+    return replace(attention, reason="as when the run began") if attention.name == name else None
 
 
 def kernels_fact(
@@ -79,6 +88,31 @@ def kernels_fact(
     except NotImplementedError as error:
         return f"none ({first_line(error)})"
     return f"{clips} (clips); {captions} (packed captions)"
+
+
+def describe_fallback(
+    attention: AttentionBackend, model: nn.Module | None, *, device: torch.device, products: torch.dtype | None
+) -> Iterator[str]:
+    """A line for each width of a model's heads that xformers has no kernel for.
+
+    Args:
+        model: may be an outline (clipmill.train.engine.clip_task); None if the task has none.
+
+    Raises:
+        UserError: there is such a width, and xformers was asked for by name.
+    """
+    if attention.name != "xformers" or model is None:
+        return
+    for width in sorted({part.head_width for part in model.modules() if isinstance(part, HasHeads)}):
+        try:
+            _kernels_of_heads("xformers", (1, width), device=device, products=products)
+        except NotImplementedError as error:
+            what = f"xformers has no kernel for heads of width {width} here: {first_line(error)}"
+            if attention.attend is attend_with_xformers:
+                raise UserError(
+                    f"{what} (asked for by --attention xformers)", hint="use --attention auto, or other heads"
+                ) from error
+            yield f"attention of heads of width {width}: sdpa ({what})"
 
 
 def _first_that_works(
@@ -101,9 +135,22 @@ def _kernels(
     products: torch.dtype | None,
     packing: Packing | None = None,
 ) -> Kernels:
-    """The kernels of a backend; raises NotImplementedError if it has none for heads of this width and dtype."""
-    trunk = size_of(settings.model, settings.towers).video.trunk
+    """The kernels of a backend for clips or, with `packing`, for captions."""
+    size = size_of(settings.model, settings.towers)
+    trunk = size.video.trunk if packing is None else size.text.trunk
+    heads = (trunk.num_heads, trunk.width // trunk.num_heads)
+    return _kernels_of_heads(name, heads, device=device, products=products, packing=packing)
+
+
+def _kernels_of_heads(
+    name: str,
+    heads: tuple[int, int],
+    *,
+    device: torch.device,
+    products: torch.dtype | None,
+    packing: Packing | None = None,
+) -> Kernels:
+    """The kernels of a backend for heads (number, width); NotImplementedError if it has none for them and the dtype."""
     num_tokens = _NUM_TOKENS if packing is None else sum(packing.lengths)
-    shape = (1, num_tokens, 3, trunk.num_heads, trunk.width // trunk.num_heads)
-    qkv = torch.zeros(shape, dtype=products or torch.float32, device=device, requires_grad=True)
+    qkv = torch.zeros((1, num_tokens, 3, *heads), dtype=products or torch.float32, device=device, requires_grad=True)
     return kernels_of(name, *qkv.unbind(2), causal=packing is not None, packing=packing)

@@ -85,7 +85,7 @@ class SelfAttention(Adaptable):
 
     def __init__(self, width: int, num_heads: int, *, attend: Attend, has_key_bias: bool = True) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.head_width = num_heads, width // num_heads
         self.attend = attend
         self.has_key_bias = has_key_bias
         self.lora: LowRank | None = None
