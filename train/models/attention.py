@@ -158,6 +158,10 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
     return AttentionBackend("xformers", "the device is a GPU", attend_with_xformers_or_sdpa)
 
 
+# The release whose dispatcher and operators the tests know, and its name for "compiled with CUDA".
+_TESTED, _BUILT = "0.0.35", "_built_with_cuda"
+
+
 @cache
 def load_xformers() -> str | None:
     """Load xformers; return why its own compiled library failed to load, or None if it loaded.
@@ -168,14 +172,20 @@ def load_xformers() -> str | None:
     separately by xformers (xformers.ops.fmha.torch_attention_compat).
 
     Raises:
-        ImportError: xformers is not installed or does not match this torch.
+        ImportError: xformers is not installed, does not match this torch, or lacks the flag.
     """
     logging.getLogger("xformers").setLevel(logging.ERROR)
-    import xformers.ops  # noqa: F401
+    import xformers.ops
 
     error: BaseException | None = getattr(import_module("xformers._cpp_lib"), "_cpp_library_load_exception", None)
     if error is not None and torch.version.cuda is not None:
-        vars(import_module("xformers.ops.fmha.common"))["_built_with_cuda"] = True
+        names = vars(import_module("xformers.ops.fmha.common"))
+        if _BUILT not in names:
+            raise ImportError(
+                f"xformers {xformers.__version__} has no xformers.ops.fmha.common.{_BUILT}, which clipmill sets because "
+                f"its compiled library does not load with torch {torch.__version__}: install xformers {_TESTED}"
+            )
+        names[_BUILT] = True
     # The innermost cause names the missing library.
     while error is not None and error.__cause__ is not None:
         error = error.__cause__

@@ -6,6 +6,7 @@ import torch
 
 from tests.gpu.data import write_latents_folder
 from tests.simulated_gpu.device import Journal, simulation
+from tests.simulated_gpu.inside.runs import train_all
 from tests.simulated_gpu.runtime import is_simulated
 from tests.train.classify.moving import write_moving
 from tests.train.conftest import _arguments_are_made_once  # noqa: F401 - for every test
@@ -36,3 +37,9 @@ def clips_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def latents_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Columns of latents and text, without videos."""
     return write_latents_folder(tmp_path_factory.mktemp("latents"))
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, clips_dir: Path) -> dict[str, Path]:
+    """A run of every task, trained on the CPU."""
+    return train_all(tmp_path_factory.mktemp("trained"), shards=clips_dir)

@@ -8,11 +8,11 @@ import pytest
 
 from clipmill.train.distributed import launch
 from clipmill.train.engine.failure_log import FailureLog, SyncedBatch
+from tests.simulated_gpu.inside.runs import NUM_STEPS
 from tests.simulated_gpu.device import Journal, Note, simulation
 from tests.train.running import train
 
 LOCAL_RANK = 2
-NUM_STEPS = 4
 # Steps before the first of these send what is the same in all steps; the numbers of the last one are read at once.
 STEADY = range(2, NUM_STEPS)
 
@@ -33,7 +33,11 @@ def followed(*, local_rank: int = LOCAL_RANK) -> Iterator[Journal]:
         for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", local_rank), ("MASTER_PORT", 0)):
             patch.setenv(name, str(value))
         patch.setenv("MASTER_ADDR", "127.0.0.1")
-        yield journal
+        try:
+            yield journal
+        finally:
+            if launch.dist.is_initialized():  # a command that failed has left it
+                launch.dist.destroy_process_group()
 
 
 def steady(notes: list[Note]) -> list[str]:

@@ -9,21 +9,18 @@ import pytest
 import torch
 import yaml
 
-from tests.simulated_gpu.inside.steps import LOCAL_RANK, NUM_STEPS, STEADY, run, steady
+from tests.simulated_gpu.inside.runs import DECODER, LATENTS, NUM_STEPS, PIXELS
+from tests.simulated_gpu.inside.steps import LOCAL_RANK, STEADY, run, steady
 from tests.train.running import losses, train
 
 PRESETS = Path(__file__).parents[3] / "train" / "presets"
-SMALL = f"--model tiny --num-frames 2 --warmup-steps 2 --lr 1e-3 --steps {NUM_STEPS} --workers 1 --max-grad-norm 1e6"
-PIXELS = f"{SMALL} --size-px 32 --batch 4"
-LATENTS = f"{SMALL} --input latents --segment 2s --batch 4"
 STORED = f"dual-encoder {LATENTS} --text-tower frozen"
 JITTER = "--augment.flip 0.5 --augment.hue 0.1 --augment.contrast 0.2 --augment.blur 0.5"
 FINE_TUNING = (
     "--towers.kind videomae --repeats 2 --optimizer.layer-decay 0.75 --mixup 0.8 --cutmix 1 --label-smoothing 0.1"
     " --augment.rand-ops 4 --augment.erase 0.5 --towers.drop-path 0.1"
 )
-DECODER = "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280"
-IN_LOOP = "--evaluate.every 4 --evaluate.max-samples 4"
+IN_LOOP = "--evaluate.every 3 --evaluate.max-samples 4"
 LABELS = "--label class"
 # By a preset's part: task, kind of tower, loss, optimizer or precision.
 RUNS = {
@@ -32,7 +29,7 @@ RUNS = {
     "mbcl, evaluated": f"dual-encoder {PIXELS} --loss.kind mbcl --optimizer.ema 0.9 {IN_LOOP}",
     "max-margin": f"dual-encoder {PIXELS} --loss.kind max-margin --towers.drop-path 0.1 --microbatch 2",
     "siglip, frozen": f"dual-encoder {PIXELS} --loss.kind siglip --freeze blocks:2 --towers.no-packed-text",
-    "adapters": f"dual-encoder {PIXELS} --freeze video --freeze text --lora.rank 2 --towers.patch-dropout 0.5",
+    "adapters": f"dual-encoder {PIXELS} --freeze text --lora.rank 2 --towers.patch-dropout 0.5 --init.weights WEIGHTS",
     "divided": f"dual-encoder {PIXELS} --towers.attention divided --precision fp16",
     "sogclr": f"{STORED} --loss.kind sogclr --optimizer.name lamb",
     "isogclr": f"{STORED} --loss.kind isogclr --loss.convention paper --microbatch 2",
@@ -40,7 +37,8 @@ RUNS = {
     "fastclip-v1": f"{STORED} --loss.kind fastclip-v1 --optimizer.name lion",
     "fastclip-v2": f"{STORED} --loss.kind fastclip-v2 --precision fp16 --optimizer.name lamb",
     "fastclip-v3": f"{STORED} --loss.kind fastclip-v3 --optimizer.ema 0.9 --microbatch 2",
-    "mae": f"mae {PIXELS} --mask-ratio 0.75 --decoder-depth 1 --augment.flip 0.5 --decoder-mask running-cell --microbatch 2",
+    "mae": f"mae {PIXELS} --mask-ratio 0.75 --decoder-depth 1 --augment.flip 0.5 --decoder-mask running-cell"
+    " --microbatch 2",
     "mae, latents": f"mae {LATENTS} --mask-ratio 0.75 --decoder-depth 1 --decoder-mask random",
     "videomae": f"classify {PIXELS} {LABELS} {FINE_TUNING}",
     "clip, sgd": f"classify {PIXELS} {LABELS} --optimizer.name sgd --dropout 0.5 --towers.drop-path 0.1 {IN_LOOP}",
@@ -50,16 +48,16 @@ RUNS = {
 IN_FLOAT32 = [name for name in RUNS if name not in ("siglip, frozen", "fastclip-v0", "fastclip-v1", "sogclr")]
 
 
-def words_of(name: str, *, clips_dir: Path, latents_dir: Path) -> list[str]:
-    flags = RUNS[name]
-    return [*flags.split(), "--shards", str(latents_dir if "--input latents" in flags else clips_dir)]
+@pytest.fixture
+def words(name: str, trained: dict[str, Path], clips_dir: Path, latents_dir: Path) -> list[str]:
+    """The command line of a run."""
+    flags = RUNS[name].replace("WEIGHTS", str(trained["dual-encoder"]))
+    shards = latents_dir if "--input latents" in flags else clips_dir
+    return [*flags.split(), "--steps", str(NUM_STEPS), "--shards", str(shards)]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_steady_step_waits_for_the_numbers_of_the_step_before_alone(
-    name: str, clips_dir: Path, latents_dir: Path, tmp_path: Path
-) -> None:
-    words = words_of(name, clips_dir=clips_dir, latents_dir=latents_dir)
+def test_a_steady_step_waits_for_the_numbers_of_the_step_before_alone(words: list[str], tmp_path: Path) -> None:
     journal = run(*words, "--out", tmp_path / "run")
     assert journal.races == []
     assert steady(journal.pageable) == []
@@ -72,8 +70,7 @@ def test_a_steady_step_waits_for_the_numbers_of_the_step_before_alone(
 
 
 @pytest.mark.parametrize("name", IN_FLOAT32)
-def test_losses_are_those_of_a_cpu(name: str, clips_dir: Path, latents_dir: Path, tmp_path: Path) -> None:
-    words = words_of(name, clips_dir=clips_dir, latents_dir=latents_dir)
+def test_losses_are_those_of_a_cpu(words: list[str], tmp_path: Path) -> None:
     if "--precision" in words:
         del words[(at := words.index("--precision")) : at + 2]
     words += ["--precision", "fp32"]

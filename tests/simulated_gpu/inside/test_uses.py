@@ -1,0 +1,127 @@
+"""Evaluations, embeddings, loaders and prep's models on a GPU: results of the CPU, nothing refilled too early."""
+
+import json
+import shutil
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clipmill import load_model, open_clips, open_latents
+from tests.gpu.test_columns import LATENTS, TEXT, column, make_latents, make_text
+from tests.simulated_gpu.device import Journal
+from tests.simulated_gpu.inside.steps import LOCAL_RANK, run
+from tests.train.running import train
+
+EVALUATIONS = {
+    "retrieval": ("dual-encoder", "--split val"),
+    "probe": ("dual-encoder", "--split val --label class --neighbours 3"),
+    "classification": ("classify", "--split val"),
+    "reconstruction": ("mae", "--split val"),
+    "caption": ("caption", "--split val --decoding.method beam --decoding.num-beams 2"),
+}
+
+
+def on_device(run: Path, device: str, *, out: Path) -> Path:
+    """A copy of a run that is evaluated on another device."""
+    shutil.copytree(run, out)
+    settings = out / "settings.yaml"
+    text = settings.read_text()
+    assert "device: cpu\n" in text
+    settings.write_text(text.replace("device: cpu\n", f"device: {device}\n"))
+    return out
+
+
+def numbers_of(values: Any) -> list[float]:
+    """All numbers of a result, in order."""
+    if isinstance(values, dict):
+        return [number for name in sorted(values) for number in numbers_of(values[name])]
+    if isinstance(values, list):
+        return [number for one in values for number in numbers_of(one)]
+    return [float(values)] if isinstance(values, int | float) else []
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_an_evaluation_has_the_result_of_a_cpu(
+    name: str, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task, flags = EVALUATIONS[name]
+    results = []
+    for device in ("cpu", "cuda"):
+        words = ("eval", name, on_device(trained[task], device, out=tmp_path / device), *flags.split(), "--json")
+        if device == "cpu":
+            assert train(*words) == 0
+        else:
+            journal = run(*words)
+            assert journal.devices and journal.races == [] and journal.pageable == []
+        results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    found, expected = ([*numbers_of(one["metrics"]), *numbers_of(one.get("findings"))] for one in reversed(results))
+    assert found == pytest.approx(expected, rel=1e-4) and len(found) > 1
+
+
+def test_clips_are_embedded_as_on_a_cpu(trained: dict[str, Path], clips_dir: Path, tmp_path: Path) -> None:
+    words = ("embed", trained["dual-encoder"], "--shards", clips_dir, "--split", "train", "--batch", "2", "--workers", "1")
+    assert train(*words, "--device", "cpu", "--out", tmp_path / "cpu") == 0
+    journal = run(*words, "--device", "cuda", "--out", tmp_path / "gpu")
+    assert journal.races == [] and journal.pageable == []
+    for path in (tmp_path / "cpu").glob("*.npy"):
+        np.testing.assert_allclose(np.load(tmp_path / "gpu" / path.name), np.load(path), atol=1e-5)
+
+
+def test_a_model_in_python_computes_where_it_was_opened(trained: dict[str, Path], journal: Journal) -> None:
+    clips = np.random.default_rng(0).integers(256, size=(3, 2, 32, 32, 3), dtype=np.uint8)
+    torch.cuda.set_device(LOCAL_RANK)
+    found, expected = (load_model(trained["dual-encoder"], device=device) for device in ("cuda", "cpu"))
+    for one, other in (
+        (found.encode_video(clips), expected.encode_video(clips)),
+        (found.encode_text(["a dog", "a cat that sleeps"]), expected.encode_text(["a dog", "a cat that sleeps"])),
+    ):
+        assert one.device == torch.device("cuda", LOCAL_RANK)
+        torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=0)
+    assert journal.devices == {LOCAL_RANK} and journal.races == [] and journal.pageable == []
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+@pytest.mark.parametrize("kind", ["clips", "latents"])
+def test_batches_lie_on_the_gpu_of_their_rank(
+    kind: str, device: str, clips_dir: Path, latents_dir: Path, journal: Journal
+) -> None:
+    """The thread that loads ahead begins with GPU 0, whatever the caller's is."""
+    torch.cuda.set_device(3)
+    number = 3 if device == "cuda" else 1
+    given: dict[str, Any] = {"batch": 3, "seed": 1, "rank": 0, "world": 1}
+    if kind == "clips":
+        given |= {"num_frames": 2, "size_px": 32, "workers": 1, "label": "class"}
+        opened = [open_clips(clips_dir, **given, device=one) for one in (device, "cpu")]
+    else:
+        given |= {"segment": "2s", "captions": "embedding"}
+        opened = [open_latents(latents_dir, **given, device=one) for one in (device, "cpu")]
+    with opened[0] as batches, opened[1] as expected:
+        kept = []
+        for batch, right in zip(islice(batches, 4), islice(expected, 4), strict=True):
+            for name, value in right.items():
+                if isinstance(value, torch.Tensor) and isinstance(batch[name], torch.Tensor):
+                    kept.append((name, batch[name], value))
+            assert batch["video" if kind == "clips" else "latents"].device == torch.device("cuda", number)
+    torch.cuda.synchronize()
+    # The batches belong to the caller: later ones have overwritten none.
+    for name, one, other in kept:
+        assert torch.equal(one.cpu(), other), name
+    assert journal.devices == {number} and journal.races == [] and journal.pageable == []
+
+
+def test_columns_are_those_of_a_cpu(clips_dir: Path, tmp_path: Path, journal: Journal) -> None:
+    for device in ("cpu", "cuda"):
+        data_dir = tmp_path / device
+        shutil.copytree(clips_dir, data_dir)
+        make_latents(data_dir, device=device, precision="float32", size=32, batch=4)  # type: ignore[arg-type]
+        make_text(data_dir, device=device)  # type: ignore[arg-type]
+    assert journal.devices == {0} and journal.races == []
+    for name in (LATENTS, TEXT):
+        found, expected = column(tmp_path / "cuda", name), column(tmp_path / "cpu", name)
+        assert found.keys() == expected.keys() and found
+        for key, one in expected.items():
+            np.testing.assert_allclose(found[key], one, atol=2e-3)
