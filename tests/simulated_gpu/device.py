@@ -3,8 +3,8 @@
 Operators run on the CPU at once. What a real GPU does later, or refuses, is kept in a `Journal`:
 
 - operators on tensors of two devices raise;
-- a copy that does not wait holds on to its source, and compares it when its end is waited for: a source that was refilled
-  is a race. A copy to the host fills its target when it is waited for;
+- a copy that does not wait holds on to its source, and compares it when its end is waited for: a source that was
+  refilled is a race. A copy to the host fills its target when it is waited for;
 - a copy from memory that is not pinned, and whatever makes the host wait, is noted with its place in clipmill;
 - a tensor that is used on another stream than the one that made it must be complete, and known to the allocator.
 
@@ -13,7 +13,7 @@ Modes of torch are of one thread, so every thread that starts within `simulation
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,15 +22,14 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.simulated_gpu.kernels import emulated
 
 CPU = torch.device("cpu")
 # The host waits for a number or for the size of a result.
 _WAITS = {
-    "_local_scalar_dense", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "equal",
-    "bincount", "is_nonzero", "histc",
+    "_local_scalar_dense", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive",
+    "equal", "bincount", "is_nonzero", "histc",
 }  # fmt: skip
 _INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
 _ON_HOST = {"_local_scalar_dense", "equal", "is_nonzero", "is_pinned"}
@@ -110,12 +109,16 @@ class Journal:
                     if copy.arrives is not None:
                         copy.source.copy_(copy.arrives)
                     elif not _same(copy.source, copy.content):
-                        self.races.append(Note(self.step, "memory was refilled while a copy from it was pending", copy.where))
+                        self.races.append(
+                            Note(self.step, "memory was refilled while a copy from it was pending", copy.where)
+                        )
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)) if one.ndim else bool(
-        one == other
+    return (
+        torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+        if one.ndim
+        else bool(one == other)
     )
 
 
@@ -201,7 +204,8 @@ class Device:
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator as it would run on its tensors' device."""
         name = func._opname if hasattr(func, "_opname") else str(func._overloadpacket).rpartition(".")[2]
-        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        tensors: list[torch.Tensor] = []
+        _collect((*args, *kwargs.values()), tensors)
         ours = [x for x in tensors if isinstance(x, Simulated)]
         for tensor in ours:
             self._use(tensor)
@@ -264,7 +268,9 @@ class Device:
                 copy = Copy(source, source.clone(), place(), _stream_of(target))
                 journal.begin(copy)
         elif source.device.type == "cuda" and target.type == "cpu" and not waits:
-            out = args[0] if name != "_to_copy" else torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype)
+            out = (
+                args[0] if name != "_to_copy" else torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype)
+            )
             if name == "_to_copy" or out.is_pinned():
                 values = source.values.to(out.dtype, copy=True)
                 out.fill_(float("nan") if out.dtype.is_floating_point else -1)
@@ -284,7 +290,8 @@ class Device:
         if device is None:
             asked = kwargs.get("device")
             device = _with_index(asked) if asked is not None else ours[0].device if ours else CPU
-        plain_args, plain_kwargs = tree_map(lambda x: x.values if isinstance(x, Simulated) else x, (args, kwargs))
+        plain_args = _mapped(_numbers, args)
+        plain_kwargs = {key: _mapped(_numbers, value) for key, value in kwargs.items()}
         if _is_cuda(plain_kwargs.get("device")):
             plain_kwargs["device"] = CPU
         generator = plain_kwargs.get("generator")
@@ -308,13 +315,32 @@ class Device:
 
         if is_on_device:
             self.journal.devices.add(device.index)
-        wrapped = tree_map(wrap, found)
+        wrapped = _mapped(wrap, found)
         if name == "_to_copy" or not (ours or is_on_device):
             return wrapped
         try:
             return return_and_correct_aliasing(func, args, kwargs, wrapped)
         except (RuntimeError, AssertionError, IndexError, AttributeError):  # of operators on lists
             return wrapped
+
+
+def _collect(values: Any, found: list[torch.Tensor]) -> None:
+    """Append all tensors in nested lists; torch's own trees take most of the time of a small operator."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif type(value) in (list, tuple):
+            _collect(value, found)
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)([_mapped(change, one) for one in value])
+    return change(value)
+
+
+def _numbers(value: Any) -> Any:
+    return value.values if isinstance(value, Simulated) else value
 
 
 def _is_cuda(device: Any) -> bool:
@@ -357,6 +383,8 @@ def simulation() -> Iterator[Journal]:
 
     with pytest.MonkeyPatch.context() as patch:
         _follow_streams(patch, journal)
+        # A view of a wrapped tensor cannot be made in inference mode.
+        patch.setattr(torch, "inference_mode", torch.no_grad)
         patch.setattr(threading.Thread, "run", run)
         _ACTIVE.append(Device(journal))
         lifts = torch._C._only_lift_cpu_tensors()

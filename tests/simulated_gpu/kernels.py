@@ -1,7 +1,7 @@
 """xformers' operators on the CPU, forward and backward, with the arguments that it gives to torch's kernels.
 
-Shape suffixes: B batch, M queries, N keys, H heads, K width of a head. Packed sequences have no B: [M, H, K] or, for the
-memory-efficient kernels, a B of 1.
+Shape suffixes: B batch, M queries, N keys, H heads, K width of a head. Packed sequences have no B: [M, H, K] or, for
+the memory-efficient kernels, a B of 1.
 """
 
 from collections import Counter
@@ -57,7 +57,9 @@ def _by_sequence(
         parts = []
         rows_q, rows_k = ([slice(*pair) for pair in zip(x.tolist(), x.tolist()[1:])] for x in (starts_q, starts_k))  # noqa: B905 - pairs
         for of_q, of_k in zip(rows_q, rows_k, strict=True):
-            parts.append(compute(q[None, of_q], k[None, of_k], v[None, of_k], *(x[None, of_q] for x in others), **given))
+            parts.append(
+                compute(q[None, of_q], k[None, of_k], v[None, of_k], *(x[None, of_q] for x in others), **given)
+            )
         found = tuple(torch.cat([one[0] for one in side]) for side in zip(*parts, strict=True))
     return [x.to(tensors[0].dtype) for x in found]
 

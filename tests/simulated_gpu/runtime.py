@@ -47,4 +47,6 @@ def run_simulated(words: Sequence[str], *, folder: Path, num_gpus: int = NUM_GPU
     # Of a launcher of the tests; ranks are made by the tests themselves.
     for name in ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTEST_XDIST_WORKER"):
         environment.pop(name, None)
-    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, cwd=SOURCE.parents[2])
+    return subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, cwd=SOURCE.parents[2]
+    )

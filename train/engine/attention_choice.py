@@ -24,11 +24,14 @@ from clipmill.train.models.attention import (
     open_attention,
     pack,
 )
-from clipmill.train.models.attention_kernels import Kernels, kernels_of
+from clipmill.train.models.attention_kernels import Kernels, kernels_of, why_no_operator
 from clipmill.train.models.dual_encoder import size_of
 
 CHOICE_FACT = "attention_choice"
-_OF_AUTO = ("xformers", "sdpa")
+_OF_AUTO = ("xformers", "sdpa", "flash", "cudnn")
+# The fastest backend of GPUs by compute capability, such as {(9, 0): "cudnn"}, from the file of `python -m
+# benchmarks.gpu --first`. Empty until a GPU has been measured.
+FASTEST: dict[tuple[int, int], AttentionChoice] = {}
 _NUM_TOKENS, _CAPTION_LENGTHS = 197, (12, 9, 17, 26)
 
 
@@ -58,7 +61,7 @@ def choose_attention(
     if (attention := as_before(facts or {}, device_type=device.type)) is not None:
         return attention, kept
     name, reason = world.first(lambda: _first_that_works(settings, device=device, products=products))
-    attention = world.each(lambda: open_attention(name, device_type=device.type))
+    attention = world.each(lambda: _open_chosen(name, device_type=device.type))
     return replace(attention, reason=reason), {CHOICE_FACT: name}
 
 
@@ -71,9 +74,16 @@ def as_before(facts: dict[str, Any], *, device_type: str) -> AttentionBackend | 
     """The backend that a run on a GPU started with, by its run.json; None if it names none that is available here."""
     if (name := facts.get(CHOICE_FACT)) not in _OF_AUTO:
         return None
-    # `auto` in place of xformers: the run may be opened with a GPU or a precision that xformers has no kernel for.
-    attention = open_attention("auto" if name == "xformers" else name, device_type=device_type)
+    try:
+        attention = _open_chosen(name, device_type=device_type)
+    except UserError:
+        return None
     return replace(attention, reason="as when the run began") if attention.name == name else None
+
+
+def _open_chosen(name: AttentionChoice, *, device_type: str) -> AttentionBackend:
+    """Open a backend that `auto` has chosen: with xformers, heads that it has no kernel for are computed by SDPA."""
+    return open_attention("auto" if name == "xformers" else name, device_type=device_type)
 
 
 def kernels_fact(
@@ -107,7 +117,7 @@ def describe_fallback(
         try:
             _kernels_of_heads("xformers", (1, width), device=device, products=products)
         except NotImplementedError as error:
-            what = f"xformers has no kernel for heads of width {width} here: {first_line(error)}"
+            what = f"xformers has no kernel for heads of width {width} here: {why_no_operator(error)}"
             if attention.attend is attend_with_xformers:
                 raise UserError(
                     f"{what} (asked for by --attention xformers)", hint="use --attention auto, or other heads"
@@ -119,11 +129,14 @@ def _first_that_works(
     settings: ClipSettings, *, device: torch.device, products: torch.dtype | None
 ) -> tuple[AttentionChoice, str]:
     """The name of the backend of `--attention auto` on a GPU, and the reason."""
+    capability = torch.cuda.get_device_capability(device)
+    if (measured := FASTEST.get(capability)) is not None:
+        return measured, f"the fastest on GPUs of compute capability {'.'.join(map(str, capability))}"
     attention = open_attention("auto", device_type=device.type)
     try:
         _kernels(attention.name, settings, device=device, products=products)
     except NotImplementedError as error:
-        return "sdpa", f"{attention.name} has no kernel for this precision, GPU and model: {first_line(error)}"
+        return "sdpa", f"{attention.name} has no kernel for this precision, GPU and model: {why_no_operator(error)}"
     return cast(AttentionChoice, attention.name), attention.reason
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 # A backward pass has two matrix products for each one of the forward pass.
 _FORWARD_AND_BACKWARD = 3
@@ -106,7 +106,9 @@ class FlopCounter(TorchDispatchMode):
             if parts is not NotImplemented:
                 return parts
         out = func(*args, **(kwargs or {}))
-        if packet in flop_registry:
+        if packet is torch.ops.aten._efficient_attention_forward:
+            self.num_flops += _efficient_flops(*args, **(kwargs or {}))
+        elif packet in flop_registry:
             self.num_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif str(packet) == "xformers_flash.flash_fwd":
             # xformers wraps torch's kernel in an operator of its own, without a formula and with one more argument.
@@ -114,6 +116,22 @@ class FlopCounter(TorchDispatchMode):
             formula = flop_registry[torch.ops.aten._flash_attention_forward]
             self.num_flops += formula(query, key, value, starts_q, starts_k, longest_q, longest_k)
         return out
+
+
+def _efficient_flops(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: Any = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    *others: Any,
+    **options: Any,
+) -> int:
+    """FLOPs of the kernel that xformers calls, with batches [B, M, H, K]; torch's formula takes them [B, H, M, K]."""
+    if cu_seqlens_q is not None:
+        formula = flop_registry[torch.ops.aten._efficient_attention_forward]
+        return int(formula(query, key, value, bias, cu_seqlens_q, *others, **options))
+    return int(sdpa_flop_count(*(x.transpose(1, 2).shape for x in (query, key, value))))
 
 
 # Peak TFLOP/s of GPUs, the 100 % of model FLOP/s utilisation (MFU): dense bf16 or fp16 matrix products with float32

@@ -182,8 +182,8 @@ def load_xformers() -> str | None:
         names = vars(import_module("xformers.ops.fmha.common"))
         if _BUILT not in names:
             raise ImportError(
-                f"xformers {xformers.__version__} has no xformers.ops.fmha.common.{_BUILT}, which clipmill sets because "
-                f"its compiled library does not load with torch {torch.__version__}: install xformers {_TESTED}"
+                f"xformers {xformers.__version__} has no xformers.ops.fmha.common.{_BUILT}, which clipmill sets "
+                f"because its compiled library does not load with torch {torch.__version__}: install xformers {_TESTED}"
             )
         names[_BUILT] = True
     # The innermost cause names the missing library.

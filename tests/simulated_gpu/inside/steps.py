@@ -8,8 +8,9 @@ import pytest
 
 from clipmill.train.distributed import launch
 from clipmill.train.engine.failure_log import FailureLog, SyncedBatch
-from tests.simulated_gpu.inside.runs import NUM_STEPS
+from clipmill.train.run.checkpoint_writer import CheckpointWriter
 from tests.simulated_gpu.device import Journal, Note, simulation
+from tests.simulated_gpu.inside.runs import NUM_STEPS
 from tests.train.running import train
 
 LOCAL_RANK = 2
@@ -28,6 +29,8 @@ def followed(*, local_rank: int = LOCAL_RANK) -> Iterator[Journal]:
 
     with simulation() as journal, pytest.MonkeyPatch.context() as patch:
         patch.setattr(FailureLog, "next_batch", begin)
+        # Most of the time of a short run.
+        patch.setattr(CheckpointWriter, "save", lambda *_: None)
         # NCCL needs a real GPU; a rank that is alone exchanges nothing.
         patch.setattr(launch.dist, "init_process_group", lambda _, **options: make_group("gloo", **options))
         for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", local_rank), ("MASTER_PORT", 0)):

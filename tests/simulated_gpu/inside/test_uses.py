@@ -58,12 +58,23 @@ def test_an_evaluation_has_the_result_of_a_cpu(
             journal = run(*words)
             assert journal.devices and journal.races == [] and journal.pageable == []
         results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
-    found, expected = ([*numbers_of(one["metrics"]), *numbers_of(one.get("findings"))] for one in reversed(results))
+    expected, found = map(numbers_of, results)
     assert found == pytest.approx(expected, rel=1e-4) and len(found) > 1
 
 
 def test_clips_are_embedded_as_on_a_cpu(trained: dict[str, Path], clips_dir: Path, tmp_path: Path) -> None:
-    words = ("embed", trained["dual-encoder"], "--shards", clips_dir, "--split", "train", "--batch", "2", "--workers", "1")
+    words = (
+        "embed",
+        trained["dual-encoder"],
+        "--shards",
+        clips_dir,
+        "--split",
+        "train",
+        "--batch",
+        "2",
+        "--workers",
+        "1",
+    )
     assert train(*words, "--device", "cpu", "--out", tmp_path / "cpu") == 0
     journal = run(*words, "--device", "cuda", "--out", tmp_path / "gpu")
     assert journal.races == [] and journal.pageable == []

@@ -1,18 +1,18 @@
-"""Which attention kernel each preset gets on each generation of GPUs, as xformers' dispatcher answers; docs/models.md."""
+"""Which attention kernel each preset gets on each generation of GPUs, by xformers' dispatcher: docs/models.md."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clipmill.manifests.errors import UserError, first_line
+from clipmill.manifests.errors import UserError
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import load_settings, preset_path, presets_of
 from clipmill.train.models.attention import pack
-from clipmill.train.models.attention_kernels import kernels_of
+from clipmill.train.models.attention_kernels import kernels_of, why_no_operator
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.masked_autoencoder import decoder_size
 from clipmill.train.models.transformer import TransformerSize
@@ -58,7 +58,7 @@ def calls_of(settings: ClipSettings) -> list[Call]:
     elif "text" in settings.tower_names():
         trunks.append(("packed captions", size.text.trunk))
     calls = [Call(what, trunk.width // trunk.num_heads, settings.precision) for what, trunk in trunks]
-    return list(dict.fromkeys(calls))
+    return list(dict.fromkeys([*calls, *(replace(call, precision="fp32") for call in calls)]))
 
 
 def kernel_of(call: Call, capability: tuple[int, int]) -> str:
@@ -76,12 +76,13 @@ def kernel_of(call: Call, capability: tuple[int, int]) -> str:
         try:
             return NAMES[str(kernels_of("xformers", *qkv, causal=call.what != "clips", packing=packing))]
         except NotImplementedError as error:
-            return f"sdpa: {first_line(error)}"
+            return why_no_operator(error)
 
 
 def table() -> str:
-    """The table of docs/models.md."""
+    """The table of docs/models.md, with xformers' reasons below it."""
     rows: dict[tuple[str, ...], list[str]] = {}
+    reasons: dict[str, int] = {}
     for spec in TASKS.values():
         for name in presets_of(spec.settings):
             try:
@@ -90,11 +91,16 @@ def table() -> str:
                 continue
             for call in calls_of(settings):
                 kernels = [kernel_of(call, capability) for capability in GPUS]
-                rows.setdefault((call.what, str(call.width), call.precision, *kernels), []).append(f"`{name}`")
+                cells = [one if one in NAMES.values() else f"SDPA [{_number(one, reasons)}]" for one in kernels]
+                rows.setdefault((call.what, str(call.width), call.precision, *cells), []).append(f"`{name}`")
     lines = [f"| attention of | width of a head | `--precision` | {' | '.join(GPUS.values())} | presets |"]
     lines.append("|---" * (4 + len(GPUS)) + "|")
     lines += [f"| {' | '.join(cells)} | {', '.join(dict.fromkeys(names))} |" for cells, names in rows.items()]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *(f"[{number}] {reason}" for reason, number in reasons.items())])
+
+
+def _number(reason: str, reasons: dict[str, int]) -> int:
+    return reasons.setdefault(reason, len(reasons) + 1)
 
 
 def test_the_documentation_has_the_kernel_of_every_preset_on_every_gpu(repository: Path) -> None:
