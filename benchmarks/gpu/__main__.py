@@ -48,7 +48,7 @@ class Request:
     data: Path
     minutes: float
     is_dry_run: bool
-    is_first: bool
+    is_first: bool = False
 
 
 def _measure(module: str, function: str, setup: Setup, **options: Any) -> Result:

@@ -148,9 +148,9 @@ class Simulated(torch.Tensor):
     values: torch.Tensor
     stream: tuple[int, int]
     known_to: set[tuple[int, int]]
-    copy: Copy | None
+    made_by: Copy | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, device: torch.device) -> "Simulated":
@@ -164,12 +164,14 @@ class Simulated(torch.Tensor):
             device=device,
             requires_grad=False,
         )
-        made.values, made.stream, made.copy = values, _stream_of(device), None
+        made.values, made.stream, made.made_by = values, _stream_of(device), None
         made.known_to = {made.stream}
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _ACTIVE[-1].dispatch(func, args, kwargs or {})
 
     def tolist(self) -> Any:
@@ -219,7 +221,7 @@ class Device:
         stream = _stream_of(tensor.device)
         if stream == tensor.stream:
             return
-        if tensor.copy is not None and tensor.copy in self.journal.pending:
+        if tensor.made_by is not None and tensor.made_by in self.journal.pending:
             self.journal.note(self.journal.races, "a tensor was used before the copy that makes it was over")
         if stream not in tensor.known_to:
             self.journal.note(self.journal.races, "a tensor was used on a stream that the allocator does not know of")
@@ -281,7 +283,7 @@ class Device:
             self._wait(f"a copy of {what} to the host", source.device)
         made = self._run(func, name, args, kwargs, [x for x in (args[0],) if isinstance(x, Simulated)], device=target)
         if isinstance(made, Simulated):
-            made.copy = copy
+            made.made_by = copy
         return made
 
     def _run(

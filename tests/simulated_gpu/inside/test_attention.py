@@ -64,9 +64,9 @@ def test_every_width_has_the_numbers_and_gradients_of_the_formula(
         out.square().sum().backward()
         assert own.grad is not None
         results.append((out.detach().float().cpu(), own.grad.float().cpu()))
-    bounds = {"atol": 0.1, "rtol": 0.05} if dtype is torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
+    atol, rtol = (0.1, 0.05) if dtype is torch.bfloat16 else (1e-5, 1e-5)
     for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, **bounds)
+        torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
 
 
 def test_heads_of_64_are_computed_by_flash_attention(journal: Journal) -> None:

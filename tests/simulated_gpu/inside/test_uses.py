@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from clipmill import load_model, open_clips, open_latents
+from clipmill.train.engine.throughput import Throughput
 from tests.gpu.test_columns import LATENTS, TEXT, column, make_latents, make_text
 from tests.simulated_gpu.device import Journal
 from tests.simulated_gpu.inside.steps import LOCAL_RANK, run
@@ -59,7 +60,7 @@ def test_an_evaluation_has_the_result_of_a_cpu(
             assert journal.devices and journal.races == [] and journal.pageable == []
         results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     expected, found = map(numbers_of, results)
-    assert found == pytest.approx(expected, rel=1e-4) and len(found) > 1
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6) and len(found) > 1
 
 
 def test_clips_are_embedded_as_on_a_cpu(trained: dict[str, Path], clips_dir: Path, tmp_path: Path) -> None:
@@ -122,6 +123,16 @@ def test_batches_lie_on_the_gpu_of_their_rank(
     for name, one, other in kept:
         assert torch.equal(one.cpu(), other), name
     assert journal.devices == {number} and journal.races == [] and journal.pageable == []
+
+
+@pytest.mark.parametrize(("name", "tflops"), [("NVIDIA H200", 989.4), ("NVIDIA H200 NVL", 835.5)])
+def test_utilisation_is_that_of_the_gpu_by_its_whole_name(
+    name: str, tflops: float, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+    throughput = Throughput(device=torch.device("cuda", 0), precision="bf16")
+    throughput.flops_per_step = 10**12
+    assert throughput.metrics(step_s=0.01, waited_s=0.0, num_samples=1)["mfu"] == pytest.approx(100 / tflops)
 
 
 def test_columns_are_those_of_a_cpu(clips_dir: Path, tmp_path: Path, journal: Journal) -> None:
