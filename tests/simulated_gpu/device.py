@@ -143,9 +143,9 @@ def _stream_of(device: torch.device) -> tuple[int, int]:
 
 
 class Simulated(torch.Tensor):
-    """A tensor of the simulated device. `values` has its numbers; `stream` is the one that made it."""
+    """A tensor of the simulated device. `numbers` are on the CPU; `stream` is the one that made it."""
 
-    values: torch.Tensor
+    numbers: torch.Tensor
     stream: tuple[int, int]
     known_to: set[tuple[int, int]]
     made_by: Copy | None
@@ -164,7 +164,7 @@ class Simulated(torch.Tensor):
             device=device,
             requires_grad=False,
         )
-        made.values, made.stream, made.made_by = values, _stream_of(device), None
+        made.numbers, made.stream, made.made_by = values, _stream_of(device), None
         made.known_to = {made.stream}
         return made
 
@@ -190,11 +190,11 @@ class Simulated(torch.Tensor):
         return f"Simulated({self.device}, {tuple(self.shape)}, {self.dtype})"
 
     def __tensor_flatten__(self) -> Any:
-        return ["values"], self.device
+        return ["numbers"], self.device
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, device: Any, *_: Any) -> "Simulated":
-        return Simulated(inner["values"], device)
+        return Simulated(inner["numbers"], device)
 
 
 class Device:
@@ -274,7 +274,7 @@ class Device:
                 args[0] if name != "_to_copy" else torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype)
             )
             if name == "_to_copy" or out.is_pinned():
-                values = source.values.to(out.dtype, copy=True)
+                values = source.numbers.to(out.dtype, copy=True)
                 out.fill_(float("nan") if out.dtype.is_floating_point else -1)
                 journal.begin(Copy(out, out, place(), _stream_of(source.device), arrives=values))
                 return out
@@ -292,8 +292,8 @@ class Device:
         if device is None:
             asked = kwargs.get("device")
             device = _with_index(asked) if asked is not None else ours[0].device if ours else CPU
-        plain_args = _mapped(_numbers, args)
-        plain_kwargs = {key: _mapped(_numbers, value) for key, value in kwargs.items()}
+        plain_args = _mapped(_plain, args)
+        plain_kwargs = {key: _mapped(_plain, value) for key, value in kwargs.items()}
         if _is_cuda(plain_kwargs.get("device")):
             plain_kwargs["device"] = CPU
         generator = plain_kwargs.get("generator")
@@ -341,8 +341,8 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     return change(value)
 
 
-def _numbers(value: Any) -> Any:
-    return value.values if isinstance(value, Simulated) else value
+def _plain(value: Any) -> Any:
+    return value.numbers if isinstance(value, Simulated) else value
 
 
 def _is_cuda(device: Any) -> bool:

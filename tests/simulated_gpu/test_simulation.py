@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def test_the_simulated_gpu_is_used_as_a_gpu_must_be(tmp_path: Path) -> None:
-    words = ("-m", "pytest", str(INSIDE), "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    words = ("-m", "pytest", str(INSIDE), "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", "0")
     done = run_simulated(words, folder=tmp_path)
     assert done.returncode == 0 and " passed" in done.stdout, f"{done.stdout[-8000:]}{done.stderr[-3000:]}"
 

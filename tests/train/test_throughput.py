@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from clipmill.train.engine.throughput import FlopCounter, Throughput, peak_flops
+from clipmill.train.engine.throughput import FlopCounter, Throughput, efficient_flops, peak_flops
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import SIZES, DualEncoder
 
@@ -86,6 +86,12 @@ def test_counting_does_not_change_the_step() -> None:
         found.append([*(one.grad for one in model.parameters()), torch.get_rng_state()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert not model._forward_pre_hooks
+
+
+def test_the_flops_of_xformers_kernel_are_those_of_the_formula() -> None:
+    """It takes [B, M, H, K], and queries of a captioner's cross-attention are fewer or more than the keys."""
+    query, key = torch.empty(2, 12, 4, 8), torch.empty(2, 9, 4, 8)
+    assert efficient_flops(query, key, key) == 2 * 2 * (2 * 4 * 12 * 9 * 8)
 
 
 def test_numbers_of_a_step() -> None:

@@ -107,7 +107,7 @@ class FlopCounter(TorchDispatchMode):
                 return parts
         out = func(*args, **(kwargs or {}))
         if packet is torch.ops.aten._efficient_attention_forward:
-            self.num_flops += _efficient_flops(*args, **(kwargs or {}))
+            self.num_flops += efficient_flops(*args, **(kwargs or {}))
         elif packet in flop_registry:
             self.num_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif str(packet) == "xformers_flash.flash_fwd":
@@ -118,7 +118,7 @@ class FlopCounter(TorchDispatchMode):
         return out
 
 
-def _efficient_flops(
+def efficient_flops(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ import pytest
 import torch
 
 from clipmill import load_model, open_clips, open_latents
+from clipmill.train.data.batch import BatchRing, Sample
+from clipmill.train.data.order import Cursor
+from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.engine.throughput import Throughput
+from clipmill.train.evaluation.probe.features import extract
 from tests.gpu.test_columns import LATENTS, TEXT, column, make_latents, make_text
 from tests.simulated_gpu.device import Journal
 from tests.simulated_gpu.inside.steps import LOCAL_RANK, run
@@ -147,3 +152,27 @@ def test_columns_are_those_of_a_cpu(clips_dir: Path, tmp_path: Path, journal: Jo
         assert found.keys() == expected.keys() and found
         for key, one in expected.items():
             np.testing.assert_allclose(found[key], one, atol=2e-3)
+
+
+class _FirstPixel:
+    """A tower whose feature is the first pixel of a clip."""
+
+    def features(self, video: torch.Tensor) -> torch.Tensor:
+        return video[:, :1].float()
+
+
+def test_features_are_those_of_their_own_clips_however_far_ahead_the_host_is(journal: Journal) -> None:
+    """Nothing waits for the device while features are extracted, so copies of all batches may be pending."""
+    ring = BatchRing(4, pin=True)
+
+    def batches() -> Iterator[LoadedBatch]:
+        for first in range(0, 24, 4):
+            numbers = range(first, first + 4)
+            clips = [Sample(position=one, key="a", video=np.full(8, one, np.uint8)) for one in numbers]
+            yield LoadedBatch(ring.collate(clips), (), Cursor(0))
+
+    device = torch.device("cuda", 0)
+    found = extract([_FirstPixel()], batches(), inputs=lambda batch: batch["video"], device=device)
+    journal.finish()
+    assert journal.races == [] and journal.pageable == []
+    assert found.of_tower[0][:, 0].tolist() == found.sample.tolist() == [*range(24)]
