@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.device.driver import why_no_gpu
 from clipmill.train.device.transfer import Scalar
 
 PrecisionChoice = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
@@ -128,6 +127,8 @@ def choose_device(name: str, *, needs_gpu: bool = False) -> torch.device:
     """
     if name == "cpu" or torch.cuda.is_available():
         return torch.device("cuda" if name == "auto" else name)
+    from clipmill.train.device.driver import why_no_gpu  # only where torch finds no GPU
+
     reason = why_no_gpu()
     if name == "cuda" or needs_gpu:
         flag = "--require-gpu" if needs_gpu else "--device cuda"

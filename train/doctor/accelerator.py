@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from clipmill.manifests.errors import first_line
-from clipmill.train.device.driver import driver_version, required_driver
 from clipmill.train.run.environment import installed_version
 
 _TIMEOUT_S = 180.0
@@ -84,6 +83,8 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         tries: run each attention backend on the device and load xformers, which changes global settings of torch.
         has_gpus: look for GPUs, which initialises CUDA.
     """
+    from clipmill.train.device.driver import driver_version, required_driver  # a run needs it for its page alone
+
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -180,6 +181,8 @@ def _try_one(name: str, kind: str, precision: str, device_type: str) -> Tried:
 
 def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "clipmill.train.doctor.accelerator") -> Accelerator:
     """Examine in a child process; a hang or crash becomes `torch_error`."""
+    from clipmill.train.device.driver import driver_version
+
     command, pipe = [sys.executable, "-P", "-m", module], subprocess.PIPE
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True)
     try:

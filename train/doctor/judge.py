@@ -6,7 +6,6 @@ from functools import partial
 
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import size_text
-from clipmill.train.device.driver import is_older
 from clipmill.train.doctor.examined import Examined
 from clipmill.train.doctor.host import LEVELS, Finding
 
@@ -35,6 +34,8 @@ def _torch(examined: Examined) -> Iterator[Finding]:
 
 
 def _gpu(examined: Examined) -> Iterator[Finding]:
+    from clipmill.train.device.driver import is_older
+
     accelerator = examined.accelerator
     if accelerator.gpus or accelerator.torch_error is not None or examined.asked_device == "cpu":
         return
