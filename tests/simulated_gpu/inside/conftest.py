@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from tests.gpu.data import write_latents_folder
-from tests.simulated_gpu.device import Journal, simulation
+from tests.simulated_gpu.device import simulation
 from tests.simulated_gpu.inside.runs import train_all
+from tests.simulated_gpu.journal import Journal
 from tests.simulated_gpu.runtime import is_simulated
 from tests.train.classify.moving import write_moving
 from tests.train.conftest import _arguments_are_made_once  # noqa: F401 - for every test

@@ -9,8 +9,9 @@ import pytest
 from clipmill.train.distributed import launch
 from clipmill.train.engine.failure_log import FailureLog, SyncedBatch
 from clipmill.train.run.checkpoint_writer import CheckpointWriter
-from tests.simulated_gpu.device import Journal, Note, simulation
+from tests.simulated_gpu.device import simulation
 from tests.simulated_gpu.inside.runs import NUM_STEPS
+from tests.simulated_gpu.journal import Journal, Note
 from tests.train.running import train
 
 LOCAL_RANK = 2

@@ -10,9 +10,10 @@ import torch
 from clipmill.train.device.transfer import LateMetrics, pinned
 from clipmill.train.models import attention
 from clipmill.train.models.attention import attend_naively, attend_with_xformers, attend_with_xformers_or_sdpa, pack
-from tests.simulated_gpu.device import Journal, MixedDevices
+from tests.simulated_gpu.device import MixedDevices
 from tests.simulated_gpu.inside.runs import DECODER, PIXELS
 from tests.simulated_gpu.inside.steps import run
+from tests.simulated_gpu.journal import Journal
 from tests.simulated_gpu.kernels import CALLS
 from tests.train.running import error_of, facts, train
 

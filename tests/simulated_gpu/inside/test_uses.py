@@ -18,8 +18,8 @@ from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.engine.throughput import Throughput
 from clipmill.train.evaluation.probe.features import extract
 from tests.gpu.test_columns import LATENTS, TEXT, column, make_latents, make_text
-from tests.simulated_gpu.device import Journal
 from tests.simulated_gpu.inside.steps import LOCAL_RANK, run
+from tests.simulated_gpu.journal import Journal
 from tests.train.running import train
 
 EVALUATIONS = {
@@ -122,7 +122,9 @@ def test_batches_lie_on_the_gpu_of_their_rank(
             for name, value in right.items():
                 if isinstance(value, torch.Tensor) and isinstance(batch[name], torch.Tensor):
                     kept.append((name, batch[name], value))
-            assert batch["video" if kind == "clips" else "latents"].device == torch.device("cuda", number)
+            pictures = batch["video" if kind == "clips" else "latents"]
+            assert pictures.device == torch.device("cuda", number)
+            pictures.flatten()  # at once, as a model would use it
     torch.cuda.synchronize()
     # The batches belong to the caller: later ones have overwritten none.
     for name, one, other in kept:
