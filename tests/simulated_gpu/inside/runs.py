@@ -6,7 +6,7 @@ from tests.train.running import train
 
 NUM_STEPS = 3
 SMALL = "--model tiny --num-frames 2 --warmup-steps 2 --lr 1e-3 --workers 1 --max-grad-norm 1e6"
-PIXELS = f"{SMALL} --size-px 32 --batch 4 --towers.depth 2"
+PIXELS = f"{SMALL} --size-px 32 --batch 4 --towers.depth 1"
 LATENTS = f"{SMALL} --input latents --segment 2s --batch 4 --towers.depth 1"
 DECODER = "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280"
 # A run of each task to evaluate.

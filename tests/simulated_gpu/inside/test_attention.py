@@ -24,7 +24,6 @@ MODELS = {
     "video": (f"dual-encoder {PIXELS} --towers.heads 32", 4),
     "text": (f"dual-encoder {PIXELS} --towers.text-width 64 --towers.text-heads 16", 4),
     "decoder": (f"caption {PIXELS} {DECODER} --decoder.heads 32", None),
-    "divided": (f"dual-encoder {PIXELS} --towers.attention divided --towers.heads 32", 4),
 }
 
 
@@ -37,7 +36,7 @@ def test_heads_without_a_kernel_are_announced_and_computed_by_sdpa(
     run(*words)
     said = capsys.readouterr().out
     assert "xformers has no kernel for" in said and "sdpa" in said
-    assert facts(tmp_path / "run")["attention_choice"] == ("sdpa" if part in ("video", "divided") else "xformers")
+    assert facts(tmp_path / "run")["attention_choice"] == ("sdpa" if part == "video" else "xformers")
 
 
 def test_xformers_by_name_is_refused_for_such_heads(

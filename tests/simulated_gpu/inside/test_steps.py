@@ -29,7 +29,7 @@ RUNS = {
     " --optimizer.schedule fixed",
     "mbcl, evaluated": f"dual-encoder {PIXELS} {HALF} --loss.kind mbcl --optimizer.ema 0.9 {IN_LOOP}",
     "max-margin": f"dual-encoder {PIXELS} {SINGLE} --loss.kind max-margin --towers.drop-path 0.1 --microbatch 2",
-    "siglip, frozen": f"dual-encoder {PIXELS} {HALF} --loss.kind siglip --freeze blocks:1 --towers.no-packed-text",
+    "siglip, frozen": f"dual-encoder {PIXELS} {HALF} --loss.kind siglip --freeze video --towers.no-packed-text",
     "adapters": f"dual-encoder {PIXELS} {SINGLE} --freeze text --lora.rank 2 --towers.patch-dropout 0.5"
     " --init.weights WEIGHTS",
     "divided": f"dual-encoder {PIXELS} --precision fp16 --towers.attention divided",
