@@ -165,7 +165,7 @@ def _added(values: torch.Tensor, others: torch.Tensor, factors: torch.Tensor) ->
 
 def _numbers(values: Sequence[float], device: torch.device) -> torch.Tensor:
     """A float32 number for each clip, [N, 1, 1, 1, 1]."""
-    return send(torch.tensor(values).view(-1, 1, 1, 1, 1), device)
+    return send(torch.tensor(values, dtype=torch.float32).view(-1, 1, 1, 1, 1), device)
 
 
 def _sharpened(clips_NTCHW: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
@@ -203,7 +203,9 @@ def _moved(clips_NTCHW: torch.Tensor, origins: Sequence[_Map], *, fill: Triple) 
     device, num_frames, size_px = clips_NTCHW.device, clips_NTCHW.shape[1], clips_NTCHW.shape[-1]
     x_W1, y_H11 = _pixel_centres(size_px, device)
     # Coefficients of x and y of the source, [3, N, 1, 1, 2]; sources are [N, H, W, 2].
-    of_x, of_y, offset = send(torch.tensor(origins).permute(2, 0, 1)[:, :, None, None].contiguous(), device).unbind(0)
+    of_x, of_y, offset = send(
+        torch.tensor(origins, dtype=torch.float32).permute(2, 0, 1)[:, :, None, None].contiguous(), device
+    ).unbind(0)
     from_NHW2 = (of_x * x_W1 + of_y * y_H11).add_(offset)
     inside_NHW = ((from_NHW2 >= 0) & (from_NHW2 < size_px)).all(dim=-1)
     grid_NHW2 = from_NHW2.mul_(2).div_(size_px).sub_(1)

@@ -14,7 +14,8 @@ TASKS = {
     "dual-encoder": f"dual-encoder {PIXELS}",
     "classify": f"classify {PIXELS} --label class",
     "mae": f"mae {PIXELS} --mask-ratio 0.75 --decoder-depth 1",
-    "caption": f"caption {PIXELS} {DECODER}",
+    # One that does not end each caption at once.
+    "caption": f"caption {PIXELS.replace('--towers.depth 1', '--towers.depth 2')} {DECODER}",
 }
 
 
