@@ -29,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 # Files with tests that take half a minute or more. They run first, because at the end of the suite the other cores
 # would wait for them.
 LONG = (
+    "test_simulation.py",
     "test_gpu_dry_run.py",
     "test_slice.py",
     "test_signals.py",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import MEASUREMENTS, Request, require_possible
+from benchmarks.gpu.__main__ import FIRST, MEASUREMENTS, Request, require_possible
 from benchmarks.gpu.implementations import Implementation, faster_than, rows_of, take_turns
 from benchmarks.gpu.measurements import Measurement, Result, Setup, Target, run_measurements
 from clipmill.manifests.errors import UserError
@@ -173,3 +173,4 @@ def test_a_plain_mistake_is_said_before_anything_is_measured(
 def test_the_measurements_fit_into_their_minutes() -> None:
     assert sum(one.estimated_s for one in MEASUREMENTS) <= 15 * 60
     assert len({one.name for one in MEASUREMENTS}) == len(MEASUREMENTS)
+    assert sum(one.estimated_s for one in FIRST) <= 8 * 60

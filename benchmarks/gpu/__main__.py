@@ -1,11 +1,13 @@
 """GPU benchmarks: the speed of models and encoders, and of the input pipeline that feeds them.
 
     python -m benchmarks.gpu --json FILE [--data demo/data] [--minutes 15] [--dry-run]
+    python -m benchmarks.gpu --first [--json gpu-first.json] [--minutes 8]
 
 The most important figures come first. Each is in FILE before the next one is measured, and all are printed at the end,
 as a page of Markdown. benchmarks/gpu/README.md describes the methods. --data is a data folder with captioned chunks,
-which are repeated to a few thousand clips; `make demo` makes demo/data. --dry-run runs the program with tiny sizes on a
-CPU; its figures are meaningless.
+which are repeated to a few thousand clips; `make demo` makes demo/data. --first is for a machine with a GPU on which
+nothing has run yet (docs/gpu.md); without a data folder it makes small clips of its own. --dry-run runs the program
+with tiny sizes on a CPU; its figures are meaningless.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +29,7 @@ from benchmarks.gpu.measurements import Measurement, Result, Setup
 from benchmarks.gpu.supervised import is_measuring, run_supervised
 from benchmarks.gpu.tables import page_of
 from clipmill.manifests.errors import FailedWork, UserError, run_command
+from tests.train.classify.moving import write_moving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,22 +41,40 @@ class Request:
         data: the data folder.
         minutes: time limit of all measurements together.
         is_dry_run: tiny sizes on a CPU.
+        is_first: the measurements of `FIRST`.
     """
 
     json: Path
     data: Path
     minutes: float
     is_dry_run: bool
+    is_first: bool = False
 
 
-def _measure(module: str, function: str, setup: Setup) -> Result:
+def _measure(module: str, function: str, setup: Setup, **options: Any) -> Result:
     """Run a measurement whose module is imported now, so that a missing dependency affects only this one."""
-    found: Result = getattr(import_module(f"benchmarks.gpu.{module}"), function)(setup)
+    found: Result = getattr(import_module(f"benchmarks.gpu.{module}"), function)(setup, **options)
     return found
 
 
-def _measurement(name: str, module: str, function: str, *, estimated_s: float) -> Measurement:
-    return Measurement(name=name, measure=partial(_measure, module, function), estimated_s=estimated_s)
+def _measurement(name: str, module: str, function: str, *, estimated_s: float, **options: Any) -> Measurement:
+    return Measurement(name=name, measure=partial(_measure, module, function, **options), estimated_s=estimated_s)
+
+
+def _tests(name: str, *files: str, selection: str = "", estimated_s: float) -> Measurement:
+    return _measurement(name, "first", "measure_tests", files=files, selection=selection, estimated_s=estimated_s)
+
+
+# Eight minutes on a machine on which nothing has run yet.
+FIRST = (
+    _measurement("Doctor", "first", "measure_doctor", estimated_s=20),
+    _measurement("Attention: equality and speed", "first", "measure_attention", estimated_s=40),
+    _tests("Memory that copies may still read", "test_prefetch.py", estimated_s=40),
+    _tests("Where the host waits", "test_host_waits.py", estimated_s=60),
+    _tests("A step of every task", "test_tasks.py", selection="losses_of_a_cpu", estimated_s=90),
+    _tests("Resumption", "test_resuming.py", estimated_s=60),
+    _measurement("b16-ego4d: MFU and waiting for data", "first", "measure_preset", estimated_s=120),
+)
 
 
 # In order of importance. Estimated from FLOPs and the duration of imports and compilation, not measured.
@@ -78,15 +100,23 @@ MEASUREMENTS = (
 def main() -> None:
     """Run the measurements, and print their tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="JSON file for the results")
-    parser.add_argument("--minutes", type=float, default=15.0, help="time for all measurements (default 15)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="JSON file for the results")
+    parser.add_argument("--minutes", type=float, help="time for all measurements (default 15, with --first 8)")
+    parser.add_argument("--first", action="store_true", help="does a new machine work, and how fast, in 8 minutes")
     parser.add_argument(
         "--data", type=Path, default=Path("demo/data"), metavar="DIR", help="data folder (default demo/data)"
     )
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU")
     found = parser.parse_args()
+    if found.json is None and not found.first:
+        parser.error("the following arguments are required: --json")
+    minutes = (8.0 if found.first else 15.0) if found.minutes is None else found.minutes
     request = Request(
-        json=found.json.absolute(), data=found.data.absolute(), minutes=found.minutes, is_dry_run=found.dry_run
+        json=(found.json or Path("gpu-first.json")).absolute(),
+        data=found.data.absolute(),
+        minutes=minutes,
+        is_dry_run=found.dry_run,
+        is_first=found.first,
     )
     run_command(lambda: run(request))
 
@@ -107,12 +137,21 @@ def run(request: Request) -> None:
 
         def setup() -> Setup:
             device = torch.device("cpu") if request.is_dry_run else torch.device("cuda", 0)
-            return Setup(device=device, is_dry_run=request.is_dry_run, data=request.data, scratch=Path(scratch))
+            data = request.data
+            if request.is_first and not data.is_dir():
+                data = Path(scratch) / "made"
+                data.mkdir()
+                write_moving(data)
+            return Setup(device=device, is_dry_run=request.is_dry_run, data=data, scratch=Path(scratch))
 
         try:
             with redirect_stdout(sys.stderr):  # of training runs: stdout is for the page
                 has_succeeded = run_supervised(
-                    MEASUREMENTS, setup=setup, is_dry_run=request.is_dry_run, minutes=request.minutes, path=request.json
+                    FIRST if request.is_first else MEASUREMENTS,
+                    setup=setup,
+                    is_dry_run=request.is_dry_run,
+                    minutes=request.minutes,
+                    path=request.json,
                 )
         finally:
             if request.json.exists() and not is_measuring():
@@ -131,7 +170,7 @@ def require_possible(request: Request) -> None:
         raise UserError(
             f"--minutes {request.minutes:g} is out of range", hint="give a number greater than 0 (default 15)"
         )
-    if not request.data.is_dir():
+    if not request.data.is_dir() and not request.is_first:
         raise UserError(
             f"the data folder {request.data} does not exist",
             hint="give a data folder of prep with --data, or make demo/data by `make demo`",

@@ -78,7 +78,7 @@ def measure_attention(setup: Setup) -> Result:
         if setup.is_dry_run and precision != "fp32":
             continue
         for shape in SHAPES:
-            row, failed = _row(_tiny(shape) if setup.is_dry_run else shape, setup, precision=precision, dtype=dtype)
+            row, failed = _row(tiny(shape) if setup.is_dry_run else shape, setup, precision=precision, dtype=dtype)
             rows.append(row)
             for text in failed:
                 failures.setdefault(text, []).append(f"{shape.name} {precision}")
@@ -139,7 +139,7 @@ def _forced(backend: SDPBackend) -> Attend:
 
 
 def _row(shape: Shape, setup: Setup, *, precision: str, dtype: torch.dtype) -> tuple[dict[str, Any], list[str]]:
-    calls = _Calls(shape, device=setup.device, dtype=dtype)
+    calls = AttentionCalls(shape, device=setup.device, dtype=dtype)
     attends = attentions(setup)
     openings = {
         name: lambda opens=opens: Implementation(
@@ -169,7 +169,7 @@ def _row(shape: Shape, setup: Setup, *, precision: str, dtype: torch.dtype) -> t
     return row, [f"{name}: {one.error}" for name, one in taken.items() if one.error is not None]
 
 
-class _Calls:
+class AttentionCalls:
     """Attention calls on queries, keys and values that are slices of one tensor, as in a model."""
 
     def __init__(self, shape: Shape, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -191,6 +191,14 @@ class _Calls:
 
     def forward_and_backward(self, attend: Attend) -> None:
         torch.autograd.grad(self.forward(attend), (self._q, self._k, self._v), self._gradient)
+
+    def gradients(self, attend: Attend, *, in_float32: bool = False) -> list[torch.Tensor]:
+        """The gradients of queries, keys and values, computed in their precision or in float32."""
+        inputs = [self._q, self._k, self._v]
+        if in_float32:
+            inputs = [x.detach().float().requires_grad_() for x in inputs]
+        out = attend(*inputs, causal=self._causal, packing=self._packing)
+        return [*torch.autograd.grad(out, inputs, self._gradient.to(out.dtype))]
 
     def what_ran(self, opens: Callable[[], Attend]) -> str:
         """Return the names of the attention operators, and of the longest kernel of a forward pass."""
@@ -233,7 +241,8 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _tiny(shape: Shape) -> Shape:
+def tiny(shape: Shape) -> Shape:
+    """A shape of a dry run."""
     return replace(shape, batch=2, queries=min(shape.queries, 20), keys=shape.keys and 24, heads=2, width=16)
 
 

@@ -62,6 +62,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/columns.md",
         "docs/loading.md",
         "docs/models.md",
+        "docs/gpu.md",
         "docs/losses.md",
         "docs/plugins.md",
         "docs/optimizers.md",

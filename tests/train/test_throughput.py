@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from clipmill.train.engine.throughput import FlopCounter, Throughput, peak_flops
+from clipmill.train.engine.throughput import FlopCounter, Throughput, efficient_flops, peak_flops
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import SIZES, DualEncoder
 
@@ -88,6 +88,12 @@ def test_counting_does_not_change_the_step() -> None:
     assert not model._forward_pre_hooks
 
 
+def test_the_flops_of_xformers_kernel_are_those_of_the_formula() -> None:
+    """It takes [B, M, H, K], and queries of a captioner's cross-attention are fewer or more than the keys."""
+    query, key = torch.empty(2, 12, 4, 8), torch.empty(2, 9, 4, 8)
+    assert efficient_flops(query, key, key) == 2 * 2 * (2 * 4 * 12 * 9 * 8)
+
+
 def test_numbers_of_a_step() -> None:
     speed = speed_of()
     assert speed.metrics(step_s=2.0, waited_s=0.5, num_samples=64) == {
@@ -108,6 +114,13 @@ def test_numbers_of_a_step() -> None:
         ("NVIDIA H100 80GB HBM3", "fp16", 989.4),
         ("NVIDIA H100 PCIe", "bf16", 756.0),
         ("NVIDIA H100 NVL", "bf16", 835.5),
+        ("NVIDIA H200 NVL", "bf16", 835.5),
+        ("NVIDIA GH200 480GB", "bf16", 989.4),
+        ("NVIDIA H800 PCIe", "bf16", 756.0),
+        ("Tesla V100S-PCIE-32GB", "fp16", 130.0),
+        ("Tesla V100-PCIE-32GB", "tf32", None),
+        ("NVIDIA H200 MIG 1g.18gb", "bf16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
         ("NVIDIA A100-SXM4-80GB", "tf32", 156.0),
         ("NVIDIA A10G", "bf16", 70.0),

@@ -21,7 +21,7 @@ from clipmill.train.augment.colour import rgb_matrices
 from clipmill.train.augment.draws import MAX_SIGMA_PX, Draw
 from clipmill.train.augment.rand_augment import Triple, rand_augment_clips
 from clipmill.train.device.random import device_uniform
-from clipmill.train.device.transfer import sent
+from clipmill.train.device.transfer import send
 
 # Effects on clips: colour jitter with normalisation, Gaussian blur, and random erasing.
 #
@@ -102,7 +102,7 @@ def blur_clips(video: torch.Tensor, sigma_px: NDArray[np.float32]) -> None:
     # Autocast would round values to eight bits of mantissa.
     with torch.autocast(video.device.type, enabled=False):
         for number in np.flatnonzero(sigma_px):
-            matrix = sent(blur_matrix(video.shape[-1], sigma_px=float(sigma_px[number])), video.device)
+            matrix = send(blur_matrix(video.shape[-1], sigma_px=float(sigma_px[number])), video.device)
             video[number] = matrix.T @ (video[number] @ matrix)
 
 
@@ -162,8 +162,8 @@ def to_model_input(
         raise ValueError(f"pictures of {video.shape[-1]} bytes are not 4:2:0 planes of {size_px} x {size_px}")
     device = video.device
     has_contrast = draw is not None and bool((draw.contrast != 1).any())
-    flip = sent(draw.flip, device) if draw is not None and draw.flip.any() else None
-    to_normalised = sent(colour_map(draw, mean=mean, std=std), device)
+    flip = send(draw.flip, device) if draw is not None and draw.flip.any() else None
+    to_normalised = send(colour_map(draw, mean=mean, std=std), device)
     pictures = one_pass(
         video,
         _rgb_matrices(device)[colour.long()],

@@ -105,7 +105,7 @@ def _open(spec: TaskSpec, settings: ClipSettings, world: World, *, seconds: floa
             f"train bench measures one data folder, and --shards names {len(settings.folders)}",
             hint=f"measure each by itself: --shards {settings.folders[0]}",
         )
-    device = choose_device(settings.device)
+    device = choose_device(settings.device, needs_gpu=settings.require_gpu)
     device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
     opened = open_to_measure(spec, settings, world=world, device=device, say=lambda line: None)
     check_batch(opened.settings, opened.samples)

@@ -101,8 +101,9 @@ def _measure(
         from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts
 
     start = launch_facts(settings, resume=None)
+    device_type = choose_device(settings.device, needs_gpu=settings.require_gpu).type
     with (
-        open_world(device_type=choose_device(settings.device).type, start=start, hint=SAME_LAUNCH) as world,
+        open_world(device_type=device_type, start=start, hint=SAME_LAUNCH) as world,
         reading_variants(choose_variants(settings.folders, settings.variant, cache=settings.cache)),
     ):
         if world.size == 1:

@@ -29,8 +29,8 @@ from clipmill.train.device.precision import choose_device, open_precision
 from clipmill.train.distributed.launch import open_world
 from clipmill.train.distributed.world import World
 from clipmill.train.doctor.commands import doctor_facts
-from clipmill.train.engine.attention_choice import choose_attention, kernels_fact
-from clipmill.train.engine.clip_task import describe_parameters
+from clipmill.train.engine.attention_choice import choose_attention, describe_fallback, kernels_fact
+from clipmill.train.engine.clip_task import describe_parameters, outline
 from clipmill.train.engine.loop import check_batch, describe_epochs, train
 from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
 from clipmill.train.engine.task import check_stages
@@ -56,7 +56,7 @@ _LOST_S = 120.0
 def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance: Provenance) -> None:
     """Train a task's model on all ranks of torchrun, and write the run's results page."""
     check_tracking(settings.track)
-    device = choose_device(settings.device)
+    device = choose_device(settings.device, needs_gpu=settings.require_gpu)
     start = launch_facts(settings, resume=resume)
     with open_world(device_type=device.type, start=start, hint=SAME_LAUNCH) as world, ExitStack() as held:
         device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
@@ -139,13 +139,15 @@ def _train(
     epochs = [*describe_epochs(settings, samples)]
     check_stages(task, samples, settings, world=world)
     start = None if source is None else task.start_from(source, samples, say=_quiet if has_weights else progress.say)
-    parameters = describe_parameters(task, samples)
+    model = outline(task, samples)
+    parameters = describe_parameters(task, model)
+    fallback = [*describe_fallback(attention, model, device=device, products=precision.products)]
     # The folder is made last, so that a mistake in the flags leaves nothing behind.
     run = old_run or _create_and_hold(settings, held=held, world=world, comment=provenance.as_comment())
     about = {**parameters, **task.facts()}
     if settings.freeze or settings.lora.rank:
         progress.say(f"parameters: {parameters['parameters']}")
-    for line in (*epochs, *spec.start_lines(about)):
+    for line in (*fallback, *epochs, *spec.start_lines(about)):
         progress.say(line)
     for name, one in about.get("evaluations", {}).items():
         parts = [f"split {one['split']!r} of {one['shards']}", one["data"], one["variant"], one.get("protocol", "")]

@@ -160,7 +160,9 @@ class TrainingSettings(DataSettings):
     """Evaluation during training."""
 
     device: Annotated[Device, groups.MACHINE, FIRST_RUN] = "auto"
-    """Device to train on."""
+    """Device to train on. auto: the GPU, or the CPU where no GPU can be used, with the reason."""
+    require_gpu: Annotated[bool, groups.MACHINE] = False
+    """Refuse to train on the CPU, as --device auto does on a machine whose GPU cannot be used."""
     precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], groups.MACHINE, FIRST_RUN] = "auto"
     """Precision of matrix products. auto: bf16 if the GPU supports it, else fp32. Weights and losses are float32."""
     attention: Annotated[Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"], groups.MACHINE] = "auto"
@@ -213,6 +215,8 @@ class TrainingSettings(DataSettings):
         yield from super().rules()
         if self.best is not None and not self.evaluate.every:
             yield UserError(f"--best {self.best} needs an evaluation in the loop", hint="add --evaluate.every STEPS")
+        if self.require_gpu and self.device == "cpu":
+            yield UserError("--require-gpu and --device cpu contradict each other", hint="leave out one of them")
         start_lr = self.optimizer.start_lr
         if start_lr is not None and start_lr > self.lr:
             yield UserError(f"--optimizer.start-lr is {start_lr}, more than --lr {self.lr}", hint="use a smaller one")
@@ -253,9 +257,9 @@ FREE_ON_RESUME = frozenset(
             "keep_checkpoints",
             "best",
             "evaluate",
-            "track",
         ),
-        *("device", "attention", "compile", "parallel", "microbatch", "workers", "batches_ahead", "max_failures"),
+        *("track", "device", "require_gpu", "attention", "compile", "parallel", "microbatch", "workers"),
+        *("batches_ahead", "max_failures"),
     }
 )
 

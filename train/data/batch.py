@@ -125,32 +125,47 @@ class _Loan(weakref.ref[NDArray[Any]]):
 
 
 class BatchMemory:
-    """Memory for the rows of batches: `NUM_BUFFERS` buffers in turn, or `KeptMemory`.
+    """Memory for the rows of batches: `NUM_BUFFERS` buffers in turn, `KeptMemory`, or pinned memory.
 
     Args:
-        shape: of the largest batch.
-        pin: use pinned memory, for copies to a GPU.
-        can_keep: reuse memory only once nothing refers to its batch, in place of buffers in turn.
+        shape: Shape of the largest batch.
+        pin: Use pinned memory, for copies to a GPU. No batch is overwritten (clipmill.train.device.transfer).
+        can_keep: Reuse memory only once nothing refers to its batch, in place of buffers in turn.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
         import torch
 
-        self._num_rows, self._dtype, self._from_numpy = shape[0], dtype, torch.from_numpy
+        self._shape, self._dtype, self._from_numpy = shape, dtype, torch.from_numpy
         # Integers of the same size: NumPy has no bfloat16.
-        self._kept = KeptMemory(shape, np.dtype(f"i{dtype.itemsize}").type) if can_keep else None
+        self._kept = KeptMemory(shape, np.dtype(f"i{dtype.itemsize}").type) if can_keep and not pin else None
+        has_ring = not (pin or can_keep)
         # Zeros touch every page now: page faults would cost the first batches more than the copy.
-        rings = [torch.zeros(shape, dtype=dtype, pin_memory=pin) for _ in range(0 if can_keep else NUM_BUFFERS)]
-        self._ring = deque((one, one.view(torch.uint8).numpy().data.cast("B")) for one in rings)
+        rings = [torch.zeros(shape, dtype=dtype) for _ in range(NUM_BUFFERS if has_ring else 0)]
+        self._ring = deque((tensor, _bytes_of(tensor)) for tensor in rings)
 
     def rows(self, num: int) -> "tuple[torch.Tensor, memoryview]":
         """Memory for the first `num` rows of a batch, as a tensor and as bytes; its content is arbitrary."""
         if self._kept is not None:
             array = self._kept.array(num)
             return self._from_numpy(array).view(self._dtype), array.data.cast("B")
-        self._ring.rotate()
-        tensor, content = self._ring[0]
-        return (tensor if num == self._num_rows else tensor[:num]), content
+        if self._ring:
+            self._ring.rotate()
+            tensor, content = self._ring[0]
+        else:
+            from clipmill.train.device.transfer import pinned  # here, so that reading tars needs no torch
+
+            # Of the full size, so that the memory of any batch suits the next one.
+            tensor = pinned(self._shape, self._dtype)
+            content = _bytes_of(tensor)
+        return (tensor if num == self._shape[0] else tensor[:num]), content
+
+
+def _bytes_of(tensor: "torch.Tensor") -> memoryview:
+    import torch
+
+    content: memoryview = tensor.view(torch.uint8).numpy().data.cast("B")
+    return content
 
 
 class BatchRing:
@@ -166,7 +181,7 @@ class BatchRing:
         self._memory: BatchMemory | None = None
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """The batch of `samples`, in their order; without `can_keep`, the second one after it overwrites its video."""
+        """The batch of `samples`, in their order; in buffers in turn, the second one after it overwrites its video."""
         import torch
 
         batch = Batch(
@@ -200,6 +215,8 @@ class BatchRing:
 
 def to_device(batch: Batch, device: "torch.device", *, names: Sequence[str] = TENSORS) -> Batch:
     """The batch with the tensors `names` on `device`, and the lengths of its captions on the CPU."""
+    from clipmill.train.device.transfer import send_pinned  # here, so that reading tars needs no torch
+
     moved = batch.copy()
     if "length" not in moved:
         if "tokens" in moved:
@@ -209,5 +226,5 @@ def to_device(batch: Batch, device: "torch.device", *, names: Sequence[str] = TE
             moved["length"] = (moved["targets"] >= 0).sum(dim=-1).amax(dim=-1).cpu()
     for name in names:
         if name in moved:
-            moved[name] = moved[name].to(device, non_blocking=True)  # type: ignore[literal-required]
+            moved[name] = send_pinned(moved[name], device)  # type: ignore[literal-required]
     return moved

@@ -225,12 +225,12 @@ def window_frames(
     """`num_frames` consecutive frames of each segment, in its middle or at `offset_B`, in [0, 1) of the room left."""
     import torch
 
-    from clipmill.train.device.transfer import sent
+    from clipmill.train.device.transfer import send
 
     room = latents_BFCHW.shape[1] - num_frames
     if offset_B is None:
         return latents_BFCHW[:, room // 2 : room // 2 + num_frames]
-    begin_B = sent((offset_B * (room + 1)).astype(np.int64), latents_BFCHW.device)
+    begin_B = send((offset_B * (room + 1)).astype(np.int64), latents_BFCHW.device)
     frames_BT = begin_B[:, None] + torch.arange(num_frames, device=latents_BFCHW.device)
     return latents_BFCHW[torch.arange(len(frames_BT), device=latents_BFCHW.device)[:, None], frames_BT]
 
@@ -241,11 +241,11 @@ def spread_frames(
     """One frame from each of `num_frames` equal parts of a segment, in its middle or at `offset_BK`, in [0, 1)."""
     import torch
 
-    from clipmill.train.device.transfer import sent
+    from clipmill.train.device.transfer import send
 
     size, length = latents_BFCHW.shape[:2]
     if offset_BK is None:
         offset_BK = np.full((size, num_frames), 0.5)
     chosen_BK = ((np.arange(num_frames) + offset_BK) * length / num_frames).astype(np.int64).clip(max=length - 1)
     segments_B1 = torch.arange(size, device=latents_BFCHW.device)[:, None]
-    return latents_BFCHW[segments_B1, sent(chosen_BK, latents_BFCHW.device)]
+    return latents_BFCHW[segments_B1, send(chosen_BK, latents_BFCHW.device)]

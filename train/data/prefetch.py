@@ -12,6 +12,7 @@ import torch
 
 from clipmill.train.data.batch import PICTURES, TENSORS, to_device
 from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.device.transfer import with_index
 from clipmill.train.distributed.world import World
 
 _NUM_BATCHES = 2
@@ -28,6 +29,7 @@ def prefetch(
     Raises:
         Exception: what `batches` raised, when its turn comes.
     """
+    device = with_index(device)
     ready: SimpleQueue[LoadedBatch | BaseException | None] = SimpleQueue()
     # Tokens in a queue, not a semaphore: an interrupt in the middle of a release would leave that locked for ever.
     free: SimpleQueue[None] = SimpleQueue()
@@ -72,7 +74,7 @@ def _transfer_to(device: torch.device, names: Sequence[str]) -> Callable[[Loaded
     def transfer(loaded: LoadedBatch) -> LoadedBatch:
         with torch.cuda.stream(stream):
             batch = to_device(loaded.batch, device, names=names)
-        # The loader may refill the buffers of the batch from here on.
+        # The model's stream does not wait for this one.
         stream.synchronize()
         return loaded._replace(batch=batch)
 

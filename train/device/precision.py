@@ -1,7 +1,10 @@
 """Device and precision of a run. Weights, optimizer state and losses are float32 in every precision."""
 
+import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -116,10 +119,29 @@ def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
     return Precision(name, reason, device_type, loss_scale=_FIRST_SCALE if name == "fp16" else 1.0)
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of `--device`; UserError if cuda was requested and there is none."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("torch finds no CUDA device (asked for by --device cuda)", hint="use --device cpu or auto")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+def choose_device(name: str, *, needs_gpu: bool = False) -> torch.device:
+    """The device of `--device`. `auto` prints why it is the CPU on a machine with a GPU that cannot be used.
+
+    Raises:
+        UserError: There is no usable GPU, and one was asked for by --device cuda or --require-gpu (`needs_gpu`).
+    """
+    if name == "cpu" or torch.cuda.is_available():
+        return torch.device("cuda" if name == "auto" else name)
+    from clipmill.train.device.driver import why_no_gpu  # only where torch finds no GPU
+
+    reason = why_no_gpu()
+    if name == "cuda" or needs_gpu:
+        flag = "--require-gpu" if needs_gpu else "--device cuda"
+        raise UserError(
+            f"torch finds no CUDA device{f': {reason}' if reason else ''} (asked for by {flag})",
+            hint="use --device cpu or auto" if not needs_gpu else "repair it, or leave out --require-gpu",
+        )
+    if reason is not None:
+        _say_once(f"note: the CPU is used, because the GPU of this machine cannot be: {reason}")
+    return torch.device("cpu")
+
+
+@cache
+def _say_once(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{line}\n")

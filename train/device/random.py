@@ -63,10 +63,10 @@ def device_uniform(
     """
     import torch  # here, so that reading tars needs no torch
 
-    from clipmill.train.device.transfer import sent
+    from clipmill.train.device.transfer import send
 
     if device is not None:
-        positions_B = sent(positions_B, device)
+        positions_B = send(positions_B, device)
     keys_N = _device_splitmix64(
         _signed(_key(seed=seed, purpose=purpose)) + torch.arange(count, device=positions_B.device)
     )

@@ -12,11 +12,15 @@ something depends on them (a checkpoint, an evaluation, a request to stop, the l
 One more step is launched before a non-finite metric is read. `StepGuard` keeps both steps from changing the weights.
 
 `torch.tensor(..., device="cuda")` and `.to` without `non_blocking` wait for all work queued on the GPU, and a copy from
-pageable memory may do so too. A training step uses `sent` and `constant` instead.
+pageable memory may do so too. A training step uses `send` and `constant` instead.
+
+A copy that does not wait reads its source later. Memory of `pinned` is therefore never refilled: each batch has memory
+of its own, which torch's allocator hands out again once nothing refers to it and all copies from it have ended. (It
+records an event of the stream for each copy, whoever made it.)
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, cast
@@ -69,8 +73,7 @@ class LateMetrics:
         if waiting:
             values = torch.stack([one.detach().double() for one in waiting.values()])
             if device.type == "cuda":
-                self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-                self._values.copy_(values, non_blocking=True)
+                self._values = pinned(values.shape, values.dtype).copy_(values, non_blocking=True)
             else:
                 self._values = values
         self.end = DeviceEvent(device)
@@ -105,23 +108,53 @@ class StepGuard:
         return may_step
 
 
-def sent(values: torch.Tensor | NDArray[np.generic], device: torch.device) -> torch.Tensor:
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Pinned memory of arbitrary content, to be filled once: copies from it may be pending long after they are made."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+def send(values: torch.Tensor | NDArray[np.generic], device: torch.device | str) -> torch.Tensor:
     """Copy to `device` without synchronising, through pinned memory; `values` may be changed at once.
 
     Memory is shared if the device is a CPU or already holds them.
     """
-    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    tensor, device = torch.from_numpy(values) if isinstance(values, np.ndarray) else values, torch.device(device)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device, non_blocking=True)
     # A copy even of pinned tensors, because their owner may write to them.
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor).to(device, non_blocking=True)
+    return pinned(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
+
+
+def send_pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """`send` without the copy on the host, for tensors of `pinned` memory; others are sent as by `send`."""
+    # torch would copy a tensor with gaps to pageable memory first.
+    if tensor.is_pinned() and _is_dense(tensor):
+        return tensor.to(device, non_blocking=True)
+    return send(tensor, device)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the values lie without gaps, in any order of the dimensions."""
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride != size:
+            return False
+        size *= length
+    return True
+
+
+def with_index(device: torch.device | str) -> torch.device:
+    """The device with its number. "cuda" alone is the current GPU of a thread, and other threads begin with GPU 0."""
+    device = torch.device(device)
+    if device == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 @cache
 def constant(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """A cached tensor of nested tuples that are the same in every step; must not be written to."""
-    return torch.tensor(values, dtype=dtype, device=device)
+    return send(torch.tensor(values, dtype=dtype), device)
 
 
 # Buffers that forward passes in training mode change: running statistics of batch norms, vectors of spectral norms.

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from clipmill.train.device.transfer import sent
+from clipmill.train.device.transfer import send
 from clipmill.train.distributed.world import World
 
 
@@ -32,7 +32,7 @@ def norms(parts: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> tor
         if isinstance(tensor, DTensor):
             sharded.setdefault((tensor.device_mesh, _summands(tensor.placements)), []).append(index)
     for (mesh, placements), members in sharded.items():
-        indices = sent(torch.tensor(members), squares_N.device)
+        indices = send(torch.tensor(members), squares_N.device)
         # No communication for meshes of one rank and for replicated tensors.
         squares_N[indices] = DTensor.from_local(squares_N[indices], mesh, placements, run_check=False).full_tensor()
     return squares_N.sqrt()

@@ -8,19 +8,16 @@ Shape suffixes: B batch, M tokens, H heads, K width of a head.
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import first_line
 from clipmill.train.run.environment import installed_version
 
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _TIMEOUT_S = 180.0
 _KILL_TIMEOUT_S = 5.0
 
@@ -53,6 +50,7 @@ class Accelerator:
     Attributes:
         torch_error: why torch cannot be used; everything else is then unknown.
         torch_cuda: CUDA version that torch was built for; None without CUDA.
+        needed_driver: oldest NVIDIA driver for this version.
         driver: version of the NVIDIA driver, if there is one.
         cuda_error: torch's reason for finding no GPU.
         xformers: its version, "not installed" or "not loaded".
@@ -64,6 +62,7 @@ class Accelerator:
     torch_error: str | None = None
     torch: str | None = None
     torch_cuda: str | None = None
+    needed_driver: str | None = None
     cudnn: str | None = None
     driver: str | None = None
     cuda_error: str | None = None
@@ -77,16 +76,6 @@ class Accelerator:
     environment: dict[str, Any] = field(default_factory=dict)
 
 
-def driver_version() -> str | None:
-    """Version of the NVIDIA driver from /proc; None if there is none."""
-    try:
-        text = _DRIVER_FILE.read_text()
-    except OSError:
-        return None
-    found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
-    return found[1] if found else None
-
-
 def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Accelerator:
     """Examine torch and the GPUs.
 
@@ -94,6 +83,8 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         tries: run each attention backend on the device and load xformers, which changes global settings of torch.
         has_gpus: look for GPUs, which initialises CUDA.
     """
+    from clipmill.train.device.driver import driver_version, required_driver  # a run needs it for its page alone
+
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -103,6 +94,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
+        "needed_driver": required_driver(torch.version.cuda),
         "driver": driver_version(),
         "num_threads": torch.get_num_threads(),
         "has_triton": find_spec("triton") is not None,
@@ -189,6 +181,8 @@ def _try_one(name: str, kind: str, precision: str, device_type: str) -> Tried:
 
 def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "clipmill.train.doctor.accelerator") -> Accelerator:
     """Examine in a child process; a hang or crash becomes `torch_error`."""
+    from clipmill.train.device.driver import driver_version
+
     command, pipe = [sys.executable, "-P", "-m", module], subprocess.PIPE
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True)
     try:

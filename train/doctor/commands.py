@@ -115,6 +115,8 @@ def _torch(examined: Examined) -> str:
     if accelerator.torch is None:
         return "cannot be used"
     parts = [accelerator.torch, f"CUDA {accelerator.torch_cuda}" if accelerator.torch_cuda else "without CUDA"]
+    if accelerator.needed_driver:
+        parts.append(f"needs driver {accelerator.needed_driver} or later")
     if accelerator.cudnn:
         parts.append(f"cuDNN {accelerator.cudnn}")
     parts.append(f"xformers {accelerator.xformers}")

@@ -34,6 +34,8 @@ def _torch(examined: Examined) -> Iterator[Finding]:
 
 
 def _gpu(examined: Examined) -> Iterator[Finding]:
+    from clipmill.train.device.driver import is_older
+
     accelerator = examined.accelerator
     if accelerator.gpus or accelerator.torch_error is not None or examined.asked_device == "cpu":
         return
@@ -48,6 +50,12 @@ def _gpu(examined: Examined) -> Iterator[Finding]:
         yield finding(
             f"this machine has an NVIDIA driver, but torch {accelerator.torch} was built without CUDA",
             "install a build of torch with CUDA; until then training runs on the CPU",
+        )
+    elif accelerator.needed_driver is not None and is_older(accelerator.driver, accelerator.needed_driver):
+        yield finding(
+            f"the NVIDIA driver ({accelerator.driver}) is older than {accelerator.needed_driver}, which torch "
+            f"{accelerator.torch} for CUDA {accelerator.torch_cuda} needs",
+            f"update the driver to {accelerator.needed_driver} or later; until then training runs on the CPU",
         )
     else:
         yield finding(

@@ -249,12 +249,19 @@ def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: 
     return replace(source, converted=replace(source.converted, tensors=kept))
 
 
-def describe_parameters(task: Task, samples: Any) -> dict[str, str]:
-    """Entry of run.json: number of parameters, and which are frozen; {} for a task that is not a `ClipTask`."""
+def outline(task: Task, samples: Any) -> nn.Module | None:
+    """The model of a `ClipTask` as it is trained, without memory for its weights; None for another task."""
     if not isinstance(task, ClipTask):
-        return {}
+        return None
     with torch.device("meta"):
-        model = task.tuned(task.new_model(samples))
+        model: nn.Module = task.tuned(task.new_model(samples))
+    return model
+
+
+def describe_parameters(task: Task, model: nn.Module | None) -> dict[str, str]:
+    """Entry of run.json: number of parameters of an outline, and which are frozen; {} without one."""
+    if model is None or not isinstance(task, ClipTask):
+        return {}
     sizes = [(one.numel(), one.requires_grad) for one in model.parameters()]
     total, num_frozen = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if not is_trained)
     which = f"{num_frozen:,} of them frozen ({'; '.join(task.frozen_parts())})" if num_frozen else "none of them frozen"

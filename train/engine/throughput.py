@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from clipmill.train.device.transfer import buffers_kept
 
@@ -116,7 +116,9 @@ class FlopCounter(TorchDispatchMode):
             if parts is not NotImplemented:
                 return parts
         out = func(*args, **(kwargs or {}))
-        if packet in flop_registry:
+        if packet is torch.ops.aten._efficient_attention_forward:
+            self.num_flops += efficient_flops(*args, **(kwargs or {}))
+        elif packet in flop_registry:
             self.num_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif str(packet) == "xformers_flash.flash_fwd":
             # xformers wraps torch's kernel in an operator of its own, without a formula and with one more argument.
@@ -126,43 +128,69 @@ class FlopCounter(TorchDispatchMode):
         return out
 
 
+def efficient_flops(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: Any = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    *others: Any,
+    **options: Any,
+) -> int:
+    """FLOPs of the kernel that xformers calls, with batches [B, M, H, K]; torch's formula takes them [B, H, M, K]."""
+    if cu_seqlens_q is not None:
+        formula = flop_registry[torch.ops.aten._efficient_attention_forward]
+        return int(formula(query, key, value, bias, cu_seqlens_q, *others, **options))
+    return int(sdpa_flop_count(*(x.transpose(1, 2).shape for x in (query, key, value))))
+
+
 # Peak TFLOP/s of GPUs, the 100 % of model FLOP/s utilisation (MFU): dense bf16 or fp16 matrix products with float32
 # accumulation at boost clock, from NVIDIA's data sheets and architecture white papers, most of which print the doubled
-# figure for sparse matrices. The first pattern that is found in the device's name applies.
-_TFLOPS = (
-    (r"\bB200\b", 2250.0),
-    (r"\bGH200\b|\bH200\b", 989.4),
-    (r"\b(H100|H200) NVL\b", 835.5),
-    (r"\bH100 PCIe\b", 756.0),
-    (r"\bH100\b", 989.4),
-    (r"\bH800\b", 989.4),
-    (r"\bA100\b|\bA800\b", 312.0),
-    (r"\bA30\b", 165.0),
-    (r"\bA40\b", 149.7),
-    (r"\bA10G\b", 70.0),
-    (r"\bA10\b", 125.0),
-    (r"\bL40S\b", 362.1),
-    (r"\bL40\b", 181.0),
-    (r"\bL4\b", 121.0),
-    (r"\bRTX 6000 Ada\b", 364.2),
-    (r"\bRTX A6000\b", 154.8),
-    (r"\bRTX A5000\b", 111.1),
-    (r"\bRTX 5090\b", 209.5),
-    (r"\bRTX 4090\b", 165.2),
-    (r"\bRTX 3090\b", 71.0),
-    (r"\bV100S?-PCIE\b", 112.0),
-    (r"\bV100\b", 125.0),
-    (r"\bT4\b", 65.0),
-)
-_WITHOUT_TF32 = re.compile(r"\bV100|\bT4\b")
+# figure for sparse matrices. Names are whole words; the longest that occurs in the device's name applies.
+_TFLOPS = {
+    "B200": 2250.0,
+    "GB200": 2500.0,
+    "GH200": 989.4,
+    "H200": 989.4,
+    "H200 NVL": 835.5,
+    "H100": 989.4,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.0,
+    "H800": 989.4,
+    "H800 PCIe": 756.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A30": 165.0,
+    "A40": 149.7,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "L40S": 362.1,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 6000 Ada": 364.2,
+    "RTX A6000": 154.8,
+    "RTX A5000": 111.1,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    "V100": 125.0,
+    "V100-PCIE": 112.0,
+    "V100S-PCIE": 130.0,
+    "T4": 65.0,
+}
+_WITHOUT_TF32 = ("V100", "V100-PCIE", "V100S-PCIE", "T4")
+# A slice of a GPU, and GPUs that share the name of another one and have another speed.
+_OTHERS = re.compile(r"\bMIG\b|\b(Laptop|Max-Q|Mobile)\b|\bRTX \d+ (D|Ti|SUPER)\b")
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of a GPU by its name in torch, in bf16, fp16 or tf32; None if the table does not have it."""
-    tflops = next((tflops for pattern, tflops in _TFLOPS if re.search(pattern, device_name)), None)
-    if tflops is None or precision not in ("bf16", "fp16", "tf32"):
+    names = [name for name in _TFLOPS if re.search(rf"(?<![\w-]){re.escape(name)}\b", device_name)]
+    if not names or _OTHERS.search(device_name) or precision not in ("bf16", "fp16", "tf32"):
         return None
+    name = max(names, key=len)
     if precision == "tf32":
         # Tensor cores run tf32 at half the rate.
-        return None if _WITHOUT_TF32.search(device_name) else tflops * 1e12 / 2
-    return tflops * 1e12
+        return None if name in _WITHOUT_TF32 else _TFLOPS[name] * 1e12 / 2
+    return _TFLOPS[name] * 1e12

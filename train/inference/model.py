@@ -28,6 +28,7 @@ from clipmill.train.config.training import Device
 from clipmill.train.data.arguments import names_arguments, require_choice, require_device, require_whole_numbers
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.frame_sampling import SamplingRule
+from clipmill.train.device.transfer import send
 from clipmill.train.evaluation.identity import identity_of, normalisation_of
 from clipmill.train.evaluation.opening import open_weights_as
 from clipmill.train.evaluation.probe.features import tower_of
@@ -160,7 +161,7 @@ class LoadedModel:
         with self.opened.trained.precision.autocast():
             for begin in range(0, len(texts), _TEXTS_AT_ONCE):
                 ids = np.stack([tokenize(text) for text in texts[begin : begin + _TEXTS_AT_ONCE]])
-                parts.append(self.model.embed_text(torch.from_numpy(ids).to(self.device)).float())
+                parts.append(self.model.embed_text(send(ids, self.device)).float())
         return torch.cat(parts)
 
     @property
@@ -188,7 +189,7 @@ class LoadedModel:
                 f"clips of shape {tuple(array.shape)}, and the model takes [B, {', '.join(map(str, wanted))}]",
                 hint=_CLIPS_HINT,
             )
-        return array.to(self.device, torch.float32)
+        return send(array, self.device).float()
 
     def _of_rgb(self, frames_BTHWC: torch.Tensor) -> torch.Tensor:
         """Normalised clips of RGB frames, whose centre squares are resized where they have another size."""
@@ -202,7 +203,7 @@ class LoadedModel:
                 f"clips of {counted(frames_BTHWC.shape[1], 'frame')}, and the model takes {settings.num_frames}",
                 hint=f"choose {settings.num_frames} of them, or give num_frames to load_model",
             )
-        pictures = frames_BTHWC.to(self.device).permute(0, 1, 4, 2, 3).float() / 255
+        pictures = send(frames_BTHWC, self.device).permute(0, 1, 4, 2, 3).float() / 255
         height, width = pictures.shape[-2:]
         side, size_px = min(height, width), settings.size_px
         top, left = (height - side) // 2, (width - side) // 2

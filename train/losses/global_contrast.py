@@ -15,7 +15,7 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.training import NEW_RUN
 from clipmill.train.data.batch import Batch
-from clipmill.train.device.transfer import sent
+from clipmill.train.device.transfer import send
 from clipmill.train.distributed.sharded import ShardedRows
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
@@ -171,7 +171,7 @@ class GlobalContrast(ContrastiveObjective):
         num_all = (self._dataset.num_clips, self._dataset.num_captions)
         clip_id_b = _checked(batch["clip_id"], "clip", num_all[0])
         caption_id_b = _checked(batch["caption_id"], "caption", num_all[1])
-        ids_B2 = step.world.gather(sent(torch.stack([clip_id_b, caption_id_b], dim=1), similarities.pair_b.device))
+        ids_B2 = step.world.gather(send(torch.stack([clip_id_b, caption_id_b], dim=1), similarities.pair_b.device))
         found = []
         for side, table in enumerate((self.clips, self.captions)):
             ids_B = ids_B2[:, side]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import import_module
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.device.transfer import sent
+from clipmill.train.device.transfer import send
 
 # Packed sequences: sequences of different lengths concatenated into one row of tokens, without padding.
 #
@@ -57,7 +57,7 @@ class Packing:
             length: (begins_N[lengths_N == length][:, None] + torch.arange(length)).flatten()
             for length in sorted(set(self.lengths))
         }
-        return tuple((length, sent(tokens_nL, self.place_M.device)) for length, tokens_nL in tokens.items())
+        return tuple((length, send(tokens_nL, self.place_M.device)) for length, tokens_nL in tokens.items())
 
     @cached_property
     def prepared(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def pack(lengths: Sequence[int], *, device: torch.device) -> Packing:
     end_N = lengths_N.cumsum(0) - 1
     places = torch.cat([sequence_M, position_M, sequence_M * longest + position_M, end_N])
     num_tokens = len(sequence_M)
-    sequence_M, position_M, place_M, end_N = sent(places, device).split([num_tokens] * 3 + [len(lengths)])
+    sequence_M, position_M, place_M, end_N = send(places, device).split([num_tokens] * 3 + [len(lengths)])
     indices = {"sequence_M": sequence_M, "position_M": position_M, "place_M": place_M, "end_N": end_N}
     return Packing(lengths=tuple(lengths), longest=longest, **indices)
 
@@ -101,6 +101,14 @@ class Attend(Protocol):
     def __call__(
         self, q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
     ) -> Tensor: ...
+
+
+@runtime_checkable
+class HasHeads(Protocol):
+    """A module that calls an `Attend` with heads of this width."""
+
+    attend: Attend
+    head_width: int
 
 
 @dataclass(frozen=True)
@@ -145,8 +153,13 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
                 hint="install it, or use --attention sdpa",
             ) from error
         return AttentionBackend("sdpa", f"xformers cannot be imported: {error}", attend_with_sdpa)
-    reason = "asked for by --attention xformers" if choice == "xformers" else "the device is a GPU"
-    return AttentionBackend("xformers", reason, attend_with_xformers)
+    if choice == "xformers":
+        return AttentionBackend("xformers", "asked for by --attention xformers", attend_with_xformers)
+    return AttentionBackend("xformers", "the device is a GPU", attend_with_xformers_or_sdpa)
+
+
+# The release whose dispatcher and operators the tests know, and its name for "compiled with CUDA".
+_TESTED, _BUILT = "0.0.35", "_built_with_cuda"
 
 
 @cache
@@ -159,14 +172,20 @@ def load_xformers() -> str | None:
     separately by xformers (xformers.ops.fmha.torch_attention_compat).
 
     Raises:
-        ImportError: xformers is not installed or does not match this torch.
+        ImportError: xformers is not installed, does not match this torch, or lacks the flag.
     """
     logging.getLogger("xformers").setLevel(logging.ERROR)
-    import xformers.ops  # noqa: F401
+    import xformers.ops
 
     error: BaseException | None = getattr(import_module("xformers._cpp_lib"), "_cpp_library_load_exception", None)
     if error is not None and torch.version.cuda is not None:
-        vars(import_module("xformers.ops.fmha.common"))["_built_with_cuda"] = True
+        names = vars(import_module("xformers.ops.fmha.common"))
+        if _BUILT not in names:
+            raise ImportError(
+                f"xformers {xformers.__version__} has no xformers.ops.fmha.common.{_BUILT}, which clipmill sets "
+                f"because its compiled library does not load with torch {torch.__version__}: install xformers {_TESTED}"
+            )
+        names[_BUILT] = True
     # The innermost cause names the missing library.
     while error is not None and error.__cause__ is not None:
         error = error.__cause__
@@ -206,19 +225,47 @@ def attend_with_xformers(
     load_xformers()
     from xformers import ops
 
-    bias = _xformers_bias(q_BMHK.device, causal=causal, packing=packing)
+    bias = _xformers_bias(causal=causal, packing=packing)
     out_BMHK: Tensor = ops.memory_efficient_attention(q_BMHK, k_BMHK, v_BMHK, attn_bias=bias)
     return out_BMHK
 
 
-def _xformers_bias(device: torch.device, *, causal: bool, packing: Packing | None) -> Any:
+# Whether xformers has kernels, by what its dispatcher looks at besides the tensors' lengths.
+_HAS_KERNEL: dict[tuple[Any, ...], bool] = {}
+
+
+def attend_with_xformers_or_sdpa(
+    q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
+) -> Tensor:
+    """`attend_with_xformers`, or `attend_with_sdpa` for heads and precisions that xformers has no kernel for.
+
+    A model has heads of several widths, so the choice is made for each call and not for the model.
+    """
+    needs_gradient = any(x.requires_grad for x in (q_BMHK, k_BMHK, v_BMHK))
+    kind = (q_BMHK.device, q_BMHK.dtype, q_BMHK.shape[3], causal, packing is None, needs_gradient)
+    if kind not in _HAS_KERNEL:
+        try:
+            xformers_operators(q_BMHK, k_BMHK, v_BMHK, causal=causal, packing=packing)
+            _HAS_KERNEL[kind] = True
+        except NotImplementedError:
+            _HAS_KERNEL[kind] = False
+    attend = attend_with_xformers if _HAS_KERNEL[kind] else attend_with_sdpa
+    return attend(q_BMHK, k_BMHK, v_BMHK, causal=causal, packing=packing)
+
+
+def _xformers_bias(*, causal: bool, packing: Packing | None) -> Any:
     from xformers import ops
 
     if packing is None:
         return ops.LowerTriangularMask() if causal else None
     bias = packing.prepared.get("xformers")
     if bias is None:
-        bias = ops.fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens(list(packing.lengths), device=device)
+        # The offsets are computed on the device from the packing, because xformers would copy them to it.
+        bias = ops.fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens(
+            list(packing.lengths), device=torch.device("cpu")
+        )
+        begin_N1 = functional.pad(packing.end_N + 1, (1, 0)).int()
+        bias.q_seqinfo.seqstart = bias.k_seqinfo.seqstart = begin_N1
         packing.prepared["xformers"] = bias
     return bias
 
@@ -234,7 +281,7 @@ def xformers_operators(
     from xformers.ops.fmha import dispatch
     from xformers.ops.fmha.common import Inputs
 
-    bias = _xformers_bias(q_BMHK.device, causal=causal, packing=packing)
+    bias = _xformers_bias(causal=causal, packing=packing)
     inputs = Inputs(query=q_BMHK, key=k_BMHK, value=v_BMHK, attn_bias=bias)
     needs_gradient = any(x.requires_grad for x in (q_BMHK, k_BMHK, v_BMHK))
     forward = dispatch._dispatch_fw(inputs, needs_gradient)

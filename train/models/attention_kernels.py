@@ -90,6 +90,21 @@ def of_xformers(operator: str) -> Kernel:
     return Kernel(library, operator.removesuffix("-pt"))
 
 
+def why_no_operator(error: NotImplementedError) -> str:
+    """The reasons in the error of xformers' dispatcher on one line: the first of each operator."""
+    reasons: dict[str, str] = {}
+    operator = ""
+    for line in str(error).splitlines():
+        if match := re.match(r"`(.+)` is not supported because:", line):
+            operator = match[1]
+        elif operator:
+            # What is supported is a set, in another order each time.
+            reasons.setdefault(operator, re.sub(r" \(supported: .*", "", line.strip()))
+    # Operators without a library are of no help.
+    told = [f"{name}: {reason}" for name, reason in reasons.items() if "wasn't built" not in reason]
+    return "; ".join(["No operator found", *told])
+
+
 def _of_sdpa(attention: str, q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool) -> Kernel:
     q_BHMK, k_BHMK, v_BHMK = (x.transpose(1, 2) for x in (q_BMHK, k_BMHK, v_BMHK))
     with sdpa_kernel(PREFERRED[attention], set_priority=True) if attention in PREFERRED else nullcontext():

@@ -37,7 +37,7 @@ class CrossAttention(nn.Module):
 
     def __init__(self, width: int, num_heads: int, *, attend: Attend) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.head_width = num_heads, width // num_heads
         self.attend = attend
         self.q_proj = Linear(width, width)
         self.kv_proj = Linear(width, 2 * width)

@@ -7,7 +7,7 @@ of a head.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class SelfAttention(Adaptable):
 
     def __init__(self, width: int, num_heads: int, *, attend: Attend, has_key_bias: bool = True) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.head_width = num_heads, width // num_heads
         self.attend = attend
         self.has_key_bias = has_key_bias
         self.lora: LowRank | None = None
@@ -214,10 +214,11 @@ class Stack(HasBlocks):
         drops = block.training and any(self.drop_path)
         branches = drawn_branches(x_BLD, self.drop_path[number], count=block.num_branches) if drops else None
         run = partial(block, branches=branches, **options)
-        out_BLD: Tensor = (
-            checkpoint(run, x_BLD, *context, use_reentrant=False) if self.checkpointing else run(x_BLD, *context)
-        )
-        return out_BLD
+        if not self.checkpointing:
+            return cast(Tensor, run(x_BLD, *context))
+        # Reading a GPU's generator costs a copy for each block, and only dropout draws within one.
+        keeps = self.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in block.modules())
+        return cast(Tensor, checkpoint(run, x_BLD, *context, use_reentrant=False, preserve_rng_state=keeps))
 
 
 class Transformer(Stack):
@@ -230,10 +231,13 @@ class Transformer(Stack):
 def drawn_branches(x_BLD: Tensor, probability: float, *, count: int = 2) -> Tensor:
     """Draw scales of a block's branches for each sample, [count, B, 1, 1], from torch's generator.
 
-    They are 0 with the given probability and 1 / (1 - probability) otherwise (stochastic depth, Huang et al. 2016).
+    They are 0 with the given probability and 1 / (1 - probability) otherwise (stochastic depth, Huang et al. 2016). The
+    probability is changed so that the mean is 1 in the precision of the tokens: bfloat16 has 1.109 for 1 / 0.9, which
+    alone would be 0.16 % too little.
     """
-    kept_nB11 = torch.rand(count, len(x_BLD), 1, 1, device=x_BLD.device) >= probability
-    return kept_nB11.to(x_BLD.dtype) / (1 - probability)
+    scale = float(torch.ones((), dtype=x_BLD.dtype) / (1 - probability))
+    kept_nB11 = torch.rand(count, len(x_BLD), 1, 1, device=x_BLD.device) >= 1 - 1 / scale
+    return kept_nB11.to(x_BLD.dtype) * scale
 
 
 def drop_path_of(probability: float, *, depth: int, is_rising: bool) -> tuple[float, ...]:

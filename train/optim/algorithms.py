@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from clipmill.train.device.transfer import Scalar, sent
+from clipmill.train.device.transfer import Scalar, send
 from clipmill.train.distributed.parallel import buckets
 from clipmill.train.distributed.sharded import local_part, norms
 
@@ -52,7 +52,7 @@ class ForeachOptimizer(Optimizer):
             state = self.state[one]
             for name, value in state.items():
                 # A step count on the CPU cannot depend on the device's decision.
-                state[name] = sent(value, one.device)
+                state[name] = send(value, one.device)
                 changed.append(local_part(state[name]))
         before = [one.clone() for one in changed]
         self.update(trained, group)

@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageOps
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipmill.train.augment.draws import OPERATIONS, draw
 from clipmill.train.augment.pictures import to_model_input, to_rgb_uint8
-from clipmill.train.augment.rand_augment import change
+from clipmill.train.augment.rand_augment import change, rand_augment_clips
 from clipmill.train.config.data import Augment
 from tests.train.augment.planes import random_planes
 
@@ -149,3 +151,32 @@ def test_a_clip_is_what_its_operations_make_of_its_bytes_whatever_its_batch() ->
         # What no operation touches keeps its fractions.
         tolerance = 1e-3 if (drawn.operation[number] >= 0).any() else 0.501
         assert (back.transpose(0, 1) * 255 - clip.float()).abs().max() < tolerance
+
+
+def test_a_clip_of_a_batch_takes_few_operator_calls() -> None:
+    """On a GPU, launching an operator takes longer than running it on a clip."""
+    calls = 0
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal calls
+            calls += 1
+            return func(*args, **(kwargs or {}))
+
+    drawn = draw(np.arange(32), Augment(rand_ops=4), seed=5)
+    with Calls():
+        rand_augment_clips(torch.zeros(32, 3, 2, 16, 16), drawn, mean=FILL, std=FILL)
+    assert calls <= 12 * 32
+
+
+def test_clips_that_are_changed_together_are_changed_as_each_by_itself() -> None:
+    generator = torch.Generator().manual_seed(0)
+    video = torch.randn(24, 3, 2, 16, 16, generator=generator)
+    drawn = draw(np.arange(24), Augment(rand_ops=4), seed=5)
+    together = video.clone()
+    rand_augment_clips(together, drawn, mean=FILL, std=FILL)
+    for number in range(24):
+        one = video[number : number + 1].clone()
+        rows = {name: value[number : number + 1] for name, value in vars(drawn).items()}
+        rand_augment_clips(one, type(drawn)(**rows), mean=FILL, std=FILL)
+        assert torch.equal(one[0], together[number]), number

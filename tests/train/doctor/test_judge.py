@@ -75,6 +75,12 @@ def test_nothing_is_said_of_a_good_machine() -> None:
         ),
         (machine(asked="cuda", accelerator=OLD_DRIVER), "broken", "an NVIDIA driver (535.104.05)", "update a driver"),
         (
+            machine(accelerator={**OLD_DRIVER, "needed_driver": "580.65.06"}),
+            "warning",
+            "(535.104.05) is older than 580.65.06",
+            "to 580.65.06 or later",
+        ),
+        (
             machine(accelerator={**NO_GPU, "driver": "580.1", "torch": "2.15.0+cpu", "torch_cuda": None}),
             "warning",
             "built without CUDA",

@@ -109,6 +109,15 @@ def test_branches_are_kept_as_often_as_said_and_keep_the_mean() -> None:
     assert not torch.equal(branches[0], branches[1])
 
 
+@pytest.mark.parametrize("probability", [0.05, 0.1, 0.3])
+def test_branches_keep_the_mean_in_half_precision(probability: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 has no 1 / 0.9: a branch that is kept as often as in float32 would be 0.16 % too small on average."""
+    evenly = torch.arange(100_000) / 100_000
+    monkeypatch.setattr(torch, "rand", lambda *shape, device: evenly[None, :, None, None])
+    branches = drawn_branches(torch.zeros(100_000, 1, 1, dtype=torch.bfloat16), probability, count=1)
+    assert branches.double().mean().item() == pytest.approx(1.0, abs=1e-4)
+
+
 def test_cubes_that_are_left_out_get_no_gradient_of_their_places() -> None:
     tower = small_encoder(Towers(patch_dropout=0.9), num_frames=1).train().video
     found = gradients(tower, tower(clips(1, 1)).sum())["positional_embedding"]

@@ -7,8 +7,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from clipmill.train.config.model import Towers
+from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import DualEncoder
-from clipmill.train.models.transformer import Block, blocks_of, compile_blocks
+from clipmill.train.models.gpt2 import Gpt2Block
+from clipmill.train.models.transformer import Block, Stack, TransformerSize, blocks_of, compile_blocks
 from tests.train.models.small_towers import captions, clips, gradients, small_encoder
 
 CAPTIONS = captions(2, 5, 12, 7)
@@ -33,6 +35,27 @@ def test_checkpointed_blocks_give_the_same_gradients_with_parts_left_out(packed_
     torch.testing.assert_close(step(twice), step(plain), atol=0, rtol=0)
     assert calls == [2] * 6
     assert not torch.equal(step(plain, seed=0)[0], step(plain, seed=1)[0])
+
+
+@pytest.mark.parametrize(("dropout", "keeps"), [(0.0, False), (0.1, True)])
+def test_generator_states_are_kept_only_where_something_is_drawn(
+    dropout: float, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = 0
+    get_state = torch.get_rng_state
+
+    def count() -> torch.Tensor:
+        nonlocal states
+        states += 1
+        return get_state()
+
+    size = TransformerSize(width=16, depth=2, num_heads=2)
+    stack = Stack(Gpt2Block(size, attend=attend_with_sdpa, dropout=dropout) for _ in range(2))
+    stack.checkpoint()
+    tokens, video = torch.randn(2, 3, 16, requires_grad=True), torch.randn(2, 4, 16)
+    monkeypatch.setattr(torch, "get_rng_state", count)
+    stack.train()(tokens, video).sum().backward()
+    assert (states > 0) == keeps
 
 
 def count_calls(model: DualEncoder) -> list[int]:

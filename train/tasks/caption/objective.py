@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from clipmill.train.data.batch import Batch
-from clipmill.train.device.transfer import Scalar, sent
+from clipmill.train.device.transfer import Scalar, send
 from clipmill.train.distributed.pipeline import Pipeline, PipelineBatch
 from clipmill.train.distributed.step import Step
 from clipmill.train.losses.objective import Objective, backward_microbatches
@@ -95,7 +95,7 @@ class CaptionLoss(Objective):
 def by_length(batch: Batch) -> Batch:
     """The tensors of a batch in the order of the lengths of captions; of K captions, of the longest."""
     order = batch["length"].argsort(stable=True)
-    found = {name: one[sent(order, one.device)] for name, one in batch.items() if isinstance(one, torch.Tensor)}
+    found = {name: one[send(order, one.device)] for name, one in batch.items() if isinstance(one, torch.Tensor)}
     return cast(Batch, {**batch, **found})
 
 

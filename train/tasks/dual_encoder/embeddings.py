@@ -19,6 +19,7 @@ from torch import nn
 from clipmill.manifests.errors import FailedWork
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
+from clipmill.train.device.transfer import send
 from clipmill.train.distributed.world import World, gather_uneven
 from clipmill.train.models.text import Tokenize
 
@@ -124,7 +125,7 @@ def embed_texts(
     parts = []
     for begin in range(0, len(texts), _TEXTS_AT_ONCE):
         tokens = np.stack([tokenize(text) for text in texts[begin : begin + _TEXTS_AT_ONCE]])
-        parts.append(embed(torch.from_numpy(tokens).to(device)).float().cpu().numpy())
+        parts.append(embed(send(tokens, device)).float().cpu().numpy())
     return np.concatenate(parts)
 
 
@@ -154,7 +155,7 @@ def gathered(found: Embeddings, world: World, *, device: torch.device) -> Embedd
     """
 
     def whole(rows: NDArray[Any]) -> NDArray[Any]:
-        return gather_uneven(torch.from_numpy(rows).to(device), world).cpu().numpy()
+        return gather_uneven(send(rows, device), world).cpu().numpy()
 
     num_failed = int(world.gather(torch.tensor([found.num_failed], device=device)).sum())
     samples = whole(found.samples)

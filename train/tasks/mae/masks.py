@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from clipmill.train.device.random import device_uniform
-from clipmill.train.device.transfer import constant, sent
+from clipmill.train.device.transfer import constant, send
 from clipmill.train.models.video_vit import CubeGrid
 from clipmill.train.tasks.mae.settings import DecoderMask, MaeSettings, num_masked_places
 
@@ -130,7 +130,7 @@ class Masking:
 
     def draw(self, positions_B: torch.Tensor, *, device: torch.device, is_training: bool = True) -> Masks:
         """Masks of the samples at some positions; all masked cubes are predicted except in training."""
-        settings, grid, positions_B = self.settings, self.grid, sent(positions_B, device)
+        settings, grid, positions_B = self.settings, self.grid, send(positions_B, device)
         masked_BN = tube_masks(positions_B, grid, ratio=settings.mask_ratio, seed=settings.seed)
         if settings.decoder_mask == "none" or not is_training:
             return Masks(masked_BN, None)

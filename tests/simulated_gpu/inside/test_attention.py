@@ -1,0 +1,134 @@
+"""Attention by xformers on a GPU: heads of every width, and what a call copies and waits for."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipmill.train.device.transfer import LateMetrics, pinned
+from clipmill.train.models import attention
+from clipmill.train.models.attention import attend_naively, attend_with_xformers, attend_with_xformers_or_sdpa, pack
+from tests.simulated_gpu.device import MixedDevices
+from tests.simulated_gpu.inside.runs import DECODER, PIXELS
+from tests.simulated_gpu.inside.steps import run
+from tests.simulated_gpu.journal import Journal
+from tests.simulated_gpu.kernels import CALLS
+from tests.train.running import error_of, facts, train
+
+CUDA = torch.device("cuda", 0)
+LENGTHS = (5, 2, 7)
+# 16-bit numbers are computed with eight at a time, 32-bit ones with four; xformers has no kernel for other widths.
+MODELS = {
+    "video": (f"dual-encoder {PIXELS} --towers.heads 32", 4),
+    "text": (f"dual-encoder {PIXELS} --towers.text-width 64 --towers.text-heads 16", 4),
+    "decoder": (f"caption {PIXELS} {DECODER} --decoder.heads 32", None),
+}
+
+
+@pytest.mark.parametrize("part", MODELS)
+def test_heads_without_a_kernel_are_announced_and_computed_by_sdpa(
+    part: str, clips_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, _ = MODELS[part]
+    words = (*flags.split(), "--shards", clips_dir, "--steps", "1", "--precision", "bf16", "--out", tmp_path / "run")
+    run(*words)
+    said = capsys.readouterr().out
+    assert "xformers has no kernel for" in said and "sdpa" in said
+    assert facts(tmp_path / "run")["attention_choice"] == ("sdpa" if part == "video" else "xformers")
+
+
+def test_xformers_by_name_is_refused_for_such_heads(
+    clips_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], journal: Journal
+) -> None:
+    flags, width = MODELS["text"]
+    words = (*flags.split(), "--shards", clips_dir, "--attention", "xformers", "--precision", "bf16")
+    assert train(*words, "--out", tmp_path / "run") == 2
+    assert f"no kernel for heads of width {width}" in error_of(capsys) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("width", [4, 12, 16, 20, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["full", "causal", "packed"])
+def test_every_width_has_the_numbers_and_gradients_of_the_formula(
+    width: int, dtype: torch.dtype, kind: str, journal: Journal
+) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(1 if kind == "packed" else 2, sum(LENGTHS), 3, 2, width).to(dtype)
+    packing = pack(LENGTHS, device=CUDA) if kind == "packed" else None
+    results = []
+    for attend in (attend_with_xformers_or_sdpa, attend_naively):
+        own = qkv.to(CUDA).requires_grad_()
+        out = attend(*own.unbind(2), causal=kind == "causal", packing=packing)
+        out.square().sum().backward()
+        assert own.grad is not None
+        results.append((out.detach().float().cpu(), own.grad.float().cpu()))
+    atol, rtol = (0.1, 0.05) if dtype is torch.bfloat16 else (1e-5, 1e-5)
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+
+
+def test_heads_of_64_are_computed_by_flash_attention(journal: Journal) -> None:
+    """What the other tests rely on: xformers' operators ran, and nothing fell back."""
+    before = CALLS["flash forward"], CALLS["flash backward"]
+    qkv = torch.randn(2, 9, 3, 4, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    attend_with_xformers_or_sdpa(*qkv.unbind(2)).sum().backward()
+    assert (CALLS["flash forward"], CALLS["flash backward"]) == (before[0] + 1, before[1] + 1)
+
+
+def test_packed_captions_are_copied_to_the_device_once_a_pass(journal: Journal) -> None:
+    """`pack` copies the layout in one transfer; what attention derives from it is computed on the device."""
+    packing = pack(LENGTHS, device=CUDA)
+    [before] = journal.copies
+    qkv = torch.randn(1, sum(LENGTHS), 3, 2, 64, device=CUDA, dtype=torch.bfloat16)
+    for _ in range(2):
+        attend_with_xformers(*qkv.unbind(2), packing=packing)
+    assert journal.copies == [before] and journal.pageable == [] and journal.waits == []
+
+
+def test_a_changed_private_name_of_xformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    common: Any = pytest.importorskip("xformers.ops.fmha.common")
+    monkeypatch.delattr(common, "_built_with_cuda")
+    attention.load_xformers.cache_clear()
+    with pytest.raises(ImportError, match="_built_with_cuda"):
+        attention.load_xformers()
+    attention.load_xformers.cache_clear()
+
+
+def test_the_simulation_notices_what_a_gpu_would(journal: Journal) -> None:
+    """What all other tests rely on."""
+    host = torch.arange(4.0)
+    there = host.to(CUDA)
+    assert [note.what.partition(" of")[0] for note in journal.waits] == ["a copy"]
+    waits: list[Callable[[], object]] = [
+        lambda: there.sum().item(),
+        lambda: there.tolist(),
+        lambda: there[there > 1],
+        lambda: there.nonzero(),
+        lambda: torch.tensor([1.0], device=CUDA),
+        lambda: there.cpu(),
+        torch.cuda.synchronize,
+    ]
+    for number, wait in enumerate(waits):
+        seen = len(journal.waits)
+        wait()
+        assert len(journal.waits) > seen, number
+    with pytest.raises(MixedDevices):
+        there + host
+    with pytest.raises(MixedDevices):
+        there + torch.ones(4, device=torch.device("cuda", 1))
+    host.to(CUDA, non_blocking=True)
+    assert len(journal.pageable) == 1
+    buffer = pinned((4,), torch.float32).fill_(1)
+    buffer.to(CUDA, non_blocking=True)
+    buffer.fill_(2)
+    torch.cuda.synchronize()
+    assert [note.what for note in journal.races] == ["memory was refilled while a copy from it was pending"]
+    stream = torch.cuda.Stream(CUDA)
+    with torch.cuda.stream(stream):
+        copied = pinned((4,), torch.float32).fill_(1).to(CUDA, non_blocking=True)
+    _ = copied + 1
+    assert len(journal.races) == 3  # before its copy was over, and unknown to the allocator
+    late = LateMetrics({"loss": there.sum()}, CUDA)
+    assert bool(late._values.isnan()) and late.read() == {"loss": 6.0}

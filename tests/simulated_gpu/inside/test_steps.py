@@ -1,0 +1,89 @@
+"""Steps of every task: each wait, copy and race on the GPU of a rank, and the losses of a CPU.
+
+The runs have between them what the presets have (test_every_preset_has_its_parts_here).
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.simulated_gpu.inside.runs import DECODER, LATENTS, NUM_STEPS, PIXELS
+from tests.simulated_gpu.inside.steps import LOCAL_RANK, STEADY, run, steady
+from tests.train.running import losses, train
+
+PRESETS = Path(__file__).parents[3] / "train" / "presets"
+STORED = f"dual-encoder {LATENTS} --text-tower frozen"
+JITTER = "--augment.flip 0.5 --augment.hue 0.1 --augment.contrast 0.2 --augment.blur 0.5"
+FINE_TUNING = (
+    "--towers.kind videomae --repeats 2 --optimizer.layer-decay 0.75 --mixup 0.8 --cutmix 1 --label-smoothing 0.1"
+    " --augment.rand-ops 4 --augment.erase 0.5 --towers.drop-path 0.1"
+)
+IN_LOOP = "--evaluate.every 3 --evaluate.max-samples 4"
+LABELS = "--label class"
+# Each task, tower, loss, optimizer and precision of a preset occurs in one of them. In float32, losses are a CPU's.
+HALF, SINGLE = "--precision auto", "--precision fp32"
+RUNS = {
+    "infonce": f"dual-encoder {PIXELS} {JITTER} {SINGLE} --loss.freeze-temperature --towers.activation-checkpointing"
+    " --optimizer.schedule fixed",
+    "mbcl, evaluated": f"dual-encoder {PIXELS} {HALF} --loss.kind mbcl --optimizer.ema 0.9 {IN_LOOP}",
+    "max-margin": f"dual-encoder {PIXELS} {SINGLE} --loss.kind max-margin --towers.drop-path 0.1 --microbatch 2",
+    "siglip, frozen": f"dual-encoder {PIXELS} {HALF} --loss.kind siglip --freeze video --towers.no-packed-text",
+    "adapters": f"dual-encoder {PIXELS} {SINGLE} --freeze text --lora.rank 2 --towers.patch-dropout 0.5"
+    " --init.weights WEIGHTS",
+    "divided": f"dual-encoder {PIXELS} --precision fp16 --towers.attention divided",
+    "sogclr": f"{STORED} {SINGLE} --loss.kind sogclr --optimizer.name lamb",
+    "isogclr": f"{STORED} {SINGLE} --loss.kind isogclr --loss.convention paper --microbatch 2",
+    "fastclip-v0": f"{STORED} {SINGLE} --loss.kind fastclip-v0 --optimizer.name sgd",
+    "fastclip-v1": f"{STORED} {SINGLE} --loss.kind fastclip-v1 --optimizer.name lion",
+    "fastclip-v2": f"{STORED} --precision fp16 --loss.kind fastclip-v2 --optimizer.name lamb",
+    "fastclip-v3": f"{STORED} {SINGLE} --loss.kind fastclip-v3 --optimizer.ema 0.9 --microbatch 2",
+    "mae": f"mae {PIXELS} {HALF} --mask-ratio 0.75 --decoder-depth 1 --augment.flip 0.5 --decoder-mask running-cell"
+    " --microbatch 2",
+    "mae, latents": f"mae {LATENTS} {SINGLE} --mask-ratio 0.75 --decoder-depth 1 --decoder-mask random",
+    "videomae": f"classify {PIXELS} {SINGLE} {LABELS} {FINE_TUNING}",
+    "clip, sgd": f"classify {PIXELS} {HALF} {LABELS} --optimizer.name sgd --dropout 0.5 --towers.drop-path 0.1"
+    f" {IN_LOOP}",
+    "timesformer": f"caption {PIXELS} {DECODER} --captions-per-visit 2 --microbatch 2 --precision fp16 {IN_LOOP}",
+    "captions": f"caption {PIXELS} {DECODER} {SINGLE} --towers.kind timesformer --optimizer.schedule linear",
+}
+
+
+@pytest.fixture
+def words(name: str, trained: dict[str, Path], clips_dir: Path, latents_dir: Path) -> list[str]:
+    """The command line of a run."""
+    flags = RUNS[name].replace("WEIGHTS", str(trained["dual-encoder"]))
+    shards = latents_dir if "--input latents" in flags else clips_dir
+    return [*flags.split(), "--steps", str(NUM_STEPS), "--shards", str(shards)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_steady_step_waits_for_the_numbers_of_the_step_before_alone(words: list[str], tmp_path: Path) -> None:
+    journal = run(*words, "--out", tmp_path / "run")
+    assert journal.races == []
+    assert steady(journal.pageable) == []
+    assert [note.where.partition(":")[0] for note in journal.waits if note.step in STEADY] == [
+        "train/device/transfer.py" for _ in STEADY
+    ], steady(journal.waits)
+    assert journal.devices == {LOCAL_RANK}
+    found = losses(tmp_path / "run")
+    assert len(found) == NUM_STEPS and all(map(math.isfinite, found))
+    if SINGLE in " ".join(words):
+        assert train(*words, "--device", "cpu", "--out", tmp_path / "cpu") == 0
+        assert found == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5, abs=1e-5)
+
+
+def test_every_preset_has_its_parts_here() -> None:
+    """A preset with another task, tower, loss, optimizer or precision needs a run of it here."""
+    flags = " ".join(f" {one} " for one in RUNS.values())
+    for path in PRESETS.glob("*.yaml"):
+        preset = yaml.safe_load(path.read_text())
+        by = preset.get("by", {})
+        losses_ = {preset.get("loss", {}).get("kind", "infonce"), *by.get("loss.kind", {})} - {"infonce"}
+        optimizers = {preset.get("optimizer", {}).get("name", "adamw"), *by.get("optimizer.name", {})} - {"adamw"}
+        kinds = {preset.get("towers", {}).get("kind", "clip")} - {"clip"}
+        wanted = [f" --loss.kind {one} " for one in losses_] + [f" --optimizer.name {one} " for one in optimizers]
+        wanted += [f" --towers.kind {one} " for one in kinds]
+        wanted += [f" --precision {preset['precision']} "] if "precision" in preset else []
+        assert [one for one in wanted if one not in flags] == [], path.name

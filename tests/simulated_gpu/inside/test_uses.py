@@ -1,0 +1,180 @@
+"""Evaluations, embeddings, loaders and prep's models on a GPU: results of the CPU, nothing refilled too early."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clipmill import load_model, open_clips, open_latents
+from clipmill.train.data.batch import BatchRing, Sample
+from clipmill.train.data.order import Cursor
+from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.engine.throughput import Throughput
+from clipmill.train.evaluation.probe.features import extract
+from tests.gpu.test_columns import LATENTS, TEXT, column, make_latents, make_text
+from tests.simulated_gpu.inside.steps import LOCAL_RANK, run
+from tests.simulated_gpu.journal import Journal
+from tests.train.running import train
+
+EVALUATIONS = {
+    "retrieval": ("dual-encoder", "--split val"),
+    "probe": ("dual-encoder", "--split val --label class --neighbours 3"),
+    "classification": ("classify", "--split val"),
+    "reconstruction": ("mae", "--split val"),
+    "caption": ("caption", "--split val --decoding.method beam --decoding.num-beams 2"),
+}
+
+
+def on_device(run: Path, device: str, *, out: Path) -> Path:
+    """A copy of a run that is evaluated on another device."""
+    shutil.copytree(run, out)
+    settings = out / "settings.yaml"
+    text = settings.read_text()
+    assert "device: cpu\n" in text
+    settings.write_text(text.replace("device: cpu\n", f"device: {device}\n"))
+    return out
+
+
+def numbers_of(values: Any) -> list[float]:
+    """All numbers of a result, in order."""
+    if isinstance(values, dict):
+        return [number for name in sorted(values) for number in numbers_of(values[name])]
+    if isinstance(values, list):
+        return [number for one in values for number in numbers_of(one)]
+    return [float(values)] if isinstance(values, int | float) else []
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_an_evaluation_has_the_result_of_a_cpu(
+    name: str, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task, flags = EVALUATIONS[name]
+    results = []
+    for device in ("cpu", "cuda"):
+        words = ("eval", name, on_device(trained[task], device, out=tmp_path / device), *flags.split(), "--json")
+        if device == "cpu":
+            assert train(*words) == 0
+        else:
+            journal = run(*words)
+            assert journal.devices and journal.races == [] and journal.pageable == []
+        results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    expected, found = map(numbers_of, results)
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6) and len(found) > 1
+
+
+def test_clips_are_embedded_as_on_a_cpu(trained: dict[str, Path], clips_dir: Path, tmp_path: Path) -> None:
+    words = (
+        "embed",
+        trained["dual-encoder"],
+        "--shards",
+        clips_dir,
+        "--split",
+        "train",
+        "--batch",
+        "2",
+        "--workers",
+        "1",
+    )
+    assert train(*words, "--device", "cpu", "--out", tmp_path / "cpu") == 0
+    journal = run(*words, "--device", "cuda", "--out", tmp_path / "gpu")
+    assert journal.races == [] and journal.pageable == []
+    for path in (tmp_path / "cpu").glob("*.npy"):
+        np.testing.assert_allclose(np.load(tmp_path / "gpu" / path.name), np.load(path), atol=1e-5)
+
+
+def test_a_model_in_python_computes_where_it_was_opened(trained: dict[str, Path], journal: Journal) -> None:
+    clips = np.random.default_rng(0).integers(256, size=(3, 2, 32, 32, 3), dtype=np.uint8)
+    torch.cuda.set_device(LOCAL_RANK)
+    found, expected = (load_model(trained["dual-encoder"], device=device) for device in ("cuda", "cpu"))
+    for one, other in (
+        (found.encode_video(clips), expected.encode_video(clips)),
+        (found.encode_text(["a dog", "a cat that sleeps"]), expected.encode_text(["a dog", "a cat that sleeps"])),
+    ):
+        assert one.device == torch.device("cuda", LOCAL_RANK)
+        torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=0)
+    assert journal.devices == {LOCAL_RANK} and journal.races == [] and journal.pageable == []
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+@pytest.mark.parametrize("kind", ["clips", "latents"])
+def test_batches_lie_on_the_gpu_of_their_rank(
+    kind: str, device: str, clips_dir: Path, latents_dir: Path, journal: Journal
+) -> None:
+    """The thread that loads ahead begins with GPU 0, whatever the caller's is."""
+    torch.cuda.set_device(3)
+    number = 3 if device == "cuda" else 1
+    given: dict[str, Any] = {"batch": 3, "seed": 1, "rank": 0, "world": 1}
+    if kind == "clips":
+        given |= {"num_frames": 2, "size_px": 32, "workers": 1, "label": "class"}
+        opened = [open_clips(clips_dir, **given, device=one) for one in (device, "cpu")]
+    else:
+        given |= {"segment": "2s", "captions": "embedding"}
+        opened = [open_latents(latents_dir, **given, device=one) for one in (device, "cpu")]
+    with opened[0] as batches, opened[1] as expected:
+        kept = []
+        for batch, right in zip(islice(batches, 4), islice(expected, 4), strict=True):
+            for name, value in right.items():
+                if isinstance(value, torch.Tensor) and isinstance(batch[name], torch.Tensor):
+                    kept.append((name, batch[name], value))
+            pictures = batch["video" if kind == "clips" else "latents"]
+            assert pictures.device == torch.device("cuda", number)
+            pictures.flatten()  # at once, as a model would use it
+    torch.cuda.synchronize()
+    # The batches belong to the caller: later ones have overwritten none.
+    for name, one, other in kept:
+        assert torch.equal(one.cpu(), other), name
+    assert journal.devices == {number} and journal.races == [] and journal.pageable == []
+
+
+@pytest.mark.parametrize(("name", "tflops"), [("NVIDIA H200", 989.4), ("NVIDIA H200 NVL", 835.5)])
+def test_utilisation_is_that_of_the_gpu_by_its_whole_name(
+    name: str, tflops: float, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+    throughput = Throughput(device=torch.device("cuda", 0), precision="bf16")
+    throughput.flops_per_step = 10**12
+    assert throughput.metrics(step_s=0.01, waited_s=0.0, num_samples=1)["mfu"] == pytest.approx(100 / tflops)
+
+
+def test_columns_are_those_of_a_cpu(clips_dir: Path, tmp_path: Path, journal: Journal) -> None:
+    for device in ("cpu", "cuda"):
+        data_dir = tmp_path / device
+        shutil.copytree(clips_dir, data_dir)
+        make_latents(data_dir, device=device, precision="float32", size=32, batch=4)  # type: ignore[arg-type]
+        make_text(data_dir, device=device)  # type: ignore[arg-type]
+    assert journal.devices == {0} and journal.races == []
+    for name in (LATENTS, TEXT):
+        found, expected = column(tmp_path / "cuda", name), column(tmp_path / "cpu", name)
+        assert found.keys() == expected.keys() and found
+        for key, one in expected.items():
+            np.testing.assert_allclose(found[key], one, atol=2e-3)
+
+
+class _FirstPixel:
+    """A tower whose feature is the first pixel of a clip."""
+
+    def features(self, video: torch.Tensor) -> torch.Tensor:
+        return video[:, :1].float()
+
+
+def test_features_are_those_of_their_own_clips_however_far_ahead_the_host_is(journal: Journal) -> None:
+    """Nothing waits for the device while features are extracted, so copies of all batches may be pending."""
+    ring = BatchRing(4, pin=True)
+
+    def batches() -> Iterator[LoadedBatch]:
+        for first in range(0, 24, 4):
+            numbers = range(first, first + 4)
+            clips = [Sample(position=one, key="a", video=np.full(8, one, np.uint8)) for one in numbers]
+            yield LoadedBatch(ring.collate(clips), (), Cursor(0))
+
+    device = torch.device("cuda", 0)
+    found = extract([_FirstPixel()], batches(), inputs=lambda batch: batch["video"], device=device)
+    journal.finish()
+    assert journal.races == [] and journal.pageable == []
+    assert found.of_tower[0][:, 0].tolist() == found.sample.tolist() == [*range(24)]

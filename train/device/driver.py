@@ -1,0 +1,84 @@
+"""The NVIDIA driver: its version, the one that torch needs, and why a GPU of this machine cannot be used.
+
+torch is imported where it is asked, so that `train doctor` can name the driver beside a torch that does not load.
+"""
+
+import ctypes
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+from clipmill.manifests.errors import first_line
+
+_VERSION_FILE = Path("/proc/driver/nvidia/version")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+# Oldest Linux driver that runs programs of any CUDA release with this major number (CUDA Toolkit release notes, table
+# "CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility").
+_OLDEST = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
+# Results of cuInit where there is nothing to use: a stub of the library, no device.
+_NO_DEVICE = (34, 100)
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver from /proc; None if there is none."""
+    try:
+        text = _VERSION_FILE.read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
+    return found[1] if found else None
+
+
+def required_driver(cuda: str | None) -> str | None:
+    """The oldest driver for a CUDA version such as 13.2; None without CUDA, or if it is not known."""
+    return None if cuda is None else _OLDEST.get(cuda.partition(".")[0])
+
+
+def is_older(driver: str, other: str) -> bool:
+    """Whether a driver's version is lower than another one."""
+    return [*map(int, driver.split("."))] < [*map(int, other.split("."))]
+
+
+@cache
+def why_no_gpu() -> str | None:
+    """Why torch cannot use the NVIDIA GPU of this machine; None if it can, or if there is none to use."""
+    import torch
+
+    # An empty list of GPUs is a choice.
+    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return None
+    driver = driver_version()
+    if driver is None and not _has_cuda_device() and not _has_pci_device():
+        return None
+    cuda, needed = torch.version.cuda, required_driver(torch.version.cuda)
+    if cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    if driver is not None and needed is not None and is_older(driver, needed):
+        return f"its driver {driver} is older than {needed}, which torch {torch.__version__} needs"
+    try:
+        torch.cuda.init()
+        reason = "torch sees none"
+    except RuntimeError as error:
+        reason = first_line(error)
+    return f"{reason} (torch {torch.__version__} needs driver {needed or 'for CUDA ' + cuda} or later)"
+
+
+def _has_cuda_device() -> bool:
+    """Whether the driver's library finds a GPU, or fails for another reason than that there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuInit(0) not in _NO_DEVICE
+    except (OSError, AttributeError):
+        return False
+
+
+def _has_pci_device() -> bool:
+    """Whether the kernel lists a display device of NVIDIA, with or without a driver."""
+    for device in _PCI_DEVICES.glob("*"):
+        try:
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+        except OSError:
+            continue
+        if vendor == "0x10de" and kind.startswith("0x03"):
+            return True
+    return False
