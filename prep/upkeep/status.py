@@ -280,12 +280,10 @@ def _beyond(
     return None
 
 
-_PROBED = ("path", "size_bytes", "mtime_ns", "code", "message", "end_s", "num_audio", "notes")
-
-
 def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     videos = read_videos(data_dir, columns=["video_id", "path", "num_captions"])
-    probes = read_probes(data_dir, paths=videos["path"], columns=_PROBED)
+    columns = ["path", "size_bytes", "mtime_ns", "code", "message", "end_s", "num_audio", "notes"]
+    probes = read_probes(data_dir, paths=videos["path"], columns=columns)
     mine, is_known = probes_of(videos["path"], probes)
     ids = videos["video_id"] if is_known.all() else videos["video_id"].filter(pa.array(is_known))
     mine = mine.append_column("video_id", ids)
@@ -295,7 +293,6 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     unusable = mine.filter(pc.invert(is_usable))
     lost = mine.filter(pc.and_(is_usable, pc.is_valid(mine["code"])))
     noted = mine.filter(pc.fill_null(pc.not_equal(mine["notes"], ""), False))
-    first_noted = noted.slice(0, MAX_NAMED).to_pylist()
     sources, beyond = _sources(data_dir, damaged), _beyond(data_dir, videos["video_id"], ends_s, damaged)
     return VideosStatus(
         num_videos=len(videos),
@@ -310,7 +307,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
         num_to_read=num_to_read(mine),
         num_with_audio=pc.sum(pc.greater(mine["num_audio"], 0)).as_py() or 0,
         num_noted=len(noted),
-        first_notes={row["video_id"]: row["notes"].splitlines() for row in first_noted},
+        first_notes={row["video_id"]: row["notes"].splitlines() for row in noted.slice(0, MAX_NAMED).to_pylist()},
         num_captions_beyond=None if beyond is None else beyond.num_begin,
         num_captions_ending_beyond=None if beyond is None else beyond.num_end,
         first_captions_beyond=[] if beyond is None else beyond.first,
