@@ -56,8 +56,7 @@ class VariantStatus:
         num_missing: number of shards that a variant which is not current lacks; `ColumnStatus.to_make` has those of the
             current one.
         num_unread: number of shards that `hours` lacks: their index cannot be read since before the last run ended.
-        lost: why a variant that the last run has made beside the current one does not take its place: code -> number of
-            failures for which it lacks samples of the current one (`lost_samples`).
+        lost: code -> number of failures that keep the variant from becoming the current one (`lost_samples`).
         is_late: whether a late run has written it after `prep gc` had removed the variant (`late_files`).
     """
 
