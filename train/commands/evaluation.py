@@ -89,7 +89,11 @@ def _variants_of(run: RunFolder, shards: str | None, *, say: Callable[[str], Non
     """The variants to evaluate a run with: on its own data those that it was trained on, as far as they are present."""
     from clipmill.train.data.remote import VARIANTS_FACT, choose_variants
 
-    values, recorded = read_values(run.settings), run.read_facts().get(VARIANTS_FACT, [])
+    try:
+        values = read_values(run.settings)
+    except UserError:
+        return {}  # the run is opened next, which says what is wrong with its settings
+    recorded = run.read_facts().get(VARIANTS_FACT, [])
     own, cache = values.get("shards", TrainingSettings.shards), values.get("cache")
     folders = folders_of(own if isinstance(own, str) else tuple(map(str, own)))
     pairs = [
