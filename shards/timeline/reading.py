@@ -215,7 +215,9 @@ class _PacketList:
         if order is not None:
             times = np.sort(dts)[order]
         elif name == "mpeg" and self.is_bidirectional:
-            read, times = times, times_in_display_order(times, durations, np.array(self.is_bidirectional))
+            # libav's decoding times are guesses too: they start again one picture late.
+            read = times
+            times, dts = times_in_display_order(times, durations, np.array(self.is_bidirectional))
             is_retimed = bool((times != read).any())
         steps = np.diff(np.unique(times))  # a frame without a duration lasts as long as the one before it
         frame = int(steps[-1]) if len(steps) else max(1, round(1 / (rate_of(stream) or Fraction(30)) / unit))

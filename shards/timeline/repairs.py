@@ -33,12 +33,13 @@ def is_b_picture(packet: "Packet[Stream]") -> bool:
 
 def times_in_display_order(
     times: NDArray[np.int64], durations: NDArray[np.int64], is_b: NDArray[np.bool_]
-) -> NDArray[np.int64]:
-    """Return the presentation times of MPEG-1 or MPEG-2 pictures in a program stream.
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the presentation times of MPEG-1 or MPEG-2 pictures in a program stream, and the same in display order.
 
     It has a timestamp for every few pictures only, and libav guesses the others, at times wrongly. A picture follows
     the one before it in display order, in which B pictures come before the reference that precedes them in the file.
-    Only a timestamp that is further away than a few pictures counts: there is a gap, or time starts again.
+    Only a timestamp that is further away than a few pictures counts: there is a gap, or time starts again. As many
+    pictures are displayed before it as there are in the file: in display order, times go back at the same picture.
     """
     display: list[int] = []
     held = None
@@ -56,7 +57,7 @@ def times_in_display_order(
             due = int(times[row])
         found[row] = due
         due += length
-    return found
+    return found, found[display]
 
 
 def key_steps(times: NDArray[np.int64], is_key: NDArray[np.bool_]) -> NDArray[np.int64]:

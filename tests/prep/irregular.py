@@ -172,6 +172,13 @@ def dropped_frames(folder: Path, name: str) -> list[int]:
     return [*range(WHOLE - 30), *[WHOLE - 31] * 30]
 
 
+def short_end(folder: Path, name: str) -> list[int]:
+    """The last frame begins within half an output frame of the end, and the container does not tell its length."""
+    late = f"setts=ts=if(gte(N\\,{WHOLE - 1})\\,TS+40\\,TS)"  # milliseconds
+    ffmpeg("-i", numbered(folder / "v.mkv", encoder="flv"), "-c", "copy", "-bsf:v", late, folder / name)
+    return BOTH
+
+
 def thumbnail_first(folder: Path, name: str) -> list[int]:
     still, video = numbered(folder / "still.mkv", 500, 1), numbered(folder / "v.mkv")
     ffmpeg("-i", still, "-i", video, "-map", "0:v", "-map", "1:v", "-c", "copy", "-disposition", 0, folder / name)
@@ -200,6 +207,7 @@ KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "short-header.mp4": (short_header, ""),
     "decoding-order.avi": (decoding_order, "no presentation times"),
     "dropped.avi": (dropped_frames, ""),
+    "short-end.flv": (short_end, ""),
     "thumbnail.mkv": (thumbnail_first, "2 video tracks"),
     "second.mkv": (default_second, "2 video tracks: stream 1 is taken"),
 }
