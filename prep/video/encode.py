@@ -237,8 +237,9 @@ def _scaled_frames(
     filters = [
         *shape.crop_filters(),
         ("settb", {"expr": unit}),
-        # The cheaper order: resize before frames are duplicated, or after frames are dropped. The result is the same.
-        *([*resize, *rate] if source.fps <= fps else [*rate, *resize]),
+        # The cheaper order: resize before frames are duplicated, or after frames are dropped. The result is the same,
+        # unless the shape depends on the time, which the fps filter rounds.
+        *([*resize, *rate] if source.fps <= fps or len(timeline.aspects) > 1 else [*rate, *resize]),
         *([*upright, ("sidedata", {"mode": "delete", "type": "DISPLAYMATRIX"})] if upright else []),
         ("setsar", {"sar": "1"}),
         ("setpts", {"expr": "N"}),
