@@ -316,8 +316,8 @@ def _missing_end(
     if container.format.name == "avi" and timeline.rate and file is not None and is_cut_avi(file):
         # Without the index at its end, libav estimates the duration of an AVI from its size.
         header, has_header = timeline.start + track.stream.frames / timeline.rate, True
-    if "mp4" in container.format.name and track.stream.frames and track.num_listed == len(track.times):
-        has_header = False  # every packet of its index was read; libav lists none that an edit list hides
+    if "mp4" in container.format.name and 0 < len(track.times) == track.num_listed <= track.stream.frames:
+        has_header = False  # every packet of its index was read; libav may list none that an edit list hides
     if has_header and any_end < header - _HEADER_SLACK_S:
         cut = f"truncated: {float(header):.2f} s in the header, but the packets end at {float(any_end):.2f} s"
         return header - any_end, cut
