@@ -142,10 +142,10 @@ def size_changes(folder: Path, name: str) -> list[int]:
 def edit(video: Path, *, begin_s: int = 0, end_s: int) -> None:
     """Write into the edit list of an MP4 which part of it is shown."""
     content = bytearray(video.read_bytes())
-    box, header = content.index(b"elst"), content.index(b"mdhd")
-    begin = struct.unpack(">i", content[box + 16 : box + 20])[0]
-    begin += begin_s * struct.unpack(">I", content[header + 16 : header + 20])[0]
-    content[box + 12 : box + 20] = struct.pack(">Ii", 1000 * (end_s - begin_s), begin)  # milliseconds; units of media
+    box = content.index(b"elst")
+    movie, media = (struct.unpack_from(">I", content, content.index(name) + 16)[0] for name in (b"mvhd", b"mdhd"))
+    begin = struct.unpack_from(">i", content, box + 16)[0] + begin_s * media
+    struct.pack_into(">Ii", content, box + 12, (end_s - begin_s) * movie, begin)
     video.write_bytes(content)
 
 
