@@ -201,9 +201,10 @@ def dropped_frames(folder: Path, name: str, *, num: int = 30) -> list[int]:
 
 
 def short_end(folder: Path, name: str) -> list[int]:
-    """The last frame begins within half an output frame of the end, and the container does not tell its length."""
-    late = f"setts=ts=if(gte(N\\,{WHOLE - 1})\\,TS+40\\,TS)"  # milliseconds
-    ffmpeg("-i", numbered(folder / "v.mkv", encoder="flv"), "-c", "copy", "-bsf:v", late, folder / name)
+    """The last frame begins early; it ends with the last output frame if time 0 is not on the grid of output frames."""
+    early = f"setts=ts=if(gte(N\\,{WHOLE - 1})\\,TS-40\\,TS)"  # milliseconds
+    video = numbered(folder / "v.mkv", num_b=0)
+    ffmpeg("-i", video, "-c", "copy", "-bsf:v", early, "-output_ts_offset", 1.08, folder / name)
     return BOTH
 
 
@@ -225,7 +226,6 @@ KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "late-ps.mpg": (late_picture, ""),
     "cat.ts": (concatenated(".ts"), "start again, first at packet 70 (7.0"),
     "cells.mpg": (concatenated(".mpg", "-f", "vob", encoder="mpeg2video"), "start again"),
-    "no-b.mpg": (concatenated(".mpg", "-f", "vob", encoder="mpeg2video", num_b=0), "start again"),
     "twice.flv": (without_second_header, "start again"),
     "blobs.webm": (concatenated(".webm", "-live", "1", sound="libopus", encoder="libvpx"), "start again"),
     "appended.mkv": (concatenated(".mkv", "-live", "1"), "start again"),
@@ -239,7 +239,7 @@ KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "decoding-order.avi": (decoding_order, "no presentation times"),
     "dropped.avi": (dropped_frames, ""),
     "dropped-half.avi": (partial(dropped_frames, num=50), ""),
-    "short-end.flv": (short_end, ""),
+    "short-end.mkv": (short_end, ""),
     "thumbnail.mkv": (thumbnail_first, "2 video tracks"),
     "second.mkv": (default_second, "2 video tracks: stream 1 is taken"),
 }
