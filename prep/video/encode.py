@@ -228,15 +228,19 @@ def _scaled_frames(
     # In this unit, times of the source and of output frames are both exact.
     unit = f"intb/{fps.numerator if fps.numerator <= _MAX_FPS else fps.numerator // 1000}"
     begin_s = timeline.start + span.first_frame / fps
-    rate: Filter = ("fps", {"fps": settings.fps, "start_time": _microseconds(begin_s), "round": "near"})
+    rate: list[Filter] = [
+        # The last frame stays on show until the end of the span; the fps filter alone may leave it out.
+        ("tpad", {"stop": "-1", "stop_mode": "clone"}),
+        ("fps", {"fps": settings.fps, "start_time": _microseconds(begin_s), "round": "near"}),
+    ]
     resize, upright = _resize_filters(source, timeline, settings=settings), shape.orientation_filters()
     filters = [
         *shape.crop_filters(),
         ("settb", {"expr": unit}),
-        # The cheaper order: resize before frames are duplicated, or after frames are dropped. The result is the same.
-        *([*resize, rate] if source.fps <= fps else [rate, *resize]),
+        # The cheaper order: resize before frames are duplicated, or after frames are dropped. The result is the same,
+        # unless the shape depends on the time, which the fps filter rounds.
+        *([*resize, *rate] if source.fps <= fps or len(timeline.aspects) > 1 else [*rate, *resize]),
         *([*upright, ("sidedata", {"mode": "delete", "type": "DISPLAYMATRIX"})] if upright else []),
-        ("tpad", {"stop": "-1", "stop_mode": "clone"}),  # the last frame stays on show until the end of the span
         ("setsar", {"sar": "1"}),
         ("setpts", {"expr": "N"}),
     ]

@@ -255,6 +255,12 @@ def track_of(container: "InputContainer", index: int) -> "VideoStream":
     return next(stream for stream in container.streams.video if stream.index == index)
 
 
+def aspect_of(stream: "VideoStream") -> Fraction:
+    """Return the width of a pixel divided by its height; the container counts before the stream, as in players."""
+    aspect = stream.sample_aspect_ratio or ONE
+    return aspect if aspect > 0 else ONE
+
+
 def rate_of(stream: "VideoStream") -> Fraction:
     """Return the average frames per second of a stream; 0 if unknown."""
     return stream.average_rate or stream.guessed_rate or Fraction(0)

@@ -15,6 +15,7 @@ from clipmill.shards.timeline.model import (
     Timeline,
     TimelineError,
     TrackPackets,
+    aspect_of,
     rate_of,
     start_of,
     video_tracks,
@@ -90,20 +91,34 @@ def indexed_timeline(container: "InputContainer", stream: "VideoStream", *, size
     listed = begin + entries[last].timestamp - entries[first].timestamp + step
     end = begin + (stream.duration or 0)
     if last != len(entries) - 1 or abs(listed - end) > 2 * step + 1:
-        end = _end_behind(container, stream, entries[last].timestamp)
+        begin, end = _last_behind(container, stream, entries[last].timestamp)
+        if last != len(entries) - 1:
+            end = _edited_end(stream, last=begin, end=end)
     start = start_of(container)
-    timeline = Timeline(track=stream.index, start=start, end=end * unit - start, rate=rate_of(stream))
+    timeline = Timeline(
+        track=stream.index,
+        start=start,
+        end=end * unit - start,
+        rate=rate_of(stream),
+        aspects=((Fraction(0), aspect_of(stream)),),
+    )
     return _checked(timeline, num_packets=len(entries))
 
 
-def _end_behind(container: "InputContainer", stream: "VideoStream", timestamp: int) -> int:
-    """Return the end of the last frame in units of the stream, from the packets behind the key frame before a time."""
+def _last_behind(container: "InputContainer", stream: "VideoStream", timestamp: int) -> tuple[int, int]:
+    """Return begin and end of the last frame in units of the stream, from the packets behind the key frame before."""
     container.seek(timestamp, stream=stream)
     end = last = 0
     for packet in container.demux(stream):
         if packet.size and packet.pts is not None and not packet.is_discard and packet.pts >= last:
             last, end = packet.pts, packet.pts + (packet.duration or 0)
-    return end
+    return last, end
+
+
+def _edited_end(stream: "VideoStream", *, last: int, end: int) -> int:
+    """Return the end of the last frame, behind which an edit list hides frames: it may end within the frame."""
+    edited = (stream.start_time or 0) + (stream.duration or 0)
+    return min(end, edited) if edited > last else end
 
 
 def read_timeline(
@@ -157,6 +172,7 @@ class _PacketList:
 
     def __init__(self, stream: "VideoStream") -> None:
         self.stream = stream
+        self.num_listed = len(stream.index_entries)  # when the file was opened
         self.times: list[int] = []  # presentation times; decoding times where they are missing
         self.decoding_times: list[int] = []
         self.durations: list[int] = []
@@ -215,7 +231,9 @@ class _PacketList:
         if order is not None:
             times = np.sort(dts)[order]
         elif name == "mpeg" and self.is_bidirectional:
-            read, times = times, times_in_display_order(times, durations, np.array(self.is_bidirectional))
+            # libav's decoding times are guesses too: they start again one picture late.
+            read = times
+            times, dts = times_in_display_order(times, durations, np.array(self.is_bidirectional))
             is_retimed = bool((times != read).any())
         steps = np.diff(np.unique(times))  # a frame without a duration lasts as long as the one before it
         frame = int(steps[-1]) if len(steps) else max(1, round(1 / (rate_of(stream) or Fraction(30)) / unit))
@@ -234,6 +252,8 @@ class _PacketList:
             notes.append(f"timestamps start {many}, first {where}: the parts follow one another")
         last = int(np.argmax(np.where(is_shown, times, NO_TIME))) if num_packets else 0
         end = int(times[last] + lengths[last]) if num_packets else 0
+        if "mp4" in name and num_packets and not is_shown[int(np.argmax(times))]:
+            end = _edited_end(stream, last=int(times[last]), end=end)
         if name == "avi" and file is not None and stream.average_rate == 1 / unit:
             end = max(end, num_avi_frames(file, stream.index))  # dropped frames at the end repeat the last one
         aspects, changes = self._changes(times, unit=unit, start=start)
@@ -258,8 +278,7 @@ class _PacketList:
     ) -> tuple[tuple[tuple[Fraction, Fraction], ...], list[str]]:
         """Return the pixel aspects with the times from which they hold, and a note if the picture changes."""
         stream = self.stream
-        aspect = stream.sample_aspect_ratio or ONE
-        aspects = [(Fraction(0), aspect if aspect > 0 else ONE)]
+        aspects = [(Fraction(0), aspect_of(stream))]
         sizes: list[tuple[Fraction, str]] = []
         for row, packet in self.key_packets if len(self.key_packets) > 1 else []:
             if (shape := decoded_shape(stream, packet)) is None:
@@ -297,8 +316,8 @@ def _missing_end(
     if container.format.name == "avi" and timeline.rate and file is not None and is_cut_avi(file):
         # Without the index at its end, libav estimates the duration of an AVI from its size.
         header, has_header = timeline.start + track.stream.frames / timeline.rate, True
-    if "mp4" in container.format.name and 0 < track.stream.frames == len(track.times):
-        has_header = False  # every packet of its index was read
+    if "mp4" in container.format.name and 0 < len(track.times) == track.num_listed <= track.stream.frames:
+        has_header = False  # every packet of its index was read; libav may list none that an edit list hides
     if has_header and any_end < header - _HEADER_SLACK_S:
         cut = f"truncated: {float(header):.2f} s in the header, but the packets end at {float(any_end):.2f} s"
         return header - any_end, cut

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 RESTART_S = Fraction(1, 5)  # decoding times that go back by less are the rounding of a muxer
 _GAP_S, _GAP_FRAMES = 5.0, 50  # a longer pause between two frames is mentioned
 MPEG_VIDEO = frozenset({"mpeg1video", "mpeg2video"})
-_MAX_GUESS_FRAMES = 4  # by which libav's guess of a missing timestamp may be wrong
+_MAX_GUESS_FRAMES = 4  # by which libav's guess of a missing timestamp may be wrong, in whole frames or fields
+_ROUNDING = 0.25  # of a frame
 
 LONGEST_FRAME_S = 3600  # a later timestamp is damaged, or the beginning of another part
 
@@ -33,12 +34,14 @@ def is_b_picture(packet: "Packet[Stream]") -> bool:
 
 def times_in_display_order(
     times: NDArray[np.int64], durations: NDArray[np.int64], is_b: NDArray[np.bool_]
-) -> NDArray[np.int64]:
-    """Return the presentation times of MPEG-1 or MPEG-2 pictures in a program stream.
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the presentation times of MPEG-1 or MPEG-2 pictures in a program stream, and the same in display order.
 
     It has a timestamp for every few pictures only, and libav guesses the others, at times wrongly. A picture follows
     the one before it in display order, in which B pictures come before the reference that precedes them in the file.
-    Only a timestamp that is further away than a few pictures counts: there is a gap, or time starts again.
+    A timestamp counts if it is very near, because sums of durations are rounded; or if it is further away than a few
+    pictures: there is a gap, or time starts again. As many pictures are displayed before it as there are in the file,
+    so that times go back at the same picture in both orders.
     """
     display: list[int] = []
     held = None
@@ -51,12 +54,12 @@ def times_in_display_order(
     display += [] if held is None else [held]
     found, due = times.copy(), int(times[display[0]])
     for row in display:
-        length = int(durations[row])
-        if not length or abs(int(times[row]) - due) > _MAX_GUESS_FRAMES * length:
+        length, error = int(durations[row]), abs(int(times[row]) - due)
+        if error > _MAX_GUESS_FRAMES * length or error < length * _ROUNDING:
             due = int(times[row])
         found[row] = due
         due += length
-    return found
+    return found, found[display]
 
 
 def key_steps(times: NDArray[np.int64], is_key: NDArray[np.bool_]) -> NDArray[np.int64]:

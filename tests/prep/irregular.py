@@ -3,6 +3,7 @@
 import struct
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,23 @@ def ffmpeg(*arguments: object, content: bytes = b"") -> None:
 
 
 def numbered(
-    path: Path, first: int = 0, count: int = WHOLE, *, size: tuple[int, int] = (120, 120), encoder: str = "libx264"
+    path: Path,
+    first: int = 0,
+    count: int = WHOLE,
+    *,
+    size: tuple[int, int] = (120, 120),
+    encoder: str = "libx264",
+    num_b: int = 2,
 ) -> Path:
-    """Write a video whose frames carry their number, with B frames if the encoder has any."""
+    """Write a video whose frames carry their number, with `num_b` B frames in a row if the encoder has any."""
     width, height = size
     pictures = b"".join(
         draw_frame_number(first + number, width=width, height=height).tobytes() for number in range(count)
     )
     shape = ("-f", "rawvideo", "-pix_fmt", "gray", "-s", f"{width}x{height}", "-r", FPS)
     quality = {
-        "libx264": ("-preset", "veryfast", "-bf", 2, "-crf", 20),
-        "mpeg2video": ("-strict", -1, "-bf", 2, "-q:v", 3),
+        "libx264": ("-preset", "veryfast", "-bf", num_b, "-crf", 20),
+        "mpeg2video": ("-strict", -1, "-bf", num_b, "-q:v", 3),
     }.get(encoder, ("-b:v", "1M"))
     encode = ("-c:v", encoder, *quality, "-pix_fmt", "yuv420p", "-g", 10, "-threads", 1, path)
     ffmpeg(*shape, "-i", "-", *encode, content=pictures)
@@ -132,12 +139,33 @@ def size_changes(folder: Path, name: str) -> list[int]:
     return BOTH
 
 
-def hidden_end(folder: Path, name: str) -> list[int]:
-    content = bytearray(numbered(folder / name, count=WHOLE + 40).read_bytes())
+def edit(video: Path, *, begin_s: int = 0, end_s: int) -> None:
+    """Write into the edit list of an MP4 which part of it is shown."""
+    content = bytearray(video.read_bytes())
     box = content.index(b"elst")
-    content[box + 12 : box + 16] = struct.pack(">I", 1000 * WHOLE // FPS)  # of movie time, in milliseconds
-    (folder / name).write_bytes(content)
+    movie, media = (struct.unpack_from(">I", content, content.index(name) + 16)[0] for name in (b"mvhd", b"mdhd"))
+    begin = struct.unpack_from(">i", content, box + 16)[0] + begin_s * media
+    struct.pack_into(">Ii", content, box + 12, (end_s - begin_s) * movie, begin)
+    video.write_bytes(content)
+
+
+def hidden_end(folder: Path, name: str) -> list[int]:
+    edit(numbered(folder / name, count=WHOLE + 40), end_s=WHOLE // FPS)
     return BOTH
+
+
+def hidden_head(folder: Path, name: str) -> list[int]:
+    """A MOV in which every frame is a key frame."""
+    edit(numbered(folder / name, encoder="mjpeg"), begin_s=2, end_s=WHOLE // FPS)
+    return BOTH[2 * FPS :]
+
+
+def cut_frame(folder: Path, name: str) -> list[int]:
+    """An MP4 whose edit list ends within a frame that its samples show for three seconds."""
+    late = f"setts=ts=if(gte(N\\,{HALF})\\,TS+3/TB\\,TS)"
+    ffmpeg("-i", numbered(folder / "v.mp4", num_b=0), "-c", "copy", "-bsf:v", late, folder / name)
+    edit(folder / name, end_s=HALF // FPS + 1)
+    return [*range(HALF), *[HALF - 1] * FPS]
 
 
 def short_header(folder: Path, name: str) -> list[int]:
@@ -154,14 +182,14 @@ def decoding_order(folder: Path, name: str) -> list[int]:
     return BOTH
 
 
-def dropped_frames(folder: Path, name: str) -> list[int]:
+def dropped_frames(folder: Path, name: str, *, num: int = 30) -> list[int]:
     """An AVI whose last frames have no bytes."""
     content = numbered(folder / name, encoder="mpeg4").read_bytes()
     begin, end = content.index(b"movi") + 4, content.index(b"idx1")
     movie, index, position, number = b"", b"", begin, 0
     while position < end:
         size = struct.unpack("<I", content[position + 4 : position + 8])[0]
-        data = content[position + 8 : position + 8 + size] if number < WHOLE - 30 else b""
+        data = content[position + 8 : position + 8 + size] if number < WHOLE - num else b""
         index += b"00dc" + struct.pack("<III", 16 if number == 0 else 0, 4 + len(movie), len(data))
         movie += b"00dc" + struct.pack("<I", len(data)) + data + bytes(len(data) % 2)
         position += 8 + size + size % 2
@@ -169,7 +197,15 @@ def dropped_frames(folder: Path, name: str) -> list[int]:
     head = content[: begin - 8] + struct.pack("<I", 4 + len(movie)) + b"movi"
     whole = head + movie + b"idx1" + struct.pack("<I", len(index)) + index
     (folder / name).write_bytes(whole[:4] + struct.pack("<I", len(whole) - 8) + whole[8:])
-    return [*range(WHOLE - 30), *[WHOLE - 31] * 30]
+    return [*range(WHOLE - num), *[WHOLE - num - 1] * num]
+
+
+def short_end(folder: Path, name: str) -> list[int]:
+    """The last frame begins early; it ends with the last output frame if time 0 is not on the grid of output frames."""
+    early = f"setts=ts=if(gte(N\\,{WHOLE - 1})\\,TS-40\\,TS)"  # milliseconds
+    video = numbered(folder / "v.mkv", num_b=0)
+    ffmpeg("-i", video, "-c", "copy", "-bsf:v", early, "-output_ts_offset", 1.08, folder / name)
+    return BOTH
 
 
 def thumbnail_first(folder: Path, name: str) -> list[int]:
@@ -197,9 +233,13 @@ KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "tags.ts": (colours_change, ""),
     "size.ts": (size_changes, "changes from 120x120 to 240x240 at 7.00 s"),
     "hidden-end.mp4": (hidden_end, ""),
+    "hidden-head.mov": (hidden_head, ""),
+    "cut-frame.mp4": (cut_frame, ""),
     "short-header.mp4": (short_header, ""),
     "decoding-order.avi": (decoding_order, "no presentation times"),
     "dropped.avi": (dropped_frames, ""),
+    "dropped-half.avi": (partial(dropped_frames, num=50), ""),
+    "short-end.mkv": (short_end, ""),
     "thumbnail.mkv": (thumbnail_first, "2 video tracks"),
     "second.mkv": (default_second, "2 video tracks: stream 1 is taken"),
 }

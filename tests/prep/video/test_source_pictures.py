@@ -57,6 +57,34 @@ def test_a_part_of_another_shape_keeps_its_shape(tmp_path: Path) -> None:
     assert second[40:200].min() > 200 and second[:28].max() < 30 and second[212:].max() < 30  # 320x180 in the middle
 
 
+def test_pixels_of_an_mp4_become_square(tmp_path: Path) -> None:
+    """In one that is read by its index, and where frames of their own say nothing of it."""
+    (tmp_path / "videos").mkdir()
+    for name, encoder in (("a.mp4", "libx264"), ("b.mov", "mjpeg")):
+        source = ("-f", "lavfi", "-i", "color=white:s=192x240:r=10:d=2,setsar=4/3")
+        ffmpeg(*source, "-c:v", encoder, "-pix_fmt", "yuvj420p", tmp_path / "videos" / name)
+    manifest(tmp_path / "data", tmp_path / "videos")
+    chunk(tmp_path / "data", "--len", "2s", "--fps", 10)
+    for picture in chunk_pictures(tmp_path / "data"):
+        assert picture.shape == (240, 256) and picture.min() > 200
+
+
+def test_a_shape_changes_with_its_frame(tmp_path: Path) -> None:
+    """Where the frame rate is reduced, and the first frame of the other shape begins between two output frames."""
+    streams = []
+    for begin_s, aspect in ((1, "1"), (3.04, "4/3")):
+        streams.append(tmp_path / f"{begin_s}.ts")
+        source = ("-f", "lavfi", "-i", f"color=white:s=320x240:r=25:d=2,setsar={aspect}")
+        encode = ("-c:v", "mpeg2video", "-g", 5, "-muxdelay", 0, "-output_ts_offset", begin_s)
+        ffmpeg(*source, *encode, streams[-1])
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "videos/shape.ts").write_bytes(joined(*streams))
+    manifest(tmp_path / "data", tmp_path / "videos")
+    chunk(tmp_path / "data", "--len", "2s", "--fps", 10)
+    _, second = chunk_pictures(tmp_path / "data")
+    assert second[40:200].min() > 200 and second[:28].max() < 30  # on show from 2.04 s, and not before
+
+
 def test_a_crop_of_the_container_is_applied(tmp_path: Path) -> None:
     video = tmp_path / "videos/crop.mkv"
     video.parent.mkdir()

@@ -14,6 +14,7 @@ from clipmill.prep.sources.probe import probe
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.prep.video.frame_check import check_frames
 from clipmill.prep.video.spans import Span
+from clipmill.shards.timeline.repairs import times_in_display_order
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
 from clipmill.train.tasks.caption.videos.clips import window_clips
 from tests.prep.irregular import FPS, KINDS, parts
@@ -96,6 +97,13 @@ def test_encoded_frames_are_compared_with_the_packets(shown_s: list[float], code
         assert failure.code == code
     else:
         assert code is None
+
+
+def test_pictures_of_an_mpeg_ps_follow_one_another_until_time_starts_again() -> None:
+    """Its third picture has a wrong guess, and durations are rounded down."""
+    times, is_b = np.array([0, 3754, 3800, 11261, 0, 3754]), np.zeros(6, bool)
+    shown, ordered = times_in_display_order(times, np.full(6, 3753), is_b)
+    assert shown.tolist() == ordered.tolist() == [0, 3754, 7507, 11261, 0, 3754]
 
 
 def test_what_cannot_be_shown_completely_is_refused_with_its_place(tmp_path: Path) -> None:
