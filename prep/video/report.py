@@ -62,8 +62,7 @@ def plan_report(planned: Planned) -> Report:
     """
     if planned.plan.has_captions:
         captions_path(planned.data_dir)  # verified, because a run needs them
-    plan, cost = planned.plan, estimate_of(planned)
-    against = _changed_settings(planned)
+    plan, cost, against = planned.plan, estimate_of(planned), _changed_settings(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
     new, moved = _why_new(planned), plan.shards_of_moved_videos(planned.commits)
     reasons = {shard.shard_id: new for shard in plan.shards if shard.state == ShardState.NEW}
@@ -131,9 +130,7 @@ def audio_lines(planned: Planned) -> list[str]:
     if planned.commits or plan.recipe.settings.audio != "drop" or not plan.num_with_audio:
         return []
     found = f"{plan.num_with_audio:,} of {counted(plan.num_videos, 'video')}"
-    return [
-        f"audio    of {found} is left out; --audio keep keeps it, without which the score `speech` is unknown",
-    ]
+    return [f"audio    of {found} is left out; --audio keep keeps it, without which the score `speech` is unknown"]
 
 
 def other_settings_lines(planned: Planned) -> list[str]:
@@ -151,8 +148,8 @@ def other_settings_lines(planned: Planned) -> list[str]:
         chunks = counted(sum(len(span.span.chunk_frames) for span in plan.spans(rows.tolist())), "chunk")
         videos, length = counted(plan.num_videos_of(rows), "video"), duration_text(plan.workload(rows).seconds.sum())
         lines.append(f"variant  {variant}: {chunks} of {videos} to encode, {length} of video")
-        estimated = COLUMN.command_line(plan.recipe.as_dict(), data_dir=planned.data_dir).replace("chunk", "plan", 1)
-        lines.append(f"         `{estimated}` estimates time and disk")
+        plan_line = COLUMN.command_line(plan.recipe.as_dict(), data_dir=planned.data_dir).replace("chunk", "plan", 1)
+        lines.append(f"         `{plan_line}` estimates time and disk")
     else:
         lost = lost_samples(planned.data_dir, VIDEO, variant=variant, former=current)
         lacking = f"lacks samples of the current one ({codes_line(lost)}), which stays current"

@@ -5,7 +5,6 @@ clips, and the command line that repeats the evaluation. What is scored, and how
 (`clipmill.train.spec.EvaluationSpec.score`).
 """
 
-import hashlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -30,7 +29,7 @@ from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape
 from clipmill.train.run.folder import RunFolder, read_object
 from clipmill.train.run.packages import require_parts
-from clipmill.train.run.result_names import data_facts, is_same_evaluation, result_name
+from clipmill.train.run.result_names import data_facts, is_same_evaluation, result_name, suffix_of
 from clipmill.train.spec import EvaluationSpec, TaskSpec
 from clipmill.train.weights.loading import load_whole
 from clipmill.train.weights.logits import Logits, logits_of, read_logits
@@ -127,21 +126,6 @@ class OpenedRun:
                 own = flat(values[group.name], f"{group.name}.")
                 found |= {name: value for name, value in own.items() if value != trained.get(name)}
         return found
-
-
-def suffix_of(differences: Mapping[str, Any]) -> str:
-    """Part of the names of results, so that none replaces the result of another use (`OpenedRun.differences`)."""
-    forms = {"num_frames": "-{}-frames", "sampling": "-{}", "size_px": "-{}px"}
-    found, groups = "", dict[str, list[str]]()
-    for name, value in differences.items():
-        group, _, inner = name.partition(".")
-        if name in forms:
-            found += forms[name].format(value)
-        else:
-            groups.setdefault(group, []).append(f"{inner} {value}" if inner else str(value))
-    for group, texts in groups.items():
-        found += f"-{group}-{hashlib.sha256(' '.join(texts).encode()).hexdigest()[:8]}"
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ Results on the run's own data have the name of their evaluation; others also hav
 import hashlib
 import re
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from clipmill.train.config.shards import Shards, folders_of, normalised
@@ -53,3 +54,18 @@ def _flags_of(result: dict[str, Any]) -> list[str]:
 def other_data(result: dict[str, Any]) -> str:
     """Address of the data of a result; empty for the run's own data, which is assumed if the result does not say."""
     return "" if result.get("is_own_data", True) else str(result["shards"])
+
+
+def suffix_of(differences: Mapping[str, Any]) -> str:
+    """Part of the name of a result for what an evaluation did unlike the training, so that results stay apart."""
+    forms = {"num_frames": "-{}-frames", "sampling": "-{}", "size_px": "-{}px"}
+    found, groups = "", dict[str, list[str]]()
+    for name, value in differences.items():
+        group, _, inner = name.partition(".")
+        if name in forms:
+            found += forms[name].format(value)
+        else:
+            groups.setdefault(group, []).append(f"{inner} {value}" if inner else str(value))
+    for group, texts in groups.items():
+        found += f"-{group}-{hashlib.sha256(' '.join(texts).encode()).hexdigest()[:8]}"
+    return found

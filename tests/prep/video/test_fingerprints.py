@@ -76,4 +76,4 @@ def test_the_arguments_of_a_pass_are_those_of_the_schema() -> None:
                         program="ffmpeg",
                     )
                     digest.update("\0".join(arguments).encode())
-    assert digest.hexdigest() == "23c39d220e87b092da6ce2f37346354066c2db0ac50a6546c7b1066ee680b0fe"
+    assert digest.hexdigest() == "e80f0d4ba468e7176a56236248e631290c4697534b26063c22b38603902be917"
