@@ -16,7 +16,7 @@ from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.prep.video.worker import make_shard
 from clipmill.shards.commits import read_commits
 from tests.object_storage.faults import Fault, Faults
-from tests.prep.running import Ran, chunk, contents, prep_here, processes, start, variant_folder, wait_until
+from tests.prep.running import Ran, chunk, contents, prep, prep_here, processes, start, variant_folder, wait_until
 from tests.prep.scenes import write_scenes
 from tests.train.data.http_folder import HttpFolder
 
@@ -84,14 +84,15 @@ def test_shards_of_a_bucket_are_those_of_the_local_files(
     data = tmp_path / "data"
     open_objects(uploaded).write("captions.csv", captions)
     prep_here("manifest", "folder", uploaded, "--captions", f"{uploaded}/captions.csv", "--data", data)
-    prep_here("plan", *LEN, "--data", data)
+    prep("plan", *LEN, "--data", data)  # a process of its own, which keeps no copy of its trial encodes
+    wait_until(lambda: not list((tmp_path / "scratch").iterdir()))
     faults.set()
     summary = chunk(data, *LEN, status=1)
     assert shards(data, summary) == local and summary["num_chunks"] > 40
     whole = [path for method, path in faults.seen().requests if method == "GET" and path.endswith("long.mp4")]
     assert len(whole) == 1, "all shards of this video use one copy"
     wait_until(lambda: not list((tmp_path / "scratch").iterdir()))
-    assert chunk(data, *LEN, status=1)["num_encoded"] == 0
+    assert chunk(data, *LEN)["num_encoded"] == 0
     status = prep_here("status", "--data", data).stdout
     assert f"{uploaded}/text.mp4" in status and "source_unreadable" in status
     assert f"folder: {uploaded}/long.mp4" in prep_here("inspect", "long_000000000", "--data", data).stdout
