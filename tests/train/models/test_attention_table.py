@@ -48,7 +48,9 @@ class Call:
 
 
 def calls_of(settings: ClipSettings) -> list[Call]:
-    """All kinds of calls that a preset makes."""
+    """All kinds of calls that a preset makes; towers of libraries have an attention of their own."""
+    if settings.towers.image is not None:
+        return []
     size = size_of(settings.model, settings.towers)
     trunks: list[tuple[str, TransformerSize]] = [("clips", size.video.trunk)]
     if isinstance(settings, MaeSettings):
