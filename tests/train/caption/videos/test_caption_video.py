@@ -76,7 +76,7 @@ def test_a_damaged_video_is_named_and_the_others_are_written(
         flags = ("--out", tmp_path / out, "--format", Path(out).suffix[1:] or "srt")
         assert train("caption-video", captioner_run, tmp_path / "bad.mp4", films / "a.mp4", *flags) == 1
         error = capsys.readouterr().err
-        assert f"{tmp_path / 'bad.mp4'}: it holds no video stream" in error
+        assert f"{tmp_path / 'bad.mp4'}: no video stream (streams: none)" in error
         assert "failed: 1 of 2 videos could not be read to the end" in error
     assert [one["video"] for one in json.loads((tmp_path / "c.json").read_bytes())] == [str(films / "a.mp4")]
     assert [path.name for path in (tmp_path / "srt").iterdir()] == ["a.srt"]
