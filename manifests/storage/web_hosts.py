@@ -16,6 +16,8 @@ from urllib.parse import urljoin, urlsplit
 ALLOWED_HOSTS = "CLIPMILL_ALLOWED_HOSTS"
 _MAX_REDIRECTS = 10
 _TIMEOUT_S = 10.0
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_NO_HEAD = frozenset({400, 403, 405, 501})
 
 
 def host_problem(url: str) -> str | None:
@@ -66,14 +68,22 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _redirect(url: str) -> str | None:
-    """Return where a server redirects a request for one byte of a URL; None if it does not."""
-    request = urllib.request.Request(url, headers={"Range": "bytes=0-0"})
-    try:
-        urllib.request.build_opener(_NoRedirect).open(request, timeout=_TIMEOUT_S).close()
-    except urllib.error.HTTPError as answer:
-        location = answer.headers.get("Location")
-        answer.close()
-        return urljoin(url, location) if answer.code in (301, 302, 303, 307, 308) and location else None
-    except (OSError, ValueError):
+    """Return where a server redirects a request for a URL; None if it does not.
+
+    A server that does not answer HEAD, or only for other signatures, is asked for one byte.
+    """
+    for method, headers in (("HEAD", {}), ("GET", {"Range": "bytes=0-0"})):
+        request = urllib.request.Request(url, method=method, headers=headers)
+        try:
+            urllib.request.build_opener(_NoRedirect).open(request, timeout=_TIMEOUT_S).close()
+        except urllib.error.HTTPError as answer:
+            location = answer.headers.get("Location")
+            answer.close()
+            if answer.code in _REDIRECTS and location:
+                return urljoin(url, location)
+            if answer.code in _NO_HEAD:
+                continue
+        except (OSError, ValueError):
+            pass
         return None
     return None
