@@ -102,9 +102,10 @@ def _failed_words(failures: "Sequence[Failure]", column: ColumnSpec, plan: "Colu
     """Return how many videos of a plan have failed, and if only parts of them have, how many parts."""
     num_videos = len({failure.video_id for failure in failures})
     of_videos = f"{num_videos} of {counted(plan.num_videos, 'video')}"
-    if all(failure.key is None for failure in failures) or column.sample == "video":
+    sample = column.sample
+    if all(failure.key is None for failure in failures) or sample == "video":
         return of_videos
-    return f"{counted(len(failures), 'part' if column.is_first else column.sample)} of {of_videos}"
+    return f"{counted(len(failures), 'part' if column.is_first else sample)} of {of_videos}"
 
 
 def _made(

@@ -17,6 +17,7 @@ from clipmill.prep.latents.chunk_reader import ChunkReader
 from clipmill.prep.latents.column import COLUMN
 from clipmill.prep.latents.frames import frames_on_screen, video_segments
 from clipmill.prep.latents.recipe import LATENTS, LatentsRecipe, latents_recipe_from_dict
+from clipmill.shards.columns import VIDEO, command_for
 from clipmill.shards.commits import Commit
 from clipmill.shards.reader import Variant
 
@@ -100,7 +101,7 @@ class LatentsPlan(ChunksPlan[LatentsRecipe]):
         (longest_s, has_next), fps, step = max(lengths), settings.fps_exact, recipe.vae.frames_step
         # Without a next chunk, there is no frame at the end of the last segment.
         most = (int(longest_s * fps) - (not has_next)) // step * step + 1
-        longer = "make longer chunks: prep chunk --len"
+        longer = f"make longer chunks: prep {command_for(VIDEO)} --len"
         raise UserError(
             f"--segment {settings.segment} at {settings.fps} fps has {counted(recipe.segment_frames, 'frame')} in"
             f" {float(recipe.segment_step / fps):g} s and the frame after it, and the longest chunk has"
