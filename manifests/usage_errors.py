@@ -104,7 +104,7 @@ def _called_here(error: "UnknownOptionError") -> str | None:
 
 
 def _most_similar(error: "UnknownOptionError") -> str | None:
-    """Return the flag, without dashes, of which the unknown one may be a misspelling; None if none is similar."""
+    """Return the flag, without dashes, that the unknown flag may misspell; None if no flag is similar."""
     flags = _flags(error)
     return next(iter(get_close_matches(_plain(error), flags, n=1, cutoff=_CUTOFF)), None)
 

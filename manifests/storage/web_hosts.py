@@ -1,4 +1,4 @@
-"""Which web servers may be asked: not those of this machine and its network, unless the user allows it.
+"""Rules for requests to web servers: none to this machine and its network, unless the user allows it.
 
 A table of URLs may come from elsewhere, and so may the answer of a server. Neither may make this machine ask services
 that only it can reach, such as those of other users, routers, or the credentials of a cloud's machines. An address that
