@@ -60,7 +60,8 @@ def plan_column(
         from clipmill.prep.core.work import work_of
 
         work, data_dir = work_of(column), require_data_folder(data)
-        plan = work.plan(data_dir, settings, request or Request(data=data))
+        # A dry run holds no lock, without which workers must not write: it reads all sources on this machine.
+        plan = work.plan(data_dir, settings, request or Request(data=data, engine="processes"))
         report = work.plan_report(plan) if explain is None else work.explain(plan, explain)
         if explain is None:
             report = with_file_problems(report, column, plan.variant_dir, data_dir=data_dir)

@@ -38,7 +38,8 @@ def _require(recipe: Recipe) -> None:
 
 def _plan(data_dir: Path, recipe: Recipe, request: Request) -> Planned:
     resolved = resolve(recipe, ffmpeg_version=find_ffmpeg().version)
-    return make_plan(data_dir, resolved, retry_codes=request.retry_codes)
+    engine = None if request.cluster is None else request.open_engine(memory_gb=_WORKER_GB)
+    return make_plan(data_dir, resolved, retry_codes=request.retry_codes, engine=engine)
 
 
 def _run(plan: Planned, recipe: Recipe, request: Request, part_run: PartRun | None) -> Summary:
