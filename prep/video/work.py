@@ -10,6 +10,7 @@ from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
+from clipmill.prep.video.explanation import explanation
 from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
 from clipmill.prep.video.inspection import chunk_report
 from clipmill.prep.video.layout import layout_file
@@ -19,7 +20,6 @@ from clipmill.prep.video.recipe import Recipe, recipe_from_dict, resolve
 from clipmill.prep.video.report import (
     audio_lines,
     chunk_summary,
-    explanation,
     other_settings_lines,
     plan_report,
     with_cutting,
