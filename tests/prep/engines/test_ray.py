@@ -207,8 +207,8 @@ def test_all_nodes_probe_the_sources_of_a_run(cluster: Any, leasable: Path, writ
     node = cluster.add_node(num_cpus=1)
     with lease(video):
         run = start("chunk", "--data", data, "--len", "1s", RAY_ADDRESS=cluster.address)
-        wait_until(lambda: len(nodes_of_probes(run.pid)) == 2)
-    wait_until((data / "probes.parquet").exists)
+        wait_until(lambda: len(nodes_of_probes(run.pid)) == 2, seconds=180)
+    wait_until((data / "probes.parquet").exists, seconds=180)
     run.send_signal(signal.SIGINT)
     run.communicate(timeout=120)
     cluster.remove_node(node)
