@@ -21,7 +21,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from clipmill.manifests.adapters.beside import SUFFIXES, add_files_beside, note_unread
-from clipmill.manifests.adapters.caption_rows import CaptionRow
+from clipmill.manifests.adapters.caption_rows import CLASS_SOURCE, CaptionRow
 from clipmill.manifests.adapters.caption_tables import label_columns, read_caption_rows
 from clipmill.manifests.adapters.file_ids import file_ids
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
@@ -164,6 +164,7 @@ def _add_captions(
     videos = _Videos(files, owners=owners, base=base, is_named=is_named)
     splits_given: dict[int, str] = {}
     labelled: set[tuple[object, ...]] = set()  # video, times and labels
+    num_classes = 0
     for row in read_caption_rows(table, required=required, note=builder.note):
         name = row.video or ""
         video: int | None = None
@@ -192,6 +193,12 @@ def _add_captions(
             builder.use_row(table)
         else:
             _add_row(builder, video, row, Origin(table, source, row.number), labelled=labelled)
+            num_classes += source == CLASS_SOURCE and row.texts == (" ".join(row.labels.values()),)
+    if num_classes:
+        builder.note(
+            f"{table.name}: {counted(num_classes, 'row')} with labels and without a text: the captions are the names "
+            f"of the classes, with the source {CLASS_SOURCE}"
+        )
     if videos.taken:
         written, meant = next(iter(videos.taken.items()))
         builder.note(

@@ -104,6 +104,12 @@ class ReadingBuilder:
         self._example_file = scan.files[0].relative if scan.files else None
         if scan.num_hidden:
             self.note(f"{counted(scan.num_hidden, 'hidden video')} ignored (file names that begin with a dot)")
+        if scan.links_out:
+            link, target = scan.links_out[0]
+            others = f", and {len(scan.links_out) - 1:,} more" if len(scan.links_out) > 1 else ""
+            leading = "leads" if len(scan.links_out) == 1 else "lead"
+            links = f"{counted(len(scan.links_out), 'symbolic link')} that {leading} out of the folder"
+            self.note(f"followed {links}: {link} to {target}{others}")
         if (omitted := scan.describe_omitted()) is not None:
             self.note(omitted)
         return scan

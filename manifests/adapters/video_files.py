@@ -84,6 +84,7 @@ class Scan:
         beside: entries with one of the other extensions that were asked for.
         num_hidden: number of entries with the extension of a video that were ignored because they are hidden.
         omitted: number of the other entries that are not hidden, by extension in lower case.
+        links_out: links that lead out of the folder and were followed: relative path, and target.
     """
 
     files: list[VideoFile]
@@ -91,6 +92,7 @@ class Scan:
     beside: list[VideoFile]
     num_hidden: int = 0
     omitted: Mapping[str, int] = field(default_factory=dict)
+    links_out: Sequence[tuple[str, str]] = ()
 
     def describe_omitted(self) -> str | None:
         """Count the omitted files by extension, most frequent first; None if there are none."""
@@ -122,8 +124,8 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
     others: list[VideoFile] = []
     faults: list[Fault] = []
     named_like_videos: list[Path] = []
-    num_hidden = 0
-    omitted: Counter[str] = Counter()
+    num_hidden, omitted = 0, Counter[str]()
+    links_out: list[tuple[str, str]] = []
     seen = {None if skip is None else _identity(skip)}
     # Links come last, so that a folder reachable directly and by a link is listed under its own name, whatever the
     # directory order on disk.
@@ -147,6 +149,7 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
             except OSError as error:
                 faults.append(Fault(path, Reason.UNREADABLE, error.strerror or str(error)))
                 continue
+            links_out += _links_out(entry, root=root, is_used=is_folder or is_video)
             if is_folder:
                 heappush(pending, (entry.is_symlink(), path))
                 named_like_videos += [path] if is_video else []
@@ -162,13 +165,10 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
             faults.append(Fault(path, Reason.NOT_A_FILE, "it is a folder without videos"))
     if not files:
         raise no_videos(directory, faults, omitted=omitted)
-    return Scan(
-        sorted(files, key=file_order),
-        sorted(faults, key=lambda fault: os.fsencode(fault.path)),
-        sorted(others, key=file_order),
-        num_hidden,
-        omitted,
-    )
+    files.sort(key=file_order)
+    others.sort(key=file_order)
+    faults.sort(key=lambda fault: os.fsencode(fault.path))
+    return Scan(files, faults, others, num_hidden, omitted, sorted(links_out))
 
 
 def no_videos(directory: Place, faults: list[Fault], *, omitted: Mapping[str, int]) -> UserError:
@@ -331,6 +331,14 @@ def _is_folder(entry: os.DirEntry[str], *, is_video: bool) -> bool:
         if is_video:
             return False
         raise
+
+
+def _links_out(entry: os.DirEntry[str], *, root: Path, is_used: bool) -> list[tuple[str, str]]:
+    """Return the relative path and the target of a link that leads out of `root`; empty for any other entry."""
+    if not is_used or not entry.is_symlink():
+        return []
+    target = Path(os.path.normpath(Path(entry.path, "..", Path(entry.path).readlink())))
+    return [] if target.is_relative_to(root) else [(os.path.relpath(entry.path, root), str(target))]
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.units import duration_text, size_text
@@ -20,7 +21,7 @@ from clipmill.prep.core.report import NOTHING_TO_DO, Report, next_line
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.work import work_of
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO
-from clipmill.shards.commits import ShardFiles
+from clipmill.shards.commits import Failure, ShardFiles
 from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant, list_variants
 from clipmill.shards.format import folders_in
@@ -89,12 +90,26 @@ def _former_lines(variant_dir: Path, *, current: str, again: Sequence[str]) -> l
     """
     variant, column = variant_dir.name, variant_dir.parent.name
     lost = lost_samples(variant_dir.parent.parent, column, variant=variant, former=current)
-    why = f"it has samples that {variant} lacks ({codes_line(lost)})" if lost else f"{variant} is incomplete"
-    lines = [f"current  {current} stays the current variant: {why}"]
+    lines = [f"current  {current} stays the current variant: {_why_not_current(variant_dir, lost)}"]
     lines.append(f"         to complete {variant} and make it the current one, run: {shlex.join(again)}")
     if column in (VIDEO, LATENTS, TEXT):
         lines.append(f"         to train on {variant} as it is, give the training command --variant {variant}")
     return lines
+
+
+def _why_not_current(variant_dir: Path, lost: Sequence[Failure]) -> str:
+    variant = variant_dir.name
+    return f"it has samples that {variant} lacks ({codes_line(lost)})" if lost else f"{variant} is incomplete"
+
+
+def why_unfinished(column: ColumnSpec, variant_dir: Path, *, current: str) -> str:
+    """Return why the variant of the last run is not the current one, and the command that completes it."""
+    data = variant_dir.parent.parent
+    lost = lost_samples(data, column.name, variant=variant_dir.name, former=current)
+    again = shlex.join(retry_words(column, data=data))
+    with suppress(UserError):  # the recipe is of another version
+        again = again if lost else column.command_line(stored_request(Variant(variant_dir)), data_dir=data)
+    return f"{current} stays the current variant: {_why_not_current(variant_dir, lost)}; to complete it, run: {again}"
 
 
 def retry_words(column: ColumnSpec, *, data: Path) -> list[str]:

@@ -60,7 +60,8 @@ def plan_column(
         from clipmill.prep.core.work import work_of
 
         work, data_dir = work_of(column), require_data_folder(data)
-        plan = work.plan(data_dir, settings, request or Request(data=data))
+        # A dry run holds no lock, without which workers must not write: it reads all sources on this machine.
+        plan = work.plan(data_dir, settings, request or Request(data=data, engine="processes"))
         report = work.plan_report(plan) if explain is None else work.explain(plan, explain)
         if explain is None:
             report = with_file_problems(report, column, plan.variant_dir, data_dir=data_dir)
@@ -92,20 +93,20 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
         known = counted(len({failure.video_id for failure in unchanged}), "video")
         sys.stderr.write(f"not counted: {known} with failures that an earlier run has reported, listed in {listed}\n")
     if len({failure.video_id for failure in new}) > budget(plan.num_videos):
-        raise FailedWork(f"{_failed_words(new, column, plan)} failed; failures are listed in {listed}")
+        raise FailedWork(f"{_failed_words(new, column, plan)}; failures are listed in {listed}")
     if new:
         failed = _failed_words(new, column, plan)
-        sys.stderr.write(f"{failed} failed, within --max-failures {request.max_failures}\n")
+        sys.stderr.write(f"failed, within --max-failures {request.max_failures}: {failed}\n")
 
 
 def _failed_words(failures: "Sequence[Failure]", column: ColumnSpec, plan: "ColumnPlan") -> str:
-    """Return how many videos of a plan have failed, and if only parts of them have, how many parts."""
+    """Return how many videos of a plan have failed, and if only spans or samples of them have, how many of these."""
     num_videos = len({failure.video_id for failure in failures})
     of_videos = f"{num_videos} of {counted(plan.num_videos, 'video')}"
     sample = column.sample
     if all(failure.key is None for failure in failures) or sample == "video":
         return of_videos
-    return f"{counted(len(failures), 'part' if column.is_first else sample)} of {of_videos}"
+    return f"{counted(len(failures), 'span' if column.is_first else sample)} in {of_videos}"
 
 
 def _made(

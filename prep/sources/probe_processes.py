@@ -6,8 +6,9 @@ or is killed by others, its source may not be to blame: memory may have been sho
 others have been read and nothing else runs, and fails only if it ends its reader there as well, twice. A new reader
 takes the sources after it. A process that even SIGKILL cannot terminate (blocked inside the kernel) is abandoned.
 
-`serve` runs in the reader. It reads paths as lines of JSON strings and writes lines of JSON objects: heartbeats and, as
-the last line for each path, an object with `facts` or `failure`. It imports nothing but libav, which takes 0.1 s.
+`serve` runs in the reader. It reads paths as lines of JSON strings and writes lines of JSON objects: heartbeats, the
+first one as soon as it has started, and, as the last line for each path, an object with `facts` or `failure`. It
+imports nothing but libav, which takes 0.1 s.
 """
 
 import json
@@ -30,7 +31,7 @@ from clipmill.prep.sources.probe import SourceFacts, probe
 
 SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease block an `open` (45 s)
 MEMORY_LIMIT_BYTES = 4 << 30  # address space: enough for a 16k frame and its reference frames
-_HEARTBEAT_S = 1.0
+_HEARTBEAT, _HEARTBEAT_S = b"{}\n", 1.0
 _QUEUE_LENGTH = 4  # so that a reader always has its next source
 _SPAWN_DELAY_S = 0.1  # delay before another reader is started while all are busy
 # Signals that a process causes itself, by a bug in libav that its source triggers. Others come from outside.
@@ -38,14 +39,18 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGF
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from clipmill.prep.sources.probe_processes import serve; serve()"
 
 
-def probe_each(paths: Sequence[str], *, max_processes: int) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
+def probe_each(
+    paths: Sequence[str], *, max_processes: int, kept: "list[Reader] | None" = None
+) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
     """Probe every path; yield (index in `paths`, result) in order of completion.
 
     Args:
         max_processes: maximum number of readers; fewer are started while answers arrive quickly.
+        kept: idle readers of earlier calls, which are used first. Readers that are idle at the end are in the list
+            afterwards. None to end them.
     """
     suspects = []
-    for number, outcome in _probe_side_by_side(paths, max_processes=max_processes):
+    for number, outcome in _probe_side_by_side(paths, max_processes=max_processes, kept=kept):
         if isinstance(outcome, _ReaderEnded):
             suspects.append(number)
         else:
@@ -63,11 +68,11 @@ def _probe_alone(path: str) -> SourceFacts | SourceFailure:
 
 
 def _probe_side_by_side(
-    paths: Sequence[str], *, max_processes: int
+    paths: Sequence[str], *, max_processes: int, kept: "list[Reader] | None" = None
 ) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
     """Do what `probe_each` does, but try no source again."""
     waiting, retries = iter(enumerate(paths)), deque[tuple[int, str]]()
-    readers: list[_Reader] = []
+    readers = [] if kept is None else kept
     num_answered = 0
     try:
         while True:
@@ -82,12 +87,14 @@ def _probe_side_by_side(
                 question = _next(retries, waiting)
                 if question is None:
                     return
-                readers.append(_Reader())
+                readers.append(Reader())
                 readers[-1].give(*question)
                 continue
             ready = wait([reader.descriptor for reader in busy], timeout=_SPAWN_DELAY_S)
-            if not ready and len(busy) < max_processes and (question := _next(retries, waiting)) is not None:
-                readers.append(_Reader())
+            # A reader takes longer to start than most sources to be read.
+            is_slow = not ready and all(reader.has_started for reader in busy)
+            if is_slow and len(busy) < max_processes and (question := _next(retries, waiting)) is not None:
+                readers.append(Reader())
                 readers[-1].give(*question)
             for reader in busy:
                 for answer in reader.outcomes(is_ready=reader.descriptor in ready):
@@ -97,8 +104,9 @@ def _probe_side_by_side(
                     readers.remove(reader)
                     retries.extend(reader.given)
     finally:
-        for reader in readers:
+        for reader in [reader for reader in readers if kept is None or reader.given]:
             reader.end()
+            readers.remove(reader)
 
 
 def _next(retries: deque[tuple[int, str]], waiting: Iterator[tuple[int, str]]) -> tuple[int, str] | None:
@@ -108,17 +116,8 @@ def _next(retries: deque[tuple[int, str]], waiting: Iterator[tuple[int, str]]) -
 class _ReaderEnded(SourceFailure):
     """The reader of a source has ended without an answer."""
 
-    def __init__(self, exit_code: int | None, last_line: str) -> None:
-        is_crash = exit_code is None or exit_code >= 0 or -exit_code in _CRASHES
-        said = f": {last_line}" if last_line else ""
-        super().__init__(
-            FailureCode.PROBE_FAILED if is_crash else FailureCode.WORKER_LOST,
-            f"the process that read it ended with {exit_reason(exit_code)}, twice while nothing else ran{said}",
-            is_lasting=False,
-        )
 
-
-class _Reader:
+class Reader:
     """A process that probes the sources given to it, one after another."""
 
     def __init__(self) -> None:
@@ -135,7 +134,7 @@ class _Reader:
         self._unread = b""
         self._last_answer_s = 0.0
         self.given: deque[tuple[int, str]] = deque()  # sources without an answer; the first one is being read
-        self.is_alive = True
+        self.is_alive, self.has_started = True, False
 
     def give(self, number: int, path: str) -> None:
         """Queue the source `path`, after those given before."""
@@ -158,7 +157,7 @@ class _Reader:
         if not piece:
             yield self._answered(self._ended())
             return
-        self._last_answer_s = time.monotonic()
+        self._last_answer_s, self.has_started = time.monotonic(), True
         *lines, self._unread = (self._unread + piece).split(b"\n")
         yield from (self._answered(_from_json(answer)) for answer in map(json.loads, lines) if answer)
 
@@ -172,7 +171,14 @@ class _Reader:
         if status is not None and self._process.stderr is not None:
             stderr = self._process.stderr.read()
         self.end()
-        return _ReaderEnded(status, (stderr.decode("utf-8", "replace").strip().splitlines() or [""])[-1])
+        is_crash = status is None or status >= 0 or -status in _CRASHES
+        last_line = (stderr.decode("utf-8", "replace").strip().splitlines() or [""])[-1]
+        return _ReaderEnded(
+            FailureCode.PROBE_FAILED if is_crash else FailureCode.WORKER_LOST,
+            f"the process that read it ended with {exit_reason(status)}, twice while nothing else ran"
+            + (f": {last_line}" if last_line else ""),
+            is_lasting=False,
+        )
 
     def end(self) -> None:
         """Terminate the process, if that is possible."""
@@ -193,8 +199,9 @@ def serve() -> None:
     _limit_memory()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # other output must not be mistaken for an answer
+    answers.write(_HEARTBEAT)
     for line in sys.stdin.buffer:
-        answer = _answer(json.loads(line), on_heartbeat=lambda: answers.write(b"{}\n"))
+        answer = _answer(json.loads(line), on_heartbeat=lambda: answers.write(_HEARTBEAT))
         answers.write(json.dumps(answer).encode() + b"\n")
 
 

@@ -21,10 +21,11 @@ from clipmill.manifests.publish import remove_temporaries
 from clipmill.prep.core.data_folder import PROBES_FILE
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.table_file import read_table_file, write_table_file
-from clipmill.prep.sources.files import NO_FILE, stat_files
+from clipmill.prep.sources.files import NO_FILE, FileStates, stat_files
 
 if TYPE_CHECKING:
     from clipmill.prep.sources.probe import SourceFacts
+    from clipmill.prep.sources.probe_tasks import Run
 
 _SAVE_INTERVAL_S = 30.0
 _MAX_SAVING = 0.03  # of the time may be spent on saving, which takes longer the more is known
@@ -88,13 +89,15 @@ def probe_sources(
     *,
     num_workers: int,
     retry_failed: bool = False,
+    run: "Run | None" = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pa.Table:
     """Return the probes of `paths`, one row each in the same order (schema PROBES); only new or changed files are read.
 
     Args:
-        num_workers: number of threads that check the files, and maximum number of processes that read them.
+        num_workers: number of threads that check the files, and maximum number of processes here that read them.
         retry_failed: also probe files that failed before, even if they are unchanged.
+        run: runs tasks in the workers of a cluster (`probe_on_workers`); None to read all files on this machine.
         on_progress: called with (probed, to probe).
     """
     states = stat_files(paths, num_threads=num_workers)
@@ -117,9 +120,8 @@ def probe_sources(
         return fresh.table().take(pa.array(source[source >= 0])).combine_chunks()
 
     next_save_s = time.monotonic() + _SAVE_INTERVAL_S
-    for number, (row, outcome) in enumerate(
-        _outcomes(paths, todo.tolist(), states.failures, num_workers=num_workers), 1
-    ):
+    outcomes = _outcomes(paths, todo.tolist(), states, num_workers=num_workers, run=run)
+    for number, (row, outcome) in enumerate(outcomes, 1):
         old = known.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
         seen = {"path": paths[row].as_py(), "size_bytes": int(sizes[row]), "mtime_ns": int(mtimes[row])}
         source[row] = fresh.append(_record(seen, outcome, old=old))
@@ -183,18 +185,26 @@ class _Fresh:
 
 
 def _outcomes(
-    paths: pa.ChunkedArray, todo: list[int], failures: dict[int, SourceFailure], *, num_workers: int
+    paths: pa.ChunkedArray, todo: list[int], states: FileStates, *, num_workers: int, run: "Run | None"
 ) -> "Iterator[tuple[int, SourceFacts | SourceFailure]]":
-    """Yield the result for each row in `todo`; rows in `failures` could not even be checked."""
+    """Yield the result for each row in `todo`; some files could not even be checked."""
+    failures = states.failures
     yield from ((row, failures[row]) for row in todo if row in failures)
     readable = [row for row in todo if row not in failures]
-    if readable:
+    if not readable:
+        return
+    # Size and modification time are those from before the probe: if the file grew meanwhile, the next run notices it.
+    given = paths.take(pa.array(readable)).to_pylist()
+    if run is None:
         from clipmill.prep.sources.probe_processes import probe_each
 
-        # Size and modification time are those from before the probe: if the file grew meanwhile, the next run notices
-        # it.
-        given = paths.take(pa.array(readable)).to_pylist()
-        yield from ((readable[number], outcome) for number, outcome in probe_each(given, max_processes=num_workers))
+        outcomes = probe_each(given, max_processes=num_workers)
+    else:
+        from clipmill.prep.sources.probe_tasks import probe_on_workers
+
+        sizes = states.size_bytes[readable].tolist()
+        outcomes = probe_on_workers(given, sizes, run=run, max_processes=num_workers)
+    yield from ((readable[number], outcome) for number, outcome in outcomes)
 
 
 def _record(seen: dict[str, Any], outcome: "SourceFacts | SourceFailure", *, old: dict[str, Any]) -> dict[str, Any]:

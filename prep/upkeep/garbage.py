@@ -19,6 +19,7 @@ from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import manifest_dir
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.data_folder import ROOT_FILES, RUNNING_FILE, incomplete_variants
+from clipmill.prep.core.ending import why_unfinished
 from clipmill.prep.core.failure_list import codes_line
 from clipmill.prep.core.heartbeat import RUNNING_FOLDER
 from clipmill.prep.core.layout import LAYOUT_FOLDER
@@ -130,7 +131,7 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
             garbage.unknown.append(folder)
             continue
         if name == unfinished:
-            garbage.kept_because[f"{column.name}/{name}"] = "the last run has not completed it"
+            garbage.kept_because[f"{column.name}/{name}"] = why_unfinished(column, folder, current=str(current))
             continue
         if name == current:
             stored = [commit.files for commit in Variant(folder).commits.values() if commit.files is not None]

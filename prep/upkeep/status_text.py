@@ -72,6 +72,8 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
     parts = [f"{videos.num_usable:,} usable"]
     if videos.num_with_audio:
         parts[0] += f" ({videos.num_with_audio:,} with audio)"
+    if videos.lost:
+        parts[0] += f", including {sum(videos.lost.values()):,} that can no longer be read"
     if videos.unusable:
         parts.append(f"{sum(videos.unusable.values()):,} unusable")
     if videos.num_not_probed:
@@ -91,7 +93,9 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
     lines += _source_lines(videos.caption_sources)
     lines += note_lines(videos.first_notes, num_all=videos.num_noted, indent=len(_INDENT))
     for code, count in videos.lost.items():
-        lines.append(f"lost      {counted(count, 'source')} no longer readable ({code}); existing chunks are kept")
+        lines.append(
+            f"lost      {counted(count, 'source')} that can no longer be read ({code}); existing chunks are kept"
+        )
     return [*lines, *named_lines(videos.first_lost, num_all=sum(videos.lost.values()), listed=None, indent=_INDENT)]
 
 

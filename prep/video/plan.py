@@ -164,13 +164,22 @@ class Plan:
 
     def failed_sources(self) -> Iterator[Failure]:
         """Yield a failure for each unusable video."""
-        of_probes = pa.array(np.flatnonzero(self._is_unusable))
-        reasons = self._probes.select(["code", "message"]).take(of_probes)
-        failures = list(zip(of_probes.to_pylist(), *(column.to_pylist() for column in reasons.columns), strict=True))
-        failures += [(row, *reason) for row, reason in self.shots.failures.items()] if self.shots is not None else []
-        videos = self._videos.take(np.array([row for row, _, _ in failures], np.int64), "video_id", "path")
-        for (_, code, message), video in zip(failures, videos.to_pylist(), strict=True):
-            yield Failure(video["video_id"], None, str(code), f"{video['path']}: {message}")
+        yield from self._failures_of(self._is_unusable)
+        if self.shots is not None:
+            videos = self._videos.take(np.array(list(self.shots.failures), np.int64), "video_id", "path").to_pylist()
+            for (code, message), video in zip(self.shots.failures.values(), videos, strict=True):
+                yield Failure(video["video_id"], None, code, f"{video['path']}: {message}")
+
+    def lost_sources(self) -> list[Failure]:
+        """Return a failure for each video whose source was readable once and is not any more."""
+        return list(self._failures_of(np.asarray(pc.is_valid(self._probes["code"])) & ~self._is_unusable))
+
+    def _failures_of(self, is_failed: np.ndarray) -> Iterator[Failure]:
+        """Yield the failures of the probes of some videos, bool [videos]."""
+        rows = np.flatnonzero(is_failed)
+        reasons = self._probes.select(["code", "message"]).take(pa.array(rows)).to_pylist()
+        for reason, video in zip(reasons, self._videos.take(rows, "video_id", "path").to_pylist(), strict=True):
+            yield Failure(video["video_id"], None, reason["code"], f"{video['path']}: {reason['message']}")
 
     def notes(self, *, max_videos: int) -> tuple[int, dict[str, list[str]]]:
         """Return the number of videos with something that may surprise, and the notes of the first few, by ID."""

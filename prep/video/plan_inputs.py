@@ -1,11 +1,13 @@
 """The inputs of a `video` plan, the plan as a job for the driver, and the number of chunks that the manifest requires.
 
-`make_plan` reads the sources. `with_shots` detects the shots that its plan lacks, and plans again. `wanted_chunks` uses
-stored records only; it serves the commands that maintain a data folder.
+`make_plan` probes the sources, on a cluster in its workers. `with_shots` detects the shots that its plan lacks, and
+plans again. `wanted_chunks` uses stored records only; it serves the commands that maintain a data folder.
 """
 
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +42,8 @@ from clipmill.shards.reader import Variant
 
 if TYPE_CHECKING:
     from clipmill.prep.core.run import Job
-    from clipmill.prep.engines import Engine
+    from clipmill.prep.engines import Engine, Outcome, Refused
+    from clipmill.prep.sources.probe_tasks import Probed, ProbeTask
     from clipmill.prep.video.worker import ShardTask
 
 
@@ -82,21 +85,23 @@ def make_plan(
     recipe: ResolvedRecipe,
     *,
     retry_codes: frozenset[str] = frozenset(),
+    engine: "Engine | None" = None,
 ) -> Planned:
-    """Plan `recipe` for the manifest in `data_dir`.
+    """Plan `recipe` for the manifest in `data_dir`. With an engine, call it while holding the lock of the column.
 
     Args:
         retry_codes: failure codes to try again even if nothing changed; if there is any, failed sources are probed
             again.
+        engine: engine of a cluster whose workers probe the sources; None to probe them on this machine.
     """
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
-    looking = f"looking at {counted(len(videos), 'video')}"
-    with Activity(looking) as now:
+    with Activity(looking := f"looking at {counted(len(videos), 'video')}") as now:
         probes = probe_sources(
             data_dir,
             videos.column("path"),
             num_workers=NUM_CHECK_THREADS,
             retry_failed=bool(retry_codes),
+            run=None if engine is None else partial(_run_probes, data_dir, recipe, engine),
             on_progress=now.counter(looking),
         )
     failed = failed_sources(probes, only_passing=not retry_codes)
@@ -105,6 +110,17 @@ def make_plan(
     shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
     planned = _planned(data_dir, recipe, videos, probes, shots=shots, retry_codes=retry_codes)
     return replace(planned, read_again=read_again)
+
+
+def _run_probes(
+    data_dir: Path, recipe: ResolvedRecipe, engine: "Engine", tasks: "Sequence[ProbeTask]"
+) -> "Iterator[Outcome[ProbeTask, Probed] | Refused | None]":
+    from clipmill.prep.sources.probe_tasks import probe_group
+
+    folder = variant_dir(data_dir, VIDEO, recipe.variant)
+    make_variant(folder, recipe.as_dict())  # which the worker's ticket is put into
+    with worker_ticket(folder, package=COLUMN.package) as ticket:
+        yield from engine.run(probe_group, tasks, check=ticket, name=lambda task: task.name)
 
 
 def _planned(

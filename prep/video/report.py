@@ -1,6 +1,8 @@
-"""The reports of `video`: plans, explanations of single chunks, and runs."""
+"""The reports of `video`: plans and runs."""
 
 import math
+import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -8,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.keys import split_key
 from clipmill.manifests.quoting import counted, on_one_line
-from clipmill.manifests.store import captions_path, read_videos
+from clipmill.manifests.store import captions_path
 from clipmill.manifests.units import duration_text
 from clipmill.prep.core.disk_use import disk_use
-from clipmill.prep.core.failure_list import MAX_NAMED, codes_line, failure_lines, note_lines
+from clipmill.prep.core.ending import retry_words
+from clipmill.prep.core.failure_list import (
+    MAX_NAMED,
+    codes_line,
+    failure_lines,
+    first_failures,
+    named_lines,
+    note_lines,
+)
+from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT
 from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.plan import ShardState
 from clipmill.prep.core.report import (
@@ -39,6 +49,7 @@ from clipmill.prep.video.estimate import (
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.plan_inputs import Planned
 from clipmill.shards.columns import VIDEO
+from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 
@@ -62,7 +73,7 @@ def plan_report(planned: Planned) -> Report:
     """
     if planned.plan.has_captions:
         captions_path(planned.data_dir)  # verified, because a run needs them
-    plan, cost, against = planned.plan, estimate_of(planned), _changed_settings(planned)
+    plan, cost, against = planned.plan, estimate_of(planned), settings_against_current(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
     new, moved = _why_new(planned), plan.shards_of_moved_videos(planned.commits)
     reasons = {shard.shard_id: new for shard in plan.shards if shard.state == ShardState.NEW}
@@ -74,6 +85,12 @@ def plan_report(planned: Planned) -> Report:
     }
     lines += states_lines(plan.shards, reasons=reasons)
     lines += failure_lines(list(plan.failed_sources()), listed=None)
+    lost, failed = (
+        plan.lost_sources(),
+        [failure for shard in plan.shards if shard.num_failed for failure in planned.commits[shard.shard_id].failures],
+    )
+    lines += lost_lines(lost)
+    lines += retry_lines(failed, data_dir=planned.data_dir)
     has_work = any(shard.has_work for shard in plan.shards)
     cutting, tails = _cutting_values(plan), _tails_values(plan)
     num_noted, notes = plan.notes(max_videos=MAX_NAMED)
@@ -97,8 +114,11 @@ def plan_report(planned: Planned) -> Report:
     ):
         command = COLUMN.command_line(plan.recipe.as_dict(), data_dir=planned.data_dir)
         lines.append(next_line(command))
+    elif can_be_retried(failed):
+        command = shlex.join(retry_words(COLUMN, data=planned.data_dir))
+        lines.append(next_line(command))
     else:
-        lines.append(NOTHING_TO_DO)
+        lines.append(NOTHING_TO_DO if not failed else f"{NOTHING_TO_DO} until the sources can be read again")
     values = {
         "variant": plan.recipe.variant,
         "changed_settings": against,
@@ -106,6 +126,8 @@ def plan_report(planned: Planned) -> Report:
         "num_chunks": plan.num_chunks,
         **states_values(plan.shards),
         "unusable_videos": dict(plan.unusable),
+        "lost_sources": dict(Counter(failure.code for failure in lost)),
+        "failures": dict(Counter(failure.code for failure in failed)),
         "estimate": asdict(cost),
         "disk": disk.values(),
         "next": command,
@@ -114,6 +136,34 @@ def plan_report(planned: Planned) -> Report:
         **{"num_noted_videos": num_noted, "first_notes": notes},
     }
     return Report("\n".join(lines), values)
+
+
+def lost_lines(lost: Sequence[Failure]) -> list[str]:
+    """Return the sources that were readable once and are not any more, the first few by name."""
+    lines = [
+        f"lost     {counted(count, 'source')} that can no longer be read ({code}); existing chunks are kept"
+        for code, count in Counter(failure.code for failure in lost).most_common()
+    ]
+    return [*lines, *named_lines(first_failures(lost), num_all=len(lost), listed=None, indent=" " * 9)]
+
+
+def can_be_retried(failed: Sequence[Failure]) -> bool:
+    """Return True if `prep retry` would try a failure again that a run leaves alone."""
+    return any(failure.code not in SOURCE_AWAY | TRANSIENT for failure in failed)
+
+
+def retry_lines(failed: Sequence[Failure], *, data_dir: Path) -> list[str]:
+    """Return the failures of earlier runs for which chunks are missing, and what tries them again."""
+    if not failed:
+        return []
+    codes = {failure.code for failure in failed}
+    ways = ["`prep chunk` tries them again"] if codes & TRANSIENT else []
+    ways += ["`prep chunk` tries them again as soon as the source can be read"] if codes & SOURCE_AWAY else []
+    if can_be_retried(failed):
+        ways.append(f"`{shlex.join(retry_words(COLUMN, data=data_dir))}` tries them again")
+    lines = [f"missing  chunks, because of {counted(len(failed), 'earlier failure')}: {codes_line(failed)}"]
+    lines += named_lines(first_failures(failed), num_all=len(failed), listed=None, indent=" " * 9)
+    return [*lines, f"         {'; '.join(ways)}"]
 
 
 def _written_bytes(planned: Planned, cost: Estimate) -> tuple[float, float]:
@@ -136,7 +186,7 @@ def audio_lines(planned: Planned) -> list[str]:
 def other_settings_lines(planned: Planned) -> list[str]:
     """Return what a run with other settings than those of the current variant says before it begins; else nothing."""
     try:
-        against, current = _changed_settings(planned), current_variant(planned.data_dir, VIDEO)
+        against, current = settings_against_current(planned), current_variant(planned.data_dir, VIDEO)
     except UserError:
         return []  # a damaged record, which the run writes again
     if not against or current is None:
@@ -239,60 +289,10 @@ def _named(video_ids: Sequence[str], *, num_all: int) -> str:
     return f"{on_one_line(', '.join(video_ids))}{more}"
 
 
-def _changed_settings(planned: Planned) -> list[str]:
+def settings_against_current(planned: Planned) -> list[str]:
+    """Return the settings in which a plan differs from the current variant."""
     recipe = planned.plan.recipe
     return changed_settings(planned.data_dir, VIDEO, variant=recipe.variant, recipe=recipe.as_dict())
-
-
-def explanation(planned: Planned, name: str) -> Report:
-    """Explain why one chunk, or one video, would be made or not.
-
-    Raises:
-        UserError: the manifest does not contain the video.
-    """
-    plan = planned.plan
-    video_id = name
-    with suppress(ValueError):
-        video_id = split_key(name)[0]
-    if not plan.has_video(video_id) and plan.has_video(name):
-        video_id = name
-    if not plan.has_video(video_id):
-        video_id = _id_of_source(planned.data_dir, name)
-    shards = [shard for shard in plan.shards if any(span.video_id == video_id for span in plan.spans(shard.rows))]
-    failed = [failure for failure in plan.failed_sources() if failure.video_id == video_id]
-    settings = _changed_settings(planned)
-    shots = plan.shots_of_video(video_id)
-    values = {
-        "video_id": video_id,
-        "variant": plan.recipe.variant,
-        "changed_settings": settings,
-        "unusable": [asdict(failure) for failure in failed],
-        "shards": [{"shard_id": shard.shard_id, "state": str(shard.state), "reason": shard.reason} for shard in shards],
-        "notes": (notes := plan.notes_of(video_id)),
-        **({} if shots is None else asdict(shots)),
-    }
-    lines = [f"{name}: video {video_id} in variant {plan.recipe.variant}"]
-    lines += [f"setting  {difference}" for difference in settings]
-    lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in shards]
-    lines += [*(f"unusable {failure.code}: {failure.message}" for failure in failed), *(f"note     {n}" for n in notes)]
-    if shots is not None and not failed:
-        lines += [
-            f"left out {begin_s:.3f} to {end_s:.3f} s: shorter than --min-len" for begin_s, end_s in shots.left_out_s
-        ]
-        lines += [] if shots.is_detected else ["unknown  shots not detected yet"]
-    return Report("\n".join(lines), values)
-
-
-def _id_of_source(data_dir: Path, name: str) -> str:
-    """Return the ID of the video that messages and caption tables call `name`, with or without an extension."""
-    videos = read_videos(data_dir).to_pylist()
-    found = [video["video_id"] for video in videos if video["source_id"] in (name, name.rpartition(".")[0])]
-    if len(found) != 1:
-        raise UserError(
-            f'{len(found) or "no"} videos "{name}" in the manifest',
-            hint="give a key or video ID as shown by `prep inspect`, or the name in the table of captions",
-        )
-    return str(found[0])
 
 
 def chunk_summary(summary: Summary, *, listed: Path) -> Report:

@@ -10,6 +10,7 @@ from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
+from clipmill.prep.video.explanation import explanation
 from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
 from clipmill.prep.video.inspection import chunk_report
 from clipmill.prep.video.layout import layout_file
@@ -19,7 +20,6 @@ from clipmill.prep.video.recipe import Recipe, recipe_from_dict, resolve
 from clipmill.prep.video.report import (
     audio_lines,
     chunk_summary,
-    explanation,
     other_settings_lines,
     plan_report,
     with_cutting,
@@ -38,7 +38,8 @@ def _require(recipe: Recipe) -> None:
 
 def _plan(data_dir: Path, recipe: Recipe, request: Request) -> Planned:
     resolved = resolve(recipe, ffmpeg_version=find_ffmpeg().version)
-    return make_plan(data_dir, resolved, retry_codes=request.retry_codes)
+    engine = None if request.cluster is None else request.open_engine(memory_gb=_WORKER_GB)
+    return make_plan(data_dir, resolved, retry_codes=request.retry_codes, engine=engine)
 
 
 def _run(plan: Planned, recipe: Recipe, request: Request, part_run: PartRun | None) -> Summary:

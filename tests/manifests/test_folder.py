@@ -60,6 +60,31 @@ def test_links_to_folders_are_followed_once(make_videos: VideoMaker) -> None:
     assert read_folder(folder).videos["source_id"].to_pylist() == ["a", "sub/b"]
 
 
+def test_links_that_lead_out_of_the_folder_are_counted(make_videos: VideoMaker, tmp_path: Path) -> None:
+    folder = make_videos("a.mp4", "sub/b.mp4")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "c.mp4").write_bytes(b"video")
+    (folder / "same").symlink_to("sub")
+    (folder / "disk").symlink_to(elsewhere)
+    reading = read_folder(folder)
+    assert reading.videos["source_id"].to_pylist() == ["a", "disk/c", "sub/b"]
+    assert reading.notes == (f"followed 1 symbolic link that leads out of the folder: disk to {elsewhere}",)
+    (folder / "sub" / "e.mp4").symlink_to("../../elsewhere/c.mp4")
+    assert read_folder(folder).notes == (
+        f"followed 2 symbolic links that lead out of the folder: disk to {elsewhere}, and 1 more",
+    )
+
+
+def test_captions_that_are_names_of_classes_are_noted(make_videos: VideoMaker, tmp_path: Path) -> None:
+    (table := tmp_path / "t.csv").write_text("video,text,label\na,,cat\nb,a dog runs,dog\n")
+    reading = read_folder(make_videos("a.mp4", "b.mp4"), captions=table)
+    assert [(row[3], row[4]) for row in captions(reading)] == [("cat", "class"), ("a dog runs", "human")]
+    note = (
+        "t.csv: 1 row with labels and without a text: the captions are the names of the classes, with the source class"
+    )
+    assert note in reading.notes
+
+
 def test_files_that_differ_in_their_ending_only_are_different_videos(make_videos: VideoMaker) -> None:
     reading = read_folder(make_videos("a.avi", "a.mp4", "a.mp4.avi", "sub/a.mp4"))
     assert reading.videos["source_id"].to_pylist() == ["a.avi", "a.mp4", "a.mp4.avi", "sub/a"]

@@ -86,7 +86,8 @@ def started_head(*options: str, autoscaling: dict[str, Any] | None = None) -> It
         **os.environ,
         MARK: mark,
         "PATH": f"{BIN}:{os.environ['PATH']}",
-        "RAY_AUTH_MODE": "disabled",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": "1",
     }

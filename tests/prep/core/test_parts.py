@@ -157,8 +157,10 @@ def test_gc_keeps_what_parts_have_begun_and_a_command_without_part_finishes_it(
     new = [variant for variant in missing["variants"] if variant["name"] == first["variant"]]
     assert new[0]["num_shards"] == 2 and new[0]["num_wanted"] > new[0]["num_samples"]
     assert "incomplete: 1 shard not made yet: prep chunk --len " in prep_here("status", "--data", data).stdout
-    kept = prep_here("gc", "--data", data).stdout
-    assert f"kept       video/{first['variant']}: the last run has not completed it\nnothing to remove" in kept
+    name, current = first["variant"], current_variant(data, "video")
+    kept, last = prep_here("gc", "--data", data).stdout.splitlines()[-2:]
+    assert kept.startswith(f"kept       video/{name}: {current} stays the current variant: it has samples that ")
+    assert kept.endswith(f"; to complete it, run: prep retry --data {data}") and last == "nothing to remove"
     rest = chunk(data, *SLOW)  # a file that is no video has failed the first part
     assert (rest["num_shards_made"], rest["num_shards"]) == (1, 3)
     assert contents(data) == undisturbed

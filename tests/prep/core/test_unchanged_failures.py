@@ -32,7 +32,7 @@ def test_every_failure_fails_one_run_and_the_nightly_runs_after_it_count_it(
         manifest(data, videos)
         return prep_here("chunk", "--data", data, *LEN, *flags, status=status)
 
-    assert "2 of 3 videos failed" in night(1).stderr
+    assert "failed: 2 of 3 videos;" in night(1).stderr
     ran = night(0)
     assert "not counted: 2 videos with failures that an earlier run has reported" in ran.stderr
     assert "source_truncated" in ran.stdout and "source_unreadable" in ran.stdout
@@ -40,12 +40,12 @@ def test_every_failure_fails_one_run_and_the_nightly_runs_after_it_count_it(
     write_video(videos / "more.mp4", seconds=1)
     night(0)
     (videos / "short.mp4").write_bytes((videos / "whole.mp4").read_bytes()[:2000])
-    assert "1 of 5 videos failed" in night(1).stderr
+    assert "failed: 1 of 5 videos;" in night(1).stderr
     night(0)
     (videos / "short.mp4").write_text("not a video either")
-    assert "1 of 5 videos failed, within --max-failures 1" in night(0, "--max-failures", 1).stderr
+    assert "failed, within --max-failures 1: 1 of 5 videos" in night(0, "--max-failures", 1).stderr
     for _ in range(2):  # it was asked for
-        assert "3 of 5 videos failed" in prep_here("retry", "--data", data, *LEN[-4:], status=1).stderr
+        assert "failed: 3 of 5 videos;" in prep_here("retry", "--data", data, *LEN[-4:], status=1).stderr
 
 
 def test_failures_that_can_pass_fail_every_run(tmp_path: Path) -> None:

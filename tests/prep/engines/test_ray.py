@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,10 +23,15 @@ from clipmill.prep.engines import Outcome, worker_threads
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.engines.execution import Execution, Need, need_of
 from clipmill.prep.engines.ray import RayEngine, count_cluster_gpus, import_ray
+from clipmill.prep.engines.ray_agents import running_processes
 from clipmill.prep.engines.ray_connection import cluster_address, connect
 from clipmill.prep.engines.ray_nodes import Nodes
+from clipmill.prep.sources.table import probe_sources, read_probes
 from tests.conftest import ROOT
-from tests.prep.running import MARK, processes, wait_until
+from tests.prep.running import MARK, manifest, processes, running, start, wait_until
+from tests.prep.sources.test_readers import leasable, lease, waits_for_lease
+
+__all__ = ["leasable"]
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +195,41 @@ def test_a_task_is_not_to_blame_for_the_loss_of_its_node(cluster: Any, tmp_path:
     assert len(results) == 1 and results[0] is not None
     for node in list(cluster.worker_nodes):
         cluster.remove_node(node)
+
+
+def test_all_nodes_probe_the_sources_of_a_run(cluster: Any, leasable: Path, write_video: Callable[..., Path]) -> None:
+    """A lease on their only file holds all probes up, so that the processes that wait for it show where they run."""
+    videos, data = leasable / "videos", leasable / "data"
+    video = write_video(videos / "0.mp4", seconds=1)
+    for number in range(1, 130):
+        (videos / f"{number}.mp4").hardlink_to(video)
+    manifest(data, videos)
+    node = cluster.add_node(num_cpus=1)
+    with lease(video):
+        run = start("chunk", "--data", data, "--len", "1s", RAY_ADDRESS=cluster.address)
+        wait_until(lambda: len(nodes_of_probes(run.pid)) == 2, seconds=180)
+    wait_until((data / "probes.parquet").exists, seconds=180)
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=120)
+    cluster.remove_node(node)
+    probes = read_probes(data)
+    (leasable / "here").mkdir()
+    assert len(probes) == 130 and probe_sources(leasable / "here", probes["path"], num_workers=2).equals(probes)
+
+
+def nodes_of_probes(driver: int) -> set[int]:
+    """The raylets below which a source is waited for; none if the driver itself waits for one."""
+    parents = {pid: parent for pid, parent, _ in running_processes()}
+    raylets = {pid for pid in parents if (ray := running(pid)) and Path(ray.arguments[0]).name == "raylet"}
+    found = set()
+    for reader in filter(waits_for_lease, parents):
+        line = [reader]
+        while line[-1] in parents:
+            line.append(parents[line[-1]])
+        if driver in line:
+            return set()
+        found |= raylets.intersection(line[:4])
+    return found
 
 
 def test_a_cluster_of_another_version_is_refused(cluster: Any) -> None:

@@ -119,7 +119,7 @@ def test_numbers_that_are_not_finite_are_named_and_not_stored(prep: Prep, shard_
     ran = prep(*retry, "--weights", copy, "--json", "--workers", 1, status=1)
     assert ran.summary["failures"] == {"not_finite": 5} and ran.summary["num_shards_made"] == 2
     ran = prep("latents", "--vae", copy, "--size", 64, "--data", shard_set.data, "--engine", "processes", status=1)
-    assert "2 of 2 videos failed" in ran.stderr
+    assert "failed: 5 chunks in 2 of 2 videos;" in ran.stderr
     budget = ("--max-failures", "2")
     prep("latents", "--vae", copy, "--size", 64, "--data", shard_set.data, "--engine", "processes", *budget)
 

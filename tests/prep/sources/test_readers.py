@@ -105,7 +105,7 @@ def test_a_source_whose_reader_is_killed_is_read_again_alone_and_fails_when_it_i
         reading = threading.Thread(target=read)
         reading.start()
         for one in signals:
-            _end_waiting(one, lambda: readers(os.getpid()))
+            end_waiting(one, lambda: readers(os.getpid()))
     reading.join(timeout=60)
     assert isinstance(outcomes[1], SourceFacts) and isinstance(outcomes[2], SourceFacts)
     assert list(outcomes)[-1] == 0, "it is read again when the others are done"
@@ -129,7 +129,7 @@ def test_a_killed_reader_does_not_change_the_shards_of_videos(leasable: Path, wr
         if data.name == "killed":
             with lease(leasable / "videos/a.mp4"):
                 planning.start()
-                _end_waiting(signal.SIGKILL, lambda: readers(os.getpid()))
+                end_waiting(signal.SIGKILL, lambda: readers(os.getpid()))
         else:
             planning.start()
         planning.join(timeout=60)
@@ -145,17 +145,17 @@ def test_a_killed_detector_does_not_change_the_chunks_of_a_video(leasable: Path)
         detecting = threading.Thread(target=lambda: found.append(with_shots(plan, ProcessEngine(num_workers=1))))
         detecting.start()
         for _ in range(MAX_TRIES):  # as often as an engine tries a task beside the others
-            _end_waiting(signal.SIGKILL, lambda: [int(one.pid or 0) for one in multiprocessing.active_children()])
+            end_waiting(signal.SIGKILL, lambda: [int(one.pid or 0) for one in multiprocessing.active_children()])
     detecting.join(timeout=60)
     assert found[0].plan.num_chunks == 2 and not found[0].plan.unusable
 
 
-def _end_waiting(by: signal.Signals, among: Callable[[], Iterable[int]]) -> None:
+def end_waiting(by: signal.Signals, among: Callable[[], Iterable[int]]) -> None:
     """Kills one of some processes that waits for a lease, as soon as there is one."""
     waiting: list[int] = []
 
     def is_waiting() -> bool:
-        waiting.extend(filter(_waits_for_lease, among()))  # which not every look sees
+        waiting.extend(filter(waits_for_lease, among()))  # which not every look sees
         return bool(waiting)
 
     wait_until(is_waiting)
@@ -178,7 +178,7 @@ def _read_if_it_lives(path: Path) -> bytes:
         return b""
 
 
-def _waits_for_lease(pid: int) -> bool:
+def waits_for_lease(pid: int) -> bool:
     """Whether a thread of a process waits inside the kernel for a lease to be given up."""
     try:
         return any("break_lease" in path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/wchan"))
@@ -221,7 +221,7 @@ def test_readers_do_not_outlive_the_driver(leasable: Path, write_video: Callable
     program = f"{begin}; list(probe_each([{str(path)!r}], max_processes=1))"
     with lease(path):
         driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-        wait_until(lambda: any(map(_waits_for_lease, readers(driver.pid))))
+        wait_until(lambda: any(map(waits_for_lease, readers(driver.pid))))
         (reader,) = readers(driver.pid)
         driver.kill()
         driver.wait()

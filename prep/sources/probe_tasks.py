@@ -1,0 +1,98 @@
+"""Probing sources in the workers of an engine, so that all nodes of a cluster share the reading.
+
+Only properties are taken from a worker. A failure may be the fault of its machine, which may lack a mount, credentials
+or memory, or show another file under the path. Sources without properties are therefore probed again by this process,
+as without a cluster.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import PurePath
+
+from clipmill.prep.core.failures import SourceFailure
+from clipmill.prep.core.progress import warn_refused
+from clipmill.prep.engines import Outcome, Refused
+from clipmill.prep.sources.probe import SourceFacts
+from clipmill.prep.sources.probe_processes import Reader, probe_each
+
+MAX_SOURCES = 64  # per task, which costs the driver some milliseconds
+MAX_BYTES = 1 << 30  # per task with several sources; reading them from end to end takes seconds
+# Readers wait for disks and buckets most of the time. These fit into the memory that a worker of `video` reserves.
+_READERS_PER_WORKER = 4
+_readers: list[Reader] = []  # readers of a worker, from one of its tasks to the next; they end with it
+
+
+@dataclass(frozen=True)
+class ProbeTask:
+    """Sources to probe: their numbers in the list of all sources, and their paths or URLs."""
+
+    numbers: range
+    paths: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the task where an engine lists it."""
+        return f"probe {PurePath(self.paths[0]).name}"
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Results of a task, in the order of its paths."""
+
+    results: tuple[SourceFacts | SourceFailure, ...]
+
+    @property
+    def machine_fault(self) -> str | None:
+        """A failure that may be of the worker's machine (`clipmill.prep.engines`), if every source failed."""
+        failures = [result for result in self.results if isinstance(result, SourceFailure)]
+        passing = (f"{failure.code}: {failure.message}" for failure in failures if not failure.is_lasting)
+        return next(passing, None) if len(failures) == len(self.results) else None
+
+
+Run = Callable[[Sequence[ProbeTask]], Iterator[Outcome[ProbeTask, Probed] | Refused | None]]
+
+
+def probe_on_workers(
+    paths: Sequence[str], sizes: Sequence[int], *, run: Run, max_processes: int
+) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
+    """Probe every path; yield (index in `paths`, result) in order of completion.
+
+    Args:
+        sizes: size of each source in bytes, as this process sees it.
+        run: applies `probe_group` to tasks in the workers of an engine, and yields its outcomes.
+        max_processes: maximum number of readers of this process. It probes alone what fits into a single task.
+    """
+    tasks, left = divide(paths, sizes), list[int]()
+    if len(tasks) == 1:
+        yield from probe_each(paths, max_processes=max_processes)
+        return
+    for outcome in run(tasks):
+        if isinstance(outcome, Refused):
+            warn_refused(outcome)
+        elif outcome is not None:
+            results = () if outcome.result is None else outcome.result.results  # None: its workers were lost
+            for number, result in zip_longest(outcome.task.numbers, results):
+                if isinstance(result, SourceFacts) and result.size_bytes == sizes[number]:
+                    yield number, result
+                else:
+                    left.append(number)
+    again = probe_each([paths[number] for number in left], max_processes=max_processes)
+    yield from ((left[index], result) for index, result in again)
+
+
+def divide(paths: Sequence[str], sizes: Sequence[int]) -> list[ProbeTask]:
+    """Divide sources into tasks of at most MAX_SOURCES sources with at most MAX_BYTES, or of one larger source."""
+    tasks, begin, num_bytes = list[ProbeTask](), 0, 0
+    for number, size_bytes in enumerate(sizes):
+        if number > begin and (number - begin == MAX_SOURCES or num_bytes + size_bytes > MAX_BYTES):
+            tasks.append(ProbeTask(range(begin, number), tuple(paths[begin:number])))
+            begin, num_bytes = number, 0
+        num_bytes += size_bytes
+    return [*tasks, ProbeTask(range(begin, len(paths)), tuple(paths[begin:]))]
+
+
+def probe_group(task: ProbeTask) -> Probed:
+    """Probe the sources of a task, in a worker."""
+    results = dict(probe_each(task.paths, max_processes=_READERS_PER_WORKER, kept=_readers))
+    return Probed(tuple(results[index] for index in range(len(task.paths))))

@@ -1,0 +1,52 @@
+"""Plans and `prep status` say what is missing, why, and what makes it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.prep.running import manifest, messages, prep_here
+
+
+def test_what_failed_is_named_with_what_tries_it_again(tmp_path: Path, write_video: Callable[..., Path]) -> None:
+    videos, data = tmp_path / "videos", tmp_path / "data"
+    write_video(videos / "good.mp4", seconds=2)
+    bad = write_video(videos / "bad.mp4", seconds=2)
+    content = bytearray(bad.read_bytes())
+    begin = content.index(b"mdat") + 3000
+    content[begin : begin + 1500] = bytes(1500)
+    bad.write_bytes(content)
+    manifest(data, videos)
+    flags, line = ("--data", data, "--len", "1s"), f"prep retry --data {data}"
+    ran = prep_here("chunk", *flags, "--engine", "processes", "--workers", "1", status=1)
+    assert messages(ran.stderr)[-1].startswith("failed: 1 span in 1 of 2 videos; failures are listed in ")
+
+    plan = prep_here("plan", *flags).stdout
+    assert "missing  chunks, because of 1 earlier failure: 1 x decode_errors\n         bad_000000000: decode" in plan
+    assert f"         `{line}` tries them again\n" in plan and plan.splitlines()[-1] == f"next     {line}"
+    assert prep_here("plan", *flags, "--json").summary["next"] == line
+    explained = prep_here("plan", *flags, "--explain", "bad").stdout.splitlines()
+    assert explained[1].endswith("current: chunks of the video are missing") and "decode_errors" in explained[2]
+    assert explained[-1].endswith(f"`{line}` tries them again")
+    assert prep_here("plan", *flags, "--explain", "good").stdout.splitlines()[1].endswith("current: up to date")
+
+    (videos / "good.mp4").unlink()
+    plan = prep_here("plan", *flags).stdout
+    lost = "1 source that can no longer be read (source_missing); existing chunks are kept"
+    assert f"lost     {lost}\n         good: source_missing: {videos / 'good.mp4'}: no such file\n" in plan
+    status = prep_here("status", "--data", data).stdout
+    assert (
+        "videos    2: 2 usable, including 1 that can no longer be read\n" in status and f"lost      {lost}\n" in status
+    )
+
+
+def test_a_plan_waits_for_sources_without_which_nothing_can_be_done(
+    tmp_path: Path, write_video: Callable[..., Path]
+) -> None:
+    video, data = write_video(tmp_path / "videos" / "video.mp4", seconds=1), tmp_path / "data"
+    manifest(data, video.parent)
+    flags = ("--data", data, "--len", "1s")
+    prep_here("plan", *flags)
+    video.unlink()
+    prep_here("chunk", *flags, "--engine", "processes", "--workers", "1", status=1)
+    lines = prep_here("plan", *flags).stdout.splitlines()
+    assert lines[-1] == "nothing to do until the sources can be read again"
+    assert "         `prep chunk` tries them again as soon as the source can be read" in lines
