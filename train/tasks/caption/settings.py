@@ -128,7 +128,7 @@ def within(settings: Decoding, context_length: int, *, is_of_run: bool = False) 
             f"{least_flag} is {settings.min_tokens}, and captions have {most} tokens at most",
             hint=f"give {most - 1} at most, or a larger {most_flag}: the context has {context_length} tokens",
         )
-    unset = {name: None for name, value in _DEFAULTS.items() if getattr(settings, name) == value}
+    unset: dict[str, Any] = {name: None for name, value in _DEFAULTS.items() if getattr(settings, name) == value}
     return replace(settings, max_tokens=most, seed=settings.seed if settings.method == "sample" else 0, **unset)
 
 
