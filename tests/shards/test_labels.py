@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from clipmill.manifests.errors import UserError
+from clipmill.prep.text.captions import CaptionReader
 from clipmill.shards.labels import Spans, match_labels, read_labelled
 from clipmill.shards.selection import labelled_captions, selected_captions
 from clipmill.shards.where import parse_where
@@ -109,3 +110,13 @@ def test_a_label_that_captions_lack_is_named_with_those_that_they_have(tmp_path:
     with pytest.raises(UserError, match="have no column label_two") as error:
         read_labelled(tmp_path, {"label_two"})
     assert error.value.hint == "labels there: label_one"
+
+
+def test_texts_to_encode_are_selected_by_labels(tmp_path: Path) -> None:
+    captions = random_captions(np.random.default_rng(0), count=150)
+    write_captions(tmp_path, dict.fromkeys(VIDEOS, "train"), captions)
+    with CaptionReader(tmp_path, where=parse_where("label_one = 'x'")) as reader:
+        texts = {text for piece in reader.pieces(pa.array(VIDEOS)) for text in piece.texts.to_pylist()}
+    own = {caption.text: caption.labels.get("label_one") for caption in captions}
+    assert {text for text, value in own.items() if value == "x"} < texts
+    assert not {text for text, value in own.items() if value == "y"} & texts

@@ -15,7 +15,7 @@ from tests.object_storage.server import S3Server
 from tests.shards.made_scores import phash, write_scores
 from tests.train.classify.moving import write_moving
 from tests.train.evaluation.test_other_data import TASKS
-from tests.train.running import train, two_lines
+from tests.train.running import SMALL, train, two_lines
 from tests.train.tiny_data import Caption, write_captions
 
 
@@ -149,7 +149,7 @@ def test_labels_select_captions_and_chunks(
         assert train("dual-encoder", "--shards", shards, *more, "--out", out, *words) == 0
         assert f"where {LABEL}: 6 of 6 chunks and 6 of 26 captions selected" in RunFolder(out).read_facts()["data"]
     out = tmp_path / "mae"
-    words = [*TASKS["mae"].split(), "--batch", 2, "--where", LABEL]
+    words = [*SMALL, "--mask-ratio", 0.5, "--batch", 2, "--steps", 1, "--device", "cpu", "--where", LABEL]
     assert train("mae", "--shards", repeated, "--out", out, *words) == 0
     assert f"where {LABEL}: 3 of 6 chunks selected" in RunFolder(out).read_facts()["data"]
     capsys.readouterr()
