@@ -110,7 +110,7 @@ def test_what_is_unknown_is_selected_by_neither_a_comparison_nor_its_opposite(ex
             "if mood is a column of a plug-in, its package is",
         ),
         ("label_success = 1", "label_success is a text, and 1 a number", "texts with 'texts'"),
-        ("labels = 'true'", "there is no name labels", "and label_NAME of captions"),
+        ("labels = 'true'", "there is no name labels", "; labels: label_NAME"),
         ("rowid > 1", "there is no name rowid", ""),
         ("motion", "motion is a number, where a condition is needed", "motion > 0"),
         ("motion and cuts = 1", "motion is a number, where a condition is needed", ""),
