@@ -1,4 +1,5 @@
-"""Validation shared by both command lines: integers are never rounded, and addresses never taken for local paths."""
+"""Validation shared by both command lines: integers are never rounded, addresses never taken for local paths, and
+groups of flags have no values themselves."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,10 +17,15 @@ def check_values(_app: Any, _commands: tuple[str, ...], arguments: Iterable[Any]
 
     Raises:
         UserError: an integer flag is given a fraction, or a flag of local paths an address, of which `Path` would make
-            a local folder such as `s3:`.
+            a local folder such as `s3:`; or the name of a group is given a value, which its first flag would take.
     """
     for argument in arguments:
         values = [str(token.value) for token in argument.tokens]
+        if argument.children and values:
+            raise UserError(
+                f"{argument.name} is {values[0]}, and it is a group of flags, which takes no value",
+                hint=f"give a value to one of its flags, such as {argument.children[0].name}",
+            )
         # Without a decimal point, cyclopts itself reports invalid integers.
         if argument.hint in (int, int | None) and (fractions := [value for value in values if "." in value]):
             raise UserError(f"{argument.name} is {fractions[0]}", hint="give a whole number, without a decimal point")

@@ -19,7 +19,6 @@ from decimal import Decimal
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
 
 if TYPE_CHECKING:
@@ -179,11 +178,11 @@ class _Parser:
             nearest = difflib.get_close_matches(name.lower(), self._fields, n=1)
             hint = f"did you mean {nearest[0]}? " if nearest else "texts are written in 'single quotes'; "
             hint = "ask for unknown values by `NAME is null`; " if name == "None" else hint
-            if name.lower().startswith(LABEL_PREFIX):
-                hint = "labels of captions are classes (--label), not fields; to select captions, give them a source; "
-            elif "_" in name:  # the fields of a plug-in's column are named after it
+            if "_" in name:  # the fields of a plug-in's column are named after it
                 hint += f"if {name.partition('_')[0]} is a column of a plug-in, its package is not installed here; "
-            self._fail(f"there is no name {name}", place, hint=f"{hint}names: {', '.join(self._fields)}")
+            self._fail(
+                f"there is no name {name}", place, hint=f"{hint}names: {', '.join(self._fields)}; labels: label_NAME"
+            )
 
     def _check_kinds(self, root: _Node) -> None:
         """Refuse what SQL would convert: a number as a condition, and a text as a number."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -22,13 +22,15 @@ from clipmill.shards.damage import DamagedContents, DamagedIndex
 from clipmill.shards.dataset import current_variant, list_variants, no_shards, variant_dir
 from clipmill.shards.format import CONTENTS_FILE, RECIPE_FILE
 from clipmill.shards.index import extensions_of, open_index, open_index_content
-from clipmill.shards.key_lookup import KeyLookup
 from clipmill.shards.open_maps import OPEN_MAPS
 from clipmill.shards.opening import open_lock, open_regular
 from clipmill.shards.packets import PacketTables
 from clipmill.shards.scan import scan
 from clipmill.shards.table_commits import open_commits
 from clipmill.shards.tars import LocalTars, TarBytes, TarFiles
+
+if TYPE_CHECKING:
+    from clipmill.shards.key_lookup import KeyLookup
 
 # Number of opened shards that a variant keeps, 2.5 kB each. Those opened first are dropped first, with their maps.
 MAX_KEPT_SHARDS = 4096
@@ -310,6 +312,8 @@ class Variant:
         Raises:
             KeyError: no committed shard contains the key.
         """
+        from clipmill.shards.key_lookup import KeyLookup  # training finds samples by their rows
+
         with self._lock:
             if self._lookup is None:
                 shards = self.shards()

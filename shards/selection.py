@@ -1,7 +1,7 @@
 """Evaluates a `--where` on the chunks and the captions of a data folder."""
 
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from clipmill.shards.where import Where
 _OF_VIDEOS = ("dataset", "split", "num_captions")
 _OF_CHUNKS = ("duration_s", "width", "height")
 _TIMES = ("num_frames", "fps_num", "fps_den")
+_OF_LABELS = ("begin_s", "end_s")  # of captions; a chunk has a begin_s too
 _OF_CAPTIONS = ("text", "source", "likelihood")
 
 
@@ -41,7 +42,7 @@ def selected_chunks(
     Raises:
         UserError: it uses scores or another column, and there are none, or some of these chunks have none.
     """
-    wanted = where.columns
+    wanted = where.columns | ({"duration_s"} if where.labels else set())
     columns = _of_videos(wanted, data_dir, video_ids=video_ids, video_row=video_row)
     columns["start_ms"] = pa.array(start_ms)
     if of_chunks := wanted.intersection(_OF_CHUNKS):
@@ -67,7 +68,38 @@ def selected_chunks(
                 hint=f"run {how_to_make(column, data_dir)}, or leave {column} out of --where",
             )
         columns |= {name: _taken(table[name], rows) for name in names}
-    return where.mask(pa.table(columns))
+    if not where.labels:
+        return where.mask(pa.table(columns))
+    from clipmill.shards.labels import Spans, match_labels, read_labelled
+
+    begin_s, labelled = start_ms / 1000, read_labelled(data_dir, where.labels)
+    spans = Spans(video_row, begin_s, begin_s + np.asarray(columns["duration_s"]))
+    part, caption = match_labels(labelled, spans, video_ids=video_ids, covering=False)
+    return _mask_of_pairs(where, columns, labelled, part=part, caption=caption)
+
+
+def _mask_of_pairs(
+    where: Where,
+    columns: Mapping[str, pa.Array | pa.ChunkedArray],
+    labelled: pa.Table,
+    *,
+    part: NDArray[np.int64],
+    caption: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """bool [parts], True where the conditions hold with the labels of one of the part's labelled captions.
+
+    Args:
+        columns: The other fields of each part.
+        labelled: Captions with labels as texts.
+        part: int64 [pairs], the parts that have a labelled caption, and those that have none.
+        caption: int64 [pairs], the row of the caption in `labelled`; -1 for none.
+    """
+    others = pa.table(dict(columns))
+    pairs = others.take(pa.array(part))
+    rows = pa.array(caption, mask=caption < 0)
+    for name in sorted(where.labels):
+        pairs = pairs.append_column(name, labelled[name].take(rows))
+    return np.bincount(part[where.mask(pairs)], minlength=len(others)) > 0
 
 
 def stored_rows(data_dir: Path, column: str, names: Collection[str]) -> tuple[pa.Table, frozenset[str]]:
@@ -92,6 +124,7 @@ def selected_captions(
     rows: NDArray[np.integer],
     video_ids: pa.Array,
     video_row: NDArray[np.integer],
+    labelled: pa.Table | None,
 ) -> NDArray[np.bool_]:
     """bool [rows], True for the captions that `where` selects.
 
@@ -101,17 +134,45 @@ def selected_captions(
         rows: the captions to look at.
         video_ids: distinct ids of videos.
         video_row: [rows], the video of each, as an index of `video_ids`.
+        labelled: captions with the labels of `where` (`labelled_captions`).
     """
     columns = _of_videos(where.columns, data_dir, video_ids=video_ids, video_row=video_row)
     for name in where.columns.intersection(_OF_CAPTIONS):
         has = name in captions.schema.names
         columns[name] = captions[name].take(pa.array(rows)) if has else pa.nulls(len(rows), pa.float32())
-    return where.mask(pa.table(columns))
+    if labelled is None:
+        return where.mask(pa.table(columns))
+    from clipmill.shards.labels import Spans, has_labels, label_texts, match_labels
+
+    own = label_texts(captions.take(pa.array(rows)), where.labels)
+    is_labelled = has_labels(own, where.labels)  # such a caption is paired with itself, and with no other
+    spans = Spans(np.where(is_labelled, -1, video_row), own["begin_s"].to_numpy(), own["end_s"].to_numpy())
+    part, caption = match_labels(labelled, spans, video_ids=video_ids, covering=True)
+    caption = np.where(is_labelled[part], len(labelled) + part, caption)
+    names = sorted(where.labels)
+    both = pa.concat_tables([labelled.select(names), own.select(names)])
+    return _mask_of_pairs(where, columns, both, part=part, caption=caption)
+
+
+def labelled_captions(where: Where | None, data_dir: Path) -> pa.Table | None:
+    """The captions that have labels of conditions on captions; None if there are no such conditions.
+
+    Raises:
+        UserError: the captions have no such label.
+    """
+    if where is None or not where.labels:
+        return None
+    from clipmill.shards.labels import read_labelled
+
+    return read_labelled(data_dir, where.labels)
 
 
 def caption_columns(where: Where | None, schema: pa.Schema) -> list[str]:
     """The columns of the manifest's captions that `selected_captions` needs."""
-    return [] if where is None else [name for name in _OF_CAPTIONS if name in where.columns and name in schema.names]
+    if where is None:
+        return []
+    wanted = where.columns | ({"begin_s", "end_s"} if where.labels else set())
+    return [name for name in schema.names if name in wanted and name in (*_OF_CAPTIONS, *_OF_LABELS, *where.labels)]
 
 
 def nothing_selected(where: Where, *, what: str) -> UserError:

@@ -1,6 +1,7 @@
 """`--where`: which chunks and captions to use, by an SQL expression on their fields. Its language: `expressions`."""
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -9,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
 from clipmill.shards.column_fields import COLUMN_FIELDS, is_number
 from clipmill.shards.expressions import Condition, Kind, connect, parse_conditions, refused
@@ -16,7 +18,8 @@ from clipmill.shards.score_fields import NUMBERS
 
 _FLAG = "--where"
 
-Level = Literal["chunk", "video", "caption"]
+Level = Literal["chunk", "video", "caption", "label"]
+_LABEL = re.compile(rf"\b{LABEL_PREFIX}\w+")
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,12 @@ def known_fields() -> dict[str, Field]:
     return FIELDS | {name: field for name, field in of_columns.items() if name not in FIELDS}
 
 
+def _fields_of(names: Iterable[str]) -> dict[str, Field]:
+    """The fields of these names; those of labels depend on the data folder (`clipmill.shards.labels`)."""
+    known = known_fields()
+    return {name: known[name] if name in known else Field("text", "label", name) for name in names}
+
+
 def _kind_of(kind: pa.DataType) -> Kind:
     if is_number(kind):
         return "number"
@@ -87,13 +96,18 @@ class Where:
     @property
     def columns(self) -> frozenset[str]:
         """The columns that `mask` needs."""
-        return frozenset(known_fields()[name].column for name in self.names)
+        return frozenset(field.column for field in _fields_of(self.names).values())
+
+    @property
+    def labels(self) -> frozenset[str]:
+        """The labels among them."""
+        return frozenset(name for name, field in _fields_of(self.names).items() if field.level == "label")
 
     @property
     def stored_in(self) -> dict[str, set[str]]:
         """The columns of the data folder that it needs besides `video`, such as `scores`, and what it needs of each."""
         found: dict[str, set[str]] = {}
-        for field in (known_fields()[name] for name in sorted(self.names)):
+        for field in _fields_of(sorted(self.names)).values():
             if field.stored_in:
                 found.setdefault(field.stored_in, set()).add(field.column)
         return found
@@ -109,7 +123,7 @@ class Where:
         """
         import duckdb
 
-        used = {name: known_fields()[name] for name in sorted(self.names)}
+        used = _fields_of(sorted(self.names))
         fields = ", ".join(f'{field.sql or field.column} as "{name}"' for name, field in used.items())
         conditions = " and ".join(condition.sql for condition in self.conditions)
         with connect() as database:
@@ -121,8 +135,11 @@ class Where:
                 raise refused(self.text, str(error), flag=_FLAG) from error
         return np.asarray(selected, bool)
 
-    def by_level(self) -> "tuple[Where | None, Where | None]":
+    def by_level(self, *, labels_of: Level = "caption") -> "tuple[Where | None, Where | None]":
         """The conditions on chunks and videos, and those on captions and their videos; None if there are none.
+
+        Args:
+            labels_of: What conditions on labels are about: captions or chunks.
 
         Raises:
             UserError: one condition is on a chunk and on a caption, and belongs to neither.
@@ -130,24 +147,23 @@ class Where:
         of_chunks: list[Condition] = []
         of_captions: list[Condition] = []
         for condition in self.conditions:
-            chunk, caption = (
-                sorted(name for name in condition.names if known_fields()[name].level == level)
-                for level in ("chunk", "caption")
-            )
-            if chunk and caption:
+            names: dict[Level, list[str]] = {}
+            for name, field in _fields_of(sorted(condition.names)).items():
+                names.setdefault(labels_of if field.level == "label" else field.level, []).append(name)
+            if "chunk" in names and "caption" in names:
                 raise UserError(
-                    f"{_FLAG}: {condition.text} is one condition on fields of chunks ({', '.join(chunk)}) "
-                    f"and of captions ({', '.join(caption)})",
+                    f"{_FLAG}: {condition.text} is one condition on fields of chunks ({', '.join(names['chunk'])}) "
+                    f"and of captions ({', '.join(names['caption'])})",
                     hint="write conditions on chunks and conditions on captions apart, and join them by `and`",
                 )
-            (of_captions if caption else of_chunks).append(condition)
+            (of_captions if "caption" in names else of_chunks).append(condition)
         return self._part(of_chunks), self._part(of_captions)
 
     def require(self, levels: Collection[Level], *, because: str) -> None:
         """Raise a UserError if it uses names of other levels than `levels`."""
-        fields = known_fields()
+        fields = _fields_of(self.names)
         if other := sorted(name for name in self.names if fields[name].level not in levels):
-            known = ", ".join(name for name, field in fields.items() if field.level in levels)
+            known = ", ".join(name for name, field in known_fields().items() if field.level in levels)
             raise UserError(f"{_FLAG} uses {', '.join(other)}, but {because}", hint=f"use one of {known}")
 
     def _part(self, conditions: list[Condition]) -> "Where | None":
@@ -166,5 +182,6 @@ def parse_where(text: str) -> Where:
     if not isinstance(text, str):
         raise UserError(f"{_FLAG} is {text!r}, not a text", hint="write a condition, such as 'motion > 0.2'")
     text = text.strip()
-    kinds = {name: field.kind for name, field in known_fields().items()}
+    names = [*known_fields(), *_LABEL.findall(text.lower())]
+    kinds = {name: field.kind for name, field in _fields_of(names).items()}
     return Where(text, tuple(parse_conditions(text, fields=kinds, flag=_FLAG)))

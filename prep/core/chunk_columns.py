@@ -220,7 +220,7 @@ def selected_rows(
 ) -> dict[int, tuple[int, ...]]:
     """Return the rows of the selected chunks of each shard whose index is readable."""
     because = f"prep {column} takes chunks, whatever captions they have"
-    where.require(("chunk", "video"), because=because)
+    where.require(("chunk", "video", "label"), because=because)
     ids, starts, shard_ids, sizes = [], [], [], []
     for commit in commits:
         with suppress(DamagedIndex, OSError):  # reported by `read_chunk_shards`

@@ -90,7 +90,7 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
 
 def _select(text: str, table: pa.Table, *, data_dir: Path) -> Selection:
     where = parse_where(text)
-    where.require(("chunk", "video"), because="the page shows chunks")
+    where.require(("chunk", "video", "label"), because="the page shows chunks")
     coded = table["video_id"].chunk(0)
     is_kept = selected_chunks(
         where,

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import open_captions
-from clipmill.shards.selection import caption_columns, selected_captions
+from clipmill.shards.selection import caption_columns, labelled_captions, selected_captions
 from clipmill.shards.where import Where
 
 _COLUMNS = ["caption_id", "video_id", "text"]
@@ -45,6 +45,7 @@ class CaptionReader:
     def __init__(self, data_dir: Path, *, where: Where | None = None) -> None:
         self._file: pq.ParquetFile = open_captions(data_dir)
         self._data_dir, self._where = data_dir, where
+        self._labelled = labelled_captions(where, data_dir)
         self._columns = list(dict.fromkeys([*_COLUMNS, *caption_columns(where, self._file.schema_arrow)]))
 
     def __enter__(self) -> "CaptionReader":
@@ -75,7 +76,13 @@ class CaptionReader:
                 rows = np.flatnonzero(kept)
                 video_row = positions.filter(kept).to_numpy()
                 selected = selected_captions(
-                    self._where, self._data_dir, table, rows=rows, video_ids=video_ids, video_row=video_row
+                    self._where,
+                    self._data_dir,
+                    table,
+                    rows=rows,
+                    video_ids=video_ids,
+                    video_row=video_row,
+                    labelled=self._labelled,
                 )
                 mask = np.zeros(table.num_rows, bool)
                 mask[rows[selected]] = True

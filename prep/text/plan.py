@@ -124,7 +124,9 @@ def _conditions(text: str | None) -> tuple[Where | None, Where | None]:
     if text is None:
         return None, None
     where = parse_where(text)
-    where.require(("video", "caption"), because="prep text encodes captions, which belong to videos and not to chunks")
+    where.require(
+        ("video", "caption", "label"), because="prep text encodes captions, which belong to videos and not to chunks"
+    )
     return where.by_level()
 
 

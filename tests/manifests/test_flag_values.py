@@ -1,4 +1,5 @@
-"""Values that conversion would change: a fraction is not rounded, and an address is not taken for a local folder."""
+"""Values that conversion would change: a fraction is not rounded, an address is not taken for a local folder, and the
+value of a group of flags is not that of its first flag."""
 
 import subprocess
 import sys
@@ -49,3 +50,24 @@ def test_an_address_for_a_local_path_is_refused_and_makes_no_folder_of_its_name(
     hint = "hint: give a local path, and copy the files from or to that address"
     assert said == [f"error: {name} is s3://bucket/run, and takes a local path", f"{hint}{origin}"]
     assert [one.name for one in tmp_path.iterdir()] == ["settings.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "group", "value", "flag"),
+    [
+        (["caption", "--decoding", "beam"], "--decoding", "beam", "--decoding.method"),
+        (["caption-video", "RUN", "a.mp4", "--decoding=greedy"], "--decoding", "greedy", "--decoding.method"),
+        (["eval", "caption", "RUN", "--decoding", "beam"], "--decoding", "beam", "--decoding.method"),
+        (["dual-encoder", "--evaluate", "3"], "--evaluate", "3", "--evaluate.every"),
+        (["mae", "--config", "settings.yaml"], "--optimizer", "sgd", "--optimizer.name"),
+    ],
+)
+def test_the_value_of_a_group_is_refused_with_the_flag_to_name(
+    tmp_path: Path, words: list[str], group: str, value: str, flag: str
+) -> None:
+    said = refused("train", words, folder=tmp_path, settings="optimizer: sgd")
+    origin = f"; {group} is from settings.yaml" if "--config" in words else ""
+    assert said == [
+        f"error: {group} is {value}, and it is a group of flags, which takes no value",
+        f"hint: give a value to one of its flags, such as {flag}{origin}",
+    ]

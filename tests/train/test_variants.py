@@ -1,5 +1,6 @@
 """A run reads one variant of each column from its beginning to its end, whichever is current; `--variant` names one."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder
 from tests.object_storage.folders import upload
 from tests.object_storage.server import S3Server
+from tests.train.caption.conftest import DECODER
+from tests.train.caption.conftest import SMALL as SMALL_CAPTIONER
 from tests.train.running import SMALL, facts, train, two_lines, weights_of
 from tests.train.tiny_data import VARIANT
 
 OTHER = "h265-test-89abcdef"
+RECIPES = {VARIANT: {"codec": "h264", "crf": 24, "len": "15s"}, OTHER: {"codec": "h265", "crf": 28, "len": "15s"}}
+CAPTIONER = (*SMALL_CAPTIONER.split(), *DECODER.split())
 STEPS = ("--steps", 2, "--checkpoint-every", 1, "--device", "cpu", "--workers", 1)
 
 
@@ -23,8 +28,9 @@ STEPS = ("--steps", 2, "--checkpoint-every", 1, "--device", "cpu", "--workers", 
 def data(moving: Path, tmp_path: Path) -> Path:
     """A data folder with two variants of its chunks, of which the first is current."""
     shutil.copytree(moving, tmp_path / "data")
-    (tmp_path / "data" / "video" / VARIANT / "recipe.json").write_text("{}")
     shutil.copytree(tmp_path / "data" / "video" / VARIANT, tmp_path / "data" / "video" / OTHER)
+    for name, recipe in RECIPES.items():
+        (tmp_path / "data" / "video" / name / "recipe.json").write_text(json.dumps(recipe))
     return tmp_path / "data"
 
 
@@ -55,14 +61,16 @@ def test_a_run_is_resumed_and_evaluated_on_its_own_variant(
     shutil.rmtree(data / "video" / VARIANT)
     assert train("eval", "retrieval", run, "--json") == 0
     said = capsys.readouterr()
-    assert (
-        f'"variant": "{OTHER}"' in said.out and f"variant {VARIANT} of video, on which the run was trained" in said.err
-    )
+    assert f"note: {run} was made with variant {VARIANT} of video, which {data} no longer has; the" in said.err
+    assert f"the current variant {OTHER} is used instead" in said.err
+    assert f'"variant": "{OTHER}"' in said.out
     forget_last_step(run)
     assert train("dual-encoder", "--resume", "--out", run) == 2
     error, hint = two_lines(capsys)
     assert f"variant {VARIANT} of video, which {data} no longer has; the current one is {OTHER}" in error
-    assert "prep chunk" in hint and "--out" in hint
+    settings = "codec h264 (now h265), crf 24 (now 28)"
+    assert f"prep chunk --data {data} with the settings of the current variant, but for {settings}; or" in hint
+    assert "--out" in hint
 
 
 def test_a_variant_is_chosen_by_name(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +91,42 @@ def test_a_variant_in_a_bucket_is_chosen_by_name(data: Path, s3: S3Server, bucke
     where = ("--shards", f"{bucket}", "--cache", cache, "--out", run)
     assert train("dual-encoder", *SMALL, *STEPS, *where, "--variant", OTHER) == 0
     assert variant_of(run) == OTHER
+
+
+def test_clips_are_embedded_captioned_and_shown_from_the_variant_of_the_run(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, captioner, out = tmp_path / "run", tmp_path / "captioner", tmp_path / "embedded"
+    assert train("dual-encoder", *SMALL, *STEPS, "--shards", data, "--out", run) == 0
+    assert train("caption", *CAPTIONER, *STEPS, "--shards", data, "--out", captioner) == 0
+    set_current_variant(data, "video", OTHER)
+    captions = ("caption-chunks", captioner, "--device", "cpu", "--method", "greedy", "--json")
+    capsys.readouterr()
+
+    # Of the run's own data, its own variant, whether or not the data are named.
+    assert train("embed", run, "--out", out, "--device", "cpu") == 0
+    assert f"; {VARIANT}" in capsys.readouterr().out
+    assert train("embed", run, "--out", out, "--device", "cpu", "--shards", data) == 0
+    assert f"nothing to do: {out} is finished" in capsys.readouterr().out
+    assert train(*captions, "--shards", data, "--out", tmp_path / "of_run.parquet") in (0, 1)
+    assert f'"video_variant": "{VARIANT}"' in capsys.readouterr().out
+    # The page shows what was embedded: the chunks of the current variant cannot be read here.
+    for shard in (data / "video" / OTHER).glob("*.tar"):
+        shard.write_bytes(b"")
+    search = ("search", out, "--like", "0", "--top", "1", "--page", tmp_path / "page.html")
+    assert train(*search) == 0 and "data:video/mp4" in (tmp_path / "page.html").read_text()
+
+    # Other data have their current variant; a variant that is gone is named with the one in its place.
+    other = shutil.copytree(data, tmp_path / "other")
+    assert train(*captions, "--shards", other, "--out", tmp_path / "of_other.parquet") == 1
+    shutil.rmtree(data / "video" / VARIANT)
+    capsys.readouterr()
+    for command in (search, ("embed", run, "--out", tmp_path / "again", "--device", "cpu")):
+        assert train(*command) == 1
+        said = "".join(capsys.readouterr())
+        made = out if command == search else run
+        assert f"note: {made} was made with variant {VARIANT} of video, which {data} no longer has; the" in said
+        assert f"the current variant {OTHER} is used instead" in said
 
 
 def test_a_choice_ends_with_its_command(data: Path) -> None:

@@ -7,12 +7,16 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from clipmill.manifests.store import read_captions
 from clipmill.shards.reader import Variant
 from clipmill.train.run.folder import RunFolder
+from tests.object_storage.folders import upload
+from tests.object_storage.server import S3Server
 from tests.shards.made_scores import phash, write_scores
 from tests.train.classify.moving import write_moving
 from tests.train.evaluation.test_other_data import TASKS
-from tests.train.running import train
+from tests.train.running import SMALL, train, two_lines
+from tests.train.tiny_data import Caption, write_captions
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +113,46 @@ def test_a_mistake_is_named_before_the_run_is_made(
         assert train("mae", *words, "--where", where) == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "run").exists()
+
+
+LABEL = "label_class = 'bright:left'"
+
+
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Captions of two texts a clip, of which the first has the labels, as `prep manifest folder` stores them."""
+    data_dir = tmp_path_factory.mktemp("data") / "repeated"
+    data_dir.mkdir()
+    write_moving(data_dir, num_videos=4)
+    captions = read_captions(data_dir)
+    again = [
+        Caption(row["video_id"], row["begin_s"], row["end_s"], text, labels=labels)
+        for row in captions.to_pylist()
+        for text, labels in (
+            (row["text"], {} if row["label_class"] is None else {"label_class": row["label_class"]}),
+            (f"again {row['text']}", {}),
+        )
+    ]
+    write_captions(data_dir, {f"v{number:02d}": "val" if number == 3 else "train" for number in range(4)}, again)
+    return data_dir
+
+
+def test_labels_select_captions_and_chunks(
+    repeated: Path, s3: S3Server, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upload(repeated, bucket)
+    cache = ("--cache", tmp_path / "cache")
+    # Three videos, each with one such clip of a second and two texts about it; a chunk has two seconds.
+    for number, (shards, more) in enumerate(((repeated, ()), (bucket, cache))):
+        out = tmp_path / f"dual-{number}"
+        words = [*TASKS["dual-encoder"].split(), "--batch", 2, "--where", LABEL]
+        assert train("dual-encoder", "--shards", shards, *more, "--out", out, *words) == 0
+        assert f"where {LABEL}: 6 of 6 chunks and 6 of 26 captions selected" in RunFolder(out).read_facts()["data"]
+    out = tmp_path / "mae"
+    words = [*SMALL, "--mask-ratio", 0.5, "--batch", 2, "--steps", 1, "--device", "cpu", "--where", LABEL]
+    assert train("mae", "--shards", repeated, "--out", out, *words) == 0
+    assert f"where {LABEL}: 3 of 6 chunks selected" in RunFolder(out).read_facts()["data"]
+    capsys.readouterr()
+    assert train("mae", "--shards", repeated, "--out", tmp_path / "none", "--where", "label_success = 'true'") == 2
+    error, hint = two_lines(capsys)
+    assert "have no column label_success" in error and "label_class" in hint

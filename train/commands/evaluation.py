@@ -13,18 +13,15 @@ from cyclopts import App, Parameter
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
-from clipmill.shards.dataset import reading_variants
 from clipmill.train.commands.training import docstring
 from clipmill.train.config.data import AS_TRAINED, Overrides, Weights
 from clipmill.train.config.files import read_values
 from clipmill.train.config.places import require_named_weights, require_places
-from clipmill.train.config.shards import folders_of, normalised
-from clipmill.train.config.training import TrainingSettings
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.registry import evaluations, evaluations_of, tasks_where
 from clipmill.train.run.charts import add_evaluation
 from clipmill.train.run.counted_batches import counting_batches
-from clipmill.train.run.folder import RunFolder, is_run, open_run, read_lines
+from clipmill.train.run.folder import is_run, open_run, read_lines
 from clipmill.train.spec import EvaluationSpec, Tasks, take_tags
 
 
@@ -56,6 +53,7 @@ def score_run(
         from clipmill.train.evaluation.opening import open_weights_as, require_weights, task_of_run
         from clipmill.train.evaluation.runner import score_opened
         from clipmill.train.report.results import write_page
+        from clipmill.train.run.variants import reading_variants_of_run
 
     run = open_run(Path(weights)) if is_run(Path(weights)) else None
     if run is not None:
@@ -70,8 +68,7 @@ def score_run(
         require_weights(weights, tasks)
         raise UserError(f"--shards is missing: {weights} is not a run, which has data of its own", hint="add it")
     with ExitStack() as held:
-        if run is not None:
-            held.enter_context(reading_variants(_variants_of(run, use.shards, say=say)))
+        held.enter_context(reading_variants_of_run(weights, use.shards, say=say))
         opened = open_weights_as(tasks, weights, use, suited=_evaluations_of, say=say)
         held.enter_context(counting_batches())
         result = score_opened(opened, evaluation, wanted, out=out, written=written)
@@ -83,30 +80,6 @@ def score_run(
         except UserError as error:  # the result is in its file
             say(f"not added to W&B: {error}; {error.hint}")
     return result
-
-
-def _variants_of(run: RunFolder, shards: str | None, *, say: Callable[[str], None]) -> dict[Path, dict[str, str]]:
-    """The variants to evaluate a run with: on its own data those that it was trained on, as far as they are present."""
-    from clipmill.train.data.remote import VARIANTS_FACT, choose_variants
-
-    try:
-        values = read_values(run.settings)
-    except UserError:
-        return {}  # the run is opened next, which says what is wrong with its settings
-    recorded = run.read_facts().get(VARIANTS_FACT, [])
-    own, cache = values.get("shards", TrainingSettings.shards), values.get("cache")
-    folders = folders_of(own if isinstance(own, str) else tuple(map(str, own)))
-    pairs = [
-        (folder, variants)
-        for folder, variants in zip(folders, recorded, strict=False)
-        if shards is None or normalised(folder) == normalised(shards)
-    ]
-    return choose_variants(
-        [folder for folder, _ in pairs],
-        recorded=[variants for _, variants in pairs],
-        cache=None if cache is None else Path(str(cache)),
-        say=say,
-    )
 
 
 def _tasks_with(evaluation: EvaluationSpec) -> Tasks:

@@ -14,8 +14,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_videos
-from clipmill.shards.dataset import current_variant, reading_variants
-from clipmill.shards.where import parse_where
+from clipmill.shards.dataset import reading_variants
 from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import NamedPart, named_parts
@@ -23,8 +22,6 @@ from clipmill.train.config.training import ParallelSettings
 from clipmill.train.config.tuning import frozen_at_random
 from clipmill.train.data.inputs import Mixture, first_of, open_folder
 from clipmill.train.data.latents.segments import FrameShape
-from clipmill.train.data.remote import VARIANTS_FACT, choose_variants, folder_path
-from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.device.precision import choose_device, open_precision
 from clipmill.train.distributed.launch import open_world
 from clipmill.train.distributed.world import World
@@ -45,6 +42,7 @@ from clipmill.train.run.folder import Resume, RunFolder, create_run, find_run, r
 from clipmill.train.run.packages import PACKAGES_FACT, packages_of
 from clipmill.train.run.shared_folder import require_shared, wait_for_files
 from clipmill.train.run.tracking import Progress
+from clipmill.train.run.variants import VARIANTS_FACT, choose_variants, variants_fact
 from clipmill.train.spec import TaskSpec
 from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.sources import Say, Source, fetch_tag, open_base, open_weights
@@ -164,7 +162,7 @@ def _train(
         "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
         "variant": samples.variant_name,
-        VARIANTS_FACT: _variants_of(settings, columns=task.columns),
+        VARIANTS_FACT: variants_fact(settings, columns=task.columns),
         **_latents_facts(first_of(samples)),
         **({"sources": samples.folders.facts()} if isinstance(samples, Mixture) else {}),
         **_weights_facts(None if has_weights else start, old_facts),
@@ -195,16 +193,6 @@ def _train(
     )
     if world.is_first and (following := _next_command(spec, settings)) is not None:
         progress.say(f"next: {following}")
-
-
-def _variants_of(settings: ClipSettings, *, columns: tuple[str, ...]) -> list[dict[str, str]]:
-    """The variants that a run reads, by column, for each of its data folders; {} for tars."""
-    names = [*columns, *(parse_where(settings.selection).stored_in if settings.selection is not None else ())]
-    paths = [None if names_tars(one) else folder_path(one, cache=settings.cache) for one in settings.folders]
-    return [
-        {name: variant for name in names if path is not None and (variant := current_variant(path, name)) is not None}
-        for path in paths
-    ]
 
 
 def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:

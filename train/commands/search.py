@@ -2,7 +2,9 @@
 
 import json
 import shlex
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +13,8 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
+from clipmill.shards.columns import VIDEO
+from clipmill.shards.dataset import reading_variants
 from clipmill.train.config.files import read_values
 from clipmill.train.config.places import require_named_weights, require_places
 from clipmill.train.config.shards import DataSettings, folders_of
@@ -43,6 +47,7 @@ def embed(
         from clipmill.train.engine.rank_consistency import SAME_LAUNCH
         from clipmill.train.inference.model import load_model
         from clipmill.train.run.tracking import Progress
+        from clipmill.train.run.variants import reading_variants_of_run
         from clipmill.train.search.embedding import embed as run
         from clipmill.train.search.embedding import open_work
         from clipmill.train.search.folder import FAILURES
@@ -55,14 +60,15 @@ def embed(
         **{request.flag(name): value for name, value in vars(request.shown).items()},
     }
     with open_world(device_type=choose_device(request.device).type, start=start, hint=SAME_LAUNCH) as world:
-        with Activity(f"loading {weights}"):
-            model = load_model(weights, **vars(request.shown), device=request.device, shards=request.shards)
-        with Activity(f"opening {request.shards}"):
-            work = open_work(model, request, weights=weights)
         progress = Progress("embedding", unit="part", is_quiet=not world.is_first)
-        for remark in model.remarks:
-            progress.say(remark)
-        record = run(work, request.out, world=world, progress=progress)
+        with reading_variants_of_run(weights, request.shards, say=progress.say):
+            with Activity(f"loading {weights}"):
+                model = load_model(weights, **vars(request.shown), device=request.device, shards=request.shards)
+            with Activity(f"opening {request.shards}"):
+                work = open_work(model, request, weights=weights)
+            for remark in model.remarks:
+                progress.say(remark)
+            record = run(work, request.out, world=world, progress=progress)
         captions = counted(record["num_captions"], "caption")
         progress.say(f"done: {counted(record['num_clips'], 'clip')} and {captions} in {request.out}")
         if record["features"] == "embedding":
@@ -132,6 +138,7 @@ def search(
     embedded = open_embedded(folder)
     require_places(shards=(request.shards,))
     with Activity("loading the search"):
+        from clipmill.train.run.variants import choose_variants
         from clipmill.train.search.searching import describe, result_json, search_folder, write_search_page
 
     results = search_folder(
@@ -139,7 +146,14 @@ def search(
     )
     num_missing = 0
     if page is not None:
-        with Activity(f"writing {page}"):
+        data = embedded.record["data"]
+        variants = choose_variants(
+            [request.shards or str(data["shards"])],
+            recorded=[{VIDEO: {"name": data["video_variant"]}}] if "video_variant" in data else [],
+            made=str(folder),
+            say=partial(print, file=sys.stderr),
+        )
+        with Activity(f"writing {page}"), reading_variants(variants):
             num_missing = write_search_page(page, embedded, results, shards=request.shards)
     if request.json:
         print(json.dumps(result_json(embedded, results)))

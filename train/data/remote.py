@@ -9,7 +9,7 @@ import hashlib
 import io
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +19,12 @@ from clipmill.manifests.storage.cache import CachedFile, ObjectCache
 from clipmill.manifests.storage.errors import AccessRefused, Unanswered, no_damage
 from clipmill.manifests.storage.objects import Objects, is_remote, open_objects
 from clipmill.manifests.units import parse_size
-from clipmill.shards.columns import COLUMNS, VIDEO, how_to_make
-from clipmill.shards.dataset import current_variant, variant_dir
-from clipmill.shards.format import DATASET_FILE, RECIPE_FILE
+from clipmill.shards.columns import VIDEO
+from clipmill.shards.format import DATASET_FILE
 from clipmill.shards.reader import CommittedShard
 from clipmill.train.data.node_cache import choose_folder
 from clipmill.train.data.remote_files import RemoteFiles, cache_unusable, is_local
 
-VARIANTS_FACT = "variants"  # of run.json: names of variants by column, for each data folder
 _BLOCK_BYTES = 1 << 24  # of a tar at a time
 _caches: dict[tuple[Path, int | None], ObjectCache] = {}
 _caches_lock = threading.Lock()
@@ -225,72 +223,6 @@ def folder_path(address: str, *, cache: Path | None) -> Path:
     if not is_remote(address):
         return Path(address)
     return cache_folder(cache) / "folders" / _digest(open_objects(address).address)
-
-
-def has_variant(address: str, column: str, variant: str) -> bool:
-    """Return True if the data folder at a path or an address has a variant of a column.
-
-    Raises:
-        UserError: there is no such storage, or it refuses the credentials.
-    """
-    if not is_remote(address):
-        return variant_dir(Path(address), column, variant).is_dir()
-    try:
-        return bool(open_objects(address).info(f"{column}/{variant}/{RECIPE_FILE}"))
-    except FileNotFoundError:
-        return False
-
-
-def choose_variants(
-    folders: Sequence[str],
-    named: Collection[str] = (),
-    *,
-    recorded: Sequence[Mapping[str, str]] = (),
-    cache: Path | None = None,
-    say: Callable[[str], object] | None = None,
-) -> dict[Path, dict[str, str]]:
-    """Choose the variants to read: the named ones, else those that a run has recorded; others are the current ones.
-
-    Args:
-        folders: Data folders, or tars, which have no variants.
-        named: Names of variants (`--variant`), each of which one of the folders has.
-        recorded: Names of variants by column, for each folder (`VARIANTS_FACT` of run.json).
-        say: Print which recorded variant is gone, and which one is read in its place; None to make it an error.
-
-    Returns:
-        chosen: Names of variants by column, for each data folder (`clipmill.shards.dataset.reading_variants`).
-
-    Raises:
-        UserError: no folder has a named variant, or a recorded one is gone.
-    """
-    chosen: dict[Path, dict[str, str]] = {}
-    known: set[str] = set()
-    for number, address in enumerate(folders):
-        variants = {column: name for column in COLUMNS for name in named if has_variant(address, column, name)}
-        known.update(variants.values())
-        for column, name in dict(recorded[number]).items() if number < len(recorded) else ():
-            if column in variants:
-                continue
-            if has_variant(address, column, name):
-                variants[column] = name
-            elif say is not None:
-                say(f"variant {name} of {column}, on which the run was trained, is no longer in {address}")
-            else:
-                current = current_variant(folder_path(address, cache=cache), column) or "missing"
-                raise UserError(
-                    f"the run was begun with variant {name} of {column}, which {address} no longer has; "
-                    f"the current one is {current}",
-                    hint=f"make it again with its settings ({how_to_make(column, address)}), "
-                    "or train on the current variant in a new run, with another --out",
-                )
-        if variants:
-            chosen[folder_path(address, cache=cache)] = variants
-    if unknown := [name for name in named if name not in known]:
-        raise UserError(
-            f"--variant {unknown[0]}: there is no such variant in {', '.join(folders)}",
-            hint="prep status shows the variants of a data folder",
-        )
-    return chosen
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,14 @@ from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
-from clipmill.shards.selection import caption_columns, nothing_selected, selected_captions, selected_chunks
-from clipmill.shards.where import Where, parse_where
+from clipmill.shards.selection import (
+    caption_columns,
+    labelled_captions,
+    nothing_selected,
+    selected_captions,
+    selected_chunks,
+)
+from clipmill.shards.where import Level, Where, parse_where
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.node_cache import scratch, shared
 from clipmill.train.data.remote import RemoteTars
@@ -66,13 +72,16 @@ class Selection:
         depends_on: tuple[object, ...] = (),
     ) -> None:
         self._where = None if text is None else parse_where(text)
-        of_chunks, self._of_captions = (None, None) if self._where is None else self._where.by_level()
+        labels_of: Level = "caption" if has_captions else "chunk"
+        of_chunks, self._of_captions = (
+            (None, None) if self._where is None else self._where.by_level(labels_of=labels_of)
+        )
         self._data_dir, self._split, self._video_ids = data_dir, split, chunks.video_ids
         self._num_chunks = len(chunks.video_row)
         self.num_captions, self.num_selected = 0, 0
         self.chunks: NDArray[np.bool_] | None = None
         if self._where is not None and not has_captions:
-            self._where.require(("chunk", "video"), because="these samples have no captions")
+            self._where.require(("chunk", "video", "label"), because="these samples have no captions")
         if of_chunks is not None:
             mark = selection_mark(of_chunks.text, data_dir, tars=tars)
             self.chunks = shared(
@@ -127,11 +136,18 @@ class Selection:
             columns = list(dict.fromkeys(["video_id", *caption_columns(where, schema)]))
             selected, begin = scratch(captions.num_rows if is_table else captions.metadata.num_rows, np.bool_), 0
             selected[:] = False
+            labelled = labelled_captions(where, self._data_dir)
             for block in caption_blocks(captions, columns, num_rows=_BLOCK):
                 video_row = rows_of(block["video_id"], self._video_ids)
                 rows = np.flatnonzero(video_row >= 0)
                 selected[begin + rows] = selected_captions(
-                    where, self._data_dir, block, rows=rows, video_ids=self._video_ids, video_row=video_row[rows]
+                    where,
+                    self._data_dir,
+                    block,
+                    rows=rows,
+                    video_ids=self._video_ids,
+                    video_row=video_row[rows],
+                    labelled=labelled,
                 )
                 self.num_captions += len(rows)
                 begin += len(block)

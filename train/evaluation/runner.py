@@ -111,21 +111,29 @@ class OpenedRun:
         return result_name(f"{name}{suffix_of(self.differences(wanted))}", self.facts())
 
     def differences(self, wanted: Any) -> dict[str, Any]:
-        """What an evaluation does unlike the training, by flag: the clips, a condition, settings of the same name.
-
-        Args:
-            wanted: settings of the evaluation. A group of them whose default is None, such as the decoding, has the
-                run's own values by default.
-        """
+        """What an evaluation does unlike the training, by flag: the clips, a condition, settings of the same name."""
         found = self.overrides.given()
         if self.settings.where:
             found["where"] = self.settings.where
-        trained, values = flat(plain_values(asdict(self.settings))), plain_values(asdict(wanted))
-        for group in fields(wanted):
-            if group.default is None and is_dataclass(getattr(wanted, group.name)):
-                own = flat(values[group.name], f"{group.name}.")
-                found |= {name: value for name, value in own.items() if value != trained.get(name)}
+        for name, group in _given_groups(wanted).items():
+            trained = self.in_effect(name)
+            found |= {flag: value for flag, value in self.in_effect(name, group).items() if value != trained[flag]}
         return found
+
+    def in_effect(self, name: str, group: Any = None) -> dict[str, Any]:
+        """The values of a group of settings that take effect, by flag.
+
+        Args:
+            name: of the group, and of the task's method that returns what takes effect of it, such as `decoding`.
+            group: the group as it was given; None for the weights' own.
+        """
+        return flat(plain_values(asdict(getattr(self.task, name)(group))), f"{name}.")
+
+
+def _given_groups(wanted: Any) -> dict[str, Any]:
+    """The groups of an evaluation's settings that replace the weights' own, which are their default."""
+    groups = {group.name: getattr(wanted, group.name) for group in fields(wanted) if group.default is None}
+    return {name: group for name, group in groups.items() if is_dataclass(group)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,22 +326,17 @@ def command_line(name: str, opened: OpenedRun, wanted: Any) -> str:
     words += [] if opened.settings.where is None else ["--where", opened.settings.where]
     for flag, value in opened.overrides.given().items():
         words += [f"--{flag.replace('_', '-')}", str(value)]
-    defaults = _defaults(wanted)
-    for flag, value in flat(asdict(wanted)).items():
+    values, defaults = asdict(wanted), flat(asdict(type(wanted)()))
+    for group, given in _given_groups(wanted).items():
+        # A group replaces the weights' own as a whole, so that what differs from its defaults is named as well.
+        used, trained, usual = (opened.in_effect(group, one) for one in (given, None, type(given)()))
+        del values[group]
+        if used != trained:
+            values |= {flag: used[flag] for flag in used if not used[flag] == trained[flag] == usual[flag]}
+    for flag, value in flat(values).items():
         if flag == "split" or value is None or value == defaults.get(flag):
             continue
         flag = f"--{flag.replace('_', '-')}"
         for one in value if isinstance(value, list) else [value]:
             words += [flag] if one is True else [flag, str(one)]
     return shlex.join(words)
-
-
-def _defaults(wanted: Any) -> dict[str, Any]:
-    """Defaults by flag; a group whose default is None has the defaults of its own class."""
-    defaults = flat(asdict(type(wanted)()))
-    for group in fields(wanted):
-        value = getattr(wanted, group.name)
-        if is_dataclass(value):
-            kind: Any = type(value)
-            defaults |= flat(asdict(kind()), f"{group.name}.")
-    return defaults

@@ -110,6 +110,7 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
             "weights": {"identity": model.identity, "source": _address(weights), "description": model.description},
             "data": {
                 "fingerprint": samples.fingerprint,
+                "video_variant": samples.chunks.variant_name,
                 "split": request.split,
                 "clips": request.clips,
                 "shards": data_facts(request.shards, None)["shards"],
@@ -230,7 +231,7 @@ def _embed_clips(
             found.append(_features(work, ring.collate(clips)))
             samples += [clip["position"] for clip in clips]
     video = np.concatenate(found) if found else np.empty((0, 0), np.float32)
-    if num_bad := int((~np.isfinite(video).reshape(len(video), -1).all(axis=1)).sum()):
+    if num_bad := int((~np.isfinite(video).all(axis=tuple(range(1, video.ndim)))).sum()):
         raise FailedWork(f"{num_bad} of {len(video)} embeddings are not finite: the weights have diverged")
     lines = json.dumps([one.as_json() for one in failed]).encode()
     publish_part(part.path(out), video, sample=np.array(samples, np.int64), failed=np.frombuffer(lines, np.uint8))

@@ -21,6 +21,7 @@ from clipmill.shards.score_fields import SCORES
 _MAX_CAPTIONS = 3  # before the others are folded
 _MAX_FOLDED, _MAX_FOLDED_CHARS = 100, 20_000
 _MAX_CAPTION_CHARS = 1000
+_MAX_LABELS = 20
 _PICTURES = 4
 _PICTURE_HEIGHT_PX = 108
 
@@ -65,6 +66,7 @@ class Card:
         facts: codec, size, frame rate, in words.
         scores: name of a score -> value.
         written: the caption that the column `captions` has; empty without one.
+        labels: labels of the captions that overlap it, such as "success true".
         problem: why it cannot be shown; it then has neither pictures nor a clip.
     """
 
@@ -83,6 +85,7 @@ class Card:
     pictures: tuple[Picture, ...] = ()
     scores: dict[str, float] = field(default_factory=dict)
     written: str = ""
+    labels: tuple[str, ...] = ()
     clip: Clip | None = None
     problem: str | None = None
 
@@ -122,6 +125,12 @@ class Card:
         """Codec and frame size, duration, bit rate, and place in the data folder."""
         numbers = (f"{self.seconds:.4g} s", f"{short_number(self.kbit_s)} kbit/s")
         return " · ".join(filter(None, (self.facts, *numbers, self.place)))
+
+    @property
+    def labels_line(self) -> str:
+        """The labels, shortened if they are many."""
+        more = len(self.labels) - _MAX_LABELS
+        return ", ".join(self.labels[:_MAX_LABELS]) + (f" and {more} more" if more > 0 else "")
 
     @property
     def first_captions(self) -> tuple[CaptionLine, ...]:

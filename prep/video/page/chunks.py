@@ -82,7 +82,7 @@ class Chunks:
             UserError: it is not an expression on chunks, or keeps none.
         """
         parsed = parse_where(where)
-        parsed.require(("chunk", "video"), because="the page shows chunks")
+        parsed.require(("chunk", "video", "label"), because="the page shows chunks")
         is_kept = selected_chunks(
             parsed, data_dir, video_ids=self.video_ids, video_row=self.video, start_ms=self.start_ms
         )

@@ -9,10 +9,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import open_captions
 from clipmill.prep.video.page.chunks import Chunks
 from clipmill.shards.columns import CAPTIONS
+from clipmill.shards.labels import Spans, match_labels, read_labelled
 from clipmill.shards.moments import Moments
 from clipmill.shards.pages.histogram import Histogram, histogram
 from clipmill.shards.score_fields import SCORES
@@ -97,6 +99,25 @@ def written_of(chunks: Chunks, data_dir: Path) -> dict[int, str]:
     numbers = np.flatnonzero(rows >= 0)
     texts = table["caption_text"].take(pa.array(rows[numbers])).to_pylist()
     return dict(zip(numbers.tolist(), texts, strict=True))
+
+
+def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dict[int, tuple[str, ...]]:
+    """Return the labels of the captions that overlap some chunks, such as "success true", by the number of the chunk.
+
+    Raises:
+        UserError: there is no manifest, or it is damaged.
+    """
+    labelled = read_labelled(data_dir)
+    begin_s = chunks.start_ms[numbers] / 1000
+    spans = Spans(chunks.video[numbers], begin_s, begin_s + chunks.duration_s[numbers])
+    part, caption = match_labels(labelled, spans, video_ids=chunks.video_ids, covering=False)
+    names = [name for name in labelled.column_names if name.startswith(LABEL_PREFIX)]
+    found: dict[int, dict[str, None]] = {}
+    for row, number in zip(caption.tolist(), numbers[part].tolist(), strict=True):
+        for name in names if row >= 0 else ():
+            if (value := labelled[name][row].as_py()) is not None:
+                found.setdefault(number, {})[f"{name.removeprefix(LABEL_PREFIX)} {value}"] = None
+    return {number: tuple(labels) for number, labels in found.items()}
 
 
 def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:

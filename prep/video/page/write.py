@@ -28,6 +28,7 @@ from clipmill.prep.video.page.html import TEMPLATE, Pages, page_values
 from clipmill.prep.video.page.totals import (
     ChunkScores,
     distributions,
+    labels_of,
     num_captions,
     scores_of,
     split_totals,
@@ -64,6 +65,7 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     scores = _or_note(lambda: scores_of(chunks, data_dir), notes) if is_current and _has(data_dir, SCORES) else None
     written = _or_note(lambda: written_of(chunks, data_dir), notes) if is_current and _has(data_dir, CAPTIONS) else {}
     captions = _or_note(lambda: num_captions(chunks, data_dir), notes)
+    labels = {} if captions is None else labels_of(chunks, picked, data_dir)
     header = Header(
         variant=variant.directory.name,
         summary=summary(everything, chunks, num_shown=len(picked), variant=variant, where=request.where),
@@ -75,7 +77,7 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
         holes=[shown(hole_text(hole)) for hole in chunks.holes.values()],
         clips=clips_text(plan),
     )
-    known = _Known(scores, written or {})
+    known = _Known(scores, written or {}, labels)
     cards = _cards(variant, chunks, picked, known=known, plan=plan, folder=folder, on_card=request.on_sample)
     return _publish(cards, header, request.path, folder=folder, plan=plan, num_shown=len(picked), num_all=len(chunks))
 
@@ -151,10 +153,11 @@ def _publish(
 
 @dataclass(frozen=True)
 class _Known:
-    """What other columns say about chunks: scores, and captions by the number of their chunk."""
+    """What is known about chunks besides their shards: scores; captions and labels by the number of their chunk."""
 
     scores: ChunkScores | None
     written: Mapping[int, str]
+    labels: Mapping[int, tuple[str, ...]]
 
 
 def _cards(
@@ -188,6 +191,7 @@ def _cards(
             path=paths.get(video_id, ""),
             scores={} if known.scores is None else known.scores.of(number),
             written=known.written.get(number, ""),
+            labels=known.labels.get(number, ()),
         )
         details = read_details(variant.shard(shard_id), row, plan=plan, folder=folder)
         if "problem" in details:

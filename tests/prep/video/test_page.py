@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from clipmill.manifests.store import read_videos
 from clipmill.prep.core.pages import PageRequest
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.prep.video.page import clips, write
@@ -188,6 +189,42 @@ def test_an_expression_chooses_the_chunks(prep: Prep, shard_set: ShardSet, tmp_p
         (("--where", "start_ms > 1"), "--where has no effect without a page"),
     ):
         assert error in prep("inspect", *arguments, "--data", shard_set.data, status=2).error
+
+
+def test_labels_choose_chunks_and_stand_on_their_cards(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
+    # Two captions of a video share its label, which the manifest stores once; the other label is of a part of a video.
+    rows = [
+        {"video": "short", "split": "val", "text": ["a", "b"], "label_success": True},
+        {
+            "video": "long",
+            "split": "train",
+            "text": "c",
+            "begin_s": 0.5,
+            "end_s": 2.5,
+            "label_success": False,
+            "label_speed": "fast",
+        },
+    ]
+    table = tmp_path / "labels.json"
+    table.write_text(json.dumps(rows))
+    videos = Path(read_videos(shard_set.data)["path"][0].as_py()).parent
+    prep("manifest", "folder", videos, "--captions", table, "--data", shard_set.data, status=None)
+    page = tmp_path / "page.html"
+    for where, keys in (
+        ("label_success = 'true'", KEYS[3:]),
+        ("label_success = 'false' and begin_s > 1", KEYS[1:2]),
+        ("label_success = 'true' or label_speed = 'fast'", [*KEYS[:2], *KEYS[3:]]),
+        ("label_success is null", KEYS[2:3]),
+    ):
+        prep("inspect", "--html", page, "--where", where, "--data", shard_set.data)
+        assert _Page(page).keys == keys
+    prep("inspect", "--html", page, "--data", shard_set.data)
+    cards = re.split("<article ", page.read_text())[1:]
+    assert [re.findall("Labels: <bdi>(.*)</bdi>", card) for card in cards] == [
+        *[["speed fast, success false"]] * 2, [], *[["success true"]] * 2,
+    ]  # fmt: skip
+    error = prep("inspect", "--html", page, "--where", "label_grip = 'x'", "--data", shard_set.data, status=2).error
+    assert "have no column label_grip" in error
 
 
 def test_any_text_of_a_chunk_is_shown_as_text() -> None:

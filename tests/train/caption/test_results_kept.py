@@ -1,6 +1,7 @@
 """Results of one run: whatever differs from the run as trained has a result of its own, and none is replaced."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,17 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("--num-frames 1", {"num_frames": 1}),
     ("--where words>0", {"where": "words>0"}),
     ("--num-frames 1 --decoding.max-tokens 5", {"num_frames": 1, "decoding.max_tokens": 5}),
+]
+CONTEXT = 12  # of the decoder, which limits a caption where no flag does
+# Flags that spell out what takes effect anyway: each pair generates the same captions.
+ALIKE = [
+    ("--decoding.max-tokens 6", "--decoding.method greedy --decoding.max-tokens 6 --decoding.seed 3"),
+    ("--decoding.method greedy", f"--decoding.max-tokens {CONTEXT}"),
+    ("--decoding.method sample", "--decoding.method sample --decoding.temperature 1 --decoding.top-p 1"),
+    (
+        "--decoding.method beam",
+        "--decoding.method beam --decoding.num-beams 4 --decoding.length-penalty 1 --decoding.no-early-stopping",
+    ),
 ]
 
 
@@ -46,7 +58,7 @@ def test_every_use_unlike_the_training_has_a_result_of_its_own(run: RunFolder, t
     assert set(kept) == {f"captions-train{ending}" for ending in (".json", ".html", ".coco.json")}
     assert json.loads(kept["captions-train.json"])["overrides"] == {}
     for flags, overrides in OTHERS:
-        more = {} if "max-tokens" in flags or "decoding" not in flags else {"decoding.max_tokens": None}
+        more = {} if "max-tokens" in flags or "decoding" not in flags else {"decoding.max_tokens": CONTEXT}
         evaluate(run, *flags.split())
         now = contents(run)
         assert {name: now[name] for name in kept} == kept, flags
@@ -63,6 +75,26 @@ def test_every_use_unlike_the_training_has_a_result_of_its_own(run: RunFolder, t
     comparison = (tmp_path / "index.html").read_text().split("<h2>Comparison</h2>")[1].split("</section>")[0]
     assert comparison.count("<caption>Captions") == 1
     assert "decoding.method sample" in run.page.read_text()
+
+
+@pytest.mark.parametrize(("flags", "spelled_out"), ALIKE, ids=[flags for flags, _ in ALIKE])
+def test_what_takes_effect_names_a_result_and_its_command(
+    run: RunFolder, flags: str, spelled_out: str, tmp_path: Path
+) -> None:
+    again = RunFolder(tmp_path / "again")
+    shutil.copytree(run.path, again.path, ignore=shutil.ignore_patterns("evaluations"))
+    evaluate(again, *flags.split())
+    (path,) = again.results()
+    first = json.loads(path.read_bytes())
+    assert None not in first["overrides"].values()
+    # The recorded command makes the result that records it, and so do flags that give the defaults.
+    words = ["eval", "caption", again.path, "--split", "train", *spelled_out.split()]
+    for command in (shlex.split(first["command"])[1:], words):
+        assert train(*command) == 0
+        result = json.loads(path.read_bytes())
+        assert again.results() == [path] and not (path.parent / "former").exists(), command
+        for name in ("command", "overrides", "decoding", "means"):
+            assert result[name] == first[name], command
 
 
 def test_results_of_another_checkpoint_or_number_of_clips_are_kept(run: RunFolder, tmp_path: Path) -> None:

@@ -21,6 +21,14 @@ Method = Literal["greedy", "sample", "beam"]
 VideoFormat = Literal["json", "srt"]  # of `train caption-video`
 
 _TEMPERATURE, _NUM_BEAMS, _LENGTH_PENALTY, _MAX_TOKENS = 1.0, 4, 1.0, 30
+# What None stands for.
+_DEFAULTS = {
+    "temperature": _TEMPERATURE,
+    "top_p": 1.0,
+    "num_beams": _NUM_BEAMS,
+    "length_penalty": _LENGTH_PENALTY,
+    "early_stopping": False,
+}
 _SAMPLE, _BEAM = Needs("method", ("sample",)), Needs("method", ("beam",))
 
 
@@ -89,7 +97,10 @@ def max_tokens_of(settings: DecodingSettings) -> int:
 
 
 def within(settings: Decoding, context_length: int, *, is_of_run: bool = False) -> Decoding:
-    """Limit decoding to the context of a decoder; `max_tokens` of the result is a number.
+    """Return the decoding that takes effect with a decoder: equal settings for what generates equal captions.
+
+    `max_tokens` is a number, limited by the decoder's context. Other values that equal their defaults, or that the
+    method does not use, are left out.
 
     Args:
         is_of_run: the settings were saved with a run. Old runs saved a default of 30, which is reduced without an
@@ -117,7 +128,8 @@ def within(settings: Decoding, context_length: int, *, is_of_run: bool = False) 
             f"{least_flag} is {settings.min_tokens}, and captions have {most} tokens at most",
             hint=f"give {most - 1} at most, or a larger {most_flag}: the context has {context_length} tokens",
         )
-    return replace(settings, max_tokens=most)
+    unset: dict[str, Any] = {name: None for name, value in _DEFAULTS.items() if getattr(settings, name) == value}
+    return replace(settings, max_tokens=most, seed=settings.seed if settings.method == "sample" else 0, **unset)
 
 
 DecoderName = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]

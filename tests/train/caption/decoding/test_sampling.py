@@ -1,11 +1,14 @@
 """What may be drawn, how often, and by what it is decided."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.models.captioner import Captioner
+from clipmill.train.tasks.caption.chunks.request import ChunkDecoding
 from clipmill.train.tasks.caption.decoding import (
     generate_captions,
     sampled,
@@ -135,6 +138,25 @@ def test_the_default_length_gives_way_to_the_context_and_a_length_that_was_asked
             within(settings, context_length, is_of_run=is_of_run)
     else:
         assert within(settings, context_length, is_of_run=is_of_run).max_tokens == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "spelled_out"),
+    [
+        (DecodingSettings(), DecodingSettings(max_tokens=30, seed=5)),
+        (ChunkDecoding(), ChunkDecoding(method="sample", temperature=1, top_p=0.9, num_samples=5)),
+        (ChunkDecoding(top_p=1), ChunkDecoding(top_p=1.0, temperature=1.0)),
+        (ChunkDecoding(method="beam"), ChunkDecoding(method="beam", num_beams=4, early_stopping=False, seed=1)),
+    ],
+)
+def test_settings_that_spell_out_what_takes_effect_are_equal(
+    settings: DecodingSettings, spelled_out: DecodingSettings
+) -> None:
+    effective, other = (
+        within(one.effective() if isinstance(one, ChunkDecoding) else one, 64) for one in (settings, spelled_out)
+    )
+    assert effective == other and effective.max_tokens == 30
+    assert within(replace(effective, max_tokens=29), 64) != effective
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def caption_chunks(
         from clipmill.train.distributed.launch import COMMAND, open_world
         from clipmill.train.engine.rank_consistency import SAME_LAUNCH
         from clipmill.train.run.tracking import Progress
+        from clipmill.train.run.variants import reading_variants_of_run
         from clipmill.train.tasks.caption.chunks.captioning import caption, open_work
         from clipmill.train.tasks.caption.chunks.table import failures_path, require_table_path
 
@@ -56,8 +57,9 @@ def caption_chunks(
     }
     with open_world(device_type=choose_device(request.device).type, start=start, hint=SAME_LAUNCH) as world:
         progress = Progress("captioning", unit="part", is_quiet=request.json or not world.is_first)
-        work = open_work(weights, request, say=progress.say)
-        record = caption(work, out, world=world, progress=progress)
+        with reading_variants_of_run(weights, request.shards, say=progress.say):
+            work = open_work(weights, request, say=progress.say)
+            record = caption(work, out, world=world, progress=progress)
         clips = counted(record["num_clips"] - record["num_failed"], "clip")
         counts = f"{counted(record['num_captions'], 'caption')} of {clips}"
         empty = f"; {record['num_empty']:,} were empty and are left out" if record["num_empty"] else ""

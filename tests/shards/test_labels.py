@@ -1,0 +1,122 @@
+"""Labels in `--where`: which captions and chunks have which, compared with loops over all pairs."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from clipmill.manifests.errors import UserError
+from clipmill.prep.text.captions import CaptionReader
+from clipmill.shards.labels import Spans, match_labels, read_labelled
+from clipmill.shards.selection import labelled_captions, selected_captions
+from clipmill.shards.where import parse_where
+from tests.train.tiny_data import Caption, write_captions
+
+VIDEOS = ["a", "b", "c"]
+
+
+def random_captions(rng: np.random.Generator, *, count: int) -> list[Caption]:
+    """Captions of whole and half seconds, some to the end of the video, most of them without labels."""
+    captions = []
+    for number in range(count):
+        begin_s = float(rng.integers(0, 12)) / 2
+        end_s = math.inf if rng.random() < 0.2 else begin_s + float(rng.integers(1, 8)) / 2
+        values = {f"label_{name}": str(rng.choice(["x", "y"])) for name in ("one", "two") if rng.random() < 0.25}
+        captions.append(Caption(str(rng.choice(VIDEOS)), begin_s, end_s, f"text {number}", labels=values))
+    return captions
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("covering", [False, True])
+def test_labelled_captions_of_a_part_are_those_that_overlap_or_cover_it(
+    seed: int, covering: bool, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(seed)
+    captions = random_captions(rng, count=60)
+    write_captions(tmp_path, dict.fromkeys(VIDEOS, "train"), captions)
+    labelled = read_labelled(tmp_path, {"label_one"})
+    assert labelled.num_rows == sum("label_one" in caption.labels for caption in captions)
+    video_row = rng.integers(-1, 2, 40)  # -1: of none of the videos
+    begin_s = rng.integers(0, 10, 40) / 2
+    end_s = begin_s + rng.integers(1, 5, 40)
+    part, caption = match_labels(
+        labelled, Spans(video_row, begin_s, end_s), video_ids=pa.array(VIDEOS[:2]), covering=covering
+    )
+    pairs = []
+    for number, (row, begin, end) in enumerate(zip(video_row, begin_s, end_s, strict=True)):
+        matches = [
+            place
+            for place, other in enumerate(labelled.to_pylist())
+            if row >= 0 and other["video_id"] == VIDEOS[row]
+            if (
+                other["begin_s"] <= begin and other["end_s"] >= end
+                if covering
+                else other["begin_s"] < end and other["end_s"] > begin
+            )
+        ]
+        pairs += [(number, place) for place in matches or [-1]]
+    assert sorted(zip(part.tolist(), caption.tolist(), strict=True)) == pairs
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("expression", "holds"),
+    [
+        ("label_one = 'x'", lambda one, two, text: one == "x"),
+        ("label_one = 'x' and label_two != 'x'", lambda one, two, text: one == "x" and two not in (None, "x")),
+        ("label_one is null", lambda one, two, text: one is None),
+        ("label_one = 'y' or text like '%7'", lambda one, two, text: one == "y" or text.endswith("7")),
+    ],
+)
+def test_a_caption_has_its_own_labels_or_those_that_cover_it(seed: int, expression: str, holds, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    captions = random_captions(np.random.default_rng(seed), count=150)
+    write_captions(tmp_path, dict.fromkeys(VIDEOS, "train"), captions)
+    where = parse_where(expression)
+    used = sorted(where.labels)
+    table = pa.table(
+        {
+            "text": [caption.text for caption in captions],
+            **{name: pa.array([getattr(caption, name) for caption in captions]) for name in ("begin_s", "end_s")},
+            **{name: pa.array([caption.labels.get(name) for caption in captions], pa.string()) for name in used},
+        }
+    )
+    selected = selected_captions(
+        where,
+        tmp_path,
+        table,
+        rows=np.arange(len(captions)),
+        video_ids=pa.array(VIDEOS),
+        video_row=np.array([VIDEOS.index(caption.video_id) for caption in captions]),
+        labelled=labelled_captions(where, tmp_path),
+    )
+    expected = []
+    for caption in captions:
+        has_own = any(name in caption.labels for name in used)
+        covering = [
+            other
+            for other in captions
+            if other.video_id == caption.video_id and any(name in other.labels for name in used)
+            if other.begin_s <= caption.begin_s and other.end_s >= caption.end_s
+        ]
+        sets = [caption.labels] if has_own else [other.labels for other in covering] or [{}]
+        expected.append(any(holds(one.get("label_one"), one.get("label_two"), caption.text) for one in sets))
+    assert selected.tolist() == expected and any(expected)
+
+
+def test_a_label_that_captions_lack_is_named_with_those_that_they_have(tmp_path: Path) -> None:
+    write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, 1.0, "text", labels={"label_one": "x"})])
+    with pytest.raises(UserError, match="have no column label_two") as error:
+        read_labelled(tmp_path, {"label_two"})
+    assert error.value.hint == "labels there: label_one"
+
+
+def test_texts_to_encode_are_selected_by_labels(tmp_path: Path) -> None:
+    captions = random_captions(np.random.default_rng(0), count=150)
+    write_captions(tmp_path, dict.fromkeys(VIDEOS, "train"), captions)
+    with CaptionReader(tmp_path, where=parse_where("label_one = 'x'")) as reader:
+        texts = {text for piece in reader.pieces(pa.array(VIDEOS)) for text in piece.texts.to_pylist()}
+    own = {caption.text: caption.labels.get("label_one") for caption in captions}
+    assert {text for text, value in own.items() if value == "x"} < texts
+    assert not {text for text, value in own.items() if value == "y"} & texts

@@ -1,0 +1,179 @@
+"""Which variant of each column a command reads: the named one, the one that a run was trained on, or the current one.
+
+A run reads the same variants from its beginning to its end, and so does every command that uses its weights on its own
+data. run.json names them, with their recipes.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.objects import is_remote, open_objects
+from clipmill.shards.columns import COLUMNS, how_to_make
+from clipmill.shards.dataset import current_variant, reading_variants, variant_dir
+from clipmill.shards.format import RECIPE_FILE
+from clipmill.shards.reader import Variant
+from clipmill.shards.where import parse_where
+from clipmill.train.config.clips import ClipSettings
+from clipmill.train.config.files import read_values
+from clipmill.train.config.shards import folders_of, normalised
+from clipmill.train.config.training import TrainingSettings
+from clipmill.train.data.remote import folder_path, open_data_folder
+from clipmill.train.data.streams.tars import names_tars
+from clipmill.train.run.folder import RunFolder, is_run
+
+VARIANTS_FACT = "variants"  # of run.json: name and recipe of a variant by column, for each data folder
+Recorded = Mapping[str, Mapping[str, Any]]
+
+
+def variants_fact(settings: ClipSettings, *, columns: Sequence[str]) -> list[Recorded]:
+    """The variants that a run reads, for each of its data folders; {} for tars."""
+    names = [*columns, *(parse_where(settings.selection).stored_in if settings.selection is not None else ())]
+    paths = [None if names_tars(one) else folder_path(one, cache=settings.cache) for one in settings.folders]
+    return [
+        {
+            name: {"name": variant, "recipe": _recipe(path, name, variant)}
+            for name in names
+            if path is not None and (variant := current_variant(path, name)) is not None
+        }
+        for path in paths
+    ]
+
+
+@contextmanager
+def reading_variants_of_run(weights: str | Path, shards: str | None, *, say: Callable[[str], object]) -> Iterator[None]:
+    """Read inside the block, of a run's own data, the variants that it was trained on, as far as they are present.
+
+    Args:
+        weights: A run; other weights have no data of their own.
+        shards: Data folder to read in place of the run's own; the current variants of other data are read.
+        say: Prints which variant is gone, and which one is read in its place.
+    """
+    run = RunFolder(Path(weights))
+    try:
+        values = read_values(run.settings) if is_run(run.path) else {}
+    except UserError:
+        values = {}  # the run is opened next, which says what is wrong with its settings
+    own, cache = values.get("shards", TrainingSettings.shards), values.get("cache")
+    folders = folders_of(own if isinstance(own, str) else tuple(map(str, own)))
+    pairs = [
+        (folder, variants)
+        for folder, variants in zip(folders, run.read_facts().get(VARIANTS_FACT, []) if values else (), strict=False)
+        if shards is None or normalised(folder) == normalised(shards)
+    ]
+    chosen = choose_variants(
+        [folder for folder, _ in pairs],
+        recorded=[variants for _, variants in pairs],
+        cache=None if cache is None else Path(str(cache)),
+        made=str(weights),
+        say=say,
+    )
+    with reading_variants(chosen):
+        yield
+
+
+def choose_variants(
+    folders: Sequence[str],
+    named: Collection[str] = (),
+    *,
+    recorded: Sequence[Recorded] = (),
+    made: str = "the run",
+    cache: Path | None = None,
+    say: Callable[[str], object] | None = None,
+) -> dict[Path, dict[str, str]]:
+    """Choose the variants to read: the named ones, else those that a run has recorded; others are the current ones.
+
+    Args:
+        folders: Data folders, or tars, which have no variants.
+        named: Names of variants (`--variant`), each of which one of the folders has.
+        recorded: `name` and `recipe` of a variant by column, for each folder (`VARIANTS_FACT` of run.json).
+        made: What was made with the recorded variants, for messages.
+        say: Print which recorded variant is gone, and which one is read in its place; None to make it an error.
+
+    Returns:
+        chosen: Names of variants by column, for each data folder (`clipmill.shards.dataset.reading_variants`).
+
+    Raises:
+        UserError: no folder has a named variant, or a recorded one is gone.
+    """
+    chosen: dict[Path, dict[str, str]] = {}
+    known: set[str] = set()
+    for number, address in enumerate(folders):
+        variants = {column: name for column in COLUMNS for name in named if _has_variant(address, column, name)}
+        known.update(variants.values())
+        for column, variant in recorded[number].items() if number < len(recorded) else ():
+            if not isinstance(variant, dict) or "name" not in variant:
+                raise UserError(
+                    f"{made} records its variant of {column} as {variant!r}, without name and recipe",
+                    hint="an earlier version of clipmill made it: make it again with another --out",
+                )
+            if column in variants:
+                continue
+            if _has_variant(address, column, str(variant["name"])):
+                variants[column] = str(variant["name"])
+                continue
+            gone = f"{made} was made with variant {variant['name']} of {column}, which {address} no longer has"
+            path = open_data_folder(address, cache=cache, column=None).path
+            current = current_variant(path, column)
+            if say is None:
+                again = _how_to_make_again(address, column, variant, current=current, cache=cache)
+                raise UserError(
+                    f"{gone}; the current one is {current or 'missing'}",
+                    hint=f"make it again: {again}; or train on the current variant in a new run, with another --out",
+                )
+            if current is not None:  # otherwise, opening the data says that the column is missing
+                say(f"note: {gone}; the current variant {current} is used instead")
+        if variants:
+            chosen[folder_path(address, cache=cache)] = variants
+    if unknown := [name for name in named if name not in known]:
+        raise UserError(
+            f"--variant {unknown[0]}: there is no such variant in {', '.join(folders)}",
+            hint="prep status shows the variants of a data folder",
+        )
+    return chosen
+
+
+def _has_variant(address: str, column: str, variant: str) -> bool:
+    """Return True if the data folder at a path or an address has a variant of a column.
+
+    Raises:
+        UserError: there is no such storage, or it refuses the credentials.
+    """
+    if not is_remote(address):
+        return variant_dir(Path(address), column, variant).is_dir()
+    try:
+        return bool(open_objects(address).info(f"{column}/{variant}/{RECIPE_FILE}"))
+    except FileNotFoundError:
+        return False
+
+
+def _how_to_make_again(
+    address: str, column: str, variant: Mapping[str, Any], *, current: str | None, cache: Path | None
+) -> str:
+    """The command that makes a variant again, and its settings, as far as the current variant has others."""
+    recipe, usual = dict(variant.get("recipe", {})), {}
+    if current is not None:
+        # The small files of a bucket's current variant are copied.
+        usual = _recipe(open_data_folder(address, cache=cache, column=column).path, column, current)
+    names = [name for name in {**usual, **recipe} if recipe.get(name) != usual.get(name)]
+    settings = ", ".join(
+        f"{name} {_shown(recipe.get(name))}" + (f" (now {_shown(usual.get(name))})" if usual else "") for name in names
+    )
+    if not (recipe and settings):
+        return f"{how_to_make(column, address)} with its settings"
+    others = "the settings of the current variant, but for " if usual else ""
+    return f"{how_to_make(column, address)} with {others}{settings}"
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else str(value)
+
+
+def _recipe(path: Path, column: str, variant: str) -> dict[str, Any]:
+    """The recipe of a variant; {} if it cannot be read, which is no reason not to train."""
+    try:
+        return Variant(variant_dir(path, column, variant)).recipe
+    except UserError:
+        return {}
