@@ -19,12 +19,12 @@ from clipmill.shards.where import parse_where
 from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import NamedPart, named_parts
+from clipmill.train.config.shards import names_tars
 from clipmill.train.config.training import ParallelSettings
 from clipmill.train.config.tuning import frozen_at_random
 from clipmill.train.data.inputs import Mixture, first_of, open_folder
 from clipmill.train.data.latents.segments import FrameShape
 from clipmill.train.data.remote import VARIANTS_FACT, choose_variants, folder_path
-from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.device.precision import choose_device, open_precision
 from clipmill.train.distributed.launch import open_world
 from clipmill.train.distributed.world import World

@@ -11,7 +11,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import LATENTS, VIDEO
 from clipmill.train.config.clips import ClipSettings, LatentSettings
-from clipmill.train.config.shards import DataSettings, parse_mix
+from clipmill.train.config.shards import DataSettings, names_tars, parse_mix
 from clipmill.train.data.classes import ClassList, read_classes
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape, Views
@@ -26,7 +26,6 @@ from clipmill.train.data.latents.segments import FrameShape
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.mixed_clips import MixedClips, MixedSets
 from clipmill.train.data.remote import DataFolder, open_data_folder
-from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.distributed.world import World
 from clipmill.train.models.video_vit import VideoViTSize
 

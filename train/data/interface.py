@@ -16,7 +16,7 @@ from clipmill.shards.columns import LATENTS
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.model import Init
-from clipmill.train.config.shards import DataSettings
+from clipmill.train.config.shards import DataSettings, names_tars
 from clipmill.train.data.arguments import (
     Data,
     colours_of,
@@ -54,7 +54,6 @@ from clipmill.train.data.latents.segments import Tails
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.stream import VideoStream
-from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.distributed.world import joined_world
 

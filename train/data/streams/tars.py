@@ -10,7 +10,8 @@ import numpy as np
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.cache import CachedFile
-from clipmill.manifests.storage.objects import is_remote, open_objects
+from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.manifests.storage.objects import open_objects
 from clipmill.train.data.order import permute
 from clipmill.train.data.remote import held_copy, open_cache
 from clipmill.train.data.streams.samples import StreamedClip, Unreadable, WithoutVideo, clips_of, samples_of
@@ -29,11 +30,6 @@ _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?")
 _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?\d+)?")
 _NUM_LETTERS = 52
 _T = TypeVar("_T")
-
-
-def names_tars(shards: str) -> bool:
-    """Return True if `--shards` names tars rather than a data folder."""
-    return shards.endswith(".tar") or "{" in shards
 
 
 def expand(pattern: str) -> list[str]:

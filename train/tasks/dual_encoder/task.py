@@ -16,6 +16,7 @@ from clipmill.shards.columns import LATENTS, TEXT, VIDEO, how_to_make
 from clipmill.shards.dataset import current_variant
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EvaluatedData
+from clipmill.train.config.shards import names_tars
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.decoding.clip import Views
@@ -36,7 +37,6 @@ from clipmill.train.data.latents.loader import CaptionedLatents
 from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.streams.stream import VideoStream
-from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.device.random import uniform
 from clipmill.train.distributed.world import World
