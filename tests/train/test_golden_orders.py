@@ -7,7 +7,6 @@ other samples.
 
 import hashlib
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -23,7 +22,7 @@ from tests.train.latents.columns import write_columns
 from tests.train.tiny_data import CHUNK_FRAMES, Caption, chunks_of, encode_chunk, write_captions, write_shard
 
 GOLDEN = Path(__file__).with_name("golden_orders.json")
-_VIDEOS = {name: "train" for name in "abcdef"}
+_VIDEOS = dict.fromkeys("abcdef", "train")
 _SMALL: dict[str, Any] = {"batch": 2, "num_frames": 2, "size_px": 32, "workers": 2, "seed": 5}
 _NUM_EPOCHS = 3
 _Open = Callable[..., Any]
@@ -133,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

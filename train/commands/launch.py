@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,8 +46,10 @@ from clipmill.train.run.packages import PACKAGES_FACT, packages_of
 from clipmill.train.run.shared_folder import require_shared, wait_for_files
 from clipmill.train.run.tracking import Progress
 from clipmill.train.spec import TaskSpec
-from clipmill.train.weights.loading import Loaded
-from clipmill.train.weights.sources import Say, Source, fetch_tag, open_base, open_weights
+from clipmill.train.weights.source import Say, Source
+
+if TYPE_CHECKING:
+    from clipmill.train.weights.loading import Loaded
 
 # A lost rank ends within 50 s (clipmill.train.distributed.heartbeat); an NFS server frees its locks after 90 s.
 _LOST_S = 120.0
@@ -256,7 +258,11 @@ def _processes(parallel: ParallelSettings, world: World) -> str:
 
 
 def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFolder | None) -> Source | None:
-    """The weights to start from, or those that the checkpoints of the resumed `run` leave out."""
+    """The weights to start from, or the weights that the checkpoints of the resumed `run` omit; None without any."""
+    if settings.init.weights is None and not settings.lora.rank:
+        return None
+    from clipmill.train.weights.sources import fetch_tag, open_base, open_weights
+
     if run is None or settings.lora.rank:
         # One rank downloads; the others read the cache.
         world.first(lambda: fetch_tag(settings.init, settings.towers, say=say))
@@ -276,7 +282,7 @@ def _latents_facts(samples: object) -> dict[str, Any]:
     return {"latents": {"channels": shape.channels, "side": shape.height}} if isinstance(shape, FrameShape) else {}
 
 
-def _weights_facts(start: Loaded | None, old: dict[str, Any]) -> dict[str, Any]:
+def _weights_facts(start: "Loaded | None", old: dict[str, Any]) -> dict[str, Any]:
     """What the run started from; a resumed run keeps the entries of run.json, as it does not read weights again."""
     kept = initial_weights(old)
     return kept if start is None else {**kept, "weights": start.as_json()}

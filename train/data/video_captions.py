@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -22,10 +23,12 @@ from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.node_cache import shared
 from clipmill.train.data.opened_captions import OpenedCaptions, open_clip_captions
 from clipmill.train.data.order import set_fingerprint
-from clipmill.train.data.relevancy import LABELS, RelevantCaptions
-from clipmill.train.data.stored_text import StoredText
 from clipmill.train.data.usable_captions import Spans
 from clipmill.train.models.text import Tokenize
+
+if TYPE_CHECKING:
+    from clipmill.train.data.relevancy import RelevantCaptions
+    from clipmill.train.data.stored_text import StoredText
 
 ALL_CAPTIONS = CaptionSettings()
 _BLOCK = 1 << 16
@@ -66,7 +69,9 @@ class VideoCaptions(ClipSamples):
         data_dir, chunks = query.data_dir, query.open_chunks(has_captions=True)
         self.stored_text: StoredText | None = None
         if has_stored_text:
-            self.stored_text = StoredText(data_dir, chunks.video_ids, videos=chunks.videos, tars=query.tars)
+            from clipmill.train.data import stored_text
+
+            self.stored_text = stored_text.StoredText(data_dir, chunks.video_ids, videos=chunks.videos, tars=query.tars)
         spans = (
             open_stored_captions(data_dir)
             if table is None
@@ -225,7 +230,9 @@ class VideoCaptions(ClipSamples):
         if self._relevant is not None:
             sample["relevancy"] = relevancy
 
-    def _relevant_captions(self, table: pa.Table, *, min_relevancy: float) -> RelevantCaptions:
+    def _relevant_captions(self, table: pa.Table, *, min_relevancy: float) -> "RelevantCaptions":
+        from clipmill.train.data.relevancy import LABELS, RelevantCaptions
+
         rows = self.captions.rows
         by_id = np.argsort(rows, kind="stable")
         self._entry_of_used = by_id

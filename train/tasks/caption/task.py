@@ -41,7 +41,7 @@ from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSet
 from clipmill.train.tasks.caption.stages import layers_of, part_of, whole_captioner
 from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer
 from clipmill.train.weights.loading import Loaded
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 
 Samples = CaptionedClips | Mixture
 

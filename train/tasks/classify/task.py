@@ -46,7 +46,7 @@ from clipmill.train.tasks.classify.objective import SoftCrossEntropy
 from clipmill.train.tasks.classify.settings import ClassEvaluation, ClassifySettings
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
 from clipmill.train.weights.loading import Loaded
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 
 OneFolder = LabelledClips | TarImages | LabelledLatents
 Samples = OneFolder | Mixture

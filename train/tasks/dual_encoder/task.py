@@ -5,7 +5,7 @@ Clips are pixels or precomputed VAE latents; captions are tokens for a text towe
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
@@ -45,10 +45,11 @@ from clipmill.train.losses.contrastive import DatasetSize, build_contrast
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of, tokenizer_for
 from clipmill.train.models.text import Tokenize
-from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
-from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
+
+if TYPE_CHECKING:
+    from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
 
 OneFolder = VideoCaptions | TarImages | VideoStream | CaptionedLatents
 Samples = OneFolder | Mixture
@@ -85,6 +86,8 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         Raises:
             UserError: as of `samples`, or they contradict the protocol.
         """
+        from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
+
         settings = self._settings
         if wanted.protocol == "zero-shot" and not settings.reads_latents and reads_images(settings):
             from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
@@ -245,7 +248,9 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         """Metrics of the evaluations that the settings name, as `<name>/<metric>`."""
         return {name: value for one in self._in_loop for name, value in one(model, world).items()}
 
-    def _open_evaluation(self, one: EvaluatedData, world: World) -> LoopEvaluation:
+    def _open_evaluation(self, one: EvaluatedData, world: World) -> "LoopEvaluation":
+        from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
+
         task, evaluate = self.on(one.shards), self._settings.evaluate
         protocol = evaluate.protocol if one.protocol is None else evaluate.protocol_named(one.protocol)
         wanted = replace(evaluate, shards=(), split=one.split, protocol=protocol)

@@ -26,7 +26,7 @@ from clipmill.train.tasks.mae.reconstruction import Pictures, ReconstructedClip,
 from clipmill.train.tasks.mae.settings import MaeSettings, num_masked_places
 from clipmill.train.tasks.mae.spec import RECONSTRUCTION, TASK, ReconstructionFlags
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
-from clipmill.train.weights.sources import Say
+from clipmill.train.weights.source import Say
 
 _NUM_CLIPS = 4
 _MAX_FRAMES = 4

@@ -45,7 +45,7 @@ from clipmill.train.tasks.mae.settings import MaeSettings, check_mask, without_e
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.effective import effective_clip_settings
 from clipmill.train.weights.loading import Loaded, fit_to
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 
 OneFolder = ChunkClips | TarImages | LatentLoader
 Samples = OneFolder | Mixture

@@ -26,7 +26,7 @@ from clipmill.train.models.transformer import blocks_of
 from clipmill.train.models.video_vit import VideoViT
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
 from clipmill.train.weights.loading import Loaded, copy_into, fit_to
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 from clipmill_example.frame_order.spec import FrameOrderFlags, FrameOrderSettings
 
 

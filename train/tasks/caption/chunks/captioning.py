@@ -45,7 +45,7 @@ from clipmill.train.tasks.caption.chunks.table import (
 from clipmill.train.tasks.caption.settings import within
 from clipmill.train.tasks.caption.videos.clips import length_us
 from clipmill.train.tasks.caption.videos.run import TrainedCaptioner, open_captioner
-from clipmill.train.weights.sources import Say
+from clipmill.train.weights.source import Say
 
 _BATCHES_PER_PART = 4
 
