@@ -15,15 +15,13 @@ from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_videos
 from clipmill.shards.dataset import current_variant, reading_variants
-from clipmill.shards.where import parse_where
 from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import NamedPart, named_parts
 from clipmill.train.config.shards import names_tars
 from clipmill.train.config.training import ParallelSettings
 from clipmill.train.config.tuning import frozen_at_random
-from clipmill.train.data.inputs import Mixture, first_of, open_folder
-from clipmill.train.data.latents.segments import FrameShape
+from clipmill.train.data.inputs import first_of, folders_of, open_folder
 from clipmill.train.data.remote import VARIANTS_FACT, choose_variants, folder_path
 from clipmill.train.device.precision import choose_device, open_precision
 from clipmill.train.distributed.launch import open_world
@@ -155,6 +153,7 @@ def _train(
         parts = [f"split {one['split']!r} of {one['shards']}", one["data"], one["variant"], one.get("protocol", "")]
         parts.append(one.get("caution", ""))
         progress.say(f"evaluation {name}: {'; '.join(filter(None, parts))}")
+    folders = folders_of(samples)
     packages = packages_of([NamedPart("", TASKS, spec.name), *named_parts(settings)])
     facts = {
         "task": spec.name,
@@ -168,7 +167,7 @@ def _train(
         "variant": samples.variant_name,
         VARIANTS_FACT: _variants_of(settings, columns=task.columns),
         **_latents_facts(first_of(samples)),
-        **({"sources": samples.folders.facts()} if isinstance(samples, Mixture) else {}),
+        **({} if folders is None else {"sources": folders.facts()}),
         **_weights_facts(None if has_weights else start, old_facts),
         **how_chosen,
         **about,
@@ -201,7 +200,11 @@ def _train(
 
 def _variants_of(settings: ClipSettings, *, columns: tuple[str, ...]) -> list[dict[str, str]]:
     """The variants that a run reads, by column, for each of its data folders; {} for tars."""
-    names = [*columns, *(parse_where(settings.selection).stored_in if settings.selection is not None else ())]
+    names = [*columns]
+    if settings.selection is not None:
+        from clipmill.shards.where import parse_where
+
+        names += parse_where(settings.selection).stored_in
     paths = [None if names_tars(one) else folder_path(one, cache=settings.cache) for one in settings.folders]
     return [
         {name: variant for name in names if path is not None and (variant := current_variant(path, name)) is not None}
@@ -279,7 +282,7 @@ def _quiet(_: str) -> None:
 def _latents_facts(samples: object) -> dict[str, Any]:
     """Size of latents, which an export needs and which no tensor shows."""
     shape = getattr(samples, "frame_shape", None)
-    return {"latents": {"channels": shape.channels, "side": shape.height}} if isinstance(shape, FrameShape) else {}
+    return {} if shape is None else {"latents": {"channels": shape.channels, "side": shape.height}}
 
 
 def _weights_facts(start: "Loaded | None", old: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,7 +127,13 @@ class LoaderSettings:
 
 
 class BatchLoader(Resumable):
-    """Batches of samples in training order for one rank. Subclasses load the samples."""
+    """Batches of samples in training order for one rank. Subclasses load the samples.
+
+    Attributes:
+        mixture: Import path of the class that mixes such samples of several data folders.
+    """
+
+    mixture: ClassVar[str] = "clipmill.train.data.mixed_clips:MixedClips"
 
     def __init__(self, loading: LoaderSettings) -> None:
         super().__init__(seed=loading.seed)
@@ -142,6 +148,16 @@ class BatchLoader(Resumable):
     def num_samples(self) -> int | None:
         """See `TrainingSet`."""
         raise NotImplementedError
+
+    @property
+    def frame_shape(self) -> Any:
+        """Shape of latents (clipmill.train.data.latents.segments.FrameShape); None for pixels."""
+        return None
+
+    @property
+    def text_width(self) -> int | None:
+        """Width of the stored embeddings of captions; None if captions are tokens or texts."""
+        return None
 
     @property
     def visits_per_epoch(self) -> float | None:

@@ -17,12 +17,13 @@ from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.caption_choice import CaptionChoice, Sources, all_the_same, describe_cut
 from clipmill.train.data.clip_captions import ClipCaptions
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.clip_query import ClipQuery, query_clips
 from clipmill.train.data.clip_samples import ClipSamples
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.node_cache import shared
 from clipmill.train.data.opened_captions import OpenedCaptions, open_clip_captions
 from clipmill.train.data.order import set_fingerprint
+from clipmill.train.data.query import DataQuery
 from clipmill.train.data.usable_captions import Spans
 from clipmill.train.models.text import Tokenize
 
@@ -256,3 +257,15 @@ class VideoCaptions(ClipSamples):
 
     def _first_entry(self, sample: int) -> int:
         return int(self.captions.choice.first(np.array([sample]))[0])
+
+
+def open_captions(query: DataQuery) -> VideoCaptions:
+    """Open the captioned clips that a task asks for; raises UserError like `VideoCaptions`."""
+    return VideoCaptions(
+        query_clips(query),
+        tokenize=query.tokenize,
+        captions=query.captions if query.table is None else ALL_CAPTIONS,
+        table=query.table,
+        has_stored_text=query.has_stored_text,
+        each_caption=query.each_caption,
+    )

@@ -20,7 +20,7 @@ from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.tuning import Tower, frozen_part
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.held_out import EvaluatedClips, held_out
-from clipmill.train.data.inputs import Mixture, open_mixed
+from clipmill.train.data.inputs import open_mixed
 from clipmill.train.engine.rank_consistency import NamedSamples
 from clipmill.train.engine.task import Task
 from clipmill.train.models.attention import AttentionBackend
@@ -32,6 +32,7 @@ from clipmill.train.weights.conversion import LOGIT_SCALE
 from clipmill.train.weights.source import Base, Say, Source
 
 if TYPE_CHECKING:
+    from clipmill.train.data.inputs import Mixture
     from clipmill.train.weights.loading import Loaded
 
 # Parts of other models that a video tower is not initialised from: prefix of their tensors, description.
@@ -86,7 +87,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         settings = self._settings if shards is None else self._settings.on(shards)
         return self._with(replace(settings, where=settings.evaluate.where, share=1.0))
 
-    def mixed(self, open_one: Callable[[Self], Opened]) -> Opened | Mixture:
+    def mixed(self, open_one: Callable[[Self], Opened]) -> "Opened | Mixture":
         """Open the training set: that of the data folder, or the mixture of those of several, each by its own task.
 
         Raises:

@@ -13,7 +13,8 @@ from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import Views
-from clipmill.train.data.inputs import clip_shape, loader_settings, open_folder
+from clipmill.train.data.inputs import open_folder
+from clipmill.train.data.query import clip_shape, loader_settings
 from clipmill.train.device.random import uniform
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.step import Step

@@ -24,7 +24,8 @@ from clipmill.manifests.publish import remove_temporaries, target_of
 from clipmill.train.data.batch import BatchRing, Sample
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.chunks import ChunkSet
-from clipmill.train.data.inputs import clip_query, open_folder
+from clipmill.train.data.clip_query import clip_query
+from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.distributed.world import World
