@@ -259,7 +259,7 @@ class TarImages(Loader):
     def _sample(self, request: SampleRequest, frame: "av.VideoFrame") -> Sample:
         shape, key, image = self._shape, self.key(request.sample), request.sample // self._repeats
         num_frames = shape.sampling.num_frames * shape.views.num_clips
-        building = ClipBuilder(shape, num_frames=num_frames, rng=request.rng(), key=key)
+        building = ClipBuilder(shape, num_frames=num_frames, rng=request.generator("crop"), key=key)
         building.add(frame, range(num_frames))
         clip = building.clip()
         sample = Sample(position=request.position, key=key, clip_id=image, video=clip.video, colour=clip.colour)

@@ -218,13 +218,13 @@ class VideoStream(BatchLoader):
             return error.at(work.request.position)
 
     def _sample(self, clip: StreamedClip, request: SampleRequest) -> Sample:
-        rng = request.rng()
         try:
             video = PlainVideo(clip.content)
-            frames = frames_on_screen(video, clip, self._shape.sampling, rng=rng)
+            frames = frames_on_screen(video, clip, self._shape.sampling, rng=request.generator("frames"))
             found = video.decode(frames)
             require_frames(set(frames) - found.keys(), key=clip.key)
-            made = make_clip([found[frame] for frame in frames], self._shape, rng=rng, in_graph=False, key=clip.key)
+            pictures, crop = [found[frame] for frame in frames], request.generator("crop")
+            made = make_clip(pictures, self._shape, rng=crop, in_graph=False, key=clip.key)
             tokens = None if self._tokenize is None else self._tokenize(clip.text)
         except SampleFailed:
             raise

@@ -16,6 +16,7 @@ from clipmill.train.data.order import permute
 from clipmill.train.data.remote import held_copy, open_cache
 from clipmill.train.data.streams.samples import StreamedClip, Unreadable, WithoutVideo, clips_of, samples_of
 from clipmill.train.data.workers import Stuck, in_order
+from clipmill.train.device.random import generator
 
 MAX_TARS = 1_000_000
 PATTERN_HINT = "patterns look like DIR/{000000..000099}.tar, with as many digits as the names have"
@@ -189,7 +190,7 @@ def shuffled(items: Iterable[_T], *, size_of: Callable[[_T], int], seed: int, ep
     Args:
         size_of: size of an item in bytes.
     """
-    rng = np.random.default_rng((seed, epoch))
+    rng = generator(epoch, seed=seed, purpose="window of a stream")
     window: list[_T] = []
     held_bytes = 0
     for item in items:
