@@ -14,9 +14,9 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.further_sources import FurtherCaptions, require_own_sources
 from clipmill.manifests.merge import num_other_splits, replace_dataset, rows_of, video_table, without_taken_ids
 from clipmill.manifests.previous import PreviousManifest, read_previous, stable_ids
-from clipmill.manifests.publication import MANIFEST_FILE, NewManifest, publish_manifest
+from clipmill.manifests.publication import NewManifest, publish_manifest
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.schema import REJECTED
+from clipmill.manifests.schema import MANIFEST_FILE, REJECTED
 from clipmill.manifests.store import manifest_dir, read_manifest
 from clipmill.manifests.table_files import (
     DamagedManifest,

@@ -16,7 +16,7 @@ from clipmill.manifests.checked_json import publish_checked_json
 from clipmill.manifests.merge import tables_fingerprint
 from clipmill.manifests.previous import FURTHER_KEY, PreviousManifest
 from clipmill.manifests.publish import published
-from clipmill.manifests.schema import MANIFEST_FORMAT, OWN_DIGEST
+from clipmill.manifests.schema import MANIFEST_FILE, MANIFEST_FORMAT, OWN_DIGEST
 from clipmill.manifests.table_files import (
     CAPTIONS_FILE,
     FINGERPRINT_KEY,
@@ -32,8 +32,6 @@ from clipmill.manifests.table_files import (
     require_numbers,
     staged_path,
 )
-
-MANIFEST_FILE = "manifest.json"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ captions table.
 
 import pyarrow as pa
 
+MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
 
 VIDEOS = pa.schema(

@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 
 from clipmill.manifests.checked_json import read_checked_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publication import MANIFEST_FILE
-from clipmill.manifests.schema import CAPTIONS, MANIFEST_FORMAT, REJECTED, VIDEOS
+from clipmill.manifests.schema import CAPTIONS, MANIFEST_FILE, MANIFEST_FORMAT, REJECTED, VIDEOS
 from clipmill.manifests.table_files import (
     CAPTIONS_FILE,
     FINGERPRINT_KEY,

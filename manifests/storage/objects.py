@@ -22,7 +22,6 @@ from clipmill.manifests.storage.errors import AccessRefused as AccessRefused
 from clipmill.manifests.storage.errors import Conflict, Unanswered, storage_errors
 from clipmill.manifests.storage.listing import Listing, info_of
 from clipmill.manifests.storage.listing import ObjectInfo as ObjectInfo
-from clipmill.manifests.storage.mirrors import is_remote as is_remote
 from clipmill.manifests.storage.stores import open_store, scheme_of
 
 if TYPE_CHECKING:

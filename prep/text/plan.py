@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, read_videos
+from clipmill.manifests.schema import MANIFEST_FILE
+from clipmill.manifests.store import manifest_dir, read_videos
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.layout import stored_or_rebuilt_layout
 from clipmill.prep.core.plan import ShardPlan, WantedShard, pending_of, plan_shards, stored_shards

@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, open_captions, read_rejected, read_videos
+from clipmill.manifests.schema import MANIFEST_FILE
+from clipmill.manifests.store import manifest_dir, open_captions, read_rejected, read_videos
 from clipmill.manifests.table_files import TABLE_FILES
 from clipmill.prep.core.column import ColumnSpec, Stored, recipe_fingerprint
 from clipmill.prep.core.data_folder import PROBES_FILE, SHOTS_FILE

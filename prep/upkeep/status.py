@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, read_videos
+from clipmill.manifests.schema import MANIFEST_FILE
+from clipmill.manifests.store import manifest_dir, read_videos
 from clipmill.prep.core.column import ColumnSpec, Pending
 from clipmill.prep.core.disk_use import folder_bytes
 from clipmill.prep.core.ending import length_of

@@ -10,7 +10,8 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.store import MANIFEST_FILE, manifest_dir, read_videos
+from clipmill.manifests.schema import MANIFEST_FILE
+from clipmill.manifests.store import manifest_dir, read_videos
 from clipmill.manifests.units import clock
 from clipmill.prep.core.report import Report
 from clipmill.shards.damage import DamagedTar

@@ -17,7 +17,8 @@ import pyarrow as pa
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.store import MANIFEST_FILE, captions_path, manifest_dir, open_videos, read_videos
+from clipmill.manifests.schema import MANIFEST_FILE
+from clipmill.manifests.store import captions_path, manifest_dir, open_videos, read_videos
 from clipmill.manifests.table_files import VIDEOS_FILE
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout

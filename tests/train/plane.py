@@ -49,7 +49,7 @@ class Points:
         return [self._load(request) for request in requests]
 
     def _load(self, request: SampleRequest) -> Sample | FailedSample:
-        sample, rng = request.sample, request.rng()
+        sample, rng = request.sample, request.generator("crop")
         if sample in self._failing:
             return FailedSample(request.position, self.key(sample), "undecodable", "as told")
         assert rng is not None

@@ -43,7 +43,7 @@ class Numbers:
         return [self._load(request) for request in requests]
 
     def _load(self, request: SampleRequest) -> Sample | FailedSample:
-        sample, rng = request.sample, request.rng()
+        sample, rng = request.sample, request.generator("crop")
         if sample in self._failing:
             return FailedSample(request.position, self.key(sample), "undecodable", "as told")
         drawn = -1 if rng is None else int(rng.integers(1 << 30))

@@ -84,7 +84,7 @@ def test_training_clips_show_the_frames_that_the_arithmetic_names(data_dir: Path
     for seed in range(60):
         sample = seed % len(samples)
         begin_s, end_s = spans[sample % 3]
-        rng = SampleRequest(sample, 0, seed).rng()
+        rng = SampleRequest(sample, 0, seed).generator("frames")
         found = moments_of(to_us(begin_s), to_us(end_s), Sampling(num_frames=4), fps_num=FPS, fps_den=1, rng=rng)
         expected = [time * FPS // (found.denominator * 1_000_000) for time in found.numerators]
         assert numbers(samples, sample, seed=seed) == expected

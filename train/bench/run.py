@@ -11,14 +11,14 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.storage.objects import is_remote
+from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.bench.communication import measure_breakdown
 from clipmill.train.bench.report import advice, judge
 from clipmill.train.bench.stages import measure_stages
 from clipmill.train.bench.steps import Opened, enough_samples, open_to_measure, take_steps
 from clipmill.train.config.clips import ClipSettings
+from clipmill.train.config.shards import names_tars
 from clipmill.train.config.training import Strategy, plain_values
-from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.device.precision import choose_device
 from clipmill.train.distributed.world import World
 from clipmill.train.doctor.host import examine_disk

@@ -25,7 +25,8 @@ from clipmill.train.engine.state import new_state
 from clipmill.train.engine.task import StartableTask
 from clipmill.train.engine.throughput import Throughput
 from clipmill.train.spec import TaskSpec
-from clipmill.train.weights.sources import Say, fetch_tag, open_weights
+from clipmill.train.weights.source import Say
+from clipmill.train.weights.sources import fetch_tag, open_weights
 
 _LONGEST_S = 45.0  # of steps that are taken although `seconds` are over
 

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,8 +20,7 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import NamedPart, named_parts
 from clipmill.train.config.training import ParallelSettings
 from clipmill.train.config.tuning import frozen_at_random
-from clipmill.train.data.inputs import Mixture, first_of, open_folder
-from clipmill.train.data.latents.segments import FrameShape
+from clipmill.train.data.inputs import first_of, folders_of, open_folder
 from clipmill.train.device.precision import choose_device, open_precision
 from clipmill.train.distributed.launch import open_world
 from clipmill.train.distributed.world import World
@@ -44,8 +43,10 @@ from clipmill.train.run.shared_folder import require_shared, wait_for_files
 from clipmill.train.run.tracking import Progress
 from clipmill.train.run.variants import VARIANTS_FACT, choose_variants, variants_fact
 from clipmill.train.spec import TaskSpec
-from clipmill.train.weights.loading import Loaded
-from clipmill.train.weights.sources import Say, Source, fetch_tag, open_base, open_weights
+from clipmill.train.weights.source import Say, Source
+
+if TYPE_CHECKING:
+    from clipmill.train.weights.loading import Loaded
 
 # A lost rank ends within 50 s (clipmill.train.distributed.heartbeat); an NFS server frees its locks after 90 s.
 _LOST_S = 120.0
@@ -151,6 +152,7 @@ def _train(
         parts = [f"split {one['split']!r} of {one['shards']}", one["data"], one["variant"], one.get("protocol", "")]
         parts.append(one.get("caution", ""))
         progress.say(f"evaluation {name}: {'; '.join(filter(None, parts))}")
+    folders = folders_of(samples)
     packages = packages_of([NamedPart("", TASKS, spec.name), *named_parts(settings)])
     facts = {
         "task": spec.name,
@@ -164,7 +166,7 @@ def _train(
         "variant": samples.variant_name,
         VARIANTS_FACT: variants_fact(settings, columns=task.columns),
         **_latents_facts(first_of(samples)),
-        **({"sources": samples.folders.facts()} if isinstance(samples, Mixture) else {}),
+        **({} if folders is None else {"sources": folders.facts()}),
         **_weights_facts(None if has_weights else start, old_facts),
         **how_chosen,
         **about,
@@ -244,7 +246,11 @@ def _processes(parallel: ParallelSettings, world: World) -> str:
 
 
 def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFolder | None) -> Source | None:
-    """The weights to start from, or those that the checkpoints of the resumed `run` leave out."""
+    """The weights to start from, or the weights that the checkpoints of the resumed `run` omit; None without any."""
+    if settings.init.weights is None and not settings.lora.rank:
+        return None
+    from clipmill.train.weights.sources import fetch_tag, open_base, open_weights
+
     if run is None or settings.lora.rank:
         # One rank downloads; the others read the cache.
         world.first(lambda: fetch_tag(settings.init, settings.towers, say=say))
@@ -261,10 +267,10 @@ def _quiet(_: str) -> None:
 def _latents_facts(samples: object) -> dict[str, Any]:
     """Size of latents, which an export needs and which no tensor shows."""
     shape = getattr(samples, "frame_shape", None)
-    return {"latents": {"channels": shape.channels, "side": shape.height}} if isinstance(shape, FrameShape) else {}
+    return {} if shape is None else {"latents": {"channels": shape.channels, "side": shape.height}}
 
 
-def _weights_facts(start: Loaded | None, old: dict[str, Any]) -> dict[str, Any]:
+def _weights_facts(start: "Loaded | None", old: dict[str, Any]) -> dict[str, Any]:
     """What the run started from; a resumed run keeps the entries of run.json, as it does not read weights again."""
     kept = initial_weights(old)
     return kept if start is None else {**kept, "weights": start.as_json()}

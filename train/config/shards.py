@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.storage.objects import is_remote
+from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.units import parse_size
 from clipmill.train.config import fields as groups
 from clipmill.train.config.fields import FIRST_RUN, Checked, caught, without_effect
@@ -27,6 +27,11 @@ def absolute(address: str) -> str:
     """`--shards` with absolute paths, valid in any working directory; patterns of tars are joined by `::`."""
     parts = address.split("::")
     return "::".join(one if is_remote(one) or one.startswith("$") else str(Path.cwd() / one) for one in parts)
+
+
+def names_tars(shards: str) -> bool:
+    """Return True if `--shards` names tars rather than a data folder."""
+    return shards.endswith(".tar") or "{" in shards
 
 
 def normalised(address: str) -> str:

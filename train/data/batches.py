@@ -13,14 +13,9 @@ from clipmill.manifests.quoting import counted, quoted
 from clipmill.train.config.training import NEW_RUN
 from clipmill.train.data.arguments import require_process
 from clipmill.train.data.classes import ClassList
-from clipmill.train.data.clip_samples import ClipSamples
-from clipmill.train.data.images.samples import TarImages
-from clipmill.train.data.inputs import Mixture
-from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.order import Cursor, LoaderState
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures, list_failures
 from clipmill.train.data.prefetch import prefetch
-from clipmill.train.data.streams.stream import VideoStream
 from clipmill.train.distributed.world import World, joined_world
 
 
@@ -50,7 +45,7 @@ class Batches:
 
     def __init__(
         self,
-        samples: ClipSamples | TarImages | VideoStream | LatentLoader | Mixture,
+        samples: Any,
         finish: Callable[[dict[str, Any]], dict[str, Any]],
         classes: ClassList | None,
         *,

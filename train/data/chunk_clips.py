@@ -9,9 +9,11 @@ from numpy.typing import NDArray
 from clipmill.manifests.quoting import counted
 from clipmill.train.data.chunk_table import ChunkTable
 from clipmill.train.data.chunks import ChunkSet
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.clip_query import ClipQuery, query_clips
 from clipmill.train.data.clip_samples import ClipSamples
+from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.node_cache import shared
+from clipmill.train.data.query import DataQuery
 from clipmill.train.data.usable_captions import Spans
 
 
@@ -55,6 +57,16 @@ class ChunkClips(ClipSamples):
             same_frames=loading.group if same_frames else 1,
         )
 
+    def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
+        """Start of the first and end of the last frame of an evaluated clip in its video, seconds."""
+        frames = self.plan(SampleRequest(sample, sample, None)).frames
+        times = [(self.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])]
+        (first, first_frame), (last, last_frame) = times
+        return (
+            first.start_ms / 1000 + first_frame * first.fps_den / first.fps_num,
+            last.start_ms / 1000 + (last_frame + 1) * last.fps_den / last.fps_num,
+        )
+
     @property
     def fingerprint(self) -> str:
         """Hash of the samples and their order."""
@@ -93,6 +105,11 @@ class ChunkClips(ClipSamples):
         if opened.num_single:
             parts.append(f"{opened.num_single:,} of a single frame, which is repeated")
         return "; ".join(parts + chunks.selection.remarks() + self.deviations())
+
+
+def open_frames(query: DataQuery) -> ChunkClips:
+    """Open the chunks that a task asks for; raises UserError like `ChunkClips`."""
+    return ChunkClips(query_clips(query), same_frames=query.same_frames)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """`ClipQuery`: which clips of a data folder are opened, and how they are shown and loaded. It is passed on whole."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from clipmill.shards.columns import VIDEO
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.data.chunks import ChunkSet
-from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.decoding.clip import ClipShape, Views
 from clipmill.train.data.decoding.reading import DecodeRule
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.remote import RemoteTars
+from clipmill.train.data.query import DataQuery, clip_shape
+from clipmill.train.data.remote import DataFolder, RemoteTars
 
 
 @dataclass(frozen=True)
@@ -49,3 +52,23 @@ class ClipQuery:
             where=self.where,
             has_captions=has_captions,
         )
+
+
+def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loading: LoaderSettings) -> ClipQuery:
+    """The clips of a folder that settings ask for, as training shows them."""
+    return ClipQuery(
+        folder.path,
+        split=split,
+        shape=clip_shape(settings, views=Views()),
+        loading=loading,
+        decode=settings.decode,
+        tars=folder.tars,
+        where=settings.selection,
+    )
+
+
+def query_clips(query: DataQuery) -> ClipQuery:
+    """The clips of the data folder that a task asks for; raises UserError if the folder cannot be read."""
+    folder = query.open_folder(column=VIDEO)
+    clips = clip_query(query.settings, folder, split=query.split, loading=query.loading)
+    return replace(clips, shape=query.shape)

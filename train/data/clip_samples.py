@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """The frames of a requested clip, as (chunk, frame); `rng` then draws the crop.
+    """The frames of a requested clip, as (chunk, frame); `rng` draws the crop.
 
     `request.sample` is the number of the clip, and `key` its first chunk.
     """
@@ -208,12 +208,12 @@ class ClipSamples(Loader):
         spans, clip = self.spans, request.sample
         first, last = int(spans.first_chunk[clip]), int(spans.last_chunk[clip])
         chunks = [self.chunks.table.times(chunk) for chunk in range(first, last + 1)]
-        rng = request.rng()
-        moments_rng = rng if self._of_same_frames == 1 else request.shared_rng(self._of_same_frames)
         begin_us, end_us = int(spans.begin_us[clip]), int(spans.end_us[clip])
         num_views = self._shape.views.num_clips
-        frames = frame_indices(begin_us, end_us, self._shape.sampling, chunks, rng=moments_rng, num_views=num_views)
-        return ClipPlan(request, self.chunks.key(first), tuple((first + one.chunk, one.frame) for one in frames), rng)
+        rng = request.generator("frames", num_alike=self._of_same_frames)
+        frames = frame_indices(begin_us, end_us, self._shape.sampling, chunks, rng=rng, num_views=num_views)
+        places = tuple((first + one.chunk, one.frame) for one in frames)
+        return ClipPlan(request, self.chunks.key(first), places, request.generator("crop"))
 
     def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
         """Crop the frames of a plan, given the decoded frames of each chunk; raises SampleFailed if they differ."""

@@ -15,14 +15,9 @@ from clipmill.train.augment.draws import draw
 from clipmill.train.augment.pictures import to_model_input
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import Augment, CaptionSettings
-from clipmill.train.data.clip_samples import ClipSamples
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import US_PER_S
-from clipmill.train.data.images.samples import TarImages
-from clipmill.train.data.inputs import Mixture
-from clipmill.train.data.latents.loader import LatentLoader
-from clipmill.train.data.streams.stream import VideoStream
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.inputs import folders_of
 
 ClipText = Literal["text", "embedding", "all"]
 
@@ -32,6 +27,7 @@ class FinishedClips:
     """How batches of clips are finished, in the caller's thread.
 
     Attributes:
+        samples: Loader of clips, images or a stream, or of their mixture.
         settings: with the normalisation and augmentation of model input; without a mean, clips stay uint8.
         rgb: whether the loader makes RGB.
         is_training: augment clips.
@@ -39,7 +35,7 @@ class FinishedClips:
         device: None for NumPy arrays.
     """
 
-    samples: ClipSamples | TarImages | VideoStream | Mixture
+    samples: Any
     settings: ClipSettings
     rgb: bool
     views: Views
@@ -58,10 +54,9 @@ class FinishedClips:
             found["video"] = video.reshape(len(video), len(self.views), -1, *video.shape[2:])
         if self.rgb or mean is not None:
             del found["colour"]
-        if not isinstance(self.samples, VideoStream):
+        if self.samples.num_samples is not None:  # a stream does not know its clips
             found |= of_clips(found["clip_id"], self.samples, device=self.device)
             if self.all_captions:
-                assert not isinstance(self.samples, LatentLoader)
                 found["captions"] = texts_of_clips(self.samples, np.asarray(found["clip_id"]))
         return found
 
@@ -85,19 +80,19 @@ class FinishedClips:
 
 def texts_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
     """All captions of each clip, of a set of captioned clips or a mixture of them, in the order of their sources."""
-    if isinstance(samples, VideoCaptions):
+    if folders_of(samples) is None:
         entries = (samples.captions.choice.entries(clip) for clip in clips.tolist())
         return [samples.texts(np.array(one)) for one in entries]
     return [texts_of_clips(*samples.own_clip(clip))[0] for clip in clips.tolist()]
 
 
-def of_clips(clip_id: Any, samples: ClipSamples | TarImages | LatentLoader | Mixture, *, device: Any) -> dict[str, Any]:
+def of_clips(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
     """The span of each clip in seconds, and in a mixture the index of its folder."""
     made = np.asarray if device is None else torch.from_numpy
     clips = np.asarray(clip_id)
     begin_us, end_us = samples.span_us(clips)
     found = {"begin_s": made(begin_us / US_PER_S), "end_s": made(end_us / US_PER_S)}
-    return found | ({"folder": made(samples.folder_of(clips))} if isinstance(samples, Mixture) else {})
+    return found if folders_of(samples) is None else {**found, "folder": made(samples.folder_of(clips))}
 
 
 def caption_settings(sources: Mapping[str, float] | None, min_relevancy: float | None) -> CaptionSettings:

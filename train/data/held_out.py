@@ -9,10 +9,9 @@ from typing import Any, Protocol
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import percent
-from clipmill.shards.scores import SCORES
+from clipmill.shards.columns import SCORES
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.data.remote import open_data_folder
-from clipmill.train.data.streams.tars import names_tars
+from clipmill.train.config.shards import names_tars
 
 FEW = 100  # clips or questions: with fewer, the interval of a metric of 50 % is wider than 20 points
 _Z = 1.96  # 95 % of a normal distribution
@@ -111,6 +110,7 @@ def held_out(samples: EvaluatedClips, settings: ClipSettings, *, split: str, dat
 def alike_of(address: str, *, cache: Path | None, split: str, trained_split: str) -> set[str] | None:
     """Keys of the chunks of a split that look like one of another split; None if there are no scores to tell by."""
     from clipmill.shards.leakage import keys_alike
+    from clipmill.train.data.remote import open_data_folder
 
     try:
         folder = open_data_folder(address, cache=cache, column=None)

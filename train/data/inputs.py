@@ -1,39 +1,28 @@
-"""The data of a task by its settings: data folders, how clips are made and loaded, and segments of latents."""
+"""The data of a task by its settings: data folders, mixtures, classes, and the size of pictures."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.imported import imported
 from clipmill.manifests.store import read_videos
-from clipmill.shards.columns import LATENTS, VIDEO
-from clipmill.train.config.clips import ClipSettings, LatentSettings
-from clipmill.train.config.shards import DataSettings, parse_mix
+from clipmill.shards.columns import VIDEO
+from clipmill.train.config.clips import ClipSettings
+from clipmill.train.config.shards import DataSettings, names_tars, parse_mix
 from clipmill.train.data.classes import ClassList, read_classes
-from clipmill.train.data.clip_query import ClipQuery
-from clipmill.train.data.decoding.clip import ClipShape, Views
-from clipmill.train.data.decoding.pictures import SIMPLE_SHARE
-from clipmill.train.data.frame_sampling import Sampling
-from clipmill.train.data.images.query import ImageQuery, class_names_of_images, names_images
-from clipmill.train.data.images.samples import TarImages
-from clipmill.train.data.latents.loader import LatentLoader
-from clipmill.train.data.latents.mixed import MixedLatents
-from clipmill.train.data.latents.segment_query import SegmentQuery
-from clipmill.train.data.latents.segments import FrameShape
-from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.mixed_clips import MixedClips, MixedSets
+from clipmill.train.data.query import LATENT_PATCH, TARS_SPLIT, reads_images
 from clipmill.train.data.remote import DataFolder, open_data_folder
-from clipmill.train.data.streams.tars import names_tars
-from clipmill.train.distributed.world import World
+from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.video_vit import VideoViTSize
 
-# A VAE scales a side down by 8, so that a patch of 2 covers as much of the frame as one of 16 pixels.
-LATENT_PATCH = 2
+if TYPE_CHECKING:
+    from clipmill.train.data.latents.mixed import MixedLatents
+    from clipmill.train.data.mixed_clips import MixedClips, MixedFolders
 
-Latents = TypeVar("Latents", bound=LatentLoader)
+    Mixture = MixedClips | MixedLatents
+
 Samples = TypeVar("Samples")
 
 
@@ -56,10 +45,7 @@ def open_labelled_folder(settings: ClipSettings, *, column: str | None = VIDEO) 
     return open_folder(settings, reason="labels are in the manifest of a data folder", column=column)
 
 
-Mixture = MixedClips | MixedLatents
-
-
-def open_mixed(open_one: Callable[[str], Samples], settings: DataSettings) -> Samples | Mixture:
+def open_mixed(open_one: Callable[[str], Samples], settings: DataSettings) -> "Samples | Mixture":
     """Open the data folders of the settings: the set of a single one, or the mixture of their sets.
 
     Args:
@@ -76,8 +62,8 @@ def open_mixed(open_one: Callable[[str], Samples], settings: DataSettings) -> Sa
         with naming(folder):
             sets.append(open_one(folder))
     weights = None if settings.mix is None else parse_mix(settings.mix)
-    mixture = MixedLatents if isinstance(sets[0], LatentLoader) else MixedClips
-    return mixture(sets, settings.folders, weights=weights)
+    mixture: Mixture = imported(sets[0].mixture)(sets, settings.folders, weights=weights)
+    return mixture
 
 
 def require_no_streams(settings: DataSettings) -> None:
@@ -88,12 +74,6 @@ def require_no_streams(settings: DataSettings) -> None:
                 f"--shards names {folder}, a stream of tars, which cannot be mixed with other data",
                 hint="name data folders that prep made or tars of images, or train on the tars alone",
             )
-
-
-def reads_images(settings: DataSettings, address: str | None = None) -> bool:
-    """Whether the data are tars of images: all of it, or that of one address."""
-    address = settings.folder if address is None else address
-    return names_images(address, cache=settings.cache, cache_size=settings.cache_size)
 
 
 def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[str] | None = None) -> ClassList:
@@ -107,6 +87,8 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
     """
     images = [one for one in settings.folders if reads_images(settings, one)]
     found: set[str] = set()
+    if images:
+        from clipmill.train.data.images.query import class_names_of_images
     for one in images:
         found |= class_names_of_images(one, label=label, cache=settings.cache, cache_size=settings.cache_size)
     folders = [
@@ -115,28 +97,19 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
         if one not in images
     ]
     if splits is None:
-        splits = {split for one in folders for split in read_videos(one)["split"].to_pylist()} or {TarImages.split}
+        splits = {split for one in folders for split in read_videos(one)["split"].to_pylist()} or {TARS_SPLIT}
     return read_classes(*folders, label=label, splits=splits, also=found)
 
 
-def image_query(settings: ClipSettings, *, loading: LoaderSettings, views: Views | None = None) -> ImageQuery:
-    """What the settings ask tars of images for; `views` are those of an evaluation.
-
-    Raises:
-        UserError: they select samples by what tars do not have.
-    """
-    if settings.selection is not None:
-        raise UserError(
-            f"{settings.folder} names tars, which have no manifest and no scores to select by",
-            hint="leave out --where and --share, or name a data folder that prep made",
-        )
-    shape = clip_shape(settings, views=views or Views())
-    return ImageQuery(settings.folder, shape, loading, cache=settings.cache, cache_size=settings.cache_size)
+def folders_of(samples: Any) -> "MixedFolders | None":
+    """The folders of a mixture; None for the samples of a single folder."""
+    folders: MixedFolders | None = getattr(samples, "folders", None)
+    return folders
 
 
 def first_of(samples: Any) -> Any:
     """A set of a single folder, which has the shape of these samples."""
-    return samples.first if isinstance(samples, MixedSets) else samples
+    return samples if folders_of(samples) is None else samples.first
 
 
 @contextmanager
@@ -150,98 +123,9 @@ def naming(folder: str) -> Iterator[None]:
         raise UserError(f"{folder}: {error}", hint=error.hint) from error
 
 
-def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:
-    """How clips are made; `views` are those of an evaluation."""
-    return ClipShape(
-        sampling=Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride),
-        size_px=settings.size_px,
-        crop=settings.crop,
-        min_crop_area=settings.min_crop_area,
-        simple_share=settings.size_px / settings.short_side_px if settings.short_side_px else SIMPLE_SHARE,
-        views=views,
-    )
-
-
-def clip_query(
-    settings: ClipSettings, folder: DataFolder, *, split: str, loading: LoaderSettings, views: Views | None = None
-) -> ClipQuery:
-    """What the settings ask a data folder for; `views` are those of an evaluation."""
-    return ClipQuery(
-        folder.path,
-        split=split,
-        shape=clip_shape(settings, views=views or Views()),
-        loading=loading,
-        decode=settings.decode,
-        tars=folder.tars,
-        where=settings.selection,
-    )
-
-
-def loader_settings(settings: ClipSettings, world: World, *, device: torch.device) -> LoaderSettings:
-    """How this rank's share of the batches is loaded."""
-    batch = world.share(settings.batch)
-    return LoaderSettings(
-        batch=batch,
-        num_threads=settings.workers,
-        num_ahead=batch * settings.batches_ahead,
-        seed=settings.seed,
-        group=settings.samples_per_chunk,
-        rank=world.rank,
-        num_ranks=world.size,
-        pin=device.type == "cuda",
-    )
-
-
-def open_segments(
-    make: Callable[[SegmentQuery], Latents],
-    settings: LatentSettings,
-    *,
-    split: str,
-    world: World,
-) -> Latents:
-    """Open this rank's share of the segments of latents of a split.
-
-    Args:
-        make: makes a loader of the query, to which it may add.
-
-    Raises:
-        UserError: there are none, they are not on this machine, or they do not fit the settings.
-    """
-    if names_tars(settings.folder):
-        raise UserError(
-            f"--input latents cannot be read from {settings.folder}: latents need the index of their tars",
-            hint="name the data folder that prep made",
-        )
-    folder = open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=LATENTS)
-    loading = LoaderSettings(
-        batch=world.share(settings.batch), seed=settings.seed, rank=world.rank, num_ranks=world.size
-    )
-    latents = make(
-        SegmentQuery(
-            folder.path,
-            split=split,
-            segment=settings.segment,
-            loading=loading,
-            max_segments=settings.max_segments if split == settings.split else None,
-            where=settings.selection,
-            tars=folder.tars,
-        )
-    )
-    latents.samples.require_embeddings()
-    shape, length = latents.frame_shape, latents.samples.segments.num_frames
-    if settings.num_frames > length:
-        raise UserError(
-            f"--num-frames {settings.num_frames}: a segment of {latents.segment_s:g}s has {length} frames",
-            hint=f"use --num-frames {length} or fewer, or a longer --segment",
-        )
-    if shape.height != shape.width or shape.height % LATENT_PATCH:
-        raise UserError(
-            f"latents of {shape.height} x {shape.width} cannot be cut into squares of {LATENT_PATCH}",
-            hint=f"make them with a --size that gives an even side: {latents.variant_name}",
-        )
-    return latents
-
-
-def size_on_latents(size: VideoViTSize, shape: FrameShape) -> VideoViTSize:
-    """The tower's size for latents of a shape."""
-    return replace(size, patch_px=LATENT_PATCH, num_channels=shape.channels)
+def picture_size(samples: Any, settings: ClipSettings) -> tuple[VideoViTSize, int]:
+    """The size of a task's video tower, and the side of its pictures, for clips or latents as `samples` has them."""
+    size, shape = size_of(settings.model, settings.towers).video, first_of(samples).frame_shape
+    if shape is None:
+        return size, settings.size_px
+    return replace(size, patch_px=LATENT_PATCH, num_channels=shape.channels), shape.height

@@ -16,7 +16,7 @@ from clipmill.shards.columns import LATENTS
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.model import Init
-from clipmill.train.config.shards import DataSettings
+from clipmill.train.config.shards import DataSettings, names_tars
 from clipmill.train.data.arguments import (
     Data,
     colours_of,
@@ -29,33 +29,17 @@ from clipmill.train.data.arguments import (
     shards_of,
 )
 from clipmill.train.data.batches import Batches, LateBatch
-from clipmill.train.data.classes import ClassList
-from clipmill.train.data.clip_query import ClipQuery
-from clipmill.train.data.clip_samples import ClipSamples
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.decoding.pictures import CropRule
 from clipmill.train.data.finished_clips import ClipText, FinishedClips, augmentation, caption_settings, of_clips
 from clipmill.train.data.frame_sampling import SamplingRule
-from clipmill.train.data.images.query import ImageQuery
-from clipmill.train.data.images.samples import TarImages
-from clipmill.train.data.inputs import (
-    Mixture,
-    clip_shape,
-    loader_settings,
-    open_mixed,
-    read_classes_of,
-    reads_images,
-    require_no_streams,
-)
-from clipmill.train.data.labelled_clips import LabelledClips
+from clipmill.train.data.inputs import folders_of, open_mixed, read_classes_of, require_no_streams
 from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
 from clipmill.train.data.latents.segments import Tails
 from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.query import DataQuery, kind_of_data, loader_settings, open_samples
 from clipmill.train.data.remote import open_data_folder
-from clipmill.train.data.streams.stream import VideoStream
-from clipmill.train.data.streams.tars import names_tars
-from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.distributed.world import joined_world
 
 
@@ -162,6 +146,7 @@ def open_clips(
         shards=shards_of(data, mix),
         mix=None if mix is None else ",".join(map(str, mix)),
         split=split,
+        where=where,
         batch=batch * own.size,
         num_frames=num_frames,
         size_px=size_px,
@@ -178,33 +163,30 @@ def open_clips(
         cache_size=cache_size,
     )
     is_pinned = device is not None and torch.device(device).type == "cuda"
-    shape = replace(clip_shape(settings, views=views), rgb=rgb and not is_normalised)
     loading = loader_settings(settings, own, device=torch.device(device or "cpu"))
     loading = replace(loading, can_keep=not is_pinned)
-    classes: ClassList | None = None
-    samples: ClipSamples | TarImages | VideoStream | Mixture
     _require_plain(settings, where=where, has_one_caption=captions == "text" and shown == CaptionSettings())
-    if len(settings.folders) == 1 and names_tars(settings.folder) and not reads_images(settings):
-        if label is not None:
-            raise UserError(f"{data} is a stream of tars, without labels", hint="name the data folder that prep made")
-        samples = VideoStream(
-            settings.folder, shape=shape, tokenize=None, loading=loading, cache=cache, cache_size=cache_size
+    if label is not None and len(settings.folders) == 1 and kind_of_data(settings) == "stream":
+        raise UserError(f"{data} is a stream of tars, without labels", hint="name the data folder that prep made")
+    require_no_streams(settings)
+    classes = None if label is None else read_classes_of(settings, label=label)
+
+    def open_one(address: str) -> Any:
+        return open_samples(
+            DataQuery(
+                settings=replace(settings, shards=address, mix=None),
+                content="captions" if classes is None else "labels",
+                split=split,
+                loading=loading,
+                views=views,
+                is_rgb=rgb and not is_normalised,
+                has_stored_text=captions == "embedding",
+                captions=shown,
+                classes=() if classes is None else (classes,),
+            )
         )
-    else:
-        require_no_streams(settings)
-        classes = None if label is None else read_classes_of(settings, label=label)
 
-        def open_one(address: str) -> ClipSamples | TarImages:
-            if reads_images(settings, address):
-                images = ImageQuery(address, shape, loading, cache=cache, cache_size=cache_size)
-                return TarImages(images, has_captions=classes is None, classes=classes)
-            folder = open_data_folder(address, cache=cache, cache_size=cache_size)
-            query = ClipQuery(folder.path, split=split, shape=shape, loading=loading, tars=folder.tars, where=where)
-            if classes is not None:
-                return LabelledClips(query, classes=classes)
-            return VideoCaptions(query, tokenize=None, captions=shown, has_stored_text=captions == "embedding")
-
-        samples = open_mixed(open_one, settings)
+    samples = open_mixed(open_one, settings)
     finish = FinishedClips(
         samples=samples,
         settings=settings,
@@ -305,7 +287,7 @@ def open_latents(
     samples = open_mixed(open_one, settings)
     assert isinstance(samples, LatentLoader)
     has_texts = captions == "text" and classes is None
-    late = ("folder",) if isinstance(samples, Mixture) else ()
+    late = () if folders_of(samples) is None else ("folder",)
     names = ("key", "begin_s", "end_s", *late, *(["caption"] if has_texts else []))
 
     def finish(found: dict[str, Any]) -> dict[str, Any]:

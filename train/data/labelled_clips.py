@@ -15,10 +15,11 @@ from clipmill.train.data.batch import Sample
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.classes import ClassList, labelled_rows
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.clip_query import ClipQuery, query_clips
 from clipmill.train.data.clip_samples import ClipSamples
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.node_cache import shared
+from clipmill.train.data.query import DataQuery
 from clipmill.train.data.usable_captions import Spans, spans_of_captions, usable_captions
 
 
@@ -162,3 +163,9 @@ class LabelledClips(ClipSamples):
         """Add class and caption id."""
         sample["caption_id"] = int(self._opened.caption_ids[request.sample])
         sample["label"] = int(self.labels[request.sample])
+
+
+def open_labels(query: DataQuery) -> LabelledClips:
+    """Open the labelled clips that a task asks for; raises UserError like `LabelledClips`."""
+    first, *others = query.classes
+    return LabelledClips(query_clips(query), classes=first, also=others, repeats=query.repeats)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from clipmill.train.data.batch import Batch, BatchRing, Sample
 from clipmill.train.data.order import Cursor, LoaderState, Resumable, SampleOrder, Share
 from clipmill.train.data.outcomes import BatchBuilder, FailedSample, LoadedBatch
 from clipmill.train.data.workers import Stuck, in_order
-from clipmill.train.device.random import Positions
+from clipmill.train.device.random import Positions, generator
 
 # Number of positions computed at a time; the first blocks are small, so that the first batch does not wait.
 _FIRST_BLOCK, _GROWTH, _BLOCK = 64, 8, 4096
@@ -32,14 +32,14 @@ class SampleRequest:
     position: int
     seed: int | None
 
-    def rng(self) -> np.random.Generator | None:
-        """A generator for this request alone, so that draws depend neither on threads nor on earlier requests."""
-        return None if self.seed is None else np.random.default_rng((self.seed, self.position))
+    def generator(self, purpose: str, *, num_alike: int = 1) -> np.random.Generator | None:
+        """A generator of the draws for one purpose; None in an evaluation.
 
-    def shared_rng(self, num_requests: int) -> np.random.Generator | None:
-        """A generator in the same state for all `num_requests` requests of a group, and unlike that of `rng`."""
-        first = self.position - self.position % num_requests
-        return None if self.seed is None else np.random.default_rng((self.seed, first, num_requests))
+        Args:
+            num_alike: Number of consecutive positions that draw the same numbers.
+        """
+        first = self.position - self.position % num_alike
+        return None if self.seed is None else generator(first, seed=self.seed, purpose=purpose)
 
 
 _Group = list[SampleRequest | None]  # requests that are loaded together; None for an empty position of the order
@@ -127,7 +127,13 @@ class LoaderSettings:
 
 
 class BatchLoader(Resumable):
-    """Batches of samples in training order for one rank. Subclasses load the samples."""
+    """Batches of samples in training order for one rank. Subclasses load the samples.
+
+    Attributes:
+        mixture: Import path of the class that mixes such samples of several data folders.
+    """
+
+    mixture: ClassVar[str] = "clipmill.train.data.mixed_clips:MixedClips"
 
     def __init__(self, loading: LoaderSettings) -> None:
         super().__init__(seed=loading.seed)
@@ -142,6 +148,16 @@ class BatchLoader(Resumable):
     def num_samples(self) -> int | None:
         """See `TrainingSet`."""
         raise NotImplementedError
+
+    @property
+    def frame_shape(self) -> Any:
+        """Shape of latents (clipmill.train.data.latents.segments.FrameShape); None for pixels."""
+        return None
+
+    @property
+    def text_width(self) -> int | None:
+        """Width of the stored embeddings of captions; None if captions are tokens or texts."""
+        return None
 
     @property
     def visits_per_epoch(self) -> float | None:

@@ -8,7 +8,7 @@ little memory.
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +23,10 @@ from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.clip_captions import ClipCaptions, ClipGroups, clips_of
 from clipmill.train.data.node_cache import scratch
 from clipmill.train.data.outcomes import Unusable, remarks_of
-from clipmill.train.data.stored_text import StoredText
 from clipmill.train.data.usable_captions import usable_captions
+
+if TYPE_CHECKING:
+    from clipmill.train.data.stored_text import StoredText
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def open_clip_captions(
     data_dir: Path,
     split: str,
     wanted_sources: str | None,
-    stored_text: StoredText | None,
+    stored_text: "StoredText | None",
     each_caption: bool,
     table: pa.Table | None,
 ) -> OpenedCaptions:

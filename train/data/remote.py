@@ -17,7 +17,8 @@ from pathlib import Path
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.cache import CachedFile, ObjectCache
 from clipmill.manifests.storage.errors import AccessRefused, Unanswered, no_damage
-from clipmill.manifests.storage.objects import Objects, is_remote, open_objects
+from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.manifests.units import parse_size
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.format import DATASET_FILE

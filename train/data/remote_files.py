@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 from clipmill.manifests.errors import DISK_ERRORS, UserError
 from clipmill.manifests.locks import locked
 from clipmill.manifests.publish import publish_bytes
+from clipmill.manifests.schema import MANIFEST_FILE
 from clipmill.manifests.storage.objects import ObjectInfo, Objects
-from clipmill.manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
+from clipmill.manifests.store import MANIFEST_FOLDER
 from clipmill.manifests.table_files import CAPTIONS_FILE, MAPPED_FILES, VIDEOS_FILE, describe, staged_path
 from clipmill.shards.chunk_table import has_chunk_table, missing_parts, shards_to_merge, update_chunk_table
 from clipmill.shards.columns import command_for, how_to_make

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -16,16 +17,19 @@ from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.caption_choice import CaptionChoice, Sources, all_the_same, describe_cut
 from clipmill.train.data.clip_captions import ClipCaptions
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.clip_query import ClipQuery, query_clips
 from clipmill.train.data.clip_samples import ClipSamples
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.node_cache import shared
 from clipmill.train.data.opened_captions import OpenedCaptions, open_clip_captions
 from clipmill.train.data.order import set_fingerprint
-from clipmill.train.data.relevancy import LABELS, RelevantCaptions
-from clipmill.train.data.stored_text import StoredText
+from clipmill.train.data.query import DataQuery
 from clipmill.train.data.usable_captions import Spans
 from clipmill.train.models.text import Tokenize
+
+if TYPE_CHECKING:
+    from clipmill.train.data.relevancy import RelevantCaptions
+    from clipmill.train.data.stored_text import StoredText
 
 ALL_CAPTIONS = CaptionSettings()
 _BLOCK = 1 << 16
@@ -66,7 +70,9 @@ class VideoCaptions(ClipSamples):
         data_dir, chunks = query.data_dir, query.open_chunks(has_captions=True)
         self.stored_text: StoredText | None = None
         if has_stored_text:
-            self.stored_text = StoredText(data_dir, chunks.video_ids, videos=chunks.videos, tars=query.tars)
+            from clipmill.train.data import stored_text
+
+            self.stored_text = stored_text.StoredText(data_dir, chunks.video_ids, videos=chunks.videos, tars=query.tars)
         spans = (
             open_stored_captions(data_dir)
             if table is None
@@ -225,7 +231,9 @@ class VideoCaptions(ClipSamples):
         if self._relevant is not None:
             sample["relevancy"] = relevancy
 
-    def _relevant_captions(self, table: pa.Table, *, min_relevancy: float) -> RelevantCaptions:
+    def _relevant_captions(self, table: pa.Table, *, min_relevancy: float) -> "RelevantCaptions":
+        from clipmill.train.data.relevancy import LABELS, RelevantCaptions
+
         rows = self.captions.rows
         by_id = np.argsort(rows, kind="stable")
         self._entry_of_used = by_id
@@ -249,3 +257,15 @@ class VideoCaptions(ClipSamples):
 
     def _first_entry(self, sample: int) -> int:
         return int(self.captions.choice.first(np.array([sample]))[0])
+
+
+def open_captions(query: DataQuery) -> VideoCaptions:
+    """Open the captioned clips that a task asks for; raises UserError like `VideoCaptions`."""
+    return VideoCaptions(
+        query_clips(query),
+        tokenize=query.tokenize,
+        captions=query.captions if query.table is None else ALL_CAPTIONS,
+        table=query.table,
+        has_stored_text=query.has_stored_text,
+        each_caption=query.each_caption,
+    )

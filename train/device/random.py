@@ -1,7 +1,9 @@
-"""Counter-based random numbers: pure functions of the seed, the purpose and the position of a sample.
+"""Random numbers of training: pure functions of the seed, the purpose and the position of a sample.
 
 They depend neither on the other samples of a batch nor on what was drawn before, so ranks, resumed runs and evaluations
-of a single sample draw the same numbers.
+of a single sample draw the same numbers. `uniform` and `integers_below` draw the same count for many positions at once
+(captions, augmentation, masks), `device_uniform` on any device; `generator` draws for one position (frames, crops), and
+for an epoch (the window of a stream).
 """
 
 import hashlib
@@ -30,6 +32,11 @@ def integers_below(bounds: NDArray[np.int64], positions: Positions, *, seed: int
     """Draw one integer in [0, bound) for each pair of a bound and a position: int64 [B]."""
     hashes = _hashes(positions, 1, seed=seed, purpose=purpose)[:, 0]
     return ((hashes >> np.uint64(32)) * bounds.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
+
+
+def generator(position: int, *, seed: int, purpose: str) -> np.random.Generator:
+    """Return a generator for one position, for functions that do not know beforehand how much they draw."""
+    return np.random.default_rng((_key(seed=seed, purpose=purpose), position))
 
 
 def splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -7,7 +7,7 @@ A task outside of clipmill may derive from `ClipTask` too; the loop asks only fo
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -20,19 +20,20 @@ from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.tuning import Tower, frozen_part
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.held_out import EvaluatedClips, held_out
-from clipmill.train.data.inputs import Mixture, open_mixed
+from clipmill.train.data.inputs import open_mixed
 from clipmill.train.engine.rank_consistency import NamedSamples
 from clipmill.train.engine.task import Task
-from clipmill.train.models.adapters import add_adapters, add_library_adapters
 from clipmill.train.models.attention import AttentionBackend
 from clipmill.train.models.dual_encoder import ModelShape, size_of
-from clipmill.train.models.library_towers import LibraryTower
 from clipmill.train.models.transformer import blocks_of, compile_blocks
 from clipmill.train.optim.parameters import freeze, plain_name
 from clipmill.train.run.result_names import data_facts
 from clipmill.train.weights.conversion import LOGIT_SCALE
-from clipmill.train.weights.loading import Loaded, copy_into, fit_to
-from clipmill.train.weights.sources import Base, Say, Source, base_of
+from clipmill.train.weights.source import Base, Say, Source
+
+if TYPE_CHECKING:
+    from clipmill.train.data.inputs import Mixture
+    from clipmill.train.weights.loading import Loaded
 
 # Parts of other models that a video tower is not initialised from: prefix of their tensors, description.
 UNUSED_PARTS = {
@@ -86,7 +87,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         settings = self._settings if shards is None else self._settings.on(shards)
         return self._with(replace(settings, where=settings.evaluate.where, share=1.0))
 
-    def mixed(self, open_one: Callable[[Self], Opened]) -> Opened | Mixture:
+    def mixed(self, open_one: Callable[[Self], Opened]) -> "Opened | Mixture":
         """Open the training set: that of the data folder, or the mixture of those of several, each by its own task.
 
         Raises:
@@ -123,15 +124,19 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """A model with new weights, for clips as `samples` has them."""
         raise NotImplementedError
 
-    def fit_weights(self, model: Model, source: Source, *, say: Say) -> Loaded:
+    def fit_weights(self, model: Model, source: Source, *, say: Say) -> "Loaded":
         """Fit weights to a model on the meta device."""
+        from clipmill.train.weights.loading import fit_to
+
         return fit_to(model, source, allow=self._settings.init.allow, say=say)
 
-    def fit_whole(self, model: Model, source: Source, *, say: Say) -> Loaded:
+    def fit_whole(self, model: Model, source: Source, *, say: Say) -> "Loaded":
         """Fit all parameters of a model on any device to weights; see `clipmill.train.weights.loading.load_whole`."""
+        from clipmill.train.weights.loading import fit_to
+
         return fit_to(model, source, say=say)
 
-    def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
+    def start_from(self, source: Source, samples: Samples, *, say: Say) -> "Loaded":
         """Make `build_model` initialise models from these weights.
 
         Raises:
@@ -145,6 +150,8 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return self._start
 
     def _base(self, model: Model, source: Source) -> Base:
+        from clipmill.train.weights.sources import base_of
+
         assert self._start is not None
         fitted, theirs = self._start.fitted.tensors, source.converted.tensors
         for tower in self.towers_of_start():
@@ -162,6 +169,8 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """A model for clips as `samples` has them, with the weights to start from if there are any."""
         model = self.new_model(samples)
         if self._start is not None:
+            from clipmill.train.weights.loading import copy_into
+
             copy_into(model, self._start)
         model = self.tuned(model)
         if self._settings.compile:
@@ -181,6 +190,9 @@ class ClipTask(Generic[Settings, Samples, Model]):
 
     def adapt(self, model: Model, tower: Tower) -> None:
         """Add adapters to a tower of a new model."""
+        from clipmill.train.models.adapters import add_adapters, add_library_adapters
+        from clipmill.train.models.library_towers import LibraryTower
+
         lora, module = self._settings.lora, model.get_submodule(tower)
         before = {id(one) for one in module.parameters() if not one.requires_grad}
         if isinstance(module, LibraryTower):

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.objects import is_remote
+from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.store import read_manifest
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.table_commits import committed_tars
-from clipmill.train.config.shards import folder_names
+from clipmill.train.config.shards import folder_names, names_tars
 from clipmill.train.config.training import TrainingSettings, flat, plain_values
 from clipmill.train.data.loader import TrainingSet
-from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.distributed.launch import COMMAND, Start, difference
 from clipmill.train.distributed.world import World
 from clipmill.train.run.environment import versions

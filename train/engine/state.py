@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,18 +15,20 @@ from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.order import Cursor, LoaderState, merge_cursors
 from clipmill.train.device.precision import Precision, open_precision
 from clipmill.train.distributed.parallel import ZeroOptimizer, unsharded, wrap_model
-from clipmill.train.distributed.pipeline import Pipeline
 from clipmill.train.distributed.storage import dtype_of
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.engine.metrics_log import not_finite
 from clipmill.train.engine.task import Task, own_part
 from clipmill.train.losses.objective import Objective
-from clipmill.train.optim.ema import Ema
 from clipmill.train.optim.optimizer import make_optimizer
 from clipmill.train.optim.parameters import plain_name, set_training_mode
 from clipmill.train.run.checkpoint import CheckpointMetadata, check_fits, fill, read_metadata, read_table, removal_hint
-from clipmill.train.weights.sources import Base
+from clipmill.train.weights.source import Base
+
+if TYPE_CHECKING:
+    from clipmill.train.distributed.pipeline import Pipeline
+    from clipmill.train.optim.ema import Ema
 
 Of = TypeVar("Of")
 
@@ -40,6 +42,7 @@ class State:
         trained: the module that a training step calls: the model or its wrapper (clipmill.train.distributed.parallel,
             clipmill.train.distributed.pipeline).
         zero: broadcasts the parameters that this rank's optimizer updates; None unless the strategy is zero1.
+        pipeline: `trained`, if the model is cut into stages.
         base: the frozen weights that checkpoints leave out, if they do.
         cursor: end of this rank's batches in the order of samples.
     """
@@ -50,7 +53,8 @@ class State:
     optimizer: torch.optim.Optimizer
     zero: ZeroOptimizer | None
     precision: Precision
-    ema: Ema | None
+    ema: "Ema | None"
+    pipeline: "Pipeline | None" = None
     base: Base | None = None
     step: int = 0
     cursor: Cursor = field(default_factory=lambda: Cursor(0))
@@ -62,11 +66,11 @@ class State:
     @property
     def counted(self) -> nn.Module:
         """The module whose calls are counted as the FLOPs of a step."""
-        return self.model if isinstance(self.trained, Pipeline) else self.trained
+        return self.trained if self.pipeline is None else self.model
 
     def repeated(self) -> list[nn.Parameter]:
         """Parameters that an earlier pipeline stage holds too (tied weights)."""
-        return self.trained.repeated if isinstance(self.trained, Pipeline) else []
+        return [] if self.pipeline is None else self.pipeline.repeated
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the state, by their names in checkpoints; not copied."""
@@ -199,8 +203,11 @@ def new_state(
     set_training_mode(model)
     precision = open_precision(settings.precision, device_type=device.type)
     trained: nn.Module
+    pipeline: Pipeline | None = None
     if world.stages.size > 1:
-        trained = Pipeline(model, settings=settings.parallel, world=world, device=device)
+        from clipmill.train.distributed import pipeline as pipelines
+
+        trained = pipeline = pipelines.Pipeline(model, settings=settings.parallel, world=world, device=device)
     else:
         trained = wrap_model(
             model,
@@ -211,6 +218,11 @@ def new_state(
             products=precision.products,
         )
     optimizer = make_optimizer(model, objective, settings)
+    ema: Ema | None = None
+    if settings.optimizer.ema:
+        from clipmill.train.optim import ema as averages
+
+        ema = averages.Ema(model, decay=settings.optimizer.ema)
     is_zero = settings.parallel.strategy == "zero1" and world.replicas.size > 1
     return State(
         model=model,
@@ -219,7 +231,8 @@ def new_state(
         optimizer=optimizer,
         zero=ZeroOptimizer(optimizer, world.replicas) if is_zero else None,
         precision=precision,
-        ema=Ema(model, decay=settings.optimizer.ema) if settings.optimizer.ema else None,
+        ema=ema,
+        pipeline=pipeline,
         base=task.base if isinstance(task, ClipTask) else None,
     )
 

@@ -5,7 +5,7 @@ optimizer, ranks, logging, checkpoints, resuming.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -13,13 +13,14 @@ from torch import nn
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.training import ParallelSettings, TrainingSettings
 from clipmill.train.data.loader import TrainingSet
-from clipmill.train.distributed.pipeline import check_microbatches
-from clipmill.train.distributed.stages import LayerCost, partition
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.rank_consistency import NamedSamples
 from clipmill.train.losses.objective import Objective
-from clipmill.train.weights.loading import Loaded
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
+
+if TYPE_CHECKING:
+    from clipmill.train.distributed.stages import LayerCost
+    from clipmill.train.weights.loading import Loaded
 
 
 class Task(Protocol):
@@ -67,7 +68,7 @@ class StartableTask(Task, Protocol):
         """This rank's part of the training samples."""
         ...
 
-    def start_from(self, source: Source, samples: Any, *, say: Say) -> Loaded:
+    def start_from(self, source: Source, samples: Any, *, say: Say) -> "Loaded":
         """Make `build_model` initialise models from these weights; raise a UserError if they do not fit."""
         ...
 
@@ -86,7 +87,7 @@ class PipelineTask(Protocol):
 
     def build_model(self, samples: Any) -> nn.Module: ...
 
-    def layers(self, model: Any) -> Sequence[LayerCost]:
+    def layers(self, model: Any) -> "Sequence[LayerCost]":
         """The layers of a model, in order."""
         ...
 
@@ -109,6 +110,9 @@ def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world:
             f"--parallel.stages is {parallel.stages}, and the models of train {task.name} cannot be cut into stages",
             hint="use --parallel.strategy fsdp for models that are larger than a GPU",
         )
+    from clipmill.train.distributed.pipeline import check_microbatches
+    from clipmill.train.distributed.stages import partition
+
     share = world.replicas.share(settings.batch)
     check_microbatches(share, size=settings.microbatch or share, settings=parallel)
     with torch.device("meta"):
@@ -124,6 +128,8 @@ def own_part(task: object, model: nn.Module, parallel: ParallelSettings, *, stag
     """
     if stages.size == 1:
         return model
+    from clipmill.train.distributed.stages import partition
+
     assert isinstance(task, PipelineTask)
     cut = partition(task.layers(model), num_stages=stages.size, rule=parallel.partition)
     return task.part(model, cut[stages.rank])

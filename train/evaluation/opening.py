@@ -25,7 +25,8 @@ from clipmill.train.weights.architecture import sized_as
 from clipmill.train.weights.files import has_weights
 from clipmill.train.weights.loading import load_whole
 from clipmill.train.weights.open_clip import named_towers
-from clipmill.train.weights.sources import Say, Source, fetch_tag, open_weights
+from clipmill.train.weights.source import Say, Source
+from clipmill.train.weights.sources import fetch_tag, open_weights
 
 
 def open_weights_as(

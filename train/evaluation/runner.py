@@ -33,7 +33,8 @@ from clipmill.train.run.result_names import data_facts, is_same_evaluation, resu
 from clipmill.train.spec import EvaluationSpec, TaskSpec
 from clipmill.train.weights.loading import load_whole
 from clipmill.train.weights.logits import Logits, logits_of, read_logits
-from clipmill.train.weights.sources import Say, Source, open_run_weights
+from clipmill.train.weights.source import Say, Source
+from clipmill.train.weights.sources import open_run_weights
 
 _ONE_VIEW = Views()
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,13 +12,15 @@ from torch import Tensor, nn
 from clipmill.train.config.model import LIBRARY, PATCH_PX, DualEncoderTowers, ModelName, Towers, kind_of, tubelet_of
 from clipmill.train.config.towers import TOWERS
 from clipmill.train.models.attention import Attend
-from clipmill.train.models.libraries import context_length_of, tokenizer_of
-from clipmill.train.models.library_towers import LibraryText, library_width, text_tower
 from clipmill.train.models.text import CONTEXT_LENGTH, TextTower, TextTowerSize, Tokenize, load_tokenizer
 from clipmill.train.models.transformer import NORM_EPS, TransformerSize, checkpoint_blocks
 from clipmill.train.models.video_vit import VideoViTSize
 
+if TYPE_CHECKING:
+    from clipmill.train.models.library_towers import LibraryText
+
 _PLAIN = Towers()
+_ANY_PX = 224  # of a library's tower that does not say which size it takes
 # Epsilon of layer norms in the published configurations; CLIP's for other kinds.
 _NORM_EPS: dict[str, float] = {"videomae": 1e-12, "timesformer": 1e-6}
 
@@ -105,6 +108,18 @@ def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
     )
 
 
+def library_width(towers: Towers) -> int | None:
+    """The width of the embeddings of a library's towers: of the text tower, else of the image tower; None without."""
+    if towers.image is None and getattr(towers, "text", None) is None:
+        return None
+    from clipmill.train.models.libraries import image_outline, preprocessing_of, text_outline
+
+    if isinstance(towers, DualEncoderTowers) and towers.text is not None:
+        return text_outline(towers.text, towers.text_pooling).width
+    assert towers.image is not None
+    return image_outline(towers.image, preprocessing_of(towers.image).size_px or _ANY_PX).width
+
+
 def tokenizer_for(towers: Towers) -> Tokenize:
     """The tokenizer of a text tower: that of its library, or CLIP's.
 
@@ -114,6 +129,8 @@ def tokenizer_for(towers: Towers) -> Tokenize:
     length = towers.context_length if isinstance(towers, DualEncoderTowers) else None
     if not isinstance(towers, DualEncoderTowers) or towers.text is None:
         return load_tokenizer(length or CONTEXT_LENGTH)
+    from clipmill.train.models.libraries import context_length_of, tokenizer_of
+
     return tokenizer_of(towers.text, length or context_length_of(towers.text))
 
 
@@ -149,6 +166,8 @@ class DualEncoder(nn.Module):
         # the seed after the video tower.
         self.text: TextTower | LibraryText | None = None
         if has_text_tower and isinstance(towers, DualEncoderTowers) and towers.text is not None:
+            from clipmill.train.models.library_towers import text_tower
+
             self.text = text_tower(towers, embedding_width=size.embedding_width)
         elif has_text_tower:
             self.text = TextTower(

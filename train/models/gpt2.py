@@ -28,8 +28,6 @@ from clipmill.train.models.transformer import LayerNorm, Mlp, SelfAttention, Sta
 
 
 _STD = 0.02
-# Parameters that a GPT-2 trained on text alone lacks.
-CROSS_ATTENTION = (".cross_attn.", ".ln_cross.")
 
 
 class CrossAttention(nn.Module):

@@ -19,11 +19,11 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import DualEncoderTowers, Towers
 from clipmill.train.device.transfer import keep_buffers_in_recomputation
 from clipmill.train.models.attention import Attend
-from clipmill.train.models.libraries import Outline, image_outline, library_of, preprocessing_of, text_outline
+from clipmill.train.models.libraries import Outline, image_outline, library_of, text_outline
 from clipmill.train.models.transformer import HasBlocks
 from clipmill.train.models.video_vit import VideoViTSize
 
-_HEAD_WIDTH, _ANY_PX = 64, 224
+_HEAD_WIDTH = 64
 _LISTS = ("resblocks", "blocks", "layers", "layer", "stages", "block", "h")
 
 
@@ -215,12 +215,3 @@ def text_tower(towers: DualEncoderTowers, *, embedding_width: int) -> LibraryTex
         embedding_width=embedding_width,
         pooling=towers.text_pooling,
     )
-
-
-def library_width(towers: Towers) -> int | None:
-    """The width of the embeddings of towers of libraries: of the text tower, else of the image tower; None without."""
-    if isinstance(towers, DualEncoderTowers) and towers.text is not None:
-        return text_outline(towers.text, towers.text_pooling).width
-    if towers.image is None:
-        return None
-    return image_outline(towers.image, preprocessing_of(towers.image).size_px or _ANY_PX).width

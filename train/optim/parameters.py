@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.train.config.tuning import FrozenPart
-from clipmill.train.models.gpt2 import CROSS_ATTENTION
 
 # Parts of names added by DDP, torch.compile, activation checkpointing and peft.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|module|base_layer)\.")
@@ -31,6 +30,9 @@ _STEM = re.compile(
     r"|embed|embed_\w+|wte|wpe|word_embeddings)(?:\.|$)"
 )
 _EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*_token|pos_embed|embed_\w+|wte|wpe|embed_in)(?:\.weight)?$")
+
+# Parts of the names of parameters that a GPT-2 trained on text alone lacks.
+CROSS_ATTENTION = (".cross_attn.", ".ln_cross.")
 
 
 def parameter_groups(

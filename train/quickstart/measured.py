@@ -22,7 +22,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.quickstart.choice import first_batch
 from clipmill.train.run.checkpoint_writer import CheckpointWriter
 from clipmill.train.spec import TaskSpec
-from clipmill.train.weights.sources import Say
+from clipmill.train.weights.source import Say
 
 
 @dataclass(frozen=True, kw_only=True)

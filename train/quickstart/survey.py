@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.storage.objects import is_remote
+from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.store import manifest_dir, num_captions_of, open_captions, read_videos
 from clipmill.manifests.units import duration_text
 from clipmill.shards.columns import COLUMNS, LATENTS, TEXT, VIDEO, command_for, how_to_make, how_to_repair
@@ -21,10 +21,10 @@ from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.format import DATASET_FILE
 from clipmill.shards.reader import Variant
+from clipmill.train.config.shards import names_tars
 from clipmill.train.data.chunk_table import ChunkTable, chunk_table, rows_of
 from clipmill.train.data.classes import class_labels
 from clipmill.train.data.remote import open_data_folder
-from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.registry import DEFAULT, tasks
 
 _HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations prefer them

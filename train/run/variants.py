@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.objects import is_remote, open_objects
+from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.manifests.storage.objects import open_objects
 from clipmill.shards.columns import COLUMNS, how_to_make
 from clipmill.shards.dataset import current_variant, reading_variants, variant_dir
 from clipmill.shards.format import RECIPE_FILE
 from clipmill.shards.reader import Variant
-from clipmill.shards.where import parse_where
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import read_values
-from clipmill.train.config.shards import folders_of, normalised
+from clipmill.train.config.shards import folders_of, names_tars, normalised
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.remote import folder_path, open_data_folder
-from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.run.folder import RunFolder, is_run
 
 VARIANTS_FACT = "variants"  # of run.json: name and recipe of a variant by column, for each data folder
@@ -30,7 +29,11 @@ Recorded = Mapping[str, Mapping[str, Any]]
 
 def variants_fact(settings: ClipSettings, *, columns: Sequence[str]) -> list[Recorded]:
     """The variants that a run reads, for each of its data folders; {} for tars."""
-    names = [*columns, *(parse_where(settings.selection).stored_in if settings.selection is not None else ())]
+    names = [*columns]
+    if settings.selection is not None:
+        from clipmill.shards.where import parse_where
+
+        names += parse_where(settings.selection).stored_in
     paths = [None if names_tars(one) else folder_path(one, cache=settings.cache) for one in settings.folders]
     return [
         {

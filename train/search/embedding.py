@@ -24,7 +24,8 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import remove_temporaries
 from clipmill.train.data.batch import Batch, BatchRing, Sample, to_device
 from clipmill.train.data.chunk_clips import ChunkClips
-from clipmill.train.data.inputs import clip_query, open_folder
+from clipmill.train.data.clip_query import clip_query
+from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.video_captions import ALL_CAPTIONS, VideoCaptions

@@ -10,7 +10,7 @@ from clipmill.train.models.dual_encoder import DualEncoderSize
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.weights.conversion import CONV, PROJECTION, TEMPORAL_EMBEDDING
 from clipmill.train.weights.loading import depth_of
-from clipmill.train.weights.sources import Source
+from clipmill.train.weights.source import Source
 
 _POSITIONS = "video.positional_embedding"
 # Width of a head in published CLIPs and VideoMAEs, except for these widths: ViT-H and ViT-g have 16 heads.

@@ -11,10 +11,8 @@ from typing import Any, TypeVar
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.model import LIBRARY, kind_of
-from clipmill.train.models.hugging_face import PROCESSOR_FILES
-from clipmill.train.models.libraries import image_outline, preprocessing_of
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, MEANS, STDS, Mean
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 
 Value = TypeVar("Value")
 Clips = TypeVar("Clips", bound=ClipSettings)
@@ -120,6 +118,9 @@ def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
     kind, towers, init = kind_of(settings.towers), settings.towers, settings.init
     if towers.image is None:
         return MEANS.get(kind, CLIP_MEAN), STDS.get(kind, CLIP_STD)
+    from clipmill.train.models.hugging_face import PROCESSOR_FILES
+    from clipmill.train.models.libraries import image_outline, preprocessing_of
+
     image_outline(towers.image, settings.size_px)
     theirs = preprocessing_of(towers.image)
     mean, std = theirs.mean or init.pixel_mean, theirs.std or init.pixel_std

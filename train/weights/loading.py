@@ -14,7 +14,7 @@ from clipmill.train.optim.parameters import plain_name
 from clipmill.train.weights.conversion import CONV, TEMPORAL_EMBEDDING, SourceFacts, require_finite
 from clipmill.train.weights.fitting import Change, Fitted, Shape
 from clipmill.train.weights.fitting import fit as fit_tensors
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 
 _MAX_LINES, _MAX_NAMES = 40, 3
 

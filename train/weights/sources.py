@@ -1,8 +1,8 @@
 """Where weights come from: a file, a folder, a run of this project, or a name and tag of open_clip."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import LIBRARY, DualEncoderInit, DualEncoderTowers, FormatChoice, Init, Kind, Towers
+from clipmill.train.config.model import LIBRARY, DualEncoderInit, DualEncoderTowers, Init, Towers
 from clipmill.train.config.places import HUB_PREFIX, NAME_AND_TAG
 from clipmill.train.models.adapters import merged
 from clipmill.train.models.dual_encoder import size_of
@@ -19,7 +19,6 @@ from clipmill.train.models.transformer import NORM_EPS
 from clipmill.train.run.checkpoint import content_of, read_metadata, read_weights
 from clipmill.train.run.folder import RunFolder, is_run
 from clipmill.train.weights.conversion import (
-    CONV,
     LOGIT_SCALE,
     MEANS,
     STDS,
@@ -37,36 +36,9 @@ from clipmill.train.weights.formats import FORMATS, detect_format, facts_in
 from clipmill.train.weights.library import facts_of_entry, library_facts, library_format
 from clipmill.train.weights.logits import read_logits
 from clipmill.train.weights.open_clip import file_of_tag
-
-Say = Callable[[str], None]
+from clipmill.train.weights.source import Base, Say, Source
 
 _PLAIN = Towers()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Weights that were read.
-
-    Attributes:
-        title: origin and format, for the user.
-        converted: the tensors under our names.
-        facts: what no tensor shows.
-    """
-
-    title: str
-    converted: ConvertedStateDict
-    facts: SourceFacts
-
-    @property
-    def kind(self) -> Kind | None:
-        """The kind of the video tower; None without one."""
-        return kind_of_tensors(self.converted.tensors)
-
-    @property
-    def tubelet(self) -> int | None:
-        """Frames of a cube of the video tower; None if it has patches, or is not there."""
-        conv = self.converted.tensors.get(CONV)
-        return int(conv.shape[2]) if conv is not None and conv.ndim == 5 else None
 
 
 def place_of_weights(weights: str) -> Path:
@@ -213,26 +185,6 @@ def _towers_in(settings: Mapping[str, Any]) -> DualEncoderTowers:
 #
 # Where parts are frozen and others have low-rank adapters, a checkpoint holds what is trained. The frozen tensors that
 # were copied from --init.weights as they are, the base, are read from there again, if they are still the same.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Base:
-    """The frozen tensors that checkpoints leave out.
-
-    Attributes:
-        weights: where they are from: a path or a NAME:TAG; `format` as in --init.format.
-        sha256: of their names, shapes and values.
-        tensors: their names, and the shape of each.
-        scale: of the adapters.
-        text: where those of the text tower are from, if elsewhere.
-    """
-
-    weights: str
-    format: FormatChoice
-    sha256: str
-    tensors: dict[str, list[int]]
-    scale: float
-    text: str | None = None
 
 
 def base_of(source: Source, init: Init, *, names: Iterable[str], scale: float) -> Base:

@@ -75,7 +75,7 @@ class Captions(Points):
     def _load(self, request: SampleRequest) -> Sample | FailedSample:
         if request.sample in self._failing:
             return FailedSample(request.position, self.key(request.sample), "undecodable", "as told")
-        rng = request.rng()
+        rng = request.generator("crop")
         assert rng is not None
         values = rng.normal(size=(3, NUM_FRAMES, IMAGE_PX, IMAGE_PX))
         if request.sample == self._poisoned:

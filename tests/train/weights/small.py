@@ -15,7 +15,7 @@ from clipmill.train.models.text import TextTowerSize
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.video_vit import VideoViTSize
 from clipmill.train.weights.loading import Loaded, copy_into, fit_to
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 
 IMAGE_PX, PATCH_PX, WIDTH, TEXT_WIDTH, EMBEDDING, VOCABULARY, CONTEXT = 32, 8, 64, 48, 24, 99, 12
 HEADS, TEXT_HEADS, DEPTH = 4, 3, 2

@@ -17,7 +17,8 @@ from clipmill.train.models.video_vit import VideoViTSize
 from clipmill.train.tasks.classify.model import VideoClassifier
 from clipmill.train.tasks.mae.objective import normalised_cubes, reconstruction_loss
 from clipmill.train.weights.conversion import IMAGENET_STD
-from clipmill.train.weights.sources import Source, open_weights
+from clipmill.train.weights.source import Source
+from clipmill.train.weights.sources import open_weights
 from tests.train.weights.small import shuffle
 
 SIDE, PATCH, FRAMES, CLASSES, DECODER_DEPTH = 16, 8, 4, 5, 2

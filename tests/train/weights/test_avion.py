@@ -17,7 +17,8 @@ from torch.nn import functional
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Init
 from clipmill.train.weights.avion import MISTYPED_MEAN
-from clipmill.train.weights.sources import Source, open_weights
+from clipmill.train.weights.source import Source
+from clipmill.train.weights.sources import open_weights
 from tests.train.weights import small
 from tests.train.weights.small import loaded_weights, our_model, quiet, tokens
 

@@ -18,7 +18,8 @@ from clipmill.train.weights.fitting import fit, resize_positions, stretched_posi
 from clipmill.train.weights.formats import FORMATS, detect_format
 from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.open_clip import from_open_clip, to_open_clip
-from clipmill.train.weights.sources import Source, open_weights
+from clipmill.train.weights.source import Source
+from clipmill.train.weights.sources import open_weights
 from tests.train.weights.small import loaded_weights, our_model, quiet, shuffle
 
 State = dict[str, torch.Tensor]

@@ -14,7 +14,8 @@ from clipmill.train.config.model import Init
 from clipmill.train.evaluation.opening import require_weights
 from clipmill.train.inference.model import tasks_where
 from clipmill.train.weights.hf_clip import from_hf, to_hf
-from clipmill.train.weights.sources import Source, open_weights
+from clipmill.train.weights.source import Source
+from clipmill.train.weights.sources import open_weights
 from tests.train.weights import small
 from tests.train.weights.small import images, loaded_weights, our_model, quiet, shuffle, tokens
 

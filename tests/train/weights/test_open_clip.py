@@ -14,7 +14,8 @@ from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import DualEncoder, size_of
 from clipmill.train.weights.conversion import SourceFacts
 from clipmill.train.weights.open_clip import from_open_clip, to_open_clip
-from clipmill.train.weights.sources import Source, fetch_tag, open_weights
+from clipmill.train.weights.source import Source
+from clipmill.train.weights.sources import fetch_tag, open_weights
 from tests.train.weights.small import (
     OPEN_CLIP_CONFIG,
     images,

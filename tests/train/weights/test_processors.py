@@ -16,7 +16,7 @@ from clipmill.train.weights.effective import effective_clip_settings
 from clipmill.train.weights.formats import facts_in
 from clipmill.train.weights.hub import MODEL_FILES
 from clipmill.train.weights.library import library_facts
-from clipmill.train.weights.sources import Source
+from clipmill.train.weights.source import Source
 
 MEAN, STD = [0.11, 0.12, 0.13], [0.21, 0.22, 0.23]
 OTHER = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}

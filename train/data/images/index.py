@@ -19,7 +19,8 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.cache import ObjectCache
-from clipmill.manifests.storage.objects import is_remote, open_objects
+from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.manifests.storage.objects import open_objects
 from clipmill.shards.tars import LocalTars
 from clipmill.train.data.node_cache import shared
 from clipmill.train.data.remote import copy_name, held_copy

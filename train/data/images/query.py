@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.objects import is_remote
+from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.train.config.shards import names_tars
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.images.index import LABEL, ImageTars, holds_images
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.node_cache import choose_folder
 from clipmill.train.data.remote import local_copy, open_cache
-from clipmill.train.data.streams.tars import expand, names_tars
+from clipmill.train.data.streams.tars import expand
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.shards.damage import Damaged
+from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.caption_choice import all_the_same
 from clipmill.train.data.classes import ClassList, class_numbers_of
@@ -28,6 +29,7 @@ from clipmill.train.data.images.query import ImageQuery, open_tars
 from clipmill.train.data.loader import Loader, ReadAhead, SampleRequest
 from clipmill.train.data.order import set_fingerprint
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
+from clipmill.train.data.query import TARS_SPLIT, DataQuery, one_caption_each
 from clipmill.train.models.text import Tokenize
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ class TarImages(Loader):
         UserError: the tars cannot be read, hold videos too, or have no such images.
     """
 
-    split = "all"
+    split = TARS_SPLIT
     text_width = None
 
     def __init__(
@@ -194,6 +196,10 @@ class TarImages(Loader):
         """Start and end of clips, microseconds: an image has no duration."""
         return np.zeros_like(clips), np.zeros_like(clips)
 
+    def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
+        """Always (0, 0): an image has no time."""
+        return self.span_s(sample)
+
     def span_s(self, sample: int) -> tuple[float, float]:
         """Start and end of the clip, seconds."""
         return 0.0, 0.0
@@ -253,7 +259,7 @@ class TarImages(Loader):
     def _sample(self, request: SampleRequest, frame: "av.VideoFrame") -> Sample:
         shape, key, image = self._shape, self.key(request.sample), request.sample // self._repeats
         num_frames = shape.sampling.num_frames * shape.views.num_clips
-        building = ClipBuilder(shape, num_frames=num_frames, rng=request.rng(), key=key)
+        building = ClipBuilder(shape, num_frames=num_frames, rng=request.generator("crop"), key=key)
         building.add(frame, range(num_frames))
         clip = building.clip()
         sample = Sample(position=request.position, key=key, clip_id=image, video=clip.video, colour=clip.colour)
@@ -289,3 +295,26 @@ def _require_images_only(tars: ImageTars) -> None:
 
 def _name(tar: str) -> str:
     return tar.rpartition("/")[2]
+
+
+def open_images(query: DataQuery) -> TarImages:
+    """Open the images of the tars that a task asks for, with captions, labels or neither.
+
+    Raises:
+        UserError: the settings select samples by what tars do not have, or as of `TarImages`.
+    """
+    settings = query.settings
+    if settings.selection is not None:
+        raise UserError(
+            f"{settings.folder} names tars, which have no manifest and no scores to select by",
+            hint="leave out --where and --share, or name a data folder that prep made",
+        )
+    if query.has_stored_text or query.captions != CaptionSettings():
+        raise one_caption_each(settings.folder)
+    return TarImages(
+        ImageQuery(settings.folder, query.shape, query.loading, cache=settings.cache, cache_size=settings.cache_size),
+        has_captions=query.content == "captions",
+        tokenize=query.tokenize,
+        classes=query.classes[0] if query.classes else None,
+        repeats=query.repeats,
+    )

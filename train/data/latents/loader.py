@@ -51,6 +51,8 @@ class LatentLoader(BatchLoader):
         UserError: nothing can be shown, the columns do not belong together, or a tar is missing or truncated.
     """
 
+    mixture = "clipmill.train.data.latents.mixed:MixedLatents"
+
     def __init__(self, query: SegmentQuery, *, tokenize: "Tokenize | None" = None) -> None:
         import torch
 
@@ -130,6 +132,13 @@ class LatentLoader(BatchLoader):
     def span_us(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Start and end of the samples' segments in their videos, microseconds."""
         return times_us(self.samples.records, self.samples.segments, self.samples.segment_of(samples))
+
+    def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
+        """Start and end in their video of the frames in the middle of an evaluated segment, seconds."""
+        begin_us, _ = self.span_us(np.array([sample]))
+        fps, length = self.frame_shape.fps, self.samples.segments.num_frames
+        begin_s = float(begin_us[0]) / 1e6 + float((length - num_frames) // 2 / fps)
+        return begin_s, begin_s + float(num_frames / fps)
 
     def texts_of(self, caption_id: NDArray[np.int64]) -> list[str]:
         """The texts of captions of the manifest."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
+from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.decoding.clip import ClipShape, make_clip
 from clipmill.train.data.decoding.decoders import PlainVideo, require_frames
@@ -18,6 +19,7 @@ from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.data.loader import BatchLoader, LoaderSettings, SampleRequest
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch, SampleFailed
+from clipmill.train.data.query import TARS_SPLIT, DataQuery, one_caption_each
 from clipmill.train.data.streams.samples import StreamedClip, Unreadable, WithoutVideo, frames_on_screen
 from clipmill.train.data.streams.tars import expand, items_in, shuffled, tars_of_epoch
 from clipmill.train.data.workers import Stuck, in_order
@@ -64,7 +66,7 @@ class VideoStream(BatchLoader):
         cache_size: str | None = None,
     ) -> None:
         super().__init__(replace(loading, group=1))  # every clip has a file of its own
-        self.split = "all"
+        self.split = TARS_SPLIT
         self._tars = expand(pattern)
         self._shape, self._tokenize = shape, tokenize
         self._cache, self._cache_size = cache, cache_size
@@ -97,6 +99,9 @@ class VideoStream(BatchLoader):
         if self.num_without_video:
             parts.append(f"{counted(self.num_without_video, 'sample')} left out: the video could not be downloaded")
         return "; ".join(parts)
+
+    def require_different_texts(self) -> None:
+        """Do nothing: the captions of a stream are not known before they are read."""
 
     def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
         """This rank's share of every `every`-th clip, once, in the order of the tars; the last batch may be smaller.
@@ -213,13 +218,13 @@ class VideoStream(BatchLoader):
             return error.at(work.request.position)
 
     def _sample(self, clip: StreamedClip, request: SampleRequest) -> Sample:
-        rng = request.rng()
         try:
             video = PlainVideo(clip.content)
-            frames = frames_on_screen(video, clip, self._shape.sampling, rng=rng)
+            frames = frames_on_screen(video, clip, self._shape.sampling, rng=request.generator("frames"))
             found = video.decode(frames)
             require_frames(set(frames) - found.keys(), key=clip.key)
-            made = make_clip([found[frame] for frame in frames], self._shape, rng=rng, in_graph=False, key=clip.key)
+            pictures, crop = [found[frame] for frame in frames], request.generator("crop")
+            made = make_clip(pictures, self._shape, rng=crop, in_graph=False, key=clip.key)
             tokens = None if self._tokenize is None else self._tokenize(clip.text)
         except SampleFailed:
             raise
@@ -234,6 +239,30 @@ class VideoStream(BatchLoader):
             colour=made.colour,
             **said,
         )
+
+
+def open_stream(query: DataQuery) -> VideoStream:
+    """Open the stream of tars that a task asks for.
+
+    Raises:
+        UserError: the settings select samples by what tars do not have, or as of `VideoStream`.
+    """
+    settings = query.settings
+    if query.has_stored_text or query.captions != CaptionSettings():
+        raise one_caption_each(settings.folder)
+    if settings.selection is not None:
+        raise UserError(
+            f"{settings.folder} is a stream of tars: it has no manifest and no scores to select by",
+            hint="leave out --where and --share, or name a data folder that prep made",
+        )
+    return VideoStream(
+        settings.folder,
+        shape=query.shape,
+        tokenize=query.tokenize,
+        loading=query.loading,
+        cache=settings.cache,
+        cache_size=settings.cache_size,
+    )
 
 
 def _size_of(item: _Item) -> int:

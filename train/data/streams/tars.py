@@ -10,11 +10,13 @@ import numpy as np
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.cache import CachedFile
-from clipmill.manifests.storage.objects import is_remote, open_objects
+from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.manifests.storage.objects import open_objects
 from clipmill.train.data.order import permute
 from clipmill.train.data.remote import held_copy, open_cache
 from clipmill.train.data.streams.samples import StreamedClip, Unreadable, WithoutVideo, clips_of, samples_of
 from clipmill.train.data.workers import Stuck, in_order
+from clipmill.train.device.random import generator
 
 MAX_TARS = 1_000_000
 PATTERN_HINT = "patterns look like DIR/{000000..000099}.tar, with as many digits as the names have"
@@ -29,11 +31,6 @@ _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?")
 _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?\d+)?")
 _NUM_LETTERS = 52
 _T = TypeVar("_T")
-
-
-def names_tars(shards: str) -> bool:
-    """Return True if `--shards` names tars rather than a data folder."""
-    return shards.endswith(".tar") or "{" in shards
 
 
 def expand(pattern: str) -> list[str]:
@@ -193,7 +190,7 @@ def shuffled(items: Iterable[_T], *, size_of: Callable[[_T], int], seed: int, ep
     Args:
         size_of: size of an item in bytes.
     """
-    rng = np.random.default_rng((seed, epoch))
+    rng = generator(epoch, seed=seed, purpose="window of a stream")
     window: list[_T] = []
     held_bytes = 0
     for item in items:

@@ -1,6 +1,7 @@
 """Probes of frozen features: of a trained run and of random weights, and in the training loop by all ranks together."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,9 +15,12 @@ from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.by_class import majority_baseline
 from clipmill.train.evaluation.probe.features import tower_of
 from clipmill.train.evaluation.probe.probing import probe
-from clipmill.train.evaluation.probe.sets import Labelled, available_labels, open_sets
+from clipmill.train.evaluation.probe.sets import available_labels, open_sets
 from clipmill.train.evaluation.probe.spec import METHOD_TITLES, ProbeFlags
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, split_metrics
+
+if TYPE_CHECKING:
+    from clipmill.train.evaluation.probe.sets import Labelled
 
 
 class LoopProbe:
@@ -45,7 +49,7 @@ class LoopProbe:
         self._sets = open_sets(settings, wanted, bank_split=settings.split, world=world, device=device)
 
     @property
-    def queries(self) -> Labelled:
+    def queries(self) -> "Labelled":
         """This rank's part of the clips that are scored."""
         return self._sets.queries
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -9,21 +10,23 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_captions
-from clipmill.train.config.clips import ClipSettings, LatentSettings
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.evaluation import ProbeEvaluation
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.classes import ClassList, class_labels, read_classes
-from clipmill.train.data.inputs import clip_query, loader_settings, open_labelled_folder, open_segments
-from clipmill.train.data.labelled_clips import LabelledClips
-from clipmill.train.data.latents.loader import LabelledLatents
-from clipmill.train.data.latents.segment_query import SegmentQuery
+from clipmill.train.data.inputs import open_labelled_folder
+from clipmill.train.data.query import DataQuery, loader_settings, open_samples
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.probe.features import ClipFeatures, Tower, extract, gathered
 from clipmill.train.evaluation.probe.probing import LabelledFeatures
 from clipmill.train.evaluation.runner import every_for
 from clipmill.train.run.counted_batches import counted_batches
 
-Labelled = LabelledClips | LabelledLatents
+if TYPE_CHECKING:
+    from clipmill.train.data.labelled_clips import LabelledClips
+    from clipmill.train.data.latents.loader import LabelledLatents
+
+    Labelled = LabelledClips | LabelledLatents
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ class ProbeSets:
     """
 
     classes: tuple[ClassList, ...]
-    queries: Labelled
-    bank: Labelled
+    queries: "Labelled"
+    bank: "Labelled"
     queries_every: int = 1
     bank_every: int = 1
 
@@ -64,7 +67,7 @@ class ProbeSets:
         return _labelled(queries, self.queries), _labelled(bank, self.bank), queries, bank
 
 
-def _labelled(found: ClipFeatures, samples: Labelled) -> list[LabelledFeatures]:
+def _labelled(found: ClipFeatures, samples: "Labelled") -> list[LabelledFeatures]:
     """The features of each tower, with labels and videos of their clips."""
     rows = found.sample.cpu().numpy()
     label_NL = torch.from_numpy(samples.all_labels[rows]).to(found.sample.device)
@@ -119,28 +122,22 @@ def open_sets(
 
 def _open_labelled(
     settings: ClipSettings, *, split: str, classes: Sequence[ClassList], world: World, device: torch.device
-) -> Labelled:
+) -> "Labelled":
     """This rank's part of the clips of a split, pixels or latents, that have any of the labels, each once."""
     # A batch of training fits into memory; an autoencoder sees all cubes here, but keeps no activations.
     batch = settings.microbatch or world.share(settings.batch)
-    if isinstance(settings, LatentSettings) and settings.reads_latents:
-
-        def open_latents(query: SegmentQuery) -> LabelledLatents:
-            loading = replace(query.loading, batch=batch)
-            return LabelledLatents(replace(query, captions="none", classes=classes, loading=loading, max_segments=None))
-
-        return open_segments(open_latents, settings, split=split, world=world)
-    folder = open_labelled_folder(settings)
-    return LabelledClips(
-        clip_query(
-            settings,
-            folder,
+    loading = replace(loader_settings(settings, world, device=device), batch=batch, group=1)
+    samples: Labelled = open_samples(
+        DataQuery(
+            settings=settings,
+            content="labels",
             split=split,
-            loading=replace(loader_settings(settings, world, device=device), batch=batch, group=1),
-        ),
-        classes=classes[0],
-        also=classes[1:],
+            loading=loading,
+            classes=classes,
+            has_all_segments=True,
+        )
     )
+    return samples
 
 
 def _check(sets: ProbeSets, wanted: ProbeEvaluation, *, bank_split: str) -> None:

@@ -39,7 +39,8 @@ from clipmill.train.weights.fitting import Change
 from clipmill.train.weights.hf_caption import read_caption_folder
 from clipmill.train.weights.hf_caption_config import caption_config_of
 from clipmill.train.weights.hub import MODEL_FILES, TOKENIZER_FILES, hub_folder
-from clipmill.train.weights.sources import Say, place_of_weights
+from clipmill.train.weights.source import Say
+from clipmill.train.weights.sources import place_of_weights
 
 # A name on Hugging Face; anything else can only be a folder.
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)

@@ -35,7 +35,7 @@ from clipmill.train.weights.hf_caption_config import (
     generation_config,
     hf_caption_config,
 )
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 
 
 def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None:

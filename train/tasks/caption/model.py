@@ -14,12 +14,13 @@ from clipmill.train.engine.clip_task import UNUSED_PARTS, without_parts
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.captioner import Captioner, VideoTower
 from clipmill.train.models.dual_encoder import size_of
-from clipmill.train.models.gpt2 import CROSS_ATTENTION, Gpt2
+from clipmill.train.models.gpt2 import Gpt2
 from clipmill.train.models.library_towers import LibraryImage, image_tower, num_heads_of
 from clipmill.train.models.timesformer import TimeSformer, nearest_places, nearest_times
 from clipmill.train.models.transformer import checkpoint_blocks, drop_path_of
 from clipmill.train.models.video_vit import clip_tower
 from clipmill.train.models.videomae import VideoMAEEncoder
+from clipmill.train.optim.parameters import CROSS_ATTENTION
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.tasks.caption.decoder import Decoder, DecoderParts, kept_decoder, no_tokenizer
 from clipmill.train.tasks.caption.language.model import LanguageCaptioner, VisualProjector, checkpoint_language_blocks
@@ -28,7 +29,8 @@ from clipmill.train.tasks.caption.settings import CaptionerSettings, DecoderSett
 from clipmill.train.tasks.caption.tokenizer import has_tokenizer
 from clipmill.train.weights.effective import KINDS, effective_clip_settings
 from clipmill.train.weights.loading import Loaded, fit_to
-from clipmill.train.weights.sources import Say, Source, place_of_weights
+from clipmill.train.weights.source import Say, Source
+from clipmill.train.weights.sources import place_of_weights
 
 _TOKENS, _DECODER_POSITIONS = "decoder.token_embedding.weight", "decoder.positional_embedding"
 _OF_LANGUAGE = "projection.mlp.0.weight"

@@ -5,7 +5,7 @@ Shape suffixes: B batch, C channels, T frames, H and W pixels.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,8 +13,10 @@ from torch import nn
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.tuning import Tower
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.inputs import Mixture, clip_query, loader_settings, open_folder
+from clipmill.train.data.clip_query import clip_query
+from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.prefetch import batches_on_all_stages
+from clipmill.train.data.query import loader_settings
 from clipmill.train.distributed.stages import LayerCost
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
@@ -41,12 +43,15 @@ from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSet
 from clipmill.train.tasks.caption.stages import layers_of, part_of, whole_captioner
 from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer
 from clipmill.train.weights.loading import Loaded
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 
-Samples = CaptionedClips | Mixture
+if TYPE_CHECKING:
+    from clipmill.train.data.inputs import Mixture
+
+    Samples = CaptionedClips | Mixture
 
 
-class CaptionTask(ClipTask[CaptionerSettings, Samples | None, AnyCaptioner]):
+class CaptionTask(ClipTask[CaptionerSettings, "Samples | None", AnyCaptioner]):
     """The task of `train caption`.
 
     Args:
@@ -88,7 +93,7 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, AnyCaptioner]):
         """Tokenizer, and configuration of a language model, which the weights cannot be used without."""
         return decoder_files(self.decoder)
 
-    def training_set(self, world: World) -> Samples:
+    def training_set(self, world: World) -> "Samples":
         """This rank's part of the clips and captions of the split that the settings name.
 
         Raises:
@@ -142,7 +147,7 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, AnyCaptioner]):
             captions=settings.captions,
         )
 
-    def new_model(self, samples: Samples | None = None) -> AnyCaptioner:
+    def new_model(self, samples: "Samples | None" = None) -> AnyCaptioner:
         """A captioner with new weights, and those of `--decoder.weights`."""
         return build_captioner(self._settings, self.decoder, attend=self._attention.attend)
 
@@ -154,7 +159,7 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, AnyCaptioner]):
         """Fit tower and decoder to a captioner's weights."""
         return start_of_captioner(model, source, allow=(), say=say)
 
-    def build_model(self, samples: Samples | None = None) -> AnyCaptioner:
+    def build_model(self, samples: "Samples | None" = None) -> AnyCaptioner:
         """A captioner with the weights to start from, and frozen parts."""
         return super().build_model(samples)
 
@@ -175,7 +180,7 @@ class CaptionTask(ClipTask[CaptionerSettings, Samples | None, AnyCaptioner]):
         own = super().units(model)
         return [*own, *language_blocks(model.decoder)] if isinstance(model, LanguageCaptioner) else own
 
-    def build_objective(self, samples: Samples, world: World) -> Objective:
+    def build_objective(self, samples: "Samples", world: World) -> Objective:
         """Cross-entropy of tokens."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
         decoder = self.decoder

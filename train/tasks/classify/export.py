@@ -20,7 +20,7 @@ from clipmill.train.weights.effective import effective_clip_settings
 from clipmill.train.weights.exported import Exported, require_format
 from clipmill.train.weights.files import read_config
 from clipmill.train.weights.hf_videomae import exported_videomae
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 
 # Of VideoMAE's classifiers, which no file says: one frame in four.
 _NUM_FRAMES, _STRIDE = 16, 4

@@ -16,7 +16,7 @@ from clipmill.train.models.transformer import LayerNorm, checkpoint_blocks, drop
 from clipmill.train.models.video_vit import VideoViT, VideoViTSize, clip_tower
 from clipmill.train.models.videomae import VideoMAEEncoder
 from clipmill.train.weights.loading import Loaded, fit_to
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 
 _FEATURE_NORM = "fc_norm."
 # Of the last layer's initial weights: AVION's; VideoMAE's 0.02 times its init_scale of 0.001.

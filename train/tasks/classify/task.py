@@ -6,7 +6,7 @@ Shape suffixes: B batch, C channels, T frames, H and W pixels (or values of a la
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,27 +18,13 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import spread_frames, window_frames
-from clipmill.train.data.images.samples import TarImages
-from clipmill.train.data.inputs import (
-    Mixture,
-    clip_query,
-    first_of,
-    image_query,
-    loader_settings,
-    open_labelled_folder,
-    open_segments,
-    read_classes_of,
-    reads_images,
-    size_on_latents,
-)
-from clipmill.train.data.labelled_clips import LabelledClips
-from clipmill.train.data.latents.loader import LabelledLatents
+from clipmill.train.data.inputs import picture_size, read_classes_of
+from clipmill.train.data.query import DataQuery, loader_settings, open_samples
 from clipmill.train.device.random import Positions, uniform
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.evaluation.runner import every_for, split_metrics
 from clipmill.train.losses.objective import Objective
-from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.run.counted_batches import counted_batches
 from clipmill.train.tasks.classify.evaluation import ClassResult, score_classifier
 from clipmill.train.tasks.classify.model import VideoClassifier, start_of_classifier
@@ -46,13 +32,19 @@ from clipmill.train.tasks.classify.objective import SoftCrossEntropy
 from clipmill.train.tasks.classify.settings import ClassEvaluation, ClassifySettings
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
 from clipmill.train.weights.loading import Loaded
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 
-OneFolder = LabelledClips | TarImages | LabelledLatents
-Samples = OneFolder | Mixture
+if TYPE_CHECKING:
+    from clipmill.train.data.images.samples import TarImages
+    from clipmill.train.data.inputs import Mixture
+    from clipmill.train.data.labelled_clips import LabelledClips
+    from clipmill.train.data.latents.loader import LabelledLatents
+
+    OneFolder = LabelledClips | TarImages | LabelledLatents
+    Samples = OneFolder | Mixture
 
 
-class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
+class ClassifyTask(ClipTask[ClassifySettings, "Samples", VideoClassifier]):
     """The task of `train classify`.
 
     Args:
@@ -77,7 +69,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
         """Entries of run.json."""
         return {"classes": self.classes.as_json(), **super().facts()}
 
-    def training_set(self, world: World) -> Samples:
+    def training_set(self, world: World) -> "Samples":
         """This rank's part of the labelled clips, or segments of latents, of the split that the settings name.
 
         Raises:
@@ -103,7 +95,7 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
                 self.note_evaluation(one, found)
         return samples
 
-    def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> OneFolder:
+    def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> "OneFolder":
         """This rank's part of the labelled samples of any split.
 
         Args:
@@ -114,46 +106,32 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
             UserError: there are none, or they do not fit the settings.
         """
         settings = self._settings
-        if settings.reads_latents:
-            return self._latents(split, world, views=views)
         loading = loader_settings(settings, world, device=self._device)
         loading = replace(loading, group=loading.group * repeats)
         if views is not None:
             # A clip takes the memory of all its views.
             loading = replace(loading, batch=max(1, loading.batch // len(views)))
-        if reads_images(settings):
-            query = image_query(settings, loading=loading, views=views)
-            return TarImages(query, classes=self.classes, repeats=repeats)
-        folder = open_labelled_folder(settings)
-        return LabelledClips(
-            clip_query(settings, folder, split=split, loading=loading, views=views),
-            classes=self.classes,
+        query = DataQuery(
+            settings=settings,
+            content="labels",
+            split=split,
+            loading=loading,
+            views=views or Views(),
+            classes=(self.classes,),
             repeats=repeats,
         )
-
-    def _latents(self, split: str, world: World, *, views: Views | None) -> LabelledLatents:
-        settings = self._settings
-        if views is not None and len(views) > 1:
-            raise UserError(
-                f"{views.num_clips} clips x {views.num_crops} crops apply to frames in pixels, not to latents",
-                hint="leave --clips and --crops out with --input latents",
-            )
-        return open_segments(
-            lambda query: LabelledLatents(replace(query, captions="none", classes=(self.classes,))),
-            settings,
-            split=split,
-            world=world,
-        )
+        samples: OneFolder = open_samples(query)
+        return samples
 
     def fit_weights(self, model: VideoClassifier, source: Source, *, say: Say) -> Loaded:
         """Fit weights to the tower; the last layer is always new."""
         return start_of_classifier(model, source, allow=self._settings.init.allow, say=say)
 
-    def build_objective(self, samples: Samples, world: World) -> Objective:
+    def build_objective(self, samples: "Samples", world: World) -> Objective:
         """Cross-entropy with mixed targets."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
         return SoftCrossEntropy(
-            inputs, self._settings, num_classes=len(self.classes), side=_side(self._settings, samples)
+            inputs, self._settings, num_classes=len(self.classes), side=picture_size(samples, self._settings)[1]
         )
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
@@ -182,7 +160,9 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
             metrics |= split_metrics(name, result.metrics, num_failed=result.num_failed)
         return metrics
 
-    def score(self, model: nn.Module, samples: OneFolder, world: World, *, views: Views, every: int = 1) -> ClassResult:
+    def score(
+        self, model: nn.Module, samples: "OneFolder", world: World, *, views: Views, every: int = 1
+    ) -> ClassResult:
         """Score a model in evaluation mode on samples that were opened with `views`; collective."""
         return score_classifier(
             model,
@@ -194,15 +174,13 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
             device=self._device,
         )
 
-    def new_model(self, samples: Samples) -> VideoClassifier:
+    def new_model(self, samples: "Samples") -> VideoClassifier:
         """A tower for clips as `samples` has them, and a new last layer."""
         settings = self._settings
         if self._shape is not None:
             size, image_px = self._shape.size.video, self._shape.image_px
         else:
-            size, image_px = size_of(settings.model, settings.towers).video, _side(settings, samples)
-            first: OneFolder = first_of(samples)
-            size = size_on_latents(size, first.frame_shape) if isinstance(first, LabelledLatents) else size
+            size, image_px = picture_size(samples, settings)
         return VideoClassifier(
             size,
             towers=settings.towers,
@@ -212,11 +190,6 @@ class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
             dropout=settings.dropout,
             attend=self._attention.attend,
         )
-
-
-def _side(settings: ClassifySettings, samples: Samples) -> int:
-    first: OneFolder = first_of(samples)
-    return first.frame_shape.height if isinstance(first, LabelledLatents) else settings.size_px
 
 
 def _views(wanted: ClassEvaluation) -> Views:

@@ -16,7 +16,7 @@ import pyarrow as pa
 from clipmill.manifests.adapters.tables import text_lines
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.storage.objects import is_remote
+from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.images.index import LABEL
 from clipmill.train.data.images.samples import TarImages

@@ -11,12 +11,12 @@ from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.shards.pages.media import evenly_spaced
+from clipmill.train.config.shards import names_tars
 from clipmill.train.data.decoding.clip import Views
-from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.loader import TrainingSet
+from clipmill.train.data.query import reads_images
 from clipmill.train.data.relevancy import Relevancy
 from clipmill.train.data.remote import open_data_folder
-from clipmill.train.data.streams.tars import names_tars
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import PicturedSamples, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
@@ -233,13 +233,13 @@ class LoopEvaluation:
         return split_metrics(self._name, self._scorer.metrics(result), num_failed=embeddings.num_failed)
 
 
-def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, samples: object) -> Scorer:
+def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, samples: Any) -> Scorer:
     """The scorer of a protocol for a run's data; of images, `samples` have what others read from a manifest.
 
     Raises:
         UserError: see `make_scorer`; also for protocols of clips on latents, or of images on clips.
     """
-    if isinstance(samples, TarImages):
+    if not settings.reads_latents and reads_images(settings):
         from clipmill.train.tasks.dual_encoder.clip_benchmark import class_prompts, image_captions
 
         if settings.text_tower == "frozen":

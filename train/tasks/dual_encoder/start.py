@@ -6,14 +6,13 @@ from dataclasses import replace
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import LIBRARY, DualEncoderTowers, kind_of
 from clipmill.train.config.towers import TOWERS
-from clipmill.train.models.dual_encoder import size_of
-from clipmill.train.models.library_towers import library_width
+from clipmill.train.models.dual_encoder import library_width, size_of
 from clipmill.train.models.text import CONTEXT_LENGTH
 from clipmill.train.models.transformer import NORM_EPS
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.weights.conversion import LOGIT_SCALE, PROJECTION
 from clipmill.train.weights.effective import chosen, effective_clip_settings
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 
 # Losses whose temperature has the meaning of CLIP's. The others have initial values of their own.
 _CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})

@@ -4,8 +4,7 @@ Clips are pixels or precomputed VAE latents; captions are tokens for a text towe
 """
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
@@ -14,47 +13,44 @@ from torch import nn
 from clipmill.manifests.errors import UserError
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO, how_to_make
 from clipmill.shards.dataset import current_variant
-from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EvaluatedData
+from clipmill.train.config.shards import names_tars
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.classes import ClassList
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import spread_frames
-from clipmill.train.data.images.samples import TarImages
-from clipmill.train.data.inputs import (
-    Mixture,
-    clip_query,
-    clip_shape,
-    first_of,
-    image_query,
+from clipmill.train.data.inputs import first_of, picture_size
+from clipmill.train.data.query import (
+    TARS_SPLIT,
+    Content,
+    DataQuery,
     loader_settings,
-    open_segments,
+    one_caption_each,
+    open_samples,
     reads_images,
-    size_on_latents,
 )
-from clipmill.train.data.latents.loader import CaptionedLatents
-from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
 from clipmill.train.data.remote import open_data_folder
-from clipmill.train.data.streams.stream import VideoStream
-from clipmill.train.data.streams.tars import names_tars
-from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.device.random import uniform
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.losses.contrastive import DatasetSize, build_contrast
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of, tokenizer_for
-from clipmill.train.models.text import Tokenize
-from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
-from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
 
-OneFolder = VideoCaptions | TarImages | VideoStream | CaptionedLatents
-Samples = OneFolder | Mixture
+if TYPE_CHECKING:
+    from clipmill.train.data.images.samples import TarImages
+    from clipmill.train.data.inputs import Mixture
+    from clipmill.train.data.latents.loader import CaptionedLatents
+    from clipmill.train.data.streams.stream import VideoStream
+    from clipmill.train.data.video_captions import VideoCaptions
+    from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
+
+    OneFolder = VideoCaptions | TarImages | VideoStream | CaptionedLatents
+    Samples = OneFolder | Mixture
 
 
-class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
+class DualEncoderTask(ClipTask[DualEncoderSettings, "Samples", DualEncoder]):
     """The task of `train dual-encoder`."""
 
     name = "dual-encoder"
@@ -65,7 +61,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         pictures = LATENTS if settings.reads_latents else VIDEO
         self.columns: tuple[str, ...] = (pictures, TEXT) if settings.text_tower == "frozen" else (pictures,)
 
-    def training_set(self, world: World) -> Samples:
+    def training_set(self, world: World) -> "Samples":
         """This rank's part of the clips and captions of the split that the settings name."""
         samples = self.mixed(lambda task: task._with_different_texts(world))
         if self._settings.evaluate.every:
@@ -73,24 +69,32 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             self._in_loop = [self._open_evaluation(one, world) for one in self._settings.evaluated()]
         return samples
 
-    def _with_different_texts(self, world: World) -> OneFolder:
+    def _with_different_texts(self, world: World) -> "OneFolder":
         samples = self.samples(self._settings.split, world)
-        if not isinstance(samples, VideoStream):
-            samples.require_different_texts()
+        samples.require_different_texts()
         return samples
 
-    def samples_of(self, wanted: DualEncoderEvaluation, world: World, *, num_clips: int = 1) -> OneFolder:
+    def samples_of(self, wanted: DualEncoderEvaluation, world: World, *, num_clips: int = 1) -> "OneFolder":
         """This rank's part of the clips and captions of an evaluation, as its protocol has them.
 
         Raises:
             UserError: as of `samples`, or they contradict the protocol.
         """
+        from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
+
         settings = self._settings
         if wanted.protocol == "zero-shot" and not settings.reads_latents and reads_images(settings):
             from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
 
             numbers = class_numbers(settings.folder, wanted.classes)
-            return self.images(world, views=Views(num_clips=num_clips), classes=numbers)
+            return self._open(
+                world,
+                split=TARS_SPLIT,
+                content="labels",
+                views=Views(num_clips=num_clips),
+                tokenize=tokenizer_for(settings.towers),
+                classes=(numbers,),
+            )
         if settings.reads_latents or names_tars(settings.folder) or wanted.protocol not in NAMED:
             # In multi-instance retrieval, two narrations of one span are two queries.
             each_caption = wanted.protocol == "mir"
@@ -117,7 +121,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         num_clips: int = 1,
         each_caption: bool = False,
         table: pa.Table | None = None,
-    ) -> OneFolder:
+    ) -> "OneFolder":
         """This rank's part of the clips and captions of any split; streamed tars have no splits.
 
         Args:
@@ -128,69 +132,41 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         Raises:
             UserError: there are none, or they do not fit the settings.
         """
-        settings = self._settings
-        tokenize = tokenizer_for(settings.towers) if settings.text_tower == "trained" else None
-        if settings.reads_latents:
-            return self._latents(split, world, tokenize=tokenize)
-        shape = clip_shape(settings, views=Views(num_clips=num_clips))
-        loading = loader_settings(settings, world, device=self._device)
-        if names_tars(settings.folder):
-            if tokenize is None or settings.captions != CaptionSettings():
-                raise UserError(
-                    f"{settings.folder} names tars: each clip has the one caption that its tar gives it",
-                    hint="leave out --text-tower and --captions, or name a data folder that prep made",
-                )
-            if reads_images(settings):
-                return self.images(world, views=shape.views)
-            if settings.selection is not None:
-                raise UserError(
-                    f"{settings.folder} is a stream of tars: it has no manifest and no scores to select by",
-                    hint="leave out --where and --share, or name a data folder that prep made",
-                )
-            return VideoStream(
-                settings.folder,
-                shape=shape,
-                tokenize=tokenize,
-                loading=loading,
-                cache=settings.cache,
-                cache_size=settings.cache_size,
-            )
-        folder = open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size)
-        self._require_texts(folder.path)
-        return VideoCaptions(
-            clip_query(settings, folder, split=split, loading=loading, views=Views(num_clips=num_clips)),
-            tokenize=tokenize,
-            captions=settings.captions if table is None else CaptionSettings(),
-            table=table,
-            has_stored_text=tokenize is None,
+        settings, has_text_tower = self._settings, self._settings.text_tower == "trained"
+        if not has_text_tower:
+            self._require_texts()
+        return self._open(
+            world,
+            split=split,
+            content="captions",
+            views=Views(num_clips=num_clips),
+            tokenize=tokenizer_for(settings.towers) if has_text_tower else None,
+            has_stored_text=not has_text_tower,
+            captions=settings.captions,
             each_caption=each_caption,
+            table=table,
         )
 
-    def images(self, world: World, *, views: Views, classes: ClassList | None = None) -> TarImages:
-        """This rank's part of the images in tars: those with captions, or with one of the classes."""
+    def _open(self, world: World, *, split: str, content: Content, **wanted: Any) -> "OneFolder":
         settings = self._settings
-        query = image_query(settings, loading=loader_settings(settings, world, device=self._device), views=views)
-        return TarImages(query, has_captions=classes is None, tokenize=tokenizer_for(settings.towers), classes=classes)
+        loading = loader_settings(settings, world, device=self._device)
+        query = DataQuery(settings=settings, content=content, split=split, loading=loading, **wanted)
+        samples: OneFolder = open_samples(query)
+        return samples
 
-    def _latents(self, split: str, world: World, *, tokenize: Tokenize | None) -> CaptionedLatents:
-        captions: Captions = "stored" if tokenize is None else "words"
-        sources = self._settings.captions.sources
-
-        def make(query: SegmentQuery) -> CaptionedLatents:
-            self._require_texts(query.data_dir)
-            return CaptionedLatents(replace(query, captions=captions, sources=sources), tokenize=tokenize)
-
-        return open_segments(make, self._settings, split=split, world=world)
-
-    def _require_texts(self, folder: Path) -> None:
+    def _require_texts(self) -> None:
         """Raise UserError if the embeddings that take the place of a text tower are missing."""
-        if self._settings.text_tower == "frozen" and current_variant(folder, TEXT) is None:
+        settings = self._settings
+        if names_tars(settings.folder):
+            raise one_caption_each(settings.folder)
+        folder = open_data_folder(settings.folder, cache=settings.cache, column=None)
+        if current_variant(folder.path, TEXT) is None:
             raise UserError(
-                f"{self._settings.folder} has no text shards, and --text-tower is frozen",
-                hint=f"run {how_to_make(TEXT, self._settings.folder)}, or train a text tower: --text-tower trained",
+                f"{settings.folder} has no text shards, and --text-tower is frozen",
+                hint=f"run {how_to_make(TEXT, settings.folder)}, or train a text tower: --text-tower trained",
             )
 
-    def new_model(self, samples: Samples) -> DualEncoder:
+    def new_model(self, samples: "Samples") -> DualEncoder:
         """The two towers in the size that the settings name, for clips as `samples` has them."""
         settings, shape = self._settings, self._shape or self._shape_for(samples)
         return DualEncoder(
@@ -202,16 +178,12 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             has_text_tower=settings.text_tower == "trained",
         )
 
-    def _shape_for(self, samples: Samples) -> ModelShape:
+    def _shape_for(self, samples: "Samples") -> ModelShape:
         settings = self._settings
-        size, image_px = size_of(settings.model, settings.towers), settings.size_px
-        first: OneFolder = first_of(samples)
-        if isinstance(first, CaptionedLatents):
-            image_px = first.frame_shape.height
-            size = replace(size, video=size_on_latents(size.video, first.frame_shape))
-        if not isinstance(first, VideoStream) and first.text_width is not None:
-            size = replace(size, embedding_width=first.text_width)
-        return ModelShape(size=size, image_px=image_px)
+        size = size_of(settings.model, settings.towers)
+        video, image_px = picture_size(samples, settings)
+        width = first_of(samples).text_width or size.embedding_width
+        return ModelShape(size=replace(size, video=video, embedding_width=width), image_px=image_px)
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Clips [B, C, T, H, W] and captions (tokens or stored embeddings) of a batch, as the model takes them."""
@@ -234,7 +206,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
             return latents_BTCHW.float().transpose(1, 2)
         return self.pixels(batch, slice(None), mean=CLIP_MEAN, std=CLIP_STD, is_training=is_training)
 
-    def build_objective(self, samples: Samples, world: World) -> Objective:
+    def build_objective(self, samples: "Samples", world: World) -> Objective:
         """The loss that `--loss.*` names."""
         inputs = self._training_inputs
         dataset = _dataset_size(samples, self._settings)
@@ -245,7 +217,9 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         """Metrics of the evaluations that the settings name, as `<name>/<metric>`."""
         return {name: value for one in self._in_loop for name, value in one(model, world).items()}
 
-    def _open_evaluation(self, one: EvaluatedData, world: World) -> LoopEvaluation:
+    def _open_evaluation(self, one: EvaluatedData, world: World) -> "LoopEvaluation":
+        from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
+
         task, evaluate = self.on(one.shards), self._settings.evaluate
         protocol = evaluate.protocol if one.protocol is None else evaluate.protocol_named(one.protocol)
         wanted = replace(evaluate, shards=(), split=one.split, protocol=protocol)
@@ -256,7 +230,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
         return found
 
 
-def _dataset_size(samples: Samples, settings: DualEncoderSettings) -> DatasetSize | None:
+def _dataset_size(samples: "Samples", settings: DualEncoderSettings) -> DatasetSize | None:
     """Size of the training set, for losses that keep state for each of its samples.
 
     Raises:
@@ -264,7 +238,7 @@ def _dataset_size(samples: Samples, settings: DualEncoderSettings) -> DatasetSiz
     """
     if not settings.loss.spec.is_global:
         return None
-    if isinstance(samples, VideoStream):
+    if samples.num_samples is None:
         raise UserError(
             f"--loss.kind {settings.loss.kind} keeps a number for each clip, and {settings.folder} is a stream of them",
             hint="name a data folder that prep made, or use --loss.kind infonce",

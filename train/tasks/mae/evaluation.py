@@ -14,8 +14,6 @@ from clipmill.shards.pages.media import evenly_spaced, evenly_within, jpeg_uri, 
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.latents.loader import FALSE_COLOUR_STDS, LatentLoader
-from clipmill.train.data.latents.segments import times_us
-from clipmill.train.data.loader import SampleRequest
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, evaluate, every_for
 from clipmill.train.models.video_vit import CubeGrid
@@ -26,7 +24,7 @@ from clipmill.train.tasks.mae.reconstruction import Pictures, ReconstructedClip,
 from clipmill.train.tasks.mae.settings import MaeSettings, num_masked_places
 from clipmill.train.tasks.mae.spec import RECONSTRUCTION, TASK, ReconstructionFlags
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
-from clipmill.train.weights.sources import Say
+from clipmill.train.weights.source import Say
 
 _NUM_CLIPS = 4
 _MAX_FRAMES = 4
@@ -141,31 +139,12 @@ def _figures(clips: Sequence[ReconstructedClip], samples: Samples, *, num_frames
     """Clips as plain values, in the order of the split."""
     figures = []
     for clip in sorted(clips, key=lambda clip: clip.sample):
-        begin_s, end_s = span_s(samples, clip.sample, num_frames=num_frames)
+        begin_s, end_s = samples.shown_span_s(clip.sample, num_frames=num_frames)
         pictures = {
             name: [picture_uri(frame) for frame in getattr(clip, name)] for name in ("original", "masked", "filled")
         }
         figures.append({"key": clip.key, "begin_s": begin_s, "end_s": end_s, "loss": clip.loss, **pictures})
     return figures
-
-
-def span_s(samples: Samples, sample: int, *, num_frames: int) -> tuple[float, float]:
-    """Start and end of the frames of an evaluated clip in its video, in seconds."""
-    if isinstance(samples, TarImages):
-        return samples.span_s(sample)
-    if isinstance(samples, ChunkClips):
-        frames = samples.plan(SampleRequest(sample, sample, None)).frames
-        times = [(samples.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])]
-        (first, first_frame), (last, last_frame) = times
-        return (
-            first.start_ms / 1000 + first_frame * first.fps_den / first.fps_num,
-            last.start_ms / 1000 + (last_frame + 1) * last.fps_den / last.fps_num,
-        )
-    segments = samples.samples
-    begin_us, _ = times_us(segments.records, segments.segments, np.array([sample]))
-    fps = samples.frame_shape.fps
-    begin_s = float(begin_us[0]) / 1e6 + float((segments.segments.num_frames - num_frames) // 2 / fps)
-    return begin_s, begin_s + float(num_frames / fps)
 
 
 def picture_uri(frame: NDArray[np.uint8]) -> str:

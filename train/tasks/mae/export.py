@@ -15,7 +15,7 @@ from clipmill.train.weights.exported import Exported, require_format
 from clipmill.train.weights.files import read_config
 from clipmill.train.weights.hf_videomae import exported_videomae
 from clipmill.train.weights.loading import depth_of
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 
 
 def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> Adopted | None:

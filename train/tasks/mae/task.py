@@ -5,7 +5,7 @@ Shape suffixes: B batch, C channels, T frames, H and W pixels, F frames of a seg
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,30 +13,16 @@ from torch import nn
 from clipmill.shards.columns import LATENTS, VIDEO
 from clipmill.train.config.evaluation import EvaluatedData, ProbeEvaluation
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.chunks import videos_of_split
 from clipmill.train.data.frame_sampling import window_frames
-from clipmill.train.data.images.samples import TarImages
-from clipmill.train.data.inputs import (
-    LATENT_PATCH,
-    Mixture,
-    clip_query,
-    first_of,
-    image_query,
-    loader_settings,
-    open_folder,
-    open_segments,
-    reads_images,
-    size_on_latents,
-)
-from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.inputs import picture_size
+from clipmill.train.data.query import LATENT_PATCH, DataQuery, loader_settings, open_samples, reads_images
 from clipmill.train.data.remote import open_data_folder
 from clipmill.train.device.random import uniform
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.evaluation.probe.evaluation import LoopProbe
 from clipmill.train.losses.objective import Objective
-from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.masked_autoencoder import MaskedAutoencoder
 from clipmill.train.models.video_vit import CubeGrid, VideoViTSize
 from clipmill.train.tasks.mae.masks import Masking
@@ -45,13 +31,19 @@ from clipmill.train.tasks.mae.settings import MaeSettings, check_mask, without_e
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.effective import effective_clip_settings
 from clipmill.train.weights.loading import Loaded, fit_to
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 
-OneFolder = ChunkClips | TarImages | LatentLoader
-Samples = OneFolder | Mixture
+if TYPE_CHECKING:
+    from clipmill.train.data.chunk_clips import ChunkClips
+    from clipmill.train.data.images.samples import TarImages
+    from clipmill.train.data.inputs import Mixture
+    from clipmill.train.data.latents.loader import LatentLoader
+
+    OneFolder = ChunkClips | TarImages | LatentLoader
+    Samples = OneFolder | Mixture
 
 
-class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
+class MaeTask(ClipTask[MaeSettings, "Samples", MaskedAutoencoder]):
     """The task of `train mae`."""
 
     name = "mae"
@@ -61,7 +53,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         self._probes: list[LoopProbe] = []
         self.columns: tuple[str, ...] = (LATENTS,) if settings.reads_latents else (VIDEO,)
 
-    def training_set(self, world: World) -> Samples:
+    def training_set(self, world: World) -> "Samples":
         """This rank's part of the chunks, or of the segments of latents, of the split that the settings name.
 
         Raises:
@@ -94,7 +86,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         self.note_evaluation(one, probe.queries)
         return probe
 
-    def samples(self, split: str, world: World, *, per_chunk: int = 1) -> OneFolder:
+    def samples(self, split: str, world: World, *, per_chunk: int = 1) -> "OneFolder":
         """This rank's part of the samples of any split.
 
         Args:
@@ -104,28 +96,24 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
             UserError: there are none, or they do not fit the settings.
         """
         settings = self._settings
-        if settings.reads_latents:
-            return self._latents(split, world)
-        loading = replace(loader_settings(settings, world, device=self._device), group=per_chunk)
-        if reads_images(settings):
-            return TarImages(image_query(settings, loading=loading), repeats=per_chunk)
-        folder = open_folder(settings, reason="train mae reads data folders and tars of images")
-        query = clip_query(settings, folder, split=split, loading=loading)
-        return ChunkClips(query, same_frames=settings.repeat == "masks")
-
-    def _latents(self, split: str, world: World) -> LatentLoader:
-        settings = self._settings
-        latents = open_segments(
-            lambda query: LatentLoader(replace(query, captions="none")), settings, split=split, world=world
+        query = DataQuery(
+            settings=settings,
+            content="frames",
+            split=split,
+            loading=replace(loader_settings(settings, world, device=self._device), group=per_chunk),
+            repeats=per_chunk,
+            same_frames=settings.repeat == "masks",
         )
-        check_mask(settings.mask_ratio, num_places=(latents.frame_shape.height // LATENT_PATCH) ** 2)
-        return latents
+        samples: OneFolder = open_samples(query)
+        if (shape := samples.frame_shape) is not None:
+            check_mask(settings.mask_ratio, num_places=(shape.height // LATENT_PATCH) ** 2)
+        return samples
 
-    def build_objective(self, samples: Samples, world: World) -> Objective:
+    def build_objective(self, samples: "Samples", world: World) -> Objective:
         """Reconstruction error of masked cubes."""
         return MaskedReconstruction(self.masked_clips(samples, is_training=True))
 
-    def masked_clips(self, samples: Samples, *, is_training: bool = False) -> MaskedClips:
+    def masked_clips(self, samples: "Samples", *, is_training: bool = False) -> MaskedClips:
         """Clips as `samples` has them, with masks."""
         settings = self._settings
         return MaskedClips(
@@ -136,14 +124,11 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
             std=None if settings.reads_latents else settings.init.pixel_std or IMAGENET_STD,
         )
 
-    def size(self, samples: Samples) -> VideoViTSize:
+    def size(self, samples: "Samples") -> VideoViTSize:
         """The size of the encoder, for clips as `samples` has them."""
-        if self._shape is not None:
-            return self._shape.size.video
-        size, first = size_of(self._settings.model, self._settings.towers).video, _first(samples)
-        return size_on_latents(size, first.frame_shape) if isinstance(first, LatentLoader) else size
+        return self._shape.size.video if self._shape is not None else picture_size(samples, self._settings)[0]
 
-    def masking(self, samples: Samples) -> Masking:
+    def masking(self, samples: "Samples") -> Masking:
         """The masks of clips as `samples` has them."""
         settings, size = self._settings, self.size(samples)
         side = self._side(samples) // size.patch_px
@@ -178,7 +163,7 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
         """Metrics of the probes that the settings name, as `<name>/<metric>`."""
         return {name: value for probe in self._probes for name, value in probe(model, world).items()}
 
-    def new_model(self, samples: Samples) -> MaskedAutoencoder:
+    def new_model(self, samples: "Samples") -> MaskedAutoencoder:
         """Encoder and decoder, for clips as `samples` has them."""
         settings = self._settings
         return MaskedAutoencoder(
@@ -190,16 +175,8 @@ class MaeTask(ClipTask[MaeSettings, Samples, MaskedAutoencoder]):
             towers=settings.towers,
         )
 
-    def _side(self, samples: Samples) -> int:
-        if self._shape is not None:
-            return self._shape.image_px
-        first = _first(samples)
-        return first.frame_shape.height if isinstance(first, LatentLoader) else self._settings.size_px
-
-
-def _first(samples: Samples) -> OneFolder:
-    found: OneFolder = first_of(samples)
-    return found
+    def _side(self, samples: "Samples") -> int:
+        return self._shape.image_px if self._shape is not None else picture_size(samples, self._settings)[1]
 
 
 def effective_settings(settings: MaeSettings, source: Source | None, *, say: Say) -> MaeSettings:

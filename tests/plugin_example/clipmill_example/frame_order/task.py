@@ -13,7 +13,8 @@ from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import Views
-from clipmill.train.data.inputs import clip_shape, loader_settings, open_folder
+from clipmill.train.data.inputs import open_folder
+from clipmill.train.data.query import clip_shape, loader_settings
 from clipmill.train.device.random import uniform
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.step import Step
@@ -26,7 +27,7 @@ from clipmill.train.models.transformer import blocks_of
 from clipmill.train.models.video_vit import VideoViT
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
 from clipmill.train.weights.loading import Loaded, copy_into, fit_to
-from clipmill.train.weights.sources import Say, Source
+from clipmill.train.weights.source import Say, Source
 from clipmill_example.frame_order.spec import FrameOrderFlags, FrameOrderSettings
 
 

@@ -24,7 +24,8 @@ from clipmill.manifests.publish import remove_temporaries, target_of
 from clipmill.train.data.batch import BatchRing, Sample
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.chunks import ChunkSet
-from clipmill.train.data.inputs import clip_query, open_folder
+from clipmill.train.data.clip_query import clip_query
+from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.distributed.world import World
@@ -45,7 +46,7 @@ from clipmill.train.tasks.caption.chunks.table import (
 from clipmill.train.tasks.caption.settings import within
 from clipmill.train.tasks.caption.videos.clips import length_us
 from clipmill.train.tasks.caption.videos.run import TrainedCaptioner, open_captioner
-from clipmill.train.weights.sources import Say
+from clipmill.train.weights.source import Say
 
 _BATCHES_PER_PART = 4
 

@@ -37,7 +37,7 @@ from clipmill.train.tasks.caption.videos.captioning import (
 from clipmill.train.tasks.caption.videos.clips import WindowClip, length_us
 from clipmill.train.tasks.caption.videos.outputs import open_sink, printed
 from clipmill.train.tasks.caption.videos.source import find_videos, shown_name
-from clipmill.train.weights.sources import Say
+from clipmill.train.weights.source import Say
 
 _MAX_NAMED = 5
 

@@ -1,0 +1,52 @@
+"""What a process of `train` loads: the modules of its own task and kind of data, and no others. Limits only go down."""
+
+import importlib
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from tests.forked import forget, forked
+
+MAX_MODULES_OF_A_RUN, MAX_LINES_OF_A_RUN, MAX_MODULES_OF_HELP = 205, 29_600, 94
+
+
+def _loaded() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[0] == "clipmill"]
+
+
+def _num_lines(names: list[str]) -> int:
+    files = [getattr(sys.modules[name], "__file__", None) for name in names]
+    return sum(len(Path(file).read_bytes().splitlines()) for file in files if file)
+
+
+def test_a_run_loads_what_it_uses(data_dir: Path, tmp_path: Path) -> None:
+    def run() -> None:
+        forget("clipmill")
+        flags = "--preset tiny --steps 2 --batch 2 --device cpu --workers 1"
+        sys.argv = ["train", "dual-encoder", *flags.split(), "--shards", str(data_dir), "--out", str(tmp_path / "run")]
+        with suppress(SystemExit):
+            importlib.import_module("clipmill.train.cli").main()
+        names = _loaded()
+        tasks = {name.split(".")[3] for name in names if name.startswith("clipmill.train.tasks.")}
+        kinds = {one for one in ("latents", "images", "streams") if f"clipmill.train.data.{one}" in names}
+        print(len(names), _num_lines(names), *sorted(tasks), *kinds, file=sys.stderr)
+
+    status, output = forked(run)
+    assert status == 0, output
+    num_modules, num_lines, *others = output.splitlines()[-1].split()
+    assert others == ["dual_encoder"], output
+    assert 100 < int(num_modules) <= MAX_MODULES_OF_A_RUN
+    assert int(num_lines) <= MAX_LINES_OF_A_RUN
+
+
+def test_help_loads_few_modules() -> None:
+    def run() -> None:
+        forget("clipmill")
+        sys.argv = ["train", "--help"]
+        with suppress(SystemExit):
+            importlib.import_module("clipmill.train.cli").main()
+        print(len(_loaded()), file=sys.stderr)
+
+    status, output = forked(run)
+    assert status == 0, output
+    assert 30 < int(output.splitlines()[-1]) <= MAX_MODULES_OF_HELP

@@ -1,0 +1,178 @@
+"""`DataQuery`: what a task asks of its data; `open_samples`: the function that opens the samples of each kind of data.
+
+A kind of data is a row of `_OPENERS`: the import path of a function for each content that it has, so that a run loads
+only the modules of its own data. A new kind is a module with such functions, and its row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.imported import imported
+from clipmill.train.config.clips import ClipSettings
+from clipmill.train.config.data import CaptionSettings
+from clipmill.train.config.shards import DataSettings, names_tars
+from clipmill.train.data.classes import ClassList
+from clipmill.train.data.decoding.clip import ClipShape, Views
+from clipmill.train.data.decoding.pictures import SIMPLE_SHARE
+from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.remote import DataFolder, open_data_folder
+from clipmill.train.distributed.world import World
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from clipmill.train.models.text import Tokenize
+
+# A VAE scales a side down by 8, so that a patch of 2 covers as much of the frame as a patch of 16 pixels.
+LATENT_PATCH = 2
+
+Content = Literal["captions", "labels", "frames"]
+TARS_SPLIT = "all"  # tars have no splits
+Kind = Literal["clips", "latents", "images", "stream"]
+
+_OPENERS: dict[Kind, dict[Content, str]] = {
+    "clips": {
+        "captions": "clipmill.train.data.video_captions:open_captions",
+        "labels": "clipmill.train.data.labelled_clips:open_labels",
+        "frames": "clipmill.train.data.chunk_clips:open_frames",
+    },
+    "latents": {
+        "captions": "clipmill.train.data.latents.opening:open_captions",
+        "labels": "clipmill.train.data.latents.opening:open_labels",
+        "frames": "clipmill.train.data.latents.opening:open_frames",
+    },
+    "images": dict.fromkeys(("captions", "labels", "frames"), "clipmill.train.data.images.samples:open_images"),
+    "stream": {"captions": "clipmill.train.data.streams.stream:open_stream"},
+}
+_NOT_IN_STREAMS: dict[Content, str] = {
+    "labels": "labels are in the manifest of a data folder",
+    "frames": "chunks are in a data folder",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataQuery:
+    """What a task asks of one data folder, or of tars.
+
+    Attributes:
+        settings: Settings of the task, with this folder.
+        content: What samples hold beside frames: captions, labels, or nothing.
+        split: Split of the videos; tars have no splits.
+        loading: Batches, threads and this rank's share.
+        views: Temporal and spatial views of each clip in an evaluation.
+        is_rgb: Give frames of RGB in place of YUV 4:2:0.
+        tokenize: Tokenizer of captions; None for captions as texts.
+        has_stored_text: Take the embeddings that prep text has stored in place of captions.
+        captions: Caption sources and relevancy.
+        each_caption: Make a clip of each caption, even if two have the same span.
+        table: Captions of a protocol, in place of the captions of the manifest.
+        classes: Class lists of the labels; samples have at least one of them.
+        repeats: Number of samples of a clip in an epoch.
+        same_frames: Let the repeated samples of a chunk show the same moments.
+        has_all_segments: Take all segments of long videos, whatever --max-segments is.
+    """
+
+    settings: ClipSettings
+    content: Content
+    split: str
+    loading: LoaderSettings
+    views: Views = field(default_factory=Views)
+    is_rgb: bool = False
+    tokenize: "Tokenize | None" = None
+    has_stored_text: bool = False
+    captions: CaptionSettings = field(default_factory=CaptionSettings)
+    each_caption: bool = False
+    table: "pa.Table | None" = None
+    classes: Sequence[ClassList] = ()
+    repeats: int = 1
+    same_frames: bool = False
+    has_all_segments: bool = False
+
+    @property
+    def shape(self) -> ClipShape:
+        """How clips of pixels are sampled, cropped and resized."""
+        return replace(clip_shape(self.settings, views=self.views), rgb=self.is_rgb)
+
+    def open_folder(self, *, column: str) -> DataFolder:
+        """Open the data folder; raises UserError if it cannot be read."""
+        settings = self.settings
+        return open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=column)
+
+
+def open_samples(query: DataQuery) -> Any:
+    """Open this rank's part of the samples that a task asks for.
+
+    Raises:
+        UserError: there are none, they do not fit the settings, or this kind of data has no such content.
+    """
+    kind, folder = kind_of_data(query.settings), query.settings.folder
+    path = _OPENERS[kind].get(query.content)
+    if path is None:
+        raise UserError(
+            f"{folder} names tars of videos, and {_NOT_IN_STREAMS[query.content]}",
+            hint="name the data folder that prep made",
+        )
+    return imported(path)(query)
+
+
+def kind_of_data(settings: ClipSettings) -> Kind:
+    """The kind of a task's data.
+
+    Raises:
+        UserError: --shards names tars, and one is missing or cannot be read.
+    """
+    if settings.reads_latents:
+        return "latents"
+    if not names_tars(settings.folder):
+        return "clips"
+    return "images" if reads_images(settings) else "stream"
+
+
+def reads_images(settings: DataSettings, address: str | None = None) -> bool:
+    """Return True if the data, or the data of one address, are tars of images; raises UserError as `kind_of_data`."""
+    address = settings.folder if address is None else address
+    if not names_tars(address):
+        return False
+    from clipmill.train.data.images.query import names_images
+
+    return names_images(address, cache=settings.cache, cache_size=settings.cache_size)
+
+
+def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:
+    """How clips are made; `views` are those of an evaluation."""
+    return ClipShape(
+        sampling=Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride),
+        size_px=settings.size_px,
+        crop=settings.crop,
+        min_crop_area=settings.min_crop_area,
+        simple_share=settings.size_px / settings.short_side_px if settings.short_side_px else SIMPLE_SHARE,
+        views=views,
+    )
+
+
+def loader_settings(settings: ClipSettings, world: World, *, device: torch.device) -> LoaderSettings:
+    """How this rank's share of the batches is loaded."""
+    batch = world.share(settings.batch)
+    return LoaderSettings(
+        batch=batch,
+        num_threads=settings.workers,
+        num_ahead=batch * settings.batches_ahead,
+        seed=settings.seed,
+        group=settings.samples_per_chunk,
+        rank=world.rank,
+        num_ranks=world.size,
+        pin=device.type == "cuda",
+    )
+
+
+def one_caption_each(folder: str) -> UserError:
+    """The error about settings of captions that tars do not have."""
+    return UserError(
+        f"{folder} names tars: each clip has the one caption that its tar gives it",
+        hint="leave out --text-tower and --captions, or name a data folder that prep made",
+    )
