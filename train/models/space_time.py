@@ -5,7 +5,7 @@ attentions, where it sees all patches and each of them sees it. The output of sp
 the block, so that temporal attention acts through it alone.
 
 Shape suffixes: B clips, T frames, P patches of a frame, L tokens (1 + T * P, by frames), D width, H heads, K width of a
-head, G groups of patches that attend to each other, M patches of a group.
+head.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from clipmill.train.models.attention import Attend, Packing
+from clipmill.train.models.attention import Attend, Packing, attend_short
 from clipmill.train.models.transformer import Block, LayerNorm, SelfAttention, Stack, TransformerSize
 
 LN_PRE_EPS = 1e-5  # whatever the blocks have
@@ -46,18 +46,16 @@ class SpaceTimeBlock(Block):
         qkv = attention.product(x_BLD, attention.in_proj_bias)
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
 
-        def grouped(x_BLHK: Tensor) -> Tensor:
-            x_BTPHK = x_BLHK[:, 1:].unflatten(1, (self.num_frames, -1))
-            return x_BTPHK.transpose(1, 2) if over_time else x_BTPHK  # [B, G, M, H, K]
-
-        def with_class(x_BLHK: Tensor) -> Tensor:
-            x_BGMHK = grouped(x_BLHK)
-            class_BG1HK = x_BLHK[:, None, :1].expand(-1, x_BGMHK.shape[1], -1, -1, -1)
-            return torch.cat([class_BG1HK, x_BGMHK], dim=2).flatten(0, 1)
+        def by_frame(x_BLHK: Tensor) -> Tensor:
+            return x_BLHK[:, 1:].unflatten(1, (self.num_frames, -1))  # [B, T, P, H, K]
 
         class_B1HK = self.attend(q[:, :1], k, v)
-        out = self.attend(grouped(q).flatten(0, 1), with_class(k), with_class(v)).unflatten(0, (len(x_BLD), -1))
-        patches_BTPHK = out.transpose(1, 2) if over_time else out
+        first = k[:, :1], v[:, :1]
+        if over_time:
+            by_patch = (by_frame(x).transpose(1, 2) for x in (q, k, v))
+            patches_BTPHK = attend_short(self.attend, *by_patch, first=first).transpose(1, 2)
+        else:
+            patches_BTPHK = attend_short(self.attend, *map(by_frame, (q, k, v)), first=first)
         joined_BLD = torch.cat([class_B1HK, patches_BTPHK.flatten(1, 2)], dim=1).flatten(2)
         attended_BLD: Tensor = attention.out_proj(joined_BLD)
         return attended_BLD
