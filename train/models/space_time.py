@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from clipmill.train.models.attention import Attend, Packing, attend_short
+from clipmill.train.models.attention import Attend, Packing
+from clipmill.train.models.short_attention import attend_short
 from clipmill.train.models.transformer import Block, LayerNorm, SelfAttention, Stack, TransformerSize
 
 LN_PRE_EPS = 1e-5  # whatever the blocks have

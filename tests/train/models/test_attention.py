@@ -12,12 +12,11 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.models.attention import (
     Attend,
     attend_naively,
-    attend_short,
     attend_with_sdpa,
     open_attention,
     pack,
-    sequences_per_tile,
 )
+from clipmill.train.models.short_attention import attend_short, sequences_per_tile
 from tests.forked import forget, forked
 
 LENGTHS = (3, 1, 7, 3, 2, 7)
