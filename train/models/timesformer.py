@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from clipmill.train.models.adapters import Linear
 from clipmill.train.models.attention import Attend
-from clipmill.train.models.short_attention import attend_short
+from clipmill.train.models.space_time import attend_short
 from clipmill.train.models.transformer import LayerNorm, Mlp, SelfAttention, Stack, TransformerSize
 from clipmill.train.models.video_vit import CubeEmbedding, TokenTower, VideoViTSize
 

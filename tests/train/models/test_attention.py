@@ -16,7 +16,7 @@ from clipmill.train.models.attention import (
     open_attention,
     pack,
 )
-from clipmill.train.models.short_attention import attend_short, sequences_per_tile
+from clipmill.train.models.space_time import attend_short, sequences_per_tile
 from tests.forked import forget, forked
 
 LENGTHS = (3, 1, 7, 3, 2, 7)
