@@ -7,7 +7,7 @@ the block, so that temporal attention acts through it alone.
 Attention of many short sequences, `attend_short`, is TimeSformer's too.
 
 Shape suffixes: B clips, T frames, P patches of a frame, L tokens (1 + T * P, by frames), D width, H heads, K width of a
-head; in `attend_short`, S sequences of a clip of L tokens each, G groups of sequences that lie side by side, M tokens of
+head; in `attend_short`, S sequences of L tokens each, G groups of sequences that lie side by side, M tokens of
 a group, N groups of the batch.
 """
 
