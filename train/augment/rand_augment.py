@@ -14,17 +14,21 @@ directions get a random sign:
     shear_x, shear_y                 by 0.3 s pixels per pixel, in either direction; the first row or column stays
     translate_x, translate_y         by 0.45 s of the side, in either direction
 
-Colour operations are torchvision's, on uint8; those that map each value by itself are tables. Sharpness and the
-geometric operations are implemented here, the latter bilinear: torchvision computes its grid by a matrix product, which
-TF32 would round to a tenth of a pixel. Pixels from outside the frame have the mean colour of the model's inputs.
+Colour operations are torchvision's, on uint8. Those that map each value by itself are tables, and consecutive tables
+become a single one. The geometric operations are bilinear, with a grid of elementwise products: torchvision computes it
+by a matrix product, which TF32 would round to a tenth of a pixel. Pixels from outside the frame have the mean colour of
+the model's inputs.
 
-Shape suffixes: B batch, N clips that are changed together, C channels, T frames, H and W pixels (equal).
+A GPU takes longer to launch an operator than to run it on a clip. Clips whose next operation is of the same kind are
+therefore changed together, and each kind is written with as few operators as give the same numbers.
+
+Shape suffixes: B batch, N clips that are changed together, C channels, T frames, P pictures of one channel (C * T, by
+channels), H and W pixels (equal).
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import numpy as np
 import torch
@@ -34,77 +38,87 @@ from clipmill.train.augment.draws import OPERATIONS, Draw
 from clipmill.train.device.transfer import constant, send
 
 Triple = tuple[float, float, float]
+Operation = tuple[str, float]  # name and strength, from -1 to 1; the sign is the direction of operations that have two
 
 _MAX_BITS, _MAX_ADDED, _MAX_CHANGE, _LEAST_FACTOR = 4, 110, 0.9, 0.1
 _MAX_ROTATION, _MAX_SHEAR, _MAX_TRANSLATION = math.radians(30), 0.3, 0.45
-_HALF = 128
+_HALF, _WHITE = 128, 255
 
 
 def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Triple) -> None:
     """Apply the drawn operations to the clips of `video` (float32 [B, C, T, H, W], normalised) in place.
 
-    Clips with operations are rounded to uint8; the others keep their exact values. A GPU takes longer to launch an
-    operator than to run it on a clip, so clips whose next operation is of the same kind are changed together.
+    Clips with operations are rounded to uint8; the others keep their exact values.
     """
-    mean_C, std_C = (constant(values, video.device, torch.float32)[:, None, None] for values in (mean, std))
-    waiting = {
-        int(number): [
-            (OPERATIONS[operation], float(strength))
-            for operation, strength in zip(draw.operation[number], draw.strength[number], strict=True)
-            if operation >= 0
-        ]
+    steps = {
+        int(number): _steps(draw.operation[number], draw.strength[number])
         for number in np.flatnonzero((draw.operation >= 0).any(axis=1))
     }
-    if not waiting:
+    if not steps:
         return
-    rows = send(np.array([*waiting]), video.device)
-    chosen_NTCHW = video.index_select(0, rows).transpose(1, 2).mul_(std_C).add_(mean_C)
-    clips_TCHW = [*chosen_NTCHW.mul_(255).round_().clamp_(0, 255).to(torch.uint8).unbind(0)]
-    places, left = {number: place for place, number in enumerate(waiting)}, dict(waiting)
-    while left:
-        kinds = Counter(_kind(steps[0][0]) for steps in left.values())
-        # The kind that most clips wait for; of several, the first in the order of operations.
-        kind = max(_KINDS, key=lambda one: kinds[one])
-        numbers = [number for number, steps in left.items() if _kind(steps[0][0]) == kind]
-        first = [left[number][0] for number in numbers]
-        changed = change_clips(torch.stack([clips_TCHW[places[number]] for number in numbers]), first, fill=mean)
-        for number, clip_TCHW in zip(numbers, changed.unbind(0), strict=True):
-            clips_TCHW[places[number]] = clip_TCHW
-            left[number] = left[number][1:]
-        left = {number: steps for number, steps in left.items() if steps}
-    changed_NTCHW = torch.stack(clips_TCHW).float().div_(255).sub_(mean_C).div_(std_C)
-    video.index_copy_(0, rows, changed_NTCHW.transpose(1, 2))
+    num_frames, device = video.shape[2], video.device
+    mean_P11, std_P11 = (_of_pictures(values, num_frames, device) for values in (mean, std))
+    rows = send(np.array([*steps]), device)
+    chosen_NPHW = video.index_select(0, rows).flatten(1, 2).mul_(std_P11).add_(mean_P11)
+    clips_PHW = [*chosen_NPHW.mul_(_WHITE).round_().clamp_(0, _WHITE).to(torch.uint8).unbind(0)]
+    left = [*steps.values()]
+    while waiting := [place for place, of_clip in enumerate(left) if of_clip]:
+        # The kind with the most steps behind it, so that long sequences do not remain for the end.
+        num_steps = Counter[str]()
+        for place in waiting:
+            num_steps[_kind(left[place][0][0][0])] += len(left[place])
+        kind = max(_KINDS, key=lambda name: num_steps[name])
+        places = [place for place in waiting if _kind(left[place][0][0][0]) == kind]
+        clips_NPHW = torch.stack([clips_PHW[place] for place in places])
+        changed_NPHW = change_clips(clips_NPHW, [left[place].pop(0) for place in places], fill=mean)
+        for place, clip_PHW in zip(places, changed_NPHW, strict=True):
+            clips_PHW[place] = clip_PHW
+    changed_NPHW = torch.stack(clips_PHW).div(_WHITE).sub_(mean_P11).div_(std_P11)
+    video.index_copy_(0, rows, changed_NPHW.unflatten(1, (-1, num_frames)))
+
+
+def _steps(operations_N: NDArray[np.int64], strengths_N: NDArray[np.float64]) -> list[list[Operation]]:
+    """A clip's operations in order; consecutive tables are one step."""
+    steps: list[list[Operation]] = []
+    for number, strength in zip(operations_N.tolist(), strengths_N.tolist(), strict=True):
+        if number < 0:
+            continue
+        operation = (OPERATIONS[number], strength)
+        if steps and _kind(operation[0]) == "table" == _kind(steps[-1][0][0]):
+            steps[-1].append(operation)
+        else:
+            steps.append([operation])
+    return steps
 
 
 def change(clip_TCHW: torch.Tensor, name: str, strength: float, *, fill: Triple) -> torch.Tensor:
     """Apply one operation to a uint8 clip; see `change_clips`."""
-    return change_clips(clip_TCHW[None], [(name, strength)], fill=fill)[0]
+    clip_PHW = clip_TCHW.transpose(0, 1).flatten(0, 1)
+    [changed_PHW] = change_clips(clip_PHW[None], [[(name, strength)]], fill=fill)
+    return changed_PHW.unflatten(0, (-1, len(clip_TCHW))).transpose(0, 1)
 
 
-def change_clips(clips_NTCHW: torch.Tensor, operations: Sequence[tuple[str, float]], *, fill: Triple) -> torch.Tensor:
-    """Apply an operation to each of several uint8 clips; all are of one kind.
+def change_clips(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]], *, fill: Triple) -> torch.Tensor:
+    """Apply a step to each of several uint8 clips; all are of one kind.
 
     Args:
-        operations: Name and strength of each, from -1 to 1; the sign is the direction of operations that have two.
+        steps: Operations of each clip; only tables may be several.
         fill: Colour of pixels from outside the frame, from 0 to 1.
     """
-    names, strengths = [name for name, _ in operations], [strength for _, strength in operations]
+    operations = [step[0] for step in steps]
     # Autocast would round intermediate sums.
-    with torch.autocast(clips_NTCHW.device.type, enabled=False):
-        kind = _kind(names[0])
+    with torch.autocast(clips_NPHW.device.type, enabled=False):
+        kind = _kind(operations[0][0])
         if kind == "move":
-            maps = [_MOVES[name](strength, clips_NTCHW.shape[-1]) for name, strength in operations]
-            return _moved(clips_NTCHW, maps, fill=fill)
+            maps = [_MOVES[name](strength, clips_NPHW.shape[-1]) for name, strength in operations]
+            return _moved(clips_NPHW, maps, fill=fill)
         if kind == "table":
-            return _looked_up(clips_NTCHW, operations)
-        if kind == "sharpness":
-            return _sharpened(clips_NTCHW, [*map(_factor, strengths)])
+            return _looked_up(clips_NPHW, steps)
         if kind == "blend":
-            return _blended(clips_NTCHW, names, [*map(_factor, strengths)])
-        from torchvision.transforms.v2 import functional  # type: ignore[import-untyped]
-
-        changed: torch.Tensor = getattr(functional, kind)(clips_NTCHW)  # autocontrast, equalize: of each frame
-        return changed
+            return _blended(clips_NPHW, operations)
+        if kind == "sharpness":
+            return _sharpened(clips_NPHW, operations)
+        return {"autocontrast": _stretched, "equalize": _equalized}[kind](clips_NPHW)
 
 
 _KINDS = ("autocontrast", "equalize", "table", "blend", "sharpness", "move")
@@ -119,65 +133,93 @@ def _kind(name: str) -> str:
     return name if name in _KINDS else "table"
 
 
-def _looked_up(clips_NTCHW: torch.Tensor, operations: Sequence[tuple[str, float]]) -> torch.Tensor:
+def _of_pictures(values: Triple, num_frames: int, device: torch.device) -> torch.Tensor:
+    """A number for each channel, as [P, 1, 1]."""
+    return constant(tuple(((value,),) for value in values for _ in range(num_frames)), device, torch.float32)
+
+
+def _looked_up(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]]) -> torch.Tensor:
     """Operations that map each of the 256 values by itself."""
-    tables = send(np.concatenate([_table(*operation) for operation in operations]), clips_NTCHW.device)
-    first_N = 256 * torch.arange(len(operations), dtype=torch.int32, device=clips_NTCHW.device)
-    index = clips_NTCHW.to(torch.int32).add_(first_N.view(-1, 1, 1, 1, 1))
-    return tables.index_select(0, index.flatten()).view(clips_NTCHW.shape)
+    tables = send(np.concatenate([_table(step) for step in steps]), clips_NPHW.device)
+    first_N111 = send(256 * np.arange(len(steps), dtype=np.int32)[:, None, None, None], clips_NPHW.device)
+    index = clips_NPHW.to(torch.int32).add_(first_N111)
+    return tables.index_select(0, index.flatten()).view(clips_NPHW.shape)
 
 
-def _table(name: str, strength: float) -> NDArray[np.uint8]:
-    """What torchvision's operation makes of each of the 256 values."""
-    values, size = np.arange(256, dtype=np.uint8), abs(strength)
-    if name == "invert":
-        return 255 - values
-    if name == "posterize":
-        return values & np.uint8(256 - (1 << (4 + int(size * _MAX_BITS))))
-    if name == "solarize":
-        return np.where(values >= 256 - int(size * 256), 255 - values, values)
-    if name == "solarize_add":
-        # Only below 128, so that no sum overflows.
-        return np.where(values < _HALF, values + np.uint8(size * _MAX_ADDED), values)
-    return np.clip(values * np.float32(_factor(strength)), 0, 255).astype(np.uint8)
+def _table(step: Sequence[Operation]) -> NDArray[np.uint8]:
+    """What torchvision's operations, one after another, make of each of the 256 values."""
+    values = np.arange(256, dtype=np.uint8)
+    for name, strength in step:
+        size = abs(strength)
+        if name == "invert":
+            values = _WHITE - values
+        elif name == "posterize":
+            values = values & np.uint8(256 - (1 << (4 + int(size * _MAX_BITS))))
+        elif name == "solarize":
+            values = np.where(values >= 256 - int(size * 256), _WHITE - values, values)
+        elif name == "solarize_add":
+            # Only below 128, so that no sum overflows.
+            values = np.where(values < _HALF, values + np.uint8(size * _MAX_ADDED), values)
+        else:
+            values = np.clip(values * np.float32(_factor(strength)), 0, _WHITE).astype(np.uint8)
+    return values
 
 
 def _factor(strength: float) -> float:
     return max(_LEAST_FACTOR, 1 + _MAX_CHANGE * strength)
 
 
-def _blended(clips_NTCHW: torch.Tensor, names: Sequence[str], factors: Sequence[float]) -> torch.Tensor:
-    """torchvision's adjust_saturation and adjust_contrast: mixed with the grey picture, or with its mean."""
-    from torchvision.transforms.v2 import functional
-
-    grey_NT1HW = functional.rgb_to_grayscale(clips_NTCHW, num_output_channels=1)
-    mean_NT111 = grey_NT1HW.float().mean((2, 3, 4), keepdim=True)
-    is_saturation_N = send(torch.tensor([name == "saturation" for name in names]), clips_NTCHW.device)
-    other = torch.where(is_saturation_N.view(-1, 1, 1, 1, 1), grey_NT1HW, mean_NT111)
-    factor, rest = _numbers(factors, clips_NTCHW.device), _numbers([1 - one for one in factors], clips_NTCHW.device)
-    return _added(clips_NTCHW * factor, other, rest).clamp_(0, 255).to(torch.uint8)
+def _stretched(clips_NPHW: torch.Tensor) -> torch.Tensor:
+    """torchvision's autocontrast: the darkest value of each picture becomes 0, and the brightest 255."""
+    low, high = clips_NPHW.amin((-2, -1), keepdim=True), clips_NPHW.amax((-2, -1), keepdim=True)
+    # A picture of one value keeps it.
+    is_flat = high == low
+    scale = (high - low).mul(1 / _WHITE).masked_fill_(is_flat, 1)
+    return (clips_NPHW - low.masked_fill_(is_flat, 0)).div(scale).to(torch.uint8)
 
 
-def _added(values: torch.Tensor, others: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """`values + factors * others` with a single rounding, as `add` has it for one factor."""
-    return torch.addcmul(values.double(), others.double(), factors.double()).float()
+def _equalized(clips_NPHW: torch.Tensor) -> torch.Tensor:
+    """torchvision's equalize, of each picture."""
+    num_pixels, device = clips_NPHW.shape[-1] ** 2, clips_NPHW.device
+    index_NPM = clips_NPHW.flatten(2).long()
+    of_one = constant((1,), device, torch.int32).expand_as(index_NPM)
+    counts_NPV = torch.zeros(*index_NPM.shape[:2], 256, dtype=torch.int32, device=device)
+    counts_NPV.scatter_add_(-1, index_NPM, of_one)
+    up_to_NPV = counts_NPV.cumsum(-1)
+    # All pixels but those of the largest value, shared among 255 steps.
+    step_NP1 = (up_to_NPV % num_pixels).amax(-1, keepdim=True).floor_divide_(_WHITE)
+    # Halves are rounded up. Quotients of integers below 2^24 are never rounded across a half.
+    table_NPV = (up_to_NPV - counts_NPV).div(step_NP1).add_(0.5).clamp_(max=_WHITE)
+    # A picture of few pixels besides those of its largest value keeps them.
+    table_NPV = torch.where(step_NP1 > 0, table_NPV, constant(tuple(range(256)), device, torch.float32))
+    return table_NPV.to(torch.uint8).gather(-1, index_NPM).view(clips_NPHW.shape)
 
 
-def _numbers(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    """A float32 number for each clip, [N, 1, 1, 1, 1]."""
-    return send(torch.tensor(values, dtype=torch.float32).view(-1, 1, 1, 1, 1), device)
+def _blended(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.Tensor:
+    """torchvision's adjust_saturation and adjust_contrast: mixed with the grey picture, or with the mean of it."""
+    clips_NCTHW = clips_NPHW.unflatten(1, (3, -1))
+    red, green, blue = clips_NCTHW.unbind(1)
+    grey_NTHW = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).to(torch.uint8)
+    factors_N = np.array([_factor(strength) for _, strength in operations], dtype=np.float32)
+    mixed_NCTHW = clips_NCTHW.float().mul_(send(factors_N[:, None, None, None, None], clips_NPHW.device))
+    # For each clip, because `alpha` alone adds with a single rounding, as torchvision does.
+    for (name, strength), mixed_CTHW, grey_THW in zip(operations, mixed_NCTHW, grey_NTHW, strict=True):
+        other = grey_THW if name == "saturation" else grey_THW.mean((1, 2), keepdim=True, dtype=torch.float32)
+        mixed_CTHW.add_(other, alpha=1 - _factor(strength))
+    return mixed_NCTHW.flatten(1, 2).clamp_(0, _WHITE).to(torch.uint8)
 
 
-def _sharpened(clips_NTCHW: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+def _sharpened(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.Tensor:
     """torchvision's adjust_sharpness, without its kernel tensor, for whose upload the host would wait for the GPU."""
-    pixels = clips_NTCHW.float()
-    inner = pixels[..., 1:-1, 1:-1]
+    pixels_NPHW = clips_NPHW.float()
+    num_pictures = pixels_NPHW.shape[1]
     # Integers, exact on any device: the pixel five times, each of its neighbours once.
-    rows = pixels[..., :-2, :] + pixels[..., 1:-1, :] + pixels[..., 2:, :]
-    sums = (rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]).add_(inner, alpha=4)
-    differences = sums.div_(13).round_().sub_(inner)
-    inner.copy_(_added(inner, differences, _numbers([1 - factor for factor in factors], clips_NTCHW.device)))
-    return pixels.clamp_(0, 255).to(torch.uint8)
+    weights_P133 = constant(((((1, 1, 1), (1, 5, 1), (1, 1, 1)),),) * num_pictures, pixels_NPHW.device, torch.float32)
+    smooth = torch.nn.functional.conv2d(pixels_NPHW, weights_P133, groups=num_pictures).div_(13).round_()
+    inner = pixels_NPHW[..., 1:-1, 1:-1]
+    for (_, strength), inner_PHW, difference_PHW in zip(operations, inner, smooth.sub_(inner), strict=True):
+        inner_PHW.add_(difference_PHW, alpha=1 - _factor(strength))  # as in `_blended`
+    return pixels_NPHW.clamp_(0, _WHITE).to(torch.uint8)
 
 
 # Source of a pixel, as ((a, b, c), (d, e, f)): x from a x + b y + c, and y from d x + e y + f, with x and y from 0 to
@@ -199,29 +241,23 @@ _MOVES: dict[str, Callable[[float, int], _Map]] = {
 }
 
 
-def _moved(clips_NTCHW: torch.Tensor, origins: Sequence[_Map], *, fill: Triple) -> torch.Tensor:
-    device, num_frames, size_px = clips_NTCHW.device, clips_NTCHW.shape[1], clips_NTCHW.shape[-1]
-    x_W1, y_H11 = _pixel_centres(size_px, device)
-    # Coefficients of x and y of the source, [3, N, 1, 1, 2]; sources are [N, H, W, 2].
-    of_x, of_y, offset = send(
-        torch.tensor(origins, dtype=torch.float32).permute(2, 0, 1)[:, :, None, None].contiguous(), device
-    ).unbind(0)
-    from_NHW2 = (of_x * x_W1 + of_y * y_H11).add_(offset)
-    inside_NHW = ((from_NHW2 >= 0) & (from_NHW2 < size_px)).all(dim=-1)
-    grid_NHW2 = from_NHW2.mul_(2).div_(size_px).sub_(1)
-    moved_NTCHW = torch.nn.functional.grid_sample(
-        clips_NTCHW.flatten(0, 1).float(),
-        grid_NHW2[:, None].expand(-1, num_frames, -1, -1, -1).flatten(0, 1),
+def _moved(clips_NPHW: torch.Tensor, maps: Sequence[_Map], *, fill: Triple) -> torch.Tensor:
+    num_pictures, size_px, device = clips_NPHW.shape[1], clips_NPHW.shape[-1], clips_NPHW.device
+    # Twice the coordinates of the sources, which the grid needs; twice a number is exact.
+    coefficients = 2 * np.array(maps, dtype=np.float32).transpose(2, 0, 1)[:, :, None, None]
+    middles = np.arange(size_px, dtype=np.float32) + np.float32(0.5)
+    of_x_N1W2, of_y_NH12 = coefficients[0] * middles[:, None], coefficients[1] * middles[:, None, None]
+    from_NHW2 = send(of_x_N1W2, device) + send(of_y_NH12, device)
+    from_NHW2.add_(send(coefficients[2], device))
+    outside_NHW = from_NHW2.floor_divide(2 * size_px).any(dim=-1)
+    # All pictures of a clip move alike, so they are channels to the sampler.
+    moved_NPHW = torch.nn.functional.grid_sample(
+        clips_NPHW.float(),
+        from_NHW2.div_(size_px).sub_(1),
         mode="bilinear",
         padding_mode="border",
         align_corners=False,
-    ).view(clips_NTCHW.shape)
-    fill_C11 = constant(tuple(value * 255 for value in fill), device, torch.float32)[:, None, None]
-    return torch.where(inside_NHW[:, None, None], moved_NTCHW, fill_C11).round_().to(torch.uint8)
-
-
-@cache
-def _pixel_centres(size_px: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """x of each column, [W, 1], and y of each row, [H, 1, 1]."""
-    middles = torch.arange(size_px, device=device) + 0.5
-    return middles[:, None], middles[:, None, None]
+    )
+    red, green, blue = fill
+    fill_P11 = _of_pictures((red * _WHITE, green * _WHITE, blue * _WHITE), num_pictures // 3, device)
+    return torch.where(outside_NHW[:, None], fill_P11, moved_NPHW).round_().to(torch.uint8)

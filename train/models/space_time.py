@@ -4,16 +4,20 @@ They differ from TimeSformer's (`clipmill.train.models.timesformer`) in two ways
 attentions, where it sees all patches and each of them sees it. The output of spatial attention is added to the input of
 the block, so that temporal attention acts through it alone.
 
+Attention of many short sequences, `attend_short`, is TimeSformer's too.
+
 Shape suffixes: B clips, T frames, P patches of a frame, L tokens (1 + T * P, by frames), D width, H heads, K width of a
-head, G groups of patches that attend to each other, M patches of a group.
+head; in `attend_short`, S sequences of L tokens each, G groups of sequences that lie side by side, M tokens of
+a group, N groups of the batch.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from clipmill.train.models.attention import Attend, Packing
+from clipmill.train.models.attention import Attend, Packing, attend_naively
 from clipmill.train.models.transformer import Block, LayerNorm, SelfAttention, Stack, TransformerSize
 
 LN_PRE_EPS = 1e-5  # whatever the blocks have
@@ -46,18 +50,16 @@ class SpaceTimeBlock(Block):
         qkv = attention.product(x_BLD, attention.in_proj_bias)
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
 
-        def grouped(x_BLHK: Tensor) -> Tensor:
-            x_BTPHK = x_BLHK[:, 1:].unflatten(1, (self.num_frames, -1))
-            return x_BTPHK.transpose(1, 2) if over_time else x_BTPHK  # [B, G, M, H, K]
-
-        def with_class(x_BLHK: Tensor) -> Tensor:
-            x_BGMHK = grouped(x_BLHK)
-            class_BG1HK = x_BLHK[:, None, :1].expand(-1, x_BGMHK.shape[1], -1, -1, -1)
-            return torch.cat([class_BG1HK, x_BGMHK], dim=2).flatten(0, 1)
+        def by_frame(x_BLHK: Tensor) -> Tensor:
+            return x_BLHK[:, 1:].unflatten(1, (self.num_frames, -1))  # [B, T, P, H, K]
 
         class_B1HK = self.attend(q[:, :1], k, v)
-        out = self.attend(grouped(q).flatten(0, 1), with_class(k), with_class(v)).unflatten(0, (len(x_BLD), -1))
-        patches_BTPHK = out.transpose(1, 2) if over_time else out
+        first = k[:, :1], v[:, :1]
+        if over_time:
+            by_patch = (by_frame(x).transpose(1, 2) for x in (q, k, v))
+            patches_BTPHK = attend_short(self.attend, *by_patch, first=first).transpose(1, 2)
+        else:
+            patches_BTPHK = attend_short(self.attend, *map(by_frame, (q, k, v)), first=first)
         joined_BLD = torch.cat([class_B1HK, patches_BTPHK.flatten(1, 2)], dim=1).flatten(2)
         attended_BLD: Tensor = attention.out_proj(joined_BLD)
         return attended_BLD
@@ -67,3 +69,62 @@ def space_time(size: TransformerSize, *, num_frames: int, attend: Attend, drop_p
     """A stack of LaViLa's blocks."""
     blocks = (SpaceTimeBlock(size, num_frames=num_frames, attend=attend) for _ in range(size.depth))
     return Stack(blocks, drop_path=drop_path)
+
+
+# Rows of a tile of the memory-efficient kernel.
+_TILE = 64
+
+
+def attend_short(
+    attend: Attend,
+    q_BSLHK: Tensor,
+    k_BSLHK: Tensor,
+    v_BSLHK: Tensor,
+    *,
+    first: tuple[Tensor, Tensor] | None = None,
+    per_tile: int | None = None,
+) -> Tensor:
+    """Attention within many short sequences, S of length L for each item, [B, S, L, H, K] in and out.
+
+    A GPU computes attention in tiles of 64 or 128 queries by as many keys, of a single sequence: with a few frames,
+    `attend` would fill some percent of them. So several sequences lie side by side in a tile, and a mask separates
+    them. docs/models.md has the arithmetic. (Products of separate L x K matrices would be in tiles of 32 or 64 as
+    well, with the scores in memory.)
+
+    Args:
+        first: Key and value that the queries of all sequences see too, [B, 1, H, K].
+        per_tile: Number of sequences side by side, a divisor of S; default 1 on a CPU, which computes them one by one.
+    """
+    num_sequences, length, num_heads = q_BSLHK.shape[1:4]
+    if per_tile is None:
+        is_tiled = q_BSLHK.is_cuda and attend is not attend_naively
+        per_tile = sequences_per_tile(num_sequences, length) if is_tiled else 1
+    if per_tile == 1 and first is None:
+        # Sequences are heads: `q_BSLHK` may be a view of tokens in the order of L, and nothing is copied.
+        out_BLNK = attend(*(x.transpose(1, 2).flatten(2, 3) for x in (q_BSLHK, k_BSLHK, v_BSLHK)))
+        return out_BLNK.unflatten(2, (num_sequences, num_heads)).transpose(1, 2)
+
+    def side_by_side(x_BSLHK: Tensor, first_B1HK: Tensor | None = None) -> Tensor:
+        x_BGMHK = x_BSLHK.unflatten(1, (-1, per_tile)).flatten(2, 3)
+        if first_B1HK is not None:
+            first_BG1HK = first_B1HK[:, None].expand(-1, x_BGMHK.shape[1], -1, -1, -1)
+            x_BGMHK = torch.cat([first_BG1HK, x_BGMHK], dim=2)
+        return x_BGMHK.flatten(0, 1)
+
+    first_k, first_v = (None, None) if first is None else first
+    q_NMHK, k_NMHK, v_NMHK = side_by_side(q_BSLHK), side_by_side(k_BSLHK, first_k), side_by_side(v_BSLHK, first_v)
+    if per_tile == 1:
+        out_NMHK = attend(q_NMHK, k_NMHK, v_NMHK)
+    else:
+        sequence_M = torch.arange(per_tile * length, device=q_BSLHK.device) // length
+        mask_MM = sequence_M[:, None] == sequence_M
+        if first is not None:
+            mask_MM = functional.pad(mask_MM, (1, 0), value=True)
+        q_NHMK, k_NHMK, v_NHMK = (x.transpose(1, 2) for x in (q_NMHK, k_NMHK, v_NMHK))
+        out_NMHK = functional.scaled_dot_product_attention(q_NHMK, k_NHMK, v_NHMK, attn_mask=mask_MM).transpose(1, 2)
+    return out_NMHK.unflatten(1, (per_tile, length)).unflatten(0, (len(q_BSLHK), -1)).flatten(1, 2)
+
+
+def sequences_per_tile(num_sequences: int, length: int) -> int:
+    """The number of sequences that lie side by side: the largest that divides their number and fits in a tile."""
+    return max(number for number in range(1, max(1, _TILE // length) + 1) if num_sequences % number == 0)

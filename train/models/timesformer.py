@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from clipmill.train.models.adapters import Linear
 from clipmill.train.models.attention import Attend
+from clipmill.train.models.space_time import attend_short
 from clipmill.train.models.transformer import LayerNorm, Mlp, SelfAttention, Stack, TransformerSize
 from clipmill.train.models.video_vit import CubeEmbedding, TokenTower, VideoViTSize
 
@@ -62,8 +63,8 @@ class DividedBlock(nn.Module):
 
     def _over_time(self, x_BND: Tensor) -> Tensor:
         attention = self.time_attn
-        # The matrix rows are reordered by head, so that patches and heads are contiguous in memory: every patch acts as
-        # a head and no token is copied.
+        # The matrix rows are reordered by head, so that patches and heads are contiguous in memory: every patch can act
+        # as a head, without a copy of its tokens.
         by_head = (attention.num_heads, 3, x_BND.shape[2] // attention.num_heads)
 
         def head_by_head(rows: Tensor) -> Tensor:
@@ -73,8 +74,9 @@ class DividedBlock(nn.Module):
             return attention.product(x_BND, head_by_head(attention.in_proj_bias), arranged=head_by_head)
 
         qkv = linear_of(layer, self.ln_time, x_BND)
-        q, k, v = qkv.view(len(x_BND), self.num_frames, -1, *by_head[1:]).unbind(3)
-        out_BND = self.attend(q, k, v).reshape(x_BND.shape)
+        qkv_BPT = qkv.view(len(x_BND), self.num_frames, -1, *by_head).transpose(1, 2)
+        out_BPThK = attend_short(self.attend, *qkv_BPT.unbind(4))
+        out_BND = out_BPThK.transpose(1, 2).reshape(x_BND.shape)
         # Two consecutive linear layers: multiplying the matrices is cheaper than a second pass over the tokens.
         last, first = self.time_proj, attention.out_proj
         last_DD = last.whole_matrix()

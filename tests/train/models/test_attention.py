@@ -2,6 +2,8 @@
 
 import sys
 from importlib import import_module
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from clipmill.train.models.attention import (
     open_attention,
     pack,
 )
+from clipmill.train.models.space_time import attend_short, sequences_per_tile
 from tests.forked import forget, forked
 
 LENGTHS = (3, 1, 7, 3, 2, 7)
@@ -119,3 +122,48 @@ def test_a_cpu_run_never_loads_xformers() -> None:
         assert "xformers" not in sys.modules
 
     assert forked(work) == (0, "")
+
+
+@pytest.mark.parametrize("has_first", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("per_tile", [None, 2, 6])
+def test_short_sequences_side_by_side_are_those_one_by_one(
+    per_tile: int | None, dtype: torch.dtype, tolerance: float, has_first: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 6, 4, 3, 16)] * 3 + [(2, 1, 3, 16)] * 2
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    q, k, v, *first = inputs = [x.to(dtype).requires_grad_() for x in drawn]
+    of_all = (first[0], first[1]) if has_first else None
+    result = attend_short(attend_with_sdpa, q, k, v, first=of_all, per_tile=per_tile)
+    rows = []
+    for item, number in product(range(2), range(6)):
+        seen = [x[item, number] for x in (k, v)]
+        if of_all is not None:
+            seen = [torch.cat([x[item], rest]) for x, rest in zip(of_all, seen, strict=True)]
+        rows.append(attend_naively(q[item, number][None], *(x[None] for x in seen)))
+    inputs = inputs if has_first else inputs[:3]
+    expected = values_and_gradients(torch.cat(rows).view(q.shape), inputs)
+    torch.testing.assert_close(values_and_gradients(result, inputs), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_frames", [4, 8, 16])
+def test_the_frames_of_several_patches_fill_a_tile(num_frames: int) -> None:
+    for num_patches in (196, 256, 576):
+        number = sequences_per_tile(num_patches, num_frames)
+        assert num_patches % number == 0 and 0.85 * 64 <= number * num_frames <= 64
+    number = sequences_per_tile(196, num_frames)
+    rows = number * num_frames
+    cells = (
+        f"{num_frames}",
+        f"{num_frames} ({num_frames / 128:.0%})",
+        f"{number}",
+        f"{rows} ({rows / 64:.0%})",
+        f"{196 // number} instead of 196",
+    )
+    row = f"| {' | '.join(cells)} |".replace("%", " %")
+    assert row in (Path(__file__).parents[3] / "docs/models.md").read_text().splitlines()
+
+
+def test_sequences_that_fit_in_no_tile_together_are_computed_one_by_one() -> None:
+    assert [sequences_per_tile(*sizes) for sizes in ((196, 33), (196, 200), (197, 8))] == [1, 1, 1]

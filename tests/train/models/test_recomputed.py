@@ -1,15 +1,19 @@
 """Blocks that are computed twice, compiled, in half precision or side by side on ranks give what plain ones give."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipmill.train.config.model import Towers
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import DualEncoder
 from clipmill.train.models.gpt2 import Gpt2Block
+from clipmill.train.models.space_time import SpaceTimeBlock
+from clipmill.train.models.timesformer import DividedBlock
 from clipmill.train.models.transformer import Block, Stack, TransformerSize, blocks_of, compile_blocks
 from tests.train.models.small_towers import captions, clips, gradients, small_encoder
 
@@ -145,3 +149,25 @@ def test_gradients_are_finite_and_close_in_half_precision(dtype: torch.dtype) ->
 def test_the_units_of_a_model_are_its_blocks() -> None:
     blocks = blocks_of(small_encoder())
     assert len(blocks) == 6 and all(isinstance(block, Block) for block in blocks)
+
+
+@pytest.mark.parametrize("kind", [Block, Gpt2Block, DividedBlock, SpaceTimeBlock])
+def test_no_tokens_of_a_block_are_cast_in_half_precision(kind: Any) -> None:
+    """Its parameters are; layer norms take tokens in bfloat16, and compute their statistics in float32 inside."""
+    casts: list[torch.Size] = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and args[0].dtype != kwargs.get("dtype", args[0].dtype):
+                casts.append(args[0].shape)
+            return func(*args, **(kwargs or {}))
+
+    size = TransformerSize(width=16, depth=2, num_heads=2)
+    frames = {} if kind in (Block, Gpt2Block) else {"num_frames": 4}
+    block = kind(size, attend=attend_with_sdpa, **frames, **({"dropout": 0.0} if kind is Gpt2Block else {}))
+    tokens, video = torch.randn(2, 13, 16).bfloat16().requires_grad_(), torch.randn(2, 5, 16).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16), Casts():
+        out = block(tokens, *([video] if kind is Gpt2Block else []))
+        out.backward(torch.ones_like(out))
+    assert out.dtype == torch.bfloat16
+    assert casts and set(casts) <= {parameter.shape for parameter in block.parameters()} | {(32, 16), (32,)}
