@@ -38,6 +38,11 @@ def manifest_dir(data_dir: Path) -> Path:
     return data_dir / MANIFEST_FOLDER
 
 
+def has_manifest(data_dir: Path) -> bool:
+    """Return True if a data folder has a manifest."""
+    return (manifest_dir(data_dir) / MANIFEST_FILE).exists()
+
+
 def read_videos(data_dir: Path, *, columns: Sequence[str] = VIDEOS.names) -> pa.Table:
     """Read the videos: columns of schema.VIDEOS.
 

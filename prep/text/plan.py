@@ -16,8 +16,7 @@ import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.schema import MANIFEST_FILE
-from clipmill.manifests.store import manifest_dir, read_videos
+from clipmill.manifests.store import has_manifest, read_videos
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.layout import stored_or_rebuilt_layout
 from clipmill.prep.core.plan import ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
@@ -133,8 +132,8 @@ def _conditions(text: str | None) -> tuple[Where | None, Where | None]:
 
 def pending_text(data_dir: Path, variant: Variant) -> Pending:
     """Return what remains to be made of a variant; nothing if it is not current or of another version."""
-    has_manifest = (manifest_dir(data_dir) / MANIFEST_FILE).exists()
-    if not has_manifest or current_variant(data_dir, TEXT) != variant.directory.name:
+    is_written = has_manifest(data_dir)
+    if not is_written or current_variant(data_dir, TEXT) != variant.directory.name:
         return Pending()
     try:
         return pending_of(make_text_plan(data_dir, text_recipe_from_dict(stored_request(variant))).shards)

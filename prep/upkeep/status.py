@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.schema import MANIFEST_FILE
-from clipmill.manifests.store import manifest_dir, read_videos
+from clipmill.manifests.store import has_manifest, read_videos
 from clipmill.prep.core.column import ColumnSpec, Pending
 from clipmill.prep.core.disk_use import folder_bytes
 from clipmill.prep.core.ending import length_of
@@ -198,9 +197,9 @@ def read_status(data_dir: Path) -> Status:
     Raises:
         UserError: a record is unreadable or of another version.
     """
-    has_manifest = (manifest_dir(data_dir) / MANIFEST_FILE).exists()
+    is_written = has_manifest(data_dir)
     damaged: list[UserError] = []
-    videos = _videos_status(data_dir, damaged) if has_manifest else None
+    videos = _videos_status(data_dir, damaged) if is_written else None
 
     def column_status(column: ColumnSpec) -> ColumnStatus:
         unusable = videos.first_unusable if videos is not None and column.is_first else []
@@ -210,7 +209,7 @@ def read_status(data_dir: Path) -> Status:
         data_dir,
         videos=videos,
         columns={column.name: column_status(column) for column in columns()},
-        leakage=find_leakage(data_dir) if has_manifest else None,
+        leakage=find_leakage(data_dir) if is_written else None,
         damaged=tuple(damaged),
     )
 

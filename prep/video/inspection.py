@@ -10,8 +10,7 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.schema import MANIFEST_FILE
-from clipmill.manifests.store import manifest_dir, read_videos
+from clipmill.manifests.store import has_manifest, read_videos
 from clipmill.manifests.units import clock
 from clipmill.prep.core.report import Report
 from clipmill.shards.damage import DamagedTar
@@ -104,7 +103,7 @@ def _caption_time(caption: dict[str, Any]) -> str:
 
 
 def _source_path(data_dir: Path, video_id: str) -> str | None:
-    if not (manifest_dir(data_dir) / MANIFEST_FILE).exists():
+    if not has_manifest(data_dir):
         return None
     videos = read_videos(data_dir)
     row = pc.index(videos["video_id"], video_id).as_py()

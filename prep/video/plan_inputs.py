@@ -17,8 +17,7 @@ import pyarrow as pa
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.schema import MANIFEST_FILE
-from clipmill.manifests.store import captions_path, manifest_dir, open_videos, read_videos
+from clipmill.manifests.store import captions_path, has_manifest, manifest_dir, open_videos, read_videos
 from clipmill.manifests.table_files import VIDEOS_FILE
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout
@@ -314,7 +313,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
     Raises:
         UserError: there is no manifest, the recipe is of another version, or the layout is damaged.
     """
-    if not (manifest_dir(data_dir) / MANIFEST_FILE).exists():
+    if not has_manifest(data_dir):
         raise UserError(
             f"{data_dir} has no manifest, so the required chunks are unknown",
             hint="create it again with `prep manifest`",
