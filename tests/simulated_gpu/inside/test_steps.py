@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.simulated_gpu.inside.runs import DECODER, LATENTS, NUM_STEPS, PIXELS
-from tests.simulated_gpu.inside.steps import LOCAL_RANK, STEADY, run, steady
-from tests.train.running import losses, train
+from tests.simulated_gpu.inside.runs import DECODER, LATENTS, NUM_STEPS, PIXELS, SMALL
+from tests.simulated_gpu.inside.steps import LOCAL_RANK, STEADY, run, run_on_cpu, steady
+from tests.train.running import losses
 
 PRESETS = Path(__file__).parents[3] / "train" / "presets"
 STORED = f"dual-encoder {LATENTS} --text-tower frozen"
@@ -22,6 +22,8 @@ FINE_TUNING = (
 )
 IN_LOOP = "--evaluate.every 3 --evaluate.max-samples 4"
 LABELS = "--label class"
+# Towers of libraries say their own depth.
+LIBRARY = f"{SMALL} --size-px 32 --batch 4"
 # Each task, tower, loss, optimizer and precision of a preset occurs in one of them. In float32, losses are a CPU's.
 HALF, SINGLE = "--precision auto", "--precision fp32"
 RUNS = {
@@ -46,31 +48,52 @@ RUNS = {
     "clip, sgd": f"classify {PIXELS} {HALF} {LABELS} --optimizer.name sgd --dropout 0.5 --towers.drop-path 0.1"
     f" {IN_LOOP}",
     "timesformer": f"caption {PIXELS} {DECODER} --captions-per-visit 2 --microbatch 2 --precision fp16 {IN_LOOP}",
+    "library, ResNet": f"dual-encoder {LIBRARY} {HALF} --towers.image open_clip:test-RN --towers.text open_clip:test-RN"
+    " --loss.kind fastclip-v3 --microbatch 2",
+    "library, SigLIP 2": f"dual-encoder {LIBRARY} {SINGLE} --towers.image open_clip:test-SigLIP2"
+    " --towers.text open_clip:test-SigLIP2 --towers.pool-frames attention --optimizer.layer-decay 0.5",
+    "library, CLIP and T5": f"dual-encoder {LIBRARY} {SINGLE} --towers.image hf:MODELS/clip --towers.text hf:MODELS/t5"
+    " --towers.text-pooling mean --towers.activation-checkpointing --microbatch 2",
+    "library, DINOv2 and BERT": f"dual-encoder {LIBRARY} {HALF} --towers.image hf:MODELS/dinov2 --freeze video"
+    " --towers.text hf:MODELS/bert --towers.text-pooling first --optimizer.ema 0.9",
+    "library, timm": f"classify {LIBRARY} {HALF} {LABELS} --towers.image timm:tiny_pe --mixup 0.8 --dropout 0.5",
+    "language model": f"caption {PIXELS} --decoder.lm MODELS/qwen3 --decoder.visual-tokens 4 --decoder.max-tokens 16"
+    f" {SINGLE} --towers.activation-checkpointing --microbatch 2 {IN_LOOP}",
+    "language model, adapted": f"caption {PIXELS} --decoder.lm MODELS/llama --decoder.visual-tokens 4 {HALF}"
+    " --decoder.max-tokens 16 --lora.rank 2 --lora.towers decoder --decoder.reducer attention",
     "captions": f"caption {PIXELS} {DECODER} {SINGLE} --towers.kind timesformer --optimizer.schedule linear",
+}
+# transformers reads whether a mask or positions have anything to hide, to choose a kernel for attention, and cannot be
+# told: once for each pass of texts through a tower, and of captions through a language model with checkpointing.
+OF_TRANSFORMERS = {
+    "library, CLIP and T5": ["train/models/hugging_face.py"] * 4,
+    "library, DINOv2 and BERT": ["train/models/hugging_face.py"],
+    "language model": ["train/tasks/caption/language/model.py"] * 2,
 }
 
 
 @pytest.fixture
-def words(name: str, trained: dict[str, Path], clips_dir: Path, latents_dir: Path) -> list[str]:
+def words(name: str, trained: dict[str, Path], models: Path, clips_dir: Path, latents_dir: Path) -> list[str]:
     """The command line of a run."""
-    flags = RUNS[name].replace("WEIGHTS", str(trained["dual-encoder"]))
+    flags = RUNS[name].replace("WEIGHTS", str(trained["dual-encoder"])).replace("MODELS", str(models))
     shards = latents_dir if "--input latents" in flags else clips_dir
     return [*flags.split(), "--steps", str(NUM_STEPS), "--shards", str(shards)]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_steady_step_waits_for_the_numbers_of_the_step_before_alone(words: list[str], tmp_path: Path) -> None:
+def test_a_steady_step_waits_for_the_numbers_of_the_step_before_alone(
+    name: str, words: list[str], tmp_path: Path
+) -> None:
     journal = run(*words, "--out", tmp_path / "run")
     assert journal.races == []
     assert steady(journal.pageable) == []
-    assert [note.where.partition(":")[0] for note in journal.waits if note.step in STEADY] == [
-        "train/device/transfer.py" for _ in STEADY
-    ], steady(journal.waits)
+    waits = [note.where.partition(":")[0] for note in journal.waits if note.step in STEADY]
+    assert waits == [*OF_TRANSFORMERS.get(name, ()), "train/device/transfer.py"] * len(STEADY), steady(journal.waits)
     assert journal.devices == {LOCAL_RANK}
     found = losses(tmp_path / "run")
     assert len(found) == NUM_STEPS and all(map(math.isfinite, found))
     if SINGLE in " ".join(words):
-        assert train(*words, "--device", "cpu", "--out", tmp_path / "cpu") == 0
+        run_on_cpu(*words, "--out", tmp_path / "cpu")
         assert found == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5, abs=1e-5)
 
 
