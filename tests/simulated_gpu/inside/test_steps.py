@@ -65,10 +65,10 @@ RUNS = {
     " --towers.text hf:MODELS/bert --towers.text-pooling first --optimizer.ema 0.9",
     "library, timm": f"classify {LIBRARY} {HALF} {LABELS} --towers.image timm:tiny_pe --mixup 0.8 --dropout 0.5",
     "language model": f"caption {PIXELS} --decoder.lm MODELS/qwen3 --decoder.visual-tokens 4 --decoder.max-tokens 16"
-    f" {SINGLE} --towers.activation-checkpointing --microbatch 2 {IN_LOOP}",
+    f" {SINGLE} --towers.activation-checkpointing --microbatch 2 {IN_LOOP} --decoding.method sample --decoding.top-k 9",
     "language model, adapted": f"caption {PIXELS} --decoder.lm MODELS/llama --decoder.visual-tokens 4 {HALF}"
     " --decoder.max-tokens 16 --lora.rank 2 --lora.towers decoder --decoder.reducer attention",
-    "captions": f"caption {PIXELS} {DECODER} {SINGLE} --towers.kind timesformer --optimizer.schedule linear",
+    "captions": f"caption {PIXELS} {DECODER} {SINGLE} --towers.kind timesformer --optimizer.schedule linear {IN_LOOP}",
 }
 # transformers reads whether a mask or positions have anything to hide, to choose a kernel for attention, and cannot be
 # told: once for each pass of texts through a tower, and of captions through a language model with checkpointing.
