@@ -82,9 +82,9 @@ def measure_attention(setup: Setup) -> Result:
             for name in ("naive", *names):
                 try:
                     attend = open_attention(name, device_type=setup.device.type).attend
-                    error = _error(calls.gradients(attend), expected)
-                    if not error <= _MOST_ERROR[precision]:
-                        row["error"] = f"{name} is off by {error:.2g}"
+                    deviation = _deviation(calls.gradients(attend), expected)
+                    if not deviation <= _MOST_ERROR[precision]:
+                        row["error"] = f"{name} is off by {deviation:.2g}"
                     else:
                         row[name] = _milliseconds(partial(calls.forward_and_backward, attend), setup)
                 except Exception as error:  # noqa: BLE001  a backend may support no such shape
@@ -92,7 +92,7 @@ def measure_attention(setup: Setup) -> Result:
             rows.append({**row, "fastest": _fastest(row)})
     precision = rows[0]["precision"]
     of_precision = [row for row in rows if row["precision"] == precision]
-    total = {
+    total: dict[str, Any] = {
         name: sum(row[name] for row in of_precision) for name in names if all(_ran(row, name) for row in of_precision)
     }
     rows.append({"shape": ALL, "precision": precision, **total, "fastest": _fastest(total)})
@@ -210,7 +210,7 @@ def _run(module: str, words: Sequence[object], *, setup: Setup, timeout_s: float
     return status, printed.getvalue()
 
 
-def _error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+def _deviation(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     return max(float((one.float() - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True))
 
 
