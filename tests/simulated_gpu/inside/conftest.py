@@ -22,7 +22,8 @@ from tests.train.library.test_texts_of_transformers import CONFIGS, save_model, 
 def _is_simulated() -> None:
     torch.set_num_threads(1)
     # Imported within a simulation, it would keep functions of torch that the simulation has replaced.
-    import_module("transformers.modeling_utils")
+    for name in ("transformers.modeling_utils", "transformers.models.qwen3", "transformers.models.llama"):
+        import_module(name)
     assert is_simulated(), "this process has no simulated GPU"
 
 

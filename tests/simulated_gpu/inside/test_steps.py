@@ -67,7 +67,8 @@ RUNS = {
     "language model": f"caption {PIXELS} --decoder.lm MODELS/qwen3 --decoder.visual-tokens 4 --decoder.max-tokens 16"
     f" {SINGLE} --towers.activation-checkpointing --microbatch 2 {IN_LOOP} --decoding.method sample --decoding.top-k 9",
     "language model, adapted": f"caption {PIXELS} --decoder.lm MODELS/llama --decoder.visual-tokens 4 {HALF}"
-    " --decoder.max-tokens 16 --lora.rank 2 --lora.towers decoder --decoder.reducer attention",
+    " --decoder.prompt see{video}say: --decoder.max-tokens 16 --lora.rank 2 --lora.towers decoder"
+    " --decoder.reducer attention",
     "captions": f"caption {PIXELS} {DECODER} {SINGLE} --towers.kind timesformer --optimizer.schedule linear {IN_LOOP}",
 }
 # transformers reads whether a mask or positions have anything to hide, to choose a kernel for attention, and cannot be
