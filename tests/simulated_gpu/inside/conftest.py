@@ -18,6 +18,11 @@ from tests.train.library.small_library import add_open_clip, save_hf, train_toke
 from tests.train.library.test_texts_of_transformers import CONFIGS, save_model, save_tokenizer
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move language models to the front: behind other simulations, transformers leaves buffers of a model unset."""
+    items.sort(key=lambda item: "language" not in item.name)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _is_simulated() -> None:
     torch.set_num_threads(1)
