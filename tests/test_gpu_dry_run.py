@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu.__main__ import FIRST
+from benchmarks.gpu.first import fastest_backend
 from tests.forks import Forks
 from tests.train.classify.moving import write_moving
 
@@ -38,6 +40,23 @@ def test_every_benchmark_of_a_gpu_measures_in_a_dry_run(forks: Forks, repository
     assert found["is_dry_run"] and found["running"] is None
     assert all(one["rows"] and not any("error" in row for row in one["rows"]) for one in found["measurements"])
     assert done.stdout.startswith("# Dry run\n") and "## Losses\n" in done.stdout
+
+
+def test_the_first_measurements_of_a_new_machine_run_without_data(
+    forks: Forks, repository: Path, tmp_path: Path
+) -> None:
+    results = tmp_path / "first.json"
+    words = ("--first", "--json", str(results), "--data", str(tmp_path / "none"), "--dry-run")
+    done = run(forks, repository, tmp_path, "benchmarks.gpu", *words)
+    assert done.returncode == 0, f"{done.stdout[-5000:]}{done.stderr[-5000:]}"
+    found = json.loads(results.read_text())
+    assert [one["name"] for one in found["measurements"]] == [one.name for one in FIRST] and found["running"] is None
+    assert all(one["rows"] and not any("error" in row for row in one["rows"]) for one in found["measurements"])
+    # Its results were of a GPU: the entry of the table of --attention auto.
+    assert fastest_backend(results) == {}
+    found["environment"]["compute_capability"] = "9.0"
+    results.write_text(json.dumps(found))
+    assert fastest_backend(results) == {(9, 0): "sdpa"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

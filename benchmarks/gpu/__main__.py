@@ -61,19 +61,32 @@ def _measurement(name: str, module: str, function: str, *, estimated_s: float, *
     return Measurement(name=name, measure=partial(_measure, module, function, **options), estimated_s=estimated_s)
 
 
-def _tests(name: str, *files: str, selection: str = "", estimated_s: float) -> Measurement:
-    return _measurement(name, "first", "measure_tests", files=files, selection=selection, estimated_s=estimated_s)
+def _tests(name: str, *files: str, selection: str = "", dry: str, estimated_s: float) -> Measurement:
+    given = {"files": files, "selection": selection, "dry": dry}
+    return _measurement(name, "first", "measure_tests", estimated_s=estimated_s, **given)
+
+
+def _preset(*, num_frames: int, keeps_activations: bool) -> Measurement:
+    name = f"b16-ego4d, {num_frames} frames{', without checkpointing' if keeps_activations else ''}"
+    given = {"num_frames": num_frames, "keeps_activations": keeps_activations}
+    return _measurement(name, "first", "measure_preset", estimated_s=40, **given)
 
 
 # Eight minutes on a machine on which nothing has run yet.
 FIRST = (
     _measurement("Doctor", "first", "measure_doctor", estimated_s=20),
     _measurement("Attention: equality and speed", "first", "measure_attention", estimated_s=40),
-    _tests("Memory that copies may still read", "test_prefetch.py", estimated_s=40),
-    _tests("Where the host waits", "test_host_waits.py", estimated_s=60),
-    _tests("A step of every task", "test_tasks.py", selection="losses_of_a_cpu", estimated_s=90),
-    _tests("Resumption", "test_resuming.py", estimated_s=60),
-    _measurement("b16-ego4d: MFU and waiting for data", "first", "measure_preset", estimated_s=120),
+    _tests("Memory that copies may still read", "test_prefetch.py", dry="model_is_slower", estimated_s=40),
+    _tests("Where the host waits", "test_host_waits.py", dry="fp16 and sgd", estimated_s=60),
+    _tests(
+        "A step of every task",
+        "test_tasks.py",
+        selection="losses_of_a_cpu",
+        dry="losses_of_a_cpu and latents",
+        estimated_s=90,
+    ),
+    _tests("Resumption", "test_resuming.py", dry="dual-encoder", estimated_s=60),
+    *(_preset(num_frames=num, keeps_activations=keeps) for keeps in (False, True) for num in (4, 16)),
 )
 
 

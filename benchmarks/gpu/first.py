@@ -4,14 +4,18 @@ In the order in which an answer is worth most. What only says yes or no runs tes
 each of them.
 """
 
+import io
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,9 +25,9 @@ import torch
 from benchmarks.gpu.feeding_data import require_repeated
 from benchmarks.gpu.feeding_steps import wait_row
 from benchmarks.gpu.measurements import Result, Setup, Target, one_line
-from benchmarks.gpu.speed_attention import PRECISIONS, SHAPES, AttentionCalls, attentions, tiny
+from benchmarks.gpu.speed_attention import PRECISIONS, SHAPES, AttentionCalls, tiny
 from clipmill.train.doctor.accelerator import examine_accelerator
-from clipmill.train.models.attention import attend_naively
+from clipmill.train.models.attention import AttentionChoice, attend_naively, open_attention
 from clipmill.train.run.folder import read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +39,9 @@ _PRESETS = (
     "TimeSformer, 8 frames",
     "caption decoder, itself",
 )
+# What --attention auto can choose from, and the name of the row of all shapes.
+BACKENDS: tuple[AttentionChoice, ...] = ("xformers", "sdpa", "flash", "cudnn")
+ALL = "all of them"
 # Relative errors in the norm that rounding alone makes.
 _MOST_ERROR = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 3e-2}
 _TESTS_TIMEOUT_S = 150.0
@@ -60,7 +67,8 @@ def measure_doctor(setup: Setup) -> Result:
 
 
 def measure_attention(setup: Setup) -> Result:
-    """Return error and time of each backend at the presets' shapes; the fastest one is for `--attention auto`."""
+    """Return error and time of each backend at the presets' shapes; `fastest_backend` reads the last row."""
+    names = BACKENDS if setup.device.type == "cuda" else ("sdpa",)
     rows: list[dict[str, Any]] = []
     for shape in SHAPES:
         if shape.name not in _PRESETS:
@@ -71,38 +79,64 @@ def measure_attention(setup: Setup) -> Result:
             calls = AttentionCalls(tiny(shape) if setup.is_dry_run else shape, device=setup.device, dtype=dtype)
             row: dict[str, Any] = {"shape": shape.name, "precision": precision}
             expected = calls.gradients(attend_naively, in_float32=True)
-            times: dict[str, float] = {}
-            for name, opens in attentions(setup).items():
+            for name in ("naive", *names):
                 try:
-                    attend = opens()
-                    error = _error(calls.gradients(attend), expected)
-                    if error > _MOST_ERROR[precision]:
-                        row["error"] = f"{name} is off by {error:.2g}"
-                    times[name] = row[name] = _milliseconds(partial(calls.forward_and_backward, attend), setup)
+                    attend = open_attention(name, device_type=setup.device.type).attend
+                    deviation = _deviation(calls.gradients(attend), expected)
+                    if not deviation <= _MOST_ERROR[precision]:
+                        row["error"] = f"{name} is off by {deviation:.2g}"
+                    else:
+                        row[name] = _milliseconds(partial(calls.forward_and_backward, attend), setup)
                 except Exception as error:  # noqa: BLE001  a backend may support no such shape
                     row[name] = one_line(error, most_chars=40)
-            chosen = {name: ms for name, ms in times.items() if name not in ("auto", "naive")}
-            rows.append({**row, "fastest": min(chosen, key=lambda name: chosen[name], default=None)})
-    return Result(rows=rows, notes=["ms per forward and backward pass; gradients are those of the formula in float32"])
-
-
-def measure_tests(setup: Setup, *, files: Sequence[str], selection: str = "") -> Result:
-    """Return the outcome of tests of tests/gpu."""
-    report = setup.scratch / f"{Path(files[0]).stem}.xml"
-    words = [sys.executable, "-m", "pytest", *(f"tests/gpu/{name}" for name in files), "-m", "gpu", "-q"]
-    words += ["--gpu-device", setup.device.type, "-p", "no:cacheprovider", f"--junitxml={report}"]
-    environment = {**os.environ, "TMPDIR": str(setup.scratch), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*words, *(["-k", selection] if selection else [])],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=_TESTS_TIMEOUT_S,
-        check=False,
+            rows.append({**row, "fastest": _fastest(row)})
+    precision = rows[0]["precision"]
+    of_precision = [row for row in rows if row["precision"] == precision]
+    total: dict[str, Any] = {
+        name: sum(row[name] for row in of_precision) for name in names if all(_ran(row, name) for row in of_precision)
+    }
+    rows.append({"shape": ALL, "precision": precision, **total, "fastest": _fastest(total)})
+    return Result(
+        rows=rows,
+        notes=[
+            "ms per forward and backward pass; gradients are those of the formula in float32",
+            f"{ALL}: the fastest backend belongs into FASTEST of train/engine/attention_choice.py",
+        ],
     )
+
+
+def fastest_backend(path: Path) -> dict[tuple[int, int], AttentionChoice]:
+    """The entry of `FASTEST` (clipmill.train.engine.attention_choice) by the results of a GPU; empty without any."""
+    results = json.loads(path.read_bytes())
+    capability = results["environment"].get("compute_capability")
+    rows = [row for one in results["measurements"] for row in one["rows"] if row.get("shape") == ALL]
+    if capability is None or not rows or rows[0]["fastest"] is None:
+        return {}
+    major, minor = map(int, capability.split("."))
+    return {(major, minor): rows[0]["fastest"]}
+
+
+def _ran(row: dict[str, Any], name: str) -> bool:
+    return isinstance(row.get(name), float)
+
+
+def _fastest(row: dict[str, Any]) -> str | None:
+    return min((name for name in BACKENDS if _ran(row, name)), key=lambda name: row[name], default=None)
+
+
+def measure_tests(setup: Setup, *, files: Sequence[str], selection: str = "", dry: str) -> Result:
+    """Return the outcome of tests of tests/gpu.
+
+    Args:
+        selection: tests that are run, as -k of pytest.
+        dry: the same for a dry run.
+    """
+    report = setup.scratch / f"{Path(files[0]).stem}.xml"
+    words = [*(f"tests/gpu/{name}" for name in files), "-m", "gpu", "-q", "--gpu-device", setup.device.type]
+    words += ["-p", "no:cacheprovider", f"--junitxml={report}", "-k", dry if setup.is_dry_run else selection]
+    status, said = _run("pytest", words, setup=setup, timeout_s=_TESTS_TIMEOUT_S)
     if not report.exists():
-        raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
+        raise RuntimeError(f"pytest ended with {status}: {said[-500:]}")
     rows: list[dict[str, Any]] = []
     for case in ElementTree.parse(report).iter("testcase"):
         row: dict[str, Any] = {"test": case.get("name"), "seconds": float(case.get("time", "0"))}
@@ -111,53 +145,72 @@ def measure_tests(setup: Setup, *, files: Sequence[str], selection: str = "") ->
         if outcome is not None and outcome.tag != "skipped":
             row["error"] = outcome.get("message")
         rows.append(row)
+    if not rows:
+        raise RuntimeError(f"pytest found no test: {said[-500:]}")
     return Result(rows=rows)
 
 
-def measure_preset(setup: Setup) -> Result:
-    """Return MFU and waiting for data of b16-ego4d with 4 and 16 frames, with and without checkpointing."""
-    data, rows, targets = require_repeated(setup), list[dict[str, Any]](), list[Target]()
-    for num_frames in (4, 16):
-        for keeps in (False, True):
-            name = f"T = {num_frames}, {'without' if keeps else 'with'} activation checkpointing"
-            out = setup.scratch / f"preset-{num_frames}-{keeps}"
-            batch = 4 if setup.is_dry_run else (256 if num_frames == 4 else 32) * (1 if keeps else 2)
-            try:
-                lines = _train(setup, data, out=out, num_frames=num_frames, batch=batch, keeps_activations=keeps)
-            except RuntimeError as error:
-                rows.append({"training": name, "error": one_line(error)})
-                continue
-            row = wait_row(name, lines, batch=batch, workers=len(os.sched_getaffinity(0)))
-            steady = lines[min(_WARM_STEPS, len(lines) // 2) :]
-            row["MFU"] = mfu = sum(line.get("mfu", 0.0) for line in steady) / len(steady)
-            rows.append(row)
-            if not keeps:
-                targets.append(Target(what=f"MFU, {name}", figure=mfu, goal=_LEAST_MFU))
-            targets.append(Target(what=f"waiting, {name}", figure=row["wait share"], goal=_MOST_WAIT, is_at_most=True))
-    return Result(rows=rows, targets=targets, notes=["expected figures: docs/gpu.md"])
-
-
-def _train(
-    setup: Setup, data: Path, *, out: Path, num_frames: int, batch: int, keeps_activations: bool
-) -> list[dict[str, Any]]:
-    """The steps of a short run of the preset; RuntimeError if it fails, as for want of memory."""
-    program = "import sys; from clipmill.train.cli import main; sys.argv[0] = 'train'; main()"
-    words = ["dual-encoder", "--shards", data, "--preset", "b16-ego4d", "--num-frames", num_frames, "--batch", batch]
-    words += ["--steps", 2 if setup.is_dry_run else 30, "--device", setup.device.type, "--out", out]
-    words += ["--checkpoint-every", 10**6, "--workers", len(os.sched_getaffinity(0))]
+def measure_preset(setup: Setup, *, num_frames: int, keeps_activations: bool) -> Result:
+    """Return MFU and waiting for data of b16-ego4d, with activation checkpointing or without."""
+    name = f"T = {num_frames}, {'without' if keeps_activations else 'with'} activation checkpointing"
+    batch = 4 if setup.is_dry_run else (256 if num_frames == 4 else 32) * (1 if keeps_activations else 2)
+    workers = 1 if setup.is_dry_run else len(os.sched_getaffinity(0))
+    out = setup.scratch / f"preset-{num_frames}-{keeps_activations}"
+    words = ["dual-encoder", "--shards", require_repeated(setup), "--preset", "b16-ego4d", "--num-frames", num_frames]
+    words += ["--batch", batch, "--steps", 2 if setup.is_dry_run else 30, "--device", setup.device.type, "--out", out]
+    words += ["--checkpoint-every", 10**6, "--workers", workers]
     words += ["--towers.no-activation-checkpointing"] if keeps_activations else []
     words += ["--model", "tiny", "--size-px", 32] if setup.is_dry_run else []
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, words)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+    status, said = _run("clipmill.train.cli", words, setup=setup)
+    if status:
+        raise RuntimeError((said.strip().splitlines() or [f"exit status {status}"])[-1])
     lines = read_lines(out / "metrics.jsonl")
     shutil.rmtree(out)
-    return lines
+    row = wait_row(name, lines, batch=batch, workers=workers)
+    steady = lines[min(_WARM_STEPS, len(lines) // 2) :]
+    row["MFU"] = mfu = sum(line.get("mfu", 0.0) for line in steady) / len(steady)
+    targets = [Target(what=f"waiting, {name}", figure=row["wait share"], goal=_MOST_WAIT, is_at_most=True)]
+    if not keeps_activations:
+        targets.append(Target(what=f"MFU, {name}", figure=mfu, goal=_LEAST_MFU))
+    return Result(rows=[row], targets=targets, notes=["expected figures: docs/gpu.md"])
 
 
-def _error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+def _run(module: str, words: Sequence[object], *, setup: Setup, timeout_s: float | None = None) -> tuple[int, str]:
+    """Run a program in a process of its own, or of a dry run in this one, which has imported most of it.
+
+    Args:
+        module: module with a function `main`, whose return value or SystemExit is the exit status.
+
+    Returns:
+        The exit status, and what the program printed.
+    """
+    command = f"import sys; from {module} import main; sys.argv[0] = 'main'; sys.exit(main())"
+    if not setup.is_dry_run:
+        done = subprocess.run(
+            [sys.executable, "-c", command, *map(str, words)],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": str(setup.scratch), "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+    argv, folder, printed, status = sys.argv, Path.cwd(), io.StringIO(), 0
+    sys.argv = ["main", *map(str, words)]
+    os.chdir(ROOT)
+    try:
+        with redirect_stdout(printed), redirect_stderr(printed):
+            status = int(import_module(module).main() or 0)
+    except SystemExit as end:
+        status = int(end.code or 0)
+    finally:
+        sys.argv = argv
+        os.chdir(folder)
+    return status, printed.getvalue()
+
+
+def _deviation(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     return max(float((one.float() - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True))
 
 

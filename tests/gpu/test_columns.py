@@ -22,6 +22,7 @@ from clipmill.prep.text.blocks import TowerUse
 from clipmill.prep.text.plan import make_text_plan
 from clipmill.prep.text.recipe import TextRecipe
 from clipmill.prep.text.run import run_text
+from clipmill.prep.text.t5 import resolve_t5
 from clipmill.prep.text.tower import resolve as resolve_text
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
@@ -53,10 +54,9 @@ def make_latents(
     assert not summary.failures and summary.gave_up is None
 
 
-def make_text(data_dir: Path, *, device: Device) -> None:
+def make_text(data_dir: Path, *, device: Device, recipe: TextRecipe = TextRecipe(clip="tiny")) -> None:  # noqa: B008 - frozen
     with writing(data_dir, column=TEXT):
-        recipe = TextRecipe(clip="tiny")
-        resolved = resolve_text(recipe)
+        resolved = resolve_text(recipe) if recipe.encoder is None else resolve_t5(recipe)
         use = TowerUse(recipe, resolved.encoder_sha256, batch=32, device=device)
         summary = run_text(make_text_plan(data_dir, resolved), use, Here())
     assert not summary.failures and summary.gave_up is None

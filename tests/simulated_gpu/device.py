@@ -40,8 +40,9 @@ class MixedDevices(RuntimeError):
 
 
 def _stream_of(device: torch.device) -> tuple[int, int]:
-    stream = torch.cuda.current_stream(device)
-    return device.index or 0, stream.stream_id
+    # torch.cuda.current_stream makes an object of this, which takes longer than a small operator.
+    stream_id, number, _ = torch._C._cuda_getCurrentStream(device.index or 0)
+    return number, stream_id
 
 
 class Simulated(torch.Tensor):
@@ -162,7 +163,9 @@ class Device:
         else:
             target, waits = args[0].device, not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         journal, copy, what = self.journal, None, f"{tuple(source.shape)} {source.dtype}"
-        if source.device.type == "cpu" and target.type == "cuda":
+        if not source.numel():
+            pass  # torch copies nothing
+        elif source.device.type == "cpu" and target.type == "cuda":
             if waits:
                 self._wait(f"a copy of {what} to the device", target)
             elif not (source.is_pinned() and source.is_contiguous() | _is_dense(source)):
@@ -268,6 +271,11 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class _Operators(TorchDispatchMode):
     """Hands operators of a thread to the device."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled, and torch would wrap each operator in a switch for its compiler."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _ACTIVE[-1].dispatch(func, args, kwargs or {})
 
@@ -279,16 +287,23 @@ _ACTIVE: list[Device] = []
 def simulation() -> Iterator[Journal]:
     """Simulate the GPUs of the runtime within the block, in this thread and in those that start there."""
     journal = Journal()
-    start = threading.Thread.run
+    start, make_tensor = threading.Thread.run, torch.tensor
 
     def run(thread: threading.Thread) -> None:
         with _Operators():
             start(thread)
 
+    def tensor(values: Any, **options: Any) -> torch.Tensor:
+        # torch reads the numbers of tensors in a list from their memory, which the host waits for.
+        if isinstance(values, list):
+            values = _mapped(lambda one: one.item() if isinstance(one, Simulated) else one, values)
+        return make_tensor(values, **options)
+
     with pytest.MonkeyPatch.context() as patch:
         _follow_streams(patch, journal)
         # A view of a wrapped tensor cannot be made in inference mode.
         patch.setattr(torch, "inference_mode", torch.no_grad)
+        patch.setattr(torch, "tensor", tensor)
         patch.setattr(threading.Thread, "run", run)
         _ACTIVE.append(Device(journal))
         lifts = torch._C._only_lift_cpu_tensors()

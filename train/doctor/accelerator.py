@@ -55,6 +55,7 @@ class Accelerator:
         cuda_error: torch's reason for finding no GPU.
         xformers: its version, "not installed" or "not loaded".
         xformers_library: why xformers' own compiled library cannot be loaded.
+        attention: name of the backend of `--attention auto` on the first GPU; unknown if nothing was tried.
         has_triton: triton, with which torch.compile generates GPU kernels, is installed.
         environment: what PyTorch asks for in bug reports (torch.utils.collect_env); empty if nothing was tried.
     """
@@ -72,6 +73,7 @@ class Accelerator:
     xformers_library: str | None = None
     has_triton: bool = False
     precision: str = "fp32"
+    attention: str = "sdpa"
     tried: list[Tried] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
 
@@ -111,6 +113,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         from torch.utils.collect_env import get_env_info
 
         from clipmill.train.device.precision import open_precision
+        from clipmill.train.engine.attention_choice import FASTEST
 
         try:
             found["environment"] = get_env_info()._asdict()
@@ -120,6 +123,8 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         precision = open_precision("auto", device_type=device_type)
         found |= {"precision": precision.name, **_xformers()}
         has_xformers = found["xformers"] not in ("not installed", "not loaded")
+        if found.get("gpus"):
+            found["attention"] = FASTEST.get(found["gpus"][0].capability, "xformers" if has_xformers else "sdpa")
         names = ["sdpa", *(["xformers"] if has_xformers else []), "cudnn", "flash"] if found.get("gpus") else ["sdpa"]
         kinds = ("clips", "packed captions")
         found["tried"] = [_try_one(name, kind, precision.name, device_type) for name in names for kind in kinds]

@@ -100,12 +100,13 @@ def used_by_training(examined: Examined) -> Used:
     """What training commands select by default on this machine."""
     accelerator = examined.accelerator
     is_cuda = bool(accelerator.gpus) and examined.asked_device != "cpu"
-    has_xformers = accelerator.xformers not in ("not installed", "not loaded")
-    candidates = [*(["xformers"] if has_xformers else []), "sdpa", "cudnn", "flash"]
+    attention = accelerator.attention if is_cuda else "sdpa"
+    if attention == "xformers":
+        attention = "xformers, or sdpa for heads and precisions that it has no kernel for"
     return Used(
         device="cuda" if is_cuda else "cpu",
         precision=accelerator.precision if is_cuda else "fp32",
-        attention=f"fastest of {', '.join(candidates)}, measured when a run begins" if is_cuda else "sdpa",
+        attention=attention,
         loader_threads=TrainingSettings.workers,
         compiles=examined.host.compiler is not None and (not is_cuda or accelerator.has_triton),
     )

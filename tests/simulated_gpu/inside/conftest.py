@@ -1,21 +1,34 @@
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu.data import write_latents_folder
+from tests.prep.captions.tiny_vlm import save_tiny_vlm
 from tests.simulated_gpu.device import simulation
 from tests.simulated_gpu.inside.runs import train_all
 from tests.simulated_gpu.journal import Journal
 from tests.simulated_gpu.runtime import is_simulated
+from tests.train.caption.language.tiny_models import save_language_model
 from tests.train.classify.moving import write_moving
-from tests.train.conftest import _arguments_are_made_once  # noqa: F401 - for every test
+from tests.train.conftest import _arguments_are_made_once, _no_java  # noqa: F401 - for every test
+from tests.train.library.small_library import add_open_clip, save_hf, train_tokenizer
+from tests.train.library.test_texts_of_transformers import CONFIGS, save_model, save_tokenizer
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move language models to the front: behind other simulations, transformers leaves buffers of a model unset."""
+    items.sort(key=lambda item: "language" not in item.name)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _is_simulated() -> None:
     torch.set_num_threads(1)
+    # Imported within a simulation, it would keep functions of torch that the simulation has replaced.
+    for name in ("transformers.modeling_utils", "transformers.models.qwen3", "transformers.models.llama"):
+        import_module(name)
     assert is_simulated(), "this process has no simulated GPU"
 
 
@@ -44,3 +57,18 @@ def latents_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(tmp_path_factory: pytest.TempPathFactory, clips_dir: Path) -> dict[str, Path]:
     """A run of every task, trained on the CPU."""
     return train_all(tmp_path_factory.mktemp("trained"), shards=clips_dir)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of tiny models with random weights: of transformers by kind, and those that open_clip knows by name."""
+    folder = tmp_path_factory.mktemp("models")
+    add_open_clip(folder, tokenizer=train_tokenizer(folder / "tokenizer"))
+    for kind in ("clip", "dinov2", "bert"):
+        save_hf(folder / kind, kind)
+    save_model(folder / "t5", CONFIGS["t5"](0))
+    save_tokenizer(folder / "t5", side="right", pad="[PAD]")
+    for kind in ("qwen3", "llama"):
+        save_language_model(folder / kind, kind, texts=["a bright one", "a dark one"])
+    save_tiny_vlm(folder / "vlm")
+    return folder

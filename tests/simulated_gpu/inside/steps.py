@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from clipmill.train.commands import launch as command
 from clipmill.train.distributed import launch
 from clipmill.train.engine.failure_log import FailureLog, SyncedBatch
 from clipmill.train.run.checkpoint_writer import CheckpointWriter
@@ -20,6 +21,15 @@ STEADY = range(2, NUM_STEPS)
 
 
 @contextmanager
+def _without_files() -> Iterator[None]:
+    """Leave out checkpoints and the results page, which take most of the time of a short run and compute nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointWriter, "save", lambda *_: None)
+        patch.setattr(command, "write_page", lambda _: None)
+        yield
+
+
+@contextmanager
 def followed(*, local_rank: int = LOCAL_RANK) -> Iterator[Journal]:
     """Simulate GPUs for a rank that owns one of them, and number the steps of training."""
     next_batch, make_group = FailureLog.next_batch, launch.dist.init_process_group
@@ -28,10 +38,8 @@ def followed(*, local_rank: int = LOCAL_RANK) -> Iterator[Journal]:
         journal.step += 1
         return next_batch(self, *args, **kwargs)
 
-    with simulation() as journal, pytest.MonkeyPatch.context() as patch:
+    with simulation() as journal, _without_files(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(FailureLog, "next_batch", begin)
-        # Most of the time of a short run.
-        patch.setattr(CheckpointWriter, "save", lambda *_: None)
         # NCCL needs a real GPU; a rank that is alone exchanges nothing.
         patch.setattr(launch.dist, "init_process_group", lambda _, **options: make_group("gloo", **options))
         for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", local_rank), ("MASTER_PORT", 0)):
@@ -55,3 +63,9 @@ def run(*words: object) -> Journal:
         assert train(*words) == 0
     journal.finish()
     return journal
+
+
+def run_on_cpu(*words: object) -> None:
+    """The same command on the CPU."""
+    with _without_files():
+        assert train(*words, "--device", "cpu") == 0

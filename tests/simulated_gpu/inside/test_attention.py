@@ -1,5 +1,6 @@
 """Attention by xformers on a GPU: heads of every width, and what a call copies and waits for."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.first import BACKENDS, fastest_backend, measure_attention
+from benchmarks.gpu.measurements import Measurement, Setup, run_measurements
 from clipmill.train.device.transfer import LateMetrics, pinned
 from clipmill.train.models import attention
 from clipmill.train.models.attention import attend_naively, attend_with_xformers, attend_with_xformers_or_sdpa, pack
@@ -132,3 +135,15 @@ def test_the_simulation_notices_what_a_gpu_would(journal: Journal) -> None:
     assert len(journal.races) == 3  # before its copy was over, and unknown to the allocator
     late = LateMetrics({"loss": there.sum()}, CUDA)
     assert bool(late._values.isnan()) and late.read() == {"loss": 6.0}
+
+
+def test_the_fastest_backend_of_a_gpu_is_in_the_results_of_its_first_minutes(tmp_path: Path, journal: Journal) -> None:
+    setup = Setup(device=CUDA, is_dry_run=True, data=tmp_path, scratch=tmp_path)
+    measurements = [Measurement(name="attention", measure=measure_attention, estimated_s=1)]
+    assert run_measurements(measurements, setup=setup, minutes=1, path=tmp_path / "first.json")
+    [found] = json.loads((tmp_path / "first.json").read_text())["measurements"]
+    assert [row["error"] for row in found["rows"] if "error" in row] == []
+    # SDPA's own kernels are not simulated.
+    assert all(isinstance(row[name], float) for row in found["rows"] for name in ("xformers", "sdpa")), found["rows"]
+    [(capability, name)] = fastest_backend(tmp_path / "first.json").items()
+    assert capability == torch.cuda.get_device_capability(0) and name in BACKENDS

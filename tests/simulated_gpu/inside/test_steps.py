@@ -4,14 +4,17 @@ The runs have between them what the presets have (test_every_preset_has_its_part
 """
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
-from tests.simulated_gpu.inside.runs import DECODER, LATENTS, NUM_STEPS, PIXELS
-from tests.simulated_gpu.inside.steps import LOCAL_RANK, STEADY, run, steady
-from tests.train.running import losses, train
+from tests.simulated_gpu.inside.runs import DECODER, LATENTS, NUM_STEPS, PIXELS, SMALL
+from tests.simulated_gpu.inside.steps import LOCAL_RANK, STEADY, run, run_on_cpu, steady
+from tests.train.running import losses
 
 PRESETS = Path(__file__).parents[3] / "train" / "presets"
 STORED = f"dual-encoder {LATENTS} --text-tower frozen"
@@ -22,12 +25,15 @@ FINE_TUNING = (
 )
 IN_LOOP = "--evaluate.every 3 --evaluate.max-samples 4"
 LABELS = "--label class"
+# Towers of libraries say their own depth.
+LIBRARY = f"{SMALL} --size-px 32 --batch 4"
 # Each task, tower, loss, optimizer and precision of a preset occurs in one of them. In float32, losses are a CPU's.
 HALF, SINGLE = "--precision auto", "--precision fp32"
 RUNS = {
     "infonce": f"dual-encoder {PIXELS} {JITTER} {SINGLE} --loss.freeze-temperature --towers.activation-checkpointing"
     " --optimizer.schedule fixed",
-    "mbcl, evaluated": f"dual-encoder {PIXELS} {HALF} --loss.kind mbcl --optimizer.ema 0.9 {IN_LOOP}",
+    "mbcl, evaluated": f"dual-encoder {PIXELS} {HALF} --loss.kind mbcl --optimizer.ema 0.9 {IN_LOOP}"
+    " --evaluate.protocol mir --evaluate.relevancy RELEVANCY",
     "max-margin": f"dual-encoder {PIXELS} {SINGLE} --loss.kind max-margin --towers.drop-path 0.1 --microbatch 2",
     "siglip, frozen": f"dual-encoder {PIXELS} {HALF} --loss.kind siglip --freeze video --towers.no-packed-text",
     "adapters": f"dual-encoder {PIXELS} {SINGLE} --freeze text --lora.rank 2 --towers.patch-dropout 0.5"
@@ -40,50 +46,109 @@ RUNS = {
     "fastclip-v2": f"{STORED} --precision fp16 --loss.kind fastclip-v2 --optimizer.name lamb",
     "fastclip-v3": f"{STORED} {SINGLE} --loss.kind fastclip-v3 --optimizer.ema 0.9 --microbatch 2",
     "mae": f"mae {PIXELS} {HALF} --mask-ratio 0.75 --decoder-depth 1 --augment.flip 0.5 --decoder-mask running-cell"
-    " --microbatch 2",
+    f" --microbatch 2 --crop multi-scale {IN_LOOP} --evaluate.labels class --evaluate.methods knn"
+    " --evaluate.neighbours 3",
     "mae, latents": f"mae {LATENTS} {SINGLE} --mask-ratio 0.75 --decoder-depth 1 --decoder-mask random",
     "videomae": f"classify {PIXELS} {SINGLE} {LABELS} {FINE_TUNING}",
     "clip, sgd": f"classify {PIXELS} {HALF} {LABELS} --optimizer.name sgd --dropout 0.5 --towers.drop-path 0.1"
+    " --towers.drop-path-rule constant"
     f" {IN_LOOP}",
-    "timesformer": f"caption {PIXELS} {DECODER} --captions-per-visit 2 --microbatch 2 --precision fp16 {IN_LOOP}",
-    "captions": f"caption {PIXELS} {DECODER} {SINGLE} --towers.kind timesformer --optimizer.schedule linear",
+    "timesformer": f"caption {PIXELS} {DECODER} --captions-per-visit 2 --microbatch 2 --precision fp16 {IN_LOOP}"
+    " --crop centre --decoding.method beam --decoding.num-beams 2",
+    "library, ResNet": f"dual-encoder {LIBRARY} {HALF} --towers.image open_clip:test-RN --towers.text open_clip:test-RN"
+    " --loss.kind fastclip-v3 --microbatch 2",
+    "library, SigLIP 2": f"dual-encoder {LIBRARY} {SINGLE} --towers.image open_clip:test-SigLIP2"
+    " --towers.text open_clip:test-SigLIP2 --towers.pool-frames attention --optimizer.layer-decay 0.5",
+    "library, CLIP and T5": f"dual-encoder {LIBRARY} {SINGLE} --towers.image hf:MODELS/clip --towers.text hf:MODELS/t5"
+    " --towers.text-pooling mean --towers.activation-checkpointing --microbatch 2",
+    "library, DINOv2 and BERT": f"dual-encoder {LIBRARY} {HALF} --towers.image hf:MODELS/dinov2 --freeze video"
+    " --towers.text hf:MODELS/bert --towers.text-pooling first --optimizer.ema 0.9",
+    "library, timm": f"classify {LIBRARY} {HALF} {LABELS} --towers.image timm:tiny_pe --mixup 0.8 --dropout 0.5",
+    "language model": f"caption {PIXELS} --decoder.lm MODELS/qwen3 --decoder.visual-tokens 4 --decoder.max-tokens 16"
+    f" {SINGLE} --towers.activation-checkpointing --microbatch 2 {IN_LOOP} --decoding.method sample --decoding.top-k 9",
+    "language model, adapted": f"caption {PIXELS} --decoder.lm MODELS/llama --decoder.visual-tokens 4 {HALF}"
+    " --decoder.prompt see{video}say: --decoder.max-tokens 16 --lora.rank 2 --lora.towers decoder"
+    " --decoder.reducer attention",
+    "captions": f"caption {PIXELS} {DECODER} {SINGLE} --towers.kind timesformer --optimizer.schedule linear {IN_LOOP}",
+}
+# transformers reads whether a mask or positions have anything to hide, to choose a kernel for attention, and cannot be
+# told: once for each pass of texts through a tower, and of captions through a language model with checkpointing.
+OF_TRANSFORMERS = {
+    "library, CLIP and T5": ["train/models/hugging_face.py"] * 4,
+    "library, DINOv2 and BERT": ["train/models/hugging_face.py"],
+    "language model": ["train/tasks/caption/language/model.py"] * 2,
 }
 
 
 @pytest.fixture
-def words(name: str, trained: dict[str, Path], clips_dir: Path, latents_dir: Path) -> list[str]:
+def words(
+    name: str, trained: dict[str, Path], models: Path, clips_dir: Path, latents_dir: Path, tmp_path: Path
+) -> list[str]:
     """The command line of a run."""
-    flags = RUNS[name].replace("WEIGHTS", str(trained["dual-encoder"]))
+    flags = RUNS[name].replace("WEIGHTS", str(trained["dual-encoder"])).replace("MODELS", str(models))
+    if "RELEVANCY" in flags:
+        np.save(tmp_path / "relevancy.npy", np.eye(4))
+        flags = flags.replace("RELEVANCY", str(tmp_path / "relevancy.npy"))
     shards = latents_dir if "--input latents" in flags else clips_dir
     return [*flags.split(), "--steps", str(NUM_STEPS), "--shards", str(shards)]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_steady_step_waits_for_the_numbers_of_the_step_before_alone(words: list[str], tmp_path: Path) -> None:
+def test_a_steady_step_waits_for_the_numbers_of_the_step_before_alone(
+    name: str, words: list[str], tmp_path: Path
+) -> None:
     journal = run(*words, "--out", tmp_path / "run")
     assert journal.races == []
     assert steady(journal.pageable) == []
-    assert [note.where.partition(":")[0] for note in journal.waits if note.step in STEADY] == [
-        "train/device/transfer.py" for _ in STEADY
-    ], steady(journal.waits)
+    waits = [note.where.partition(":")[0] for note in journal.waits if note.step in STEADY]
+    assert waits == [*OF_TRANSFORMERS.get(name, ()), "train/device/transfer.py"] * len(STEADY), steady(journal.waits)
     assert journal.devices == {LOCAL_RANK}
     found = losses(tmp_path / "run")
     assert len(found) == NUM_STEPS and all(map(math.isfinite, found))
     if SINGLE in " ".join(words):
-        assert train(*words, "--device", "cpu", "--out", tmp_path / "cpu") == 0
+        run_on_cpu(*words, "--out", tmp_path / "cpu")
         assert found == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5, abs=1e-5)
 
 
+# Settings of presets that choose nothing on the device: numbers, and what the host decides.
+_NOTHING_ELSE = {
+    "model", "num_frames", "size_px", "min_crop_area", "steps", "batch", "lr", "warmup_steps", "weight_decay",
+    "max_grad_norm", "checkpoint_every", "workers", "seed", "best", "sampling", "stride", "samples_per_chunk", "label",
+    "segment", "mask_ratio", "decoder_depth", "captions.min_relevancy", "towers.embedding_width", "towers.temporal",
+    "decoder.vocabulary", "decoder.max_tokens", "decoding.max_tokens", "evaluate.max_samples", "evaluate.split",
+    "augment.rand_magnitude", "augment.rand_std", "loss.margin", "loss.epsilon", "loss.temperature", "loss.gamma",
+    "loss.gamma_schedule", "loss.gamma_epochs", "loss.rho", "loss.temperature_lr", "optimizer.start_lr",
+    "optimizer.end_lr", "optimizer.lr_batch", "optimizer.beta1", "optimizer.beta2", "optimizer.eps",
+    "optimizer.momentum",
+}  # fmt: skip
+
+
+def _chosen(preset: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each setting of a preset, those for other losses and optimizers too."""
+    for name, value in preset.items():
+        if name == "by":
+            for setting, cases in value.items():
+                for case, values in cases.items():
+                    yield from [(setting, case), *_chosen({one: values[one] for one in values if one != "source"})]
+        elif isinstance(value, dict):
+            yield from _chosen(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def test_every_preset_has_its_parts_here() -> None:
-    """A preset with another task, tower, loss, optimizer or precision needs a run of it here."""
+    """A preset with another task, tower, loss, optimizer, precision or anything else needs a run of it here."""
+    defaults = {"loss.kind": "infonce", "optimizer.name": "adamw", "decoder.name": "gpt2"}
     flags = " ".join(f" {one} " for one in RUNS.values())
     for path in PRESETS.glob("*.yaml"):
-        preset = yaml.safe_load(path.read_text())
-        by = preset.get("by", {})
-        losses_ = {preset.get("loss", {}).get("kind", "infonce"), *by.get("loss.kind", {})} - {"infonce"}
-        optimizers = {preset.get("optimizer", {}).get("name", "adamw"), *by.get("optimizer.name", {})} - {"adamw"}
-        kinds = {preset.get("towers", {}).get("kind", "clip")} - {"clip"}
-        wanted = [f" --loss.kind {one} " for one in losses_] + [f" --optimizer.name {one} " for one in optimizers]
-        wanted += [f" --towers.kind {one} " for one in kinds]
-        wanted += [f" --precision {preset['precision']} "] if "precision" in preset else []
-        assert [one for one in wanted if one not in flags] == [], path.name
+        missing = []
+        for name, value in _chosen(yaml.safe_load(path.read_text())):
+            if name in _NOTHING_ELSE or defaults.get(name) == value:
+                continue
+            flag = f" --{name.replace('_', '-')} "
+            if isinstance(value, str) and name not in ("evaluate.every", "crop"):
+                flag += f"{value.partition(':')[0]}{':' if ':' in value else ' '}"
+            elif value == "centre" or value == "multi-scale":
+                flag += f"{value} "
+            missing += [flag] if flag not in flags else []
+        assert missing == [], path.name

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,20 @@ import pytest
 import torch
 
 from clipmill import load_model, open_clips, open_latents
+from clipmill.prep.captions.answers import Answer
+from clipmill.prep.captions.recipe import CaptionsSettings
+from clipmill.prep.captions.vlm import open_model
+from clipmill.prep.text.recipe import TextRecipe
 from clipmill.train.data.batch import BatchRing, Sample
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.engine.throughput import Throughput
+from clipmill.train.evaluation.probe import probing
+from clipmill.train.evaluation.probe.classifiers import GRID, choose_l2
 from clipmill.train.evaluation.probe.features import extract
 from tests.gpu.test_columns import LATENTS, TEXT, column, make_latents, make_text
+from tests.prep.latents.video_vaes import saved
+from tests.prep.text.t5_models import saved_t5
 from tests.simulated_gpu.inside.steps import LOCAL_RANK, run
 from tests.simulated_gpu.journal import Journal
 from tests.train.running import train
@@ -48,6 +57,12 @@ def numbers_of(values: Any) -> list[float]:
     if isinstance(values, list):
         return [number for one in values for number in numbers_of(one)]
     return [float(values)] if isinstance(values, int | float) else []
+
+
+@pytest.fixture(autouse=True)
+def _few_regularisations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of those that a probe chooses from, which converge in a few steps; weaker ones take hundreds."""
+    monkeypatch.setattr(probing, "choose_l2", partial(choose_l2, grid=GRID[-2:]))
 
 
 @pytest.mark.parametrize("name", EVALUATIONS)
@@ -142,18 +157,39 @@ def test_utilisation_is_that_of_the_gpu_by_its_whole_name(
     assert throughput.metrics(step_s=0.01, waited_s=0.0, num_samples=1)["mfu"] == pytest.approx(100 / tflops)
 
 
-def test_columns_are_those_of_a_cpu(clips_dir: Path, tmp_path: Path, journal: Journal) -> None:
+@pytest.mark.parametrize("kind", ["pictures and CLIP", "videos and T5"])
+def test_columns_are_those_of_a_cpu(kind: str, clips_dir: Path, tmp_path: Path, journal: Journal) -> None:
+    of_vae: dict[str, Any] = {"size": 32, "batch": 4}
+    recipe = TextRecipe(clip="tiny")
+    if kind == "videos and T5":
+        vae = saved("AutoencoderKLWan", tmp_path / "vae")
+        of_vae |= {"vae": str(vae), "fps": "8", "segment": "9f", "posterior": "sample"}
+        recipe = TextRecipe(encoder=f"t5:{saved_t5(tmp_path / 't5')}", max_tokens=8)
     for device in ("cpu", "cuda"):
         data_dir = tmp_path / device
         shutil.copytree(clips_dir, data_dir)
-        make_latents(data_dir, device=device, precision="float32", size=32, batch=4)  # type: ignore[arg-type]
-        make_text(data_dir, device=device)  # type: ignore[arg-type]
+        make_latents(data_dir, device=device, precision="float32", **of_vae)  # type: ignore[arg-type]
+        make_text(data_dir, device=device, recipe=recipe)  # type: ignore[arg-type]
     assert journal.devices == {0} and journal.races == []
     for name in (LATENTS, TEXT):
         found, expected = column(tmp_path / "cuda", name), column(tmp_path / "cpu", name)
         assert found.keys() == expected.keys() and found
         for key, one in expected.items():
             np.testing.assert_allclose(found[key], one, atol=2e-3)
+
+
+def test_captions_of_a_vision_language_model_are_those_of_a_cpu(models: Path, journal: Journal) -> None:
+    pictures = [[*rng] for rng in np.random.default_rng(0).integers(256, size=(3, 2, 64, 48, 3), dtype=np.uint8)]
+    settings = CaptionsSettings(model="tiny", precision="float32", frames=2, size=64, max_tokens=12, temperature=1.0)
+    found, expected = (
+        open_model(models / "vlm", name="tiny", device=device, precision="float32", num_threads=1).captions(
+            pictures, settings=settings, seed=0
+        )
+        for device in ("cuda", "cpu")
+    )
+    texts = [[one.text for one in answers if isinstance(one, Answer)] for answers in (found, expected)]
+    assert texts[0] == texts[1] and len(texts[0]) == 3 and any(texts[0])
+    assert journal.devices == {0} and journal.races == []
 
 
 class _FirstPixel:

@@ -37,6 +37,7 @@ GOOD = Examined(
         num_threads=16,
         gpus=[H200],
         xformers="0.0.35",
+        attention="xformers",
         has_triton=True,
         precision="bf16",
         tried=WORKS,
@@ -177,8 +178,9 @@ def test_what_stops_training_comes_first() -> None:
 def test_what_training_uses_follows_from_the_machine() -> None:
     used = used_by_training(GOOD)
     assert (used.device, used.precision, used.compiles) == ("cuda", "bf16", True)
-    assert used.attention == "fastest of xformers, sdpa, cudnn, flash, measured when a run begins"
-    assert "xformers" not in used_by_training(machine(accelerator={"xformers": "not loaded"})).attention
+    assert used.attention == "xformers, or sdpa for heads and precisions that it has no kernel for"
+    for other in ("sdpa", "cudnn"):
+        assert used_by_training(machine(accelerator={"attention": other})).attention == other
     for examined in (machine(asked="cpu"), machine(accelerator=NO_GPU)):
         used = used_by_training(examined)
         assert (used.device, used.precision, used.attention) == ("cpu", "fp32", "sdpa")

@@ -125,7 +125,8 @@ class LanguageCaptioner(nn.Module):
         prefix_VPD = self.encode(video_VCTHW)
         prefix_RPD = prefix_VPD.repeat_interleave(len(tokens_RL) // len(prefix_VPD), 0)
         embedded = torch.cat([prefix_RPD, self._embed(tokens_RL[:, 1:])], dim=1)
-        return self._run(tokens_RL.shape[1], inputs_embeds=embedded, use_cache=False).logits
+        # Without a cache, the library looks for packed texts in the positions, for which the host waits for the device.
+        return self._run(tokens_RL.shape[1], inputs_embeds=embedded, use_cache=True).logits
 
     def encode(self, video_VCTHW: Tensor) -> Tensor:
         """The prefix of a caption of each clip, [V, P, D]."""
