@@ -21,6 +21,7 @@ from clipmill.shards.timeline.model import (
     video_tracks,
 )
 from clipmill.shards.timeline.repairs import (
+    LONGEST_FRAME_S,
     MPEG_VIDEO,
     decoded_order,
     decoded_shape,
@@ -235,6 +236,10 @@ class _PacketList:
             read = times
             times, dts = times_in_display_order(times, durations, np.array(self.is_bidirectional))
             is_retimed = bool((times != read).any())
+        elif name in _WRAPPING:
+            # libav guesses the decoding times that a muxer omits from the picture before, which may be in another part.
+            is_guess = (dts > times) | (times - dts > LONGEST_FRAME_S / float(unit))
+            dts = np.where(is_guess, times, dts)
         steps = np.diff(np.unique(times))  # a frame without a duration lasts as long as the one before it
         frame = int(steps[-1]) if len(steps) else max(1, round(1 / (rate_of(stream) or Fraction(30)) / unit))
         lengths = np.where(durations > 0, durations, frame)

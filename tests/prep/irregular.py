@@ -12,6 +12,7 @@ from clipmill.prep.video.ffmpeg import find_ffmpeg
 
 FPS, HALF, WHOLE = 10, 70, 140  # frames per second, frames of a part, and of both: longer than the first span (10 s)
 BOTH = list(range(WHOLE))
+WITHOUT_DTS = ("-bsf:v", "setts=dts=PTS")  # an MPEG-TS stores decoding times that differ from presentation times
 
 
 def ffmpeg(*arguments: object, content: bytes = b"") -> None:
@@ -68,13 +69,13 @@ def parts(folder: Path, suffix: str, *options: object, sound: str = "mp2", **how
     return content
 
 
-def transport_streams(folder: Path, *seconds: float, **how: Any) -> list[Path]:
+def transport_streams(folder: Path, *seconds: float, options: tuple[object, ...] = (), **how: Any) -> list[Path]:
     """Two transport streams without sound whose timestamps begin at these seconds."""
     streams = []
     for first, begin_s in zip((0, HALF), seconds, strict=True):
         video = numbered(folder / f"ts{first}.mkv", first, HALF, **how)
         streams.append(folder / f"ts{first}.ts")
-        ffmpeg("-i", video, "-c", "copy", "-muxdelay", 0, "-output_ts_offset", begin_s, streams[-1])
+        ffmpeg("-i", video, "-c", "copy", *options, "-muxdelay", 0, "-output_ts_offset", begin_s, streams[-1])
     return streams
 
 
@@ -113,6 +114,13 @@ def concatenated(suffix: str, *options: object, **how: Any) -> Callable[[Path, s
         return BOTH
 
     return write
+
+
+def hours_later(folder: Path, name: str) -> list[int]:
+    """Timestamps that begin again with a later time."""
+    streams = transport_streams(folder, 1, 30_000, options=WITHOUT_DTS, encoder="mpeg2video", num_b=0)
+    (folder / name).write_bytes(joined(*streams))
+    return BOTH
 
 
 def gap(folder: Path, name: str) -> list[int]:
@@ -225,6 +233,11 @@ KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "late-ts.ts": (late_picture, ""),
     "late-ps.mpg": (late_picture, ""),
     "cat.ts": (concatenated(".ts"), "start again, first at packet 70 (7.0"),
+    "cat-without-dts.ts": (
+        concatenated(".ts", *WITHOUT_DTS, encoder="mpeg2video", num_b=0),
+        "start again, first at packet 70 (7.0",
+    ),
+    "hours-later.ts": (hours_later, "start again, first at packet 70 (7.00 s)"),
     "cells.mpg": (concatenated(".mpg", "-f", "vob", encoder="mpeg2video"), "start again"),
     "twice.flv": (without_second_header, "start again"),
     "blobs.webm": (concatenated(".webm", "-live", "1", sound="libopus", encoder="libvpx"), "start again"),
