@@ -1,8 +1,10 @@
 """Sources with irregular timelines, made with the bundled ffmpeg; their frames carry numbers."""
 
+import math
 import struct
 import subprocess
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,6 +192,16 @@ def decoding_order(folder: Path, name: str) -> list[int]:
     return BOTH
 
 
+def slow_clock(folder: Path, name: str) -> list[int]:
+    """An AVI whose clock ticks every 0.068 s. Few output frames begin at such a time, and the second span does not."""
+    video = numbered(folder / name, count=250, encoder="mpeg4")
+    content = bytearray(video.read_bytes())
+    struct.pack_into("<II", content, content.index(b"strh") + 28, 17, 250)
+    video.write_bytes(content)
+    shown_by = [Fraction(2 * frame + 1, 2 * FPS) for frame in range(17 * FPS)]
+    return [math.ceil(time * 250 / 17) - 1 for time in shown_by]
+
+
 def dropped_frames(folder: Path, name: str, *, num: int = 30) -> list[int]:
     """An AVI whose last frames have no bytes."""
     content = numbered(folder / name, encoder="mpeg4").read_bytes()
@@ -250,6 +262,7 @@ KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "cut-frame.mp4": (cut_frame, ""),
     "short-header.mp4": (short_header, ""),
     "decoding-order.avi": (decoding_order, "no presentation times"),
+    "slow-clock.avi": (slow_clock, ""),
     "dropped.avi": (dropped_frames, ""),
     "dropped-half.avi": (partial(dropped_frames, num=50), ""),
     "short-end.mkv": (short_end, ""),
