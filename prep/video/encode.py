@@ -225,7 +225,7 @@ def _scaled_frames(
         format_whitelist=f"{DEMUXERS},{CONTINUOUS_FORMAT}",
         **input_options,
     )
-    # In this unit, the middles of output frames are exact, and the microseconds of `begin_s` are rounded to exact times.
+    # The middles of output frames are exact in this unit, which is not finer than the microseconds of `begin_s`.
     unit = f"1/{2 * fps.numerator * max(1, _MAX_TICKS_PER_S // (2 * fps.numerator))}"
     begin_s = timeline.start + span.first_frame / fps
     rate: list[Filter] = [
