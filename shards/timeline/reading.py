@@ -257,7 +257,9 @@ class _PacketList:
             notes.append(f"timestamps start {many}, first {where}: the parts follow one another")
         last = int(np.argmax(np.where(is_shown, times, NO_TIME))) if num_packets else 0
         end = int(times[last] + lengths[last]) if num_packets else 0
-        if "mp4" in name and num_packets and not is_shown[int(np.argmax(times))]:
+        # libav shows packets that an edit list hides only if others need them for decoding.
+        has_hidden = bool(num_packets) and (num_packets < stream.frames or not is_shown[int(np.argmax(times))])
+        if "mp4" in name and has_hidden:
             end = _edited_end(stream, last=int(times[last]), end=end)
         if name == "avi" and file is not None and stream.average_rate == 1 / unit:
             end = max(end, num_avi_frames(file, stream.index))  # dropped frames at the end repeat the last one

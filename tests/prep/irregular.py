@@ -178,6 +178,14 @@ def cut_frame(folder: Path, name: str) -> list[int]:
     return [*range(HALF), *[HALF - 1] * FPS]
 
 
+def cut_key_frame(folder: Path, name: str) -> list[int]:
+    """A MOV whose edit list ends within a long frame, and no packet behind it is needed for decoding."""
+    late = f"setts=ts=if(gte(N\\,{HALF})\\,TS+3/TB\\,TS)"
+    ffmpeg("-i", numbered(folder / "v.mov", encoder="mjpeg"), "-c", "copy", "-bsf:v", late, folder / name)
+    edit(folder / name, end_s=HALF // FPS + 1)
+    return [*range(HALF), *[HALF - 1] * FPS]
+
+
 def short_header(folder: Path, name: str) -> list[int]:
     content = bytearray(numbered(folder / name).read_bytes())
     box = content.index(b"mdhd")
@@ -260,6 +268,7 @@ KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "hidden-end.mp4": (hidden_end, ""),
     "hidden-head.mov": (hidden_head, ""),
     "cut-frame.mp4": (cut_frame, ""),
+    "cut-key-frame.mov": (cut_key_frame, ""),
     "short-header.mp4": (short_header, ""),
     "decoding-order.avi": (decoding_order, "no presentation times"),
     "slow-clock.avi": (slow_clock, ""),

@@ -66,10 +66,13 @@ def decode(path: Path, source: Source) -> Showing:
             numbers.append(number)
     if source.container == "mpg":
         begins_s = _corrected(begins_s, numbers, source)
+    end_s = begins_s[-1] + min(lasting_s, step_s)  # unless the container says less, of the mean length
+    if "tail" in source.options:
+        end_s = min(end_s, begins_s[0] + source.options["tail"])
     return Showing(
         [float(begin_s) for begin_s in begins_s],
         numbers,
-        end_s=float(begins_s[-1] + min(lasting_s, step_s)),  # unless the container says less, of the mean length
+        end_s=float(end_s),
         border_s=source.kind.tick_s + (0.03 + float(step_s) if "restart" in source.options else 0),
         ratio=float(Fraction(width, height) * aspect),
     )
