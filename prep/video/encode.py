@@ -225,8 +225,8 @@ def _scaled_frames(
         format_whitelist=f"{DEMUXERS},{CONTINUOUS_FORMAT}",
         **input_options,
     )
-    # In this unit, times of the source and of output frames are both exact.
-    unit = f"intb/{fps.numerator if fps.numerator <= _MAX_FPS else fps.numerator // 1000}"
+    # The middles of output frames are exact in this unit, which is not finer than the microseconds of `begin_s`.
+    unit = f"1/{2 * fps.numerator * max(1, _MAX_TICKS_PER_S // (2 * fps.numerator))}"
     begin_s = timeline.start + span.first_frame / fps
     rate: list[Filter] = [
         # The last frame stays on show until the end of the span; the fps filter alone may leave it out.
@@ -250,7 +250,7 @@ def _scaled_frames(
     return stream, video
 
 
-_MAX_FPS = 240  # of a recipe; greater numerators are thousands, as in 30000/1001
+_MAX_TICKS_PER_S = 1_000_000
 
 
 def _resize_filters(source: SourceFacts, timeline: Timeline, *, settings: ChunkSettings) -> list[Filter]:

@@ -96,7 +96,7 @@ class _VideoWriter:
         self._times, self._decoding_times = packets.times + shift, ordered + shift - delay
         self._firsts = [first for first, _ in packets.restarts]
         self.offsets = [(shift + offset) * self._unit for _, offset in packets.restarts]
-        self._number = 0
+        self._number, self._last_key = 0, NO_TIME
 
     def place(self) -> tuple[int, Fraction]:
         """Return the number of the part that is being written, and the seconds of it that are written."""
@@ -108,6 +108,9 @@ class _VideoWriter:
         """Write the next packet."""
         packet.pts, packet.dts = int(self._times[self._number]), int(self._decoding_times[self._number])
         self._number += 1
+        # The muxer aborts the process if its index of key frames goes back in time.
+        packet.is_keyframe = packet.is_keyframe and packet.pts > self._last_key
+        self._last_key = max(self._last_key, packet.pts if packet.is_keyframe else NO_TIME)
         for copy in self._filter(packet):
             copy.stream = self._stream
             self._output.mux(copy)

@@ -21,6 +21,7 @@ from clipmill.shards.timeline.model import (
     video_tracks,
 )
 from clipmill.shards.timeline.repairs import (
+    LONGEST_FRAME_S,
     MPEG_VIDEO,
     decoded_order,
     decoded_shape,
@@ -235,6 +236,10 @@ class _PacketList:
             read = times
             times, dts = times_in_display_order(times, durations, np.array(self.is_bidirectional))
             is_retimed = bool((times != read).any())
+        elif name in _WRAPPING:
+            # libav guesses the decoding times that a muxer omits from the picture before, which may be in another part.
+            is_guess = (dts > times) | (times - dts > LONGEST_FRAME_S / float(unit))
+            dts = np.where(is_guess, times, dts)
         steps = np.diff(np.unique(times))  # a frame without a duration lasts as long as the one before it
         frame = int(steps[-1]) if len(steps) else max(1, round(1 / (rate_of(stream) or Fraction(30)) / unit))
         lengths = np.where(durations > 0, durations, frame)
@@ -252,7 +257,9 @@ class _PacketList:
             notes.append(f"timestamps start {many}, first {where}: the parts follow one another")
         last = int(np.argmax(np.where(is_shown, times, NO_TIME))) if num_packets else 0
         end = int(times[last] + lengths[last]) if num_packets else 0
-        if "mp4" in name and num_packets and not is_shown[int(np.argmax(times))]:
+        # libav shows packets that an edit list hides only if others need them for decoding.
+        has_hidden = bool(num_packets) and (num_packets < stream.frames or not is_shown[int(np.argmax(times))])
+        if "mp4" in name and has_hidden:
             end = _edited_end(stream, last=int(times[last]), end=end)
         if name == "avi" and file is not None and stream.average_rate == 1 / unit:
             end = max(end, num_avi_frames(file, stream.index))  # dropped frames at the end repeat the last one

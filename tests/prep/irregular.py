@@ -1,8 +1,10 @@
 """Sources with irregular timelines, made with the bundled ffmpeg; their frames carry numbers."""
 
+import math
 import struct
 import subprocess
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from clipmill.prep.video.ffmpeg import find_ffmpeg
 
 FPS, HALF, WHOLE = 10, 70, 140  # frames per second, frames of a part, and of both: longer than the first span (10 s)
 BOTH = list(range(WHOLE))
+WITHOUT_DTS = ("-bsf:v", "setts=dts=PTS")  # an MPEG-TS stores decoding times that differ from presentation times
 
 
 def ffmpeg(*arguments: object, content: bytes = b"") -> None:
@@ -68,13 +71,13 @@ def parts(folder: Path, suffix: str, *options: object, sound: str = "mp2", **how
     return content
 
 
-def transport_streams(folder: Path, *seconds: float, **how: Any) -> list[Path]:
+def transport_streams(folder: Path, *seconds: float, options: tuple[object, ...] = (), **how: Any) -> list[Path]:
     """Two transport streams without sound whose timestamps begin at these seconds."""
     streams = []
     for first, begin_s in zip((0, HALF), seconds, strict=True):
         video = numbered(folder / f"ts{first}.mkv", first, HALF, **how)
         streams.append(folder / f"ts{first}.ts")
-        ffmpeg("-i", video, "-c", "copy", "-muxdelay", 0, "-output_ts_offset", begin_s, streams[-1])
+        ffmpeg("-i", video, "-c", "copy", *options, "-muxdelay", 0, "-output_ts_offset", begin_s, streams[-1])
     return streams
 
 
@@ -113,6 +116,13 @@ def concatenated(suffix: str, *options: object, **how: Any) -> Callable[[Path, s
         return BOTH
 
     return write
+
+
+def hours_later(folder: Path, name: str) -> list[int]:
+    """Timestamps that begin again with a later time."""
+    streams = transport_streams(folder, 1, 30_000, options=WITHOUT_DTS, encoder="mpeg2video", num_b=0)
+    (folder / name).write_bytes(joined(*streams))
+    return BOTH
 
 
 def gap(folder: Path, name: str) -> list[int]:
@@ -168,6 +178,14 @@ def cut_frame(folder: Path, name: str) -> list[int]:
     return [*range(HALF), *[HALF - 1] * FPS]
 
 
+def cut_key_frame(folder: Path, name: str) -> list[int]:
+    """A MOV whose edit list ends within a long frame, and no packet behind it is needed for decoding."""
+    late = f"setts=ts=if(gte(N\\,{HALF})\\,TS+3/TB\\,TS)"
+    ffmpeg("-i", numbered(folder / "v.mov", encoder="mjpeg"), "-c", "copy", "-bsf:v", late, folder / name)
+    edit(folder / name, end_s=HALF // FPS + 1)
+    return [*range(HALF), *[HALF - 1] * FPS]
+
+
 def short_header(folder: Path, name: str) -> list[int]:
     content = bytearray(numbered(folder / name).read_bytes())
     box = content.index(b"mdhd")
@@ -180,6 +198,16 @@ def short_header(folder: Path, name: str) -> list[int]:
 def decoding_order(folder: Path, name: str) -> list[int]:
     ffmpeg("-i", numbered(folder / "b.mp4"), "-c", "copy", "-bsf:v", "h264_mp4toannexb", folder / name)
     return BOTH
+
+
+def slow_clock(folder: Path, name: str) -> list[int]:
+    """An AVI whose clock ticks every 0.068 s. Few output frames begin at such a time, and the second span does not."""
+    video = numbered(folder / name, count=250, encoder="mpeg4")
+    content = bytearray(video.read_bytes())
+    struct.pack_into("<II", content, content.index(b"strh") + 28, 17, 250)
+    video.write_bytes(content)
+    shown_by = [Fraction(2 * frame + 1, 2 * FPS) for frame in range(17 * FPS)]
+    return [math.ceil(time * 250 / 17) - 1 for time in shown_by]
 
 
 def dropped_frames(folder: Path, name: str, *, num: int = 30) -> list[int]:
@@ -225,6 +253,11 @@ KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "late-ts.ts": (late_picture, ""),
     "late-ps.mpg": (late_picture, ""),
     "cat.ts": (concatenated(".ts"), "start again, first at packet 70 (7.0"),
+    "cat-without-dts.ts": (
+        concatenated(".ts", *WITHOUT_DTS, encoder="mpeg2video", num_b=0),
+        "start again, first at packet 70 (7.0",
+    ),
+    "hours-later.ts": (hours_later, "start again, first at packet 70 (7.00 s)"),
     "cells.mpg": (concatenated(".mpg", "-f", "vob", encoder="mpeg2video"), "start again"),
     "twice.flv": (without_second_header, "start again"),
     "blobs.webm": (concatenated(".webm", "-live", "1", sound="libopus", encoder="libvpx"), "start again"),
@@ -235,8 +268,10 @@ KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "hidden-end.mp4": (hidden_end, ""),
     "hidden-head.mov": (hidden_head, ""),
     "cut-frame.mp4": (cut_frame, ""),
+    "cut-key-frame.mov": (cut_key_frame, ""),
     "short-header.mp4": (short_header, ""),
     "decoding-order.avi": (decoding_order, "no presentation times"),
+    "slow-clock.avi": (slow_clock, ""),
     "dropped.avi": (dropped_frames, ""),
     "dropped-half.avi": (partial(dropped_frames, num=50), ""),
     "short-end.mkv": (short_end, ""),

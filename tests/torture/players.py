@@ -64,13 +64,31 @@ def decode(path: Path, source: Source) -> Showing:
             lasting_s = frame.duration * unit or step_s
             begins_s.append(begin_s + shift_s)
             numbers.append(number)
+    if source.container == "mpg":
+        begins_s = _corrected(begins_s, numbers, source)
+    end_s = begins_s[-1] + min(lasting_s, step_s)  # unless the container says less, of the mean length
+    if "tail" in source.options:
+        end_s = min(end_s, begins_s[0] + source.options["tail"])
     return Showing(
         [float(begin_s) for begin_s in begins_s],
         numbers,
-        end_s=float(begins_s[-1] + min(lasting_s, step_s)),  # unless the container says less, of the mean length
+        end_s=float(end_s),
         border_s=source.kind.tick_s + (0.03 + float(step_s) if "restart" in source.options else 0),
         ratio=float(Fraction(width, height) * aspect),
     )
+
+
+def _corrected(begins_s: list[Fraction], numbers: list[int], source: Source) -> list[Fraction]:
+    """Return the times of the frames in a program stream, which has timestamps for some frames only.
+
+    libav guesses the others. It is a frame late where the header of a picture lies in two packets: it gives that
+    picture the timestamp of the next one.
+    """
+    zero_s = begins_s[0] - source.begins_s[numbers[0]]
+    drawn_s = [zero_s + source.begins_s[number] for number in numbers]
+    return [
+        drawn if 0 < (read - drawn) * source.fps < 1.5 else read for read, drawn in zip(begins_s, drawn_s, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

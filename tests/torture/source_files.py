@@ -21,6 +21,7 @@ from tests.torture.source_encoding import TimedPacket, add_video, encode_frames,
 
 _SAMPLES_PER_S = 48000
 _LOUD_S = 1  # the sound of a source is loud and silent in turns of this length
+_PACKET_S = 0.1  # sound in a packet of a program stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +76,18 @@ class Source:
         """When the sound begins, in seconds from the first frame."""
         return self.options.get("lag", Fraction(0)) - self.options.get("lead", Fraction(0))
 
-    def is_loud(self, time_s: float) -> bool:
-        """Return True if the sound is loud at a time, in seconds from the first frame."""
-        gap = self.options.get("gap")
-        is_lost = gap is not None and self.begins_s[gap["frame"] - 1] < time_s < self.begins_s[gap["frame"]]
-        return self.sound_begin_s <= time_s < self.end_s and not is_lost and bool(_is_loud(np.array(time_s)))
+    def sound_levels(self, time_s: float) -> set[bool]:
+        """Return whether the sound is loud at a time, in seconds from the first frame; both if the file leaves it open.
+
+        A packet of a program stream has one timestamp. Sound behind a gap may be in a packet that begins before it.
+        """
+        is_loud = self.sound_begin_s <= time_s < self.end_s and bool(_is_loud(np.array(time_s)))
+        if (gap := self.options.get("gap")) is not None:
+            begin_s, end_s = self.begins_s[gap["frame"] - 1], self.begins_s[gap["frame"]]
+            if self.container == "mpg" and 0 < time_s - begin_s < _PACKET_S:
+                return {False, True}
+            is_loud &= not begin_s < time_s < end_s
+        return {is_loud}
 
     def upright(self, picture: np.ndarray) -> np.ndarray:
         """Return what a player shows of a decoded picture: crop and display matrix are applied."""
@@ -166,7 +174,7 @@ class Source:
         return runs
 
     def _mux(self, path: Path, frames: range) -> None:
-        options = {"movflags": "frag_keyframe+empty_moov+default_base_moof"} if "fragments" in self.options else {}
+        options = {"movflags": "frag_keyframe+delay_moov+default_base_moof"} if "fragments" in self.options else {}
         if self.container == "webm" and "restart" in self.options:
             options["live"] = "1"
         if self.kind.format in ("matroska", "webm"):

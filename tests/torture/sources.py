@@ -159,7 +159,8 @@ def _require_sound(chunks: list[Chunk], showing: Showing, source: Source) -> Non
     zero_s = showing.begins_s[0] - float(source.begins_s[showing.numbers[0]])
     for chunk in chunks:
         middle_s = float(chunk.begin_s + chunk.end_s) / 2 - zero_s
-        expected = {source.is_loud(middle_s + step * _SOUND_MARGIN_S) for step in (-1, -0.5, 0, 0.5, 1)}
+        around_s = np.linspace(middle_s - _SOUND_MARGIN_S, middle_s + _SOUND_MARGIN_S, 61)
+        expected = {level for time_s in around_s for level in source.sound_levels(time_s)}
         if len(expected) > 1 or chunk.end_s - chunk.begin_s < _SOUND_MARGIN_S / 2:
             continue
         sound = np.zeros(1) if chunk.sound is None else chunk.sound

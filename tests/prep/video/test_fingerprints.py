@@ -76,4 +76,4 @@ def test_the_arguments_of_a_pass_are_those_of_the_schema() -> None:
                         program="ffmpeg",
                     )
                     digest.update("\0".join(arguments).encode())
-    assert digest.hexdigest() == "e80f0d4ba468e7176a56236248e631290c4697534b26063c22b38603902be917"
+    assert digest.hexdigest() == "f4cd5c60146558b3d7721aae942ae77ec514679c440bb2b9e8531e58d3e73204"

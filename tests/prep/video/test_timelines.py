@@ -14,10 +14,11 @@ from clipmill.prep.sources.probe import probe
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.prep.video.frame_check import check_frames
 from clipmill.prep.video.spans import Span
+from clipmill.shards.timeline import frame_times, write_continuous
 from clipmill.shards.timeline.repairs import times_in_display_order
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
 from clipmill.train.tasks.caption.videos.clips import window_clips
-from tests.prep.irregular import FPS, KINDS, parts
+from tests.prep.irregular import FPS, KINDS, ffmpeg, joined, parts
 from tests.prep.numbered import frame_numbers
 from tests.prep.running import chunk, manifest, prep_here
 from tests.prep.video.test_frames import chunks_by_source
@@ -104,6 +105,20 @@ def test_pictures_of_an_mpeg_ps_follow_one_another_until_time_starts_again() -> 
     times, is_b = np.array([0, 3754, 3800, 11261, 0, 3754]), np.zeros(6, bool)
     shown, ordered = times_in_display_order(times, np.full(6, 3753), is_b)
     assert shown.tolist() == ordered.tolist() == [0, 3754, 7507, 11261, 0, 3754]
+
+
+def test_a_copy_is_made_where_key_frames_go_back(tmp_path: Path) -> None:
+    """By too little to begin a part, between the first two of three streams; they are large enough for an index."""
+    pictures = ("-f", "lavfi", "-i", f"testsrc2=s=960x720:r={FPS}:d=0.5", "-c:v", "libx264", "-g", 1, "-qp", 2)
+    streams = [tmp_path / f"{number}.ts" for number in range(3)]
+    for stream, begin_s in zip(streams, (1, 1.35, 1), strict=True):
+        ffmpeg(*pictures, "-preset", "ultrafast", "-muxdelay", 0, "-output_ts_offset", begin_s, stream)
+    source, copy = tmp_path / "joined.ts", tmp_path / "copy.nut"
+    source.write_bytes(joined(*streams))
+    timeline = write_continuous(source, copy, with_sound=False)
+    times_s = frame_times(copy, timeline, begin=Fraction(0), end=timeline.end)
+    begins_s = np.array([0, 0.35, 0.85])[:, None] + np.arange(5) / FPS
+    np.testing.assert_allclose(times_s, np.sort(begins_s, axis=None), atol=1e-4)
 
 
 def test_what_cannot_be_shown_completely_is_refused_with_its_place(tmp_path: Path) -> None:
