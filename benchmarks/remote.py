@@ -36,11 +36,12 @@ from benchmarks.report import parser_for, print_report
 from benchmarks.timing import turns
 from clipmill.manifests.storage.objects import Objects
 from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.train.data.folders import DataFolder, open_data_folder
 from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.loader import LoaderSettings, TrainingSet
 from clipmill.train.data.prefetch import prefetch
-from clipmill.train.data.remote import DataFolder, RemoteTars, open_data_folder
+from clipmill.train.data.remote import RemoteTars
 from clipmill.train.data.remote_maps import RemoteMaps
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention

@@ -21,7 +21,8 @@ def check_values(_app: Any, _commands: tuple[str, ...], arguments: Iterable[Any]
     """
     for argument in arguments:
         values = [str(token.value) for token in argument.tokens]
-        if argument.children and values:
+        # A file whose group is empty gives it an empty value.
+        if argument.children and any(values):
             raise UserError(
                 f"{argument.name} is {values[0]}, and it is a group of flags, which takes no value",
                 hint=f"give a value to one of its flags, such as {argument.children[0].name}",

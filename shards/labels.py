@@ -52,6 +52,9 @@ def read_labelled(data_dir: Path, names: Collection[str] | None = None) -> pa.Ta
         for group in range(file.num_row_groups):
             table = label_texts(file.read_row_group(group, columns=["video_id", *_TIMES, *wanted]), wanted)
             tables.append(table.filter(pa.array(has_labels(table, wanted))))
+    if not tables:  # a manifest without captions has no row groups
+        columns = {"video_id": pa.string(), **dict.fromkeys(_TIMES, pa.float64()), **dict.fromkeys(wanted, pa.string())}
+        return pa.schema(list(columns.items())).empty_table()
     return pa.concat_tables(tables)
 
 

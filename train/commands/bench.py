@@ -12,7 +12,6 @@ from cyclopts import App, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
-from clipmill.shards.dataset import reading_variants
 from clipmill.train.commands.training import docstring
 from clipmill.train.config import fields as groups
 from clipmill.train.config.choices import Provenance
@@ -92,6 +91,7 @@ def _measure(
 ) -> None:
     require_places(shards=settings.folders, init=settings.init.sources)
     with Activity("importing torch"):
+        from clipmill.shards.dataset import reading_variants
         from clipmill.train.bench.communication import print_breakdown, write_breakdown
         from clipmill.train.bench.report import print_report
         from clipmill.train.bench.run import run_bench, run_breakdown

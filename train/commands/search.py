@@ -14,7 +14,6 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
 from clipmill.shards.columns import VIDEO
-from clipmill.shards.dataset import reading_variants
 from clipmill.train.config.files import read_values
 from clipmill.train.config.places import require_named_weights, require_places
 from clipmill.train.config.shards import DataSettings, folders_of
@@ -125,6 +124,7 @@ def search(
     queries
         Texts to search for.
     """
+    from clipmill.shards.dataset import reading_variants
     from clipmill.shards.pages.templates import require_page_path
     from clipmill.train.search.folder import open_embedded
 

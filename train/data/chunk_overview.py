@@ -19,8 +19,8 @@ from clipmill.shards.scores import SCORES, open_scores
 from clipmill.shards.selection import find_chunks
 from clipmill.train.data.arguments import names_arguments
 from clipmill.train.data.chunk_table import ChunkTable, chunk_table, rows_of
+from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import US_PER_S
-from clipmill.train.data.remote import open_data_folder
 
 _MS_PER_S, _LABEL = 1000, "label_"
 

@@ -16,8 +16,8 @@ from clipmill.manifests.keys import split_key
 from clipmill.manifests.quoting import counted
 from clipmill.train.data.arguments import names_arguments, require_process, require_texts, require_whole_numbers
 from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.outcomes import FailedSample, SampleFailed, list_failures
-from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.workers import Stuck, in_order
 
 if TYPE_CHECKING:

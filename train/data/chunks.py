@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +24,10 @@ from clipmill.train.data.chunk_table import ChunkTable, chunk_table
 from clipmill.train.data.decoding.decoders import ChunkDecoder
 from clipmill.train.data.decoding.reading import ChunkBytes, DecodeRule, read_chunk
 from clipmill.train.data.node_cache import shared
-from clipmill.train.data.remote import RemoteTars
 from clipmill.train.data.selection import ChunkRows, Selection
+
+if TYPE_CHECKING:
+    from clipmill.train.data.remote import RemoteTars
 
 
 def videos_of_split(data_dir: Path, split: str) -> pa.Array:
@@ -94,7 +97,7 @@ class ChunkSet:
         *,
         split: str,
         rule: DecodeRule,
-        tars: RemoteTars | None = None,
+        tars: "RemoteTars | None" = None,
         where: str | None = None,
         has_captions: bool = False,
     ) -> None:

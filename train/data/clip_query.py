@@ -2,15 +2,19 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.decoding.clip import ClipShape, Views
 from clipmill.train.data.decoding.reading import DecodeRule
+from clipmill.train.data.folders import DataFolder
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.query import DataQuery, clip_shape
-from clipmill.train.data.remote import DataFolder, RemoteTars
+
+if TYPE_CHECKING:
+    from clipmill.train.data.remote import RemoteTars
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class ClipQuery:
     shape: ClipShape
     loading: LoaderSettings
     decode: DecodeRule = "packets"
-    tars: RemoteTars | None = None
+    tars: "RemoteTars | None" = None
     where: str | None = None
 
     def open_chunks(self, *, has_captions: bool = False) -> ChunkSet:

@@ -12,8 +12,8 @@ from clipmill.shards.columns import VIDEO
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import DataSettings, names_tars, parse_mix
 from clipmill.train.data.classes import ClassList, read_classes
+from clipmill.train.data.folders import DataFolder, open_data_folder
 from clipmill.train.data.query import LATENT_PATCH, TARS_SPLIT, reads_images
-from clipmill.train.data.remote import DataFolder, open_data_folder
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.video_vit import VideoViTSize
 

@@ -32,6 +32,7 @@ from clipmill.train.data.batches import Batches, LateBatch
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.decoding.pictures import CropRule
 from clipmill.train.data.finished_clips import ClipText, FinishedClips, augmentation, caption_settings, of_clips
+from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import SamplingRule
 from clipmill.train.data.inputs import folders_of, open_mixed, read_classes_of, require_no_streams
 from clipmill.train.data.latents.loader import LatentLoader
@@ -39,7 +40,6 @@ from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
 from clipmill.train.data.latents.segments import Tails
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.query import DataQuery, kind_of_data, loader_settings, open_samples
-from clipmill.train.data.remote import open_data_folder
 from clipmill.train.distributed.world import joined_world
 
 

@@ -18,9 +18,9 @@ from clipmill.train.config.shards import DataSettings, names_tars
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.decoding.clip import ClipShape, Views
 from clipmill.train.data.decoding.pictures import SIMPLE_SHARE
+from clipmill.train.data.folders import DataFolder, open_data_folder
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.remote import DataFolder, open_data_folder
 from clipmill.train.distributed.world import World
 
 if TYPE_CHECKING:

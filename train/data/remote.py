@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
@@ -20,10 +19,8 @@ from clipmill.manifests.storage.errors import AccessRefused, Unanswered, no_dama
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.manifests.units import parse_size
-from clipmill.shards.columns import VIDEO
 from clipmill.shards.format import DATASET_FILE
 from clipmill.shards.reader import CommittedShard
-from clipmill.train.data.node_cache import choose_folder
 from clipmill.train.data.remote_files import RemoteFiles, cache_unusable, is_local
 
 _BLOCK_BYTES = 1 << 24  # of a tar at a time
@@ -215,52 +212,25 @@ class RemoteTars:
         return f"{shard.tar_sha256[:32]}-{shard.tar_path.name}"
 
 
-def folder_path(address: str, *, cache: Path | None) -> Path:
-    """Path of a local data folder, or of the copy of a remote one.
-
-    Raises:
-        UserError: there is no such storage, or the cache folder cannot be created.
-    """
-    if not is_remote(address):
-        return Path(address)
+def copy_of_folder(address: str, *, cache: Path | None) -> Path:
+    """Path of the copy of a remote data folder; raises UserError as `clipmill.train.data.folders.folder_path` does."""
     return cache_folder(cache) / "folders" / _digest(open_objects(address).address)
 
 
-@dataclass(frozen=True)
-class DataFolder:
-    """A data folder to read: its small files are in `path`, and so are its tars, unless `tars` reads them."""
-
-    path: Path
-    tars: RemoteTars | None = None
-
-
-def open_data_folder(
-    address: str, *, cache: Path | None, cache_size: str | None = None, column: str | None = VIDEO
-) -> DataFolder:
-    """Open the data folder at a local path or a remote address.
-
-    Args:
-        cache: folder for copies; None for the user's cache.
-        cache_size: limit for whole tars there, such as 100GB; None for one by the free disk.
-        column: whose shards are read; None if the manifest is all that is. Of other columns, `RemoteFiles.copy_column`
-            copies the small files when they are needed.
-
-    Raises:
-        UserError: it cannot be read, or is not a data folder.
-    """
-    choose_folder(cache)
-    if not is_remote(address):
-        return DataFolder(Path(address))
+def open_remote_folder(
+    address: str, *, cache: Path | None, cache_size: str | None, column: str | None
+) -> tuple[Path, RemoteTars]:
+    """Copy the small files of a data folder; return the copy, and what reads its tars (`open_data_folder`)."""
     objects = open_objects(address)
     tars_cache = open_cache(cache, size=cache_size)
-    copy = folder_path(address, cache=cache)
+    copy = copy_of_folder(address, cache=cache)
     files = RemoteFiles(objects, copy)
     files.copy_manifest()
     if column is not None:
         files.copy_column(column)
     if not objects.is_writable:
         _require_ranges(objects)
-    return DataFolder(copy, RemoteTars(files, tars_cache))
+    return copy, RemoteTars(files, tars_cache)
 
 
 def _require_ranges(objects: Objects) -> None:

@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,17 +15,12 @@ from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
-from clipmill.shards.selection import (
-    caption_columns,
-    labelled_captions,
-    nothing_selected,
-    selected_captions,
-    selected_chunks,
-)
-from clipmill.shards.where import Level, Where, parse_where
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.node_cache import scratch, shared
-from clipmill.train.data.remote import RemoteTars
+
+if TYPE_CHECKING:
+    from clipmill.shards.where import Where
+    from clipmill.train.data.remote import RemoteTars
 
 _BLOCK = 1 << 21  # captions at a time: for each block, the ids of all videos are hashed
 
@@ -68,14 +63,17 @@ class Selection:
         split: str,
         chunks: ChunkRows,
         has_captions: bool,
-        tars: RemoteTars | None = None,
+        tars: "RemoteTars | None" = None,
         depends_on: tuple[object, ...] = (),
     ) -> None:
-        self._where = None if text is None else parse_where(text)
-        labels_of: Level = "caption" if has_captions else "chunk"
-        of_chunks, self._of_captions = (
-            (None, None) if self._where is None else self._where.by_level(labels_of=labels_of)
-        )
+        of_chunks: Where | None = None
+        self._where: Where | None = None
+        self._of_captions: Where | None = None
+        if text is not None:
+            from clipmill.shards.where import parse_where
+
+            self._where = parse_where(text)
+            of_chunks, self._of_captions = self._where.by_level(labels_of="caption" if has_captions else "chunk")
         self._data_dir, self._split, self._video_ids = data_dir, split, chunks.video_ids
         self._num_chunks = len(chunks.video_row)
         self.num_captions, self.num_selected = 0, 0
@@ -83,6 +81,8 @@ class Selection:
         if self._where is not None and not has_captions:
             self._where.require(("chunk", "video", "label"), because="these samples have no captions")
         if of_chunks is not None:
+            from clipmill.shards.selection import selected_chunks
+
             mark = selection_mark(of_chunks.text, data_dir, tars=tars)
             self.chunks = shared(
                 lambda: selected_chunks(of_chunks, data_dir, **chunks._asdict()),
@@ -129,6 +129,8 @@ class Selection:
         where = self._of_captions
         if where is None:
             return None
+        from clipmill.shards.selection import caption_columns, labelled_captions, selected_captions
+
         opened = open_captions(self._data_dir, coded=("video_id", "source")) if table is None else nullcontext(table)
         with opened as captions:
             is_table = isinstance(captions, pa.Table)
@@ -165,12 +167,14 @@ class Selection:
             parts.append(f"{self.num_selected:,} of {counted(self.num_captions, 'caption')}")
         return [f"where {self._where.text}: {' and '.join(parts)} selected"]
 
-    def _require(self, where: Where, num_selected: int, count: int, noun: str) -> None:
+    def _require(self, where: "Where", num_selected: int, count: int, noun: str) -> None:
         if count and not num_selected:
+            from clipmill.shards.selection import nothing_selected
+
             raise nothing_selected(where, what=f"the {count:,} {noun}s of split {self._split!r}")
 
 
-def selection_mark(where: str | None, data_dir: Path, *, tars: RemoteTars | None = None) -> tuple[object, ...]:
+def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | None" = None) -> tuple[object, ...]:
     """What a selection depends on besides the chunks and the manifest; raises UserError as `parse_where` does.
 
     Args:
@@ -178,6 +182,8 @@ def selection_mark(where: str | None, data_dir: Path, *, tars: RemoteTars | None
     """
     if where is None:
         return ("",)
+    from clipmill.shards.where import parse_where
+
     parsed = parse_where(where)
     columns = sorted(parsed.stored_in)
     if tars is not None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +19,10 @@ from clipmill.train.data.mapped_tars import MappedTars, Part, Payload, Problem, 
 from clipmill.train.data.member_rows import damaged_index, member_rows, places_of
 from clipmill.train.data.node_cache import shared
 from clipmill.train.data.outcomes import SampleFailed
-from clipmill.train.data.remote import RemoteTars
 from clipmill.train.data.remote_maps import open_maps
+
+if TYPE_CHECKING:
+    from clipmill.train.data.remote import RemoteTars
 
 _ITEM_BYTES = 2  # of float16
 
@@ -196,7 +198,7 @@ class StoredText:
         video_ids: pa.Array,
         *,
         videos: tuple[object, ...] = (),
-        tars: RemoteTars | None = None,
+        tars: "RemoteTars | None" = None,
     ) -> None:
         if tars is not None:
             tars.files.copy_column(TEXT)

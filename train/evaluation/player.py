@@ -14,9 +14,9 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import names_tars
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import Sampling, frame_indices
 from clipmill.train.data.outcomes import SampleFailed
-from clipmill.train.data.remote import open_data_folder
 from clipmill.train.data.usable_captions import usable_captions
 
 if TYPE_CHECKING:

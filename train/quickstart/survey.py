@@ -24,7 +24,7 @@ from clipmill.shards.reader import Variant
 from clipmill.train.config.shards import names_tars
 from clipmill.train.data.chunk_table import ChunkTable, chunk_table, rows_of
 from clipmill.train.data.classes import class_labels
-from clipmill.train.data.remote import open_data_folder
+from clipmill.train.data.folders import open_data_folder
 from clipmill.train.registry import DEFAULT, tasks
 
 _HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations prefer them

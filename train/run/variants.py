@@ -11,7 +11,6 @@ from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.mirrors import is_remote
-from clipmill.manifests.storage.objects import open_objects
 from clipmill.shards.columns import COLUMNS, how_to_make
 from clipmill.shards.dataset import current_variant, reading_variants, variant_dir
 from clipmill.shards.format import RECIPE_FILE
@@ -20,7 +19,7 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import read_values
 from clipmill.train.config.shards import folders_of, names_tars, normalised
 from clipmill.train.config.training import TrainingSettings
-from clipmill.train.data.remote import folder_path, open_data_folder
+from clipmill.train.data.folders import folder_path, open_data_folder
 from clipmill.train.run.folder import RunFolder, is_run
 
 VARIANTS_FACT = "variants"  # of run.json: name and recipe of a variant by column, for each data folder
@@ -146,6 +145,8 @@ def _has_variant(address: str, column: str, variant: str) -> bool:
     """
     if not is_remote(address):
         return variant_dir(Path(address), column, variant).is_dir()
+    from clipmill.manifests.storage.objects import open_objects
+
     try:
         return bool(open_objects(address).info(f"{column}/{variant}/{RECIPE_FILE}"))
     except FileNotFoundError:

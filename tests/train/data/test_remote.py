@@ -8,10 +8,11 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.outcomes import FailedSample
-from clipmill.train.data.remote import RemoteTars, open_data_folder
+from clipmill.train.data.remote import RemoteTars
 from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.models.text import load_tokenizer
 from tests.train.data.http_folder import HttpFolder

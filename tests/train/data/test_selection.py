@@ -12,10 +12,11 @@ from clipmill.shards.scores import CHUNKS_FILE, publish_score_table
 from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.interface import open_clips
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.remote import RemoteTars, open_data_folder
+from clipmill.train.data.remote import RemoteTars
 from clipmill.train.data.video_captions import VideoCaptions
 from tests.shards.made_scores import VARIANT, phash, write_scores
 from tests.train.data.http_folder import HttpFolder

@@ -14,7 +14,6 @@ from clipmill import open_clips
 from clipmill.manifests.errors import UserError
 from clipmill.shards.reader import Variant
 from clipmill.train.data.batch import Batch, BatchRing, to_device
-from clipmill.train.data.inputs import Mixture
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.mixed_clips import MixedClips
 from clipmill.train.data.order import Cursor
@@ -131,7 +130,7 @@ def test_failures_name_their_folder_and_a_run_goes_on_after_them(near: Path, far
     assert rows(list(islice(again.batches(max_failures=100), 4))) == rows(found[4:])
 
 
-def moved(state: State, batch: Batch, task: DualEncoderTask, samples: Mixture | VideoCaptions) -> None:
+def moved(state: State, batch: Batch, task: DualEncoderTask, samples: MixedClips | VideoCaptions) -> None:
     """One optimizer step on a batch."""
     settings = task._settings
     step = next_step(state, samples, settings, world=ONE)

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.latents.segments import Tails
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.remote import RemoteTars
+
+if TYPE_CHECKING:
+    from clipmill.train.data.remote import RemoteTars
 
 Captions = Literal["none", "stored", "words"]
 
@@ -46,7 +48,7 @@ class SegmentQuery:
     classes: Sequence[ClassList] = ()
     max_segments: int | None = None
     where: str | None = None
-    tars: RemoteTars | None = None
+    tars: "RemoteTars | None" = None
 
     def __post_init__(self) -> None:
         if self.classes and self.captions != "none":

@@ -13,10 +13,10 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.shards.pages.media import evenly_spaced
 from clipmill.train.config.shards import names_tars
 from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.query import reads_images
 from clipmill.train.data.relevancy import Relevancy
-from clipmill.train.data.remote import open_data_folder
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import PicturedSamples, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics

@@ -17,6 +17,7 @@ from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.shards import names_tars
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import spread_frames
 from clipmill.train.data.inputs import first_of, picture_size
 from clipmill.train.data.query import (
@@ -28,7 +29,6 @@ from clipmill.train.data.query import (
     open_samples,
     reads_images,
 )
-from clipmill.train.data.remote import open_data_folder
 from clipmill.train.device.random import uniform
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask

@@ -14,10 +14,10 @@ from clipmill.shards.columns import LATENTS, VIDEO
 from clipmill.train.config.evaluation import EvaluatedData, ProbeEvaluation
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.chunks import videos_of_split
+from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import window_frames
 from clipmill.train.data.inputs import picture_size
 from clipmill.train.data.query import LATENT_PATCH, DataQuery, loader_settings, open_samples, reads_images
-from clipmill.train.data.remote import open_data_folder
 from clipmill.train.device.random import uniform
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
