@@ -3,6 +3,7 @@
 #   make demo                        synthetic videos -> shards -> four models, in demo/: see demo/index.html
 #   make demo VIDEOS=DIR             shards and a contact sheet from your own videos
 #   make test PYTHON=python3.13 VENV=.venv-313
+#   make nightly                     the long tests that make test leaves out, and a campaign of faults
 #   make torture MINUTES=60 SEED=1   faults on purpose: see tests/torture
 #   make docs                        the documentation site, in build/site/
 #   make pages                       opens the pages of `make demo` in Chromium, checks them, and takes the pictures of the documents
@@ -25,7 +26,7 @@ export UV_SYSTEM_CERTS ?= 1
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint style types test pytest torture demo docs pages peers benchmarks lock clean
+.PHONY: help setup lint style types test pytest nightly torture demo docs pages peers benchmarks lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -71,6 +72,12 @@ test: style
 pytest: setup
 	$(BIN)/python -m compileall -q $(PACKAGES)
 	$(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 1)) --maxprocesses 4 --dist worksteal $(PYTEST_FLAGS)
+
+# What `make test` leaves out, and a campaign of all parts.
+nightly: setup
+	$(BIN)/python -m pytest -m nightly --numprocesses $$(nproc) --dist worksteal $(PYTEST_FLAGS)
+	$(BIN)/python -m tests.torture --seed $(SEED) --cases points=100 damage=50 hostile=50 buckets=10 sources=75 \
+		unfinished=20 variants=10 answers=10
 
 torture: setup
 	$(BIN)/python -m tests.torture --seed $(SEED) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(CASES),--cases $(CASES)) \

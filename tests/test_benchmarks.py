@@ -48,6 +48,7 @@ TINY = {
     "text_tower": ["--model", "tiny", "--captions", "4", "--rounds", "1", "--device", "cpu"],
     "vit": ["--rounds", "1", "--variants", "naive", "fused, checkpointed", "open_clip", "--device", "cpu"],
 }
+EVERY_DAY = {"open", "rerun", "selection"}  # make nightly runs the others too
 # Constants of the modules: lengths of a turn, workers of a command.
 SMALLER = {"AT_LEAST_S": 0.05, "LOADER_AT_LEAST_S": 0.05, "LATENT_EPOCHS": 2, "CLIPS_PER_PIECE": 20, "NUM_WORKERS": 1}
 NOT_BENCHMARKS = {
@@ -84,7 +85,9 @@ def flat_pictures(random: np.random.Generator) -> Iterator[np.ndarray]:
         yield picture
 
 
-@pytest.mark.parametrize("name", sorted(TINY))
+@pytest.mark.parametrize(
+    "name", [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in sorted(TINY)]
+)
 def test_a_benchmark_prints_a_table_and_writes_the_same_as_json(
     name: str, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

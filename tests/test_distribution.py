@@ -223,6 +223,7 @@ def test_the_example_of_plug_ins_is_built_and_known_to_both_programs(environment
         assert [part for part in parts if part not in said] == []
 
 
+@pytest.mark.nightly
 def test_chunks_are_made_by_ray_and_trained_on_there(environment: Path, own_folder: Path) -> None:
     # What a user's own program imports from its folder, the commands and Ray's workers do not.
     theirs = [own_folder / f"{name}.py" for name in ("clipmill", "numpy", "ray")]
@@ -236,6 +237,7 @@ def test_chunks_are_made_by_ray_and_trained_on_there(environment: Path, own_fold
     assert run(environment / "python", "program.py", cwd=own_folder).endswith("[(2, 128)]\n")
 
 
+@pytest.mark.nightly
 def test_a_program_that_uses_every_public_name_passes_mypy_strict(environment: Path, own_folder: Path) -> None:
     assert all(name in _USES_EVERY_NAME for name in clipmill.__all__)
     (own_folder / "mypy.ini").write_text(_STRICT)

@@ -22,6 +22,7 @@ def run(forks: Forks, repository: Path, folder: Path, *words: str) -> subprocess
     return subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.nightly
 def test_the_tests_of_a_gpu_pass_in_a_dry_run(forks: Forks, repository: Path, tmp_path: Path) -> None:
     words = ("tests/gpu", "-m", "gpu", "--gpu-device", "cpu", "-q", "-p", "no:cacheprovider")
     done = run(forks, repository, tmp_path, "pytest", *words)
@@ -29,6 +30,7 @@ def test_the_tests_of_a_gpu_pass_in_a_dry_run(forks: Forks, repository: Path, tm
     assert " passed" in done.stdout
 
 
+@pytest.mark.nightly
 def test_every_benchmark_of_a_gpu_measures_in_a_dry_run(forks: Forks, repository: Path, tmp_path: Path) -> None:
     data, results = tmp_path / "data", tmp_path / "gpu.json"
     data.mkdir()

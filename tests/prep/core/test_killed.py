@@ -21,7 +21,6 @@ from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.shards.dataset import current_variant
 from tests.prep.running import (
-    ENGINES,
     MARK,
     Process,
     Ran,
@@ -141,7 +140,7 @@ def job(begun: Path, tmp_path: Path) -> Iterator[Job]:
         left.kill()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["processes", pytest.param("ray", marks=pytest.mark.nightly)])
 def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_worker_but_not_each_of_its_workers(
     engine: str, job: Job, undisturbed: dict[str, str]
 ) -> None:

@@ -191,6 +191,7 @@ def other_source(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
     cluster: Any, add_node: AddNode, tmp_path: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +272,7 @@ def test_ray_that_does_not_start_in_time_is_given_up(monkeypatch: pytest.MonkeyP
         wait_until(lambda: not list(Path(folder).iterdir()))
 
 
+@pytest.mark.nightly
 def test_a_cluster_that_is_lost_is_one_line(
     mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write_video: Callable[..., Path]
 ) -> None:

@@ -88,6 +88,7 @@ def bench_rank(words: list[str], said: Path) -> None:
     sys.exit(left.value.code)
 
 
+@pytest.mark.nightly
 def test_two_processes_break_their_steps_down_under_each_strategy(data_dir: Path, tmp_path: Path) -> None:
     page, said = tmp_path / "bench.html", tmp_path / "said"
     words = [*map(str, (word for pair in SMALL.items() for word in pair)), "--shards", str(data_dir), "--json"]
