@@ -101,7 +101,7 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
     return read_classes(*folders, label=label, splits=splits, also=found)
 
 
-def folders_of(samples: Any) -> "MixedFolders | None":
+def mixture_folders(samples: Any) -> "MixedFolders | None":
     """The folders of a mixture; None for the samples of a single folder."""
     folders: MixedFolders | None = getattr(samples, "folders", None)
     return folders
@@ -109,7 +109,7 @@ def folders_of(samples: Any) -> "MixedFolders | None":
 
 def first_of(samples: Any) -> Any:
     """A set of a single folder, which has the shape of these samples."""
-    return samples if folders_of(samples) is None else samples.first
+    return samples if mixture_folders(samples) is None else samples.first
 
 
 @contextmanager

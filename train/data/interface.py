@@ -34,7 +34,7 @@ from clipmill.train.data.decoding.pictures import CropRule
 from clipmill.train.data.finished_clips import ClipText, FinishedClips, augmentation, caption_settings, of_clips
 from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import SamplingRule
-from clipmill.train.data.inputs import folders_of, open_mixed, read_classes_of, require_no_streams
+from clipmill.train.data.inputs import mixture_folders, open_mixed, read_classes_of, require_no_streams
 from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
 from clipmill.train.data.latents.segments import Tails
@@ -287,7 +287,7 @@ def open_latents(
     samples = open_mixed(open_one, settings)
     assert isinstance(samples, LatentLoader)
     has_texts = captions == "text" and classes is None
-    late = () if folders_of(samples) is None else ("folder",)
+    late = () if mixture_folders(samples) is None else ("folder",)
     names = ("key", "begin_s", "end_s", *late, *(["caption"] if has_texts else []))
 
     def finish(found: dict[str, Any]) -> dict[str, Any]:

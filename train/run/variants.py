@@ -58,8 +58,8 @@ def reading_variants_of_run(weights: str | Path, shards: str | None, *, say: Cal
         values = read_values(run.settings) if is_run(run.path) else {}
     except UserError:
         values = {}  # the run is opened next, which says what is wrong with its settings
-    own, cache = values.get("shards", TrainingSettings.shards), values.get("cache")
-    folders = folders_of(own if isinstance(own, str) else tuple(map(str, own)))
+    shards_of_run, cache = values.get("shards", TrainingSettings.shards), values.get("cache")
+    folders = folders_of(shards_of_run if isinstance(shards_of_run, str) else tuple(map(str, shards_of_run)))
     pairs = [
         (folder, variants)
         for folder, variants in zip(folders, run.read_facts().get(VARIANTS_FACT, []) if values else (), strict=False)
