@@ -39,7 +39,7 @@ from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
 from clipmill.train.data.latents.segments import Tails
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.query import DataQuery, kind_of_data, loader_settings, open_samples
+from clipmill.train.data.query import DataQuery, loader_settings, open_samples
 from clipmill.train.distributed.world import joined_world
 
 
@@ -166,8 +166,6 @@ def open_clips(
     loading = loader_settings(settings, own, device=torch.device(device or "cpu"))
     loading = replace(loading, can_keep=not is_pinned)
     _require_plain(settings, where=where, has_one_caption=captions == "text" and shown == CaptionSettings())
-    if label is not None and len(settings.folders) == 1 and kind_of_data(settings) == "stream":
-        raise UserError(f"{data} is a stream of tars, without labels", hint="name the data folder that prep made")
     require_no_streams(settings)
     classes = None if label is None else read_classes_of(settings, label=label)
 

@@ -119,11 +119,14 @@ def choose_variants(
             gone = f"{made} was made with variant {variant['name']} of {column}, which {address} no longer has"
             path = open_data_folder(address, cache=cache, column=None).path
             current = current_variant(path, column)
+            if current is not None and not _has_variant(address, column, current):
+                current = None  # dataset.json still names it, and its folder was deleted
             if say is None:
                 again = _how_to_make_again(address, column, variant, current=current, cache=cache)
                 raise UserError(
                     f"{gone}; the current one is {current or 'missing'}",
-                    hint=f"make it again: {again}; or train on the current variant in a new run, with another --out",
+                    hint=f"make it again: {again}"
+                    + ("; or train on the current variant in a new run, with another --out" if current else ""),
                 )
             if current is not None:  # otherwise, opening the data says that the column is missing
                 say(f"note: {gone}; the current variant {current} is used instead")
