@@ -1,5 +1,5 @@
 """Validation shared by both command lines: integers are never rounded, addresses never taken for local paths, and
-groups of flags have no values themselves."""
+groups of flags have no values."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Labels of captions in `--where`: columns `label_NAME` of the manifest's captions, as texts.
 
-A label holds for the times of its caption. A caption that has labels is selected by its own; another one by those of
-each labelled caption that covers its times, as the manifest stores labels that several captions of the same times
-repeat only once. A chunk is selected by those of each labelled caption that it overlaps.
+A label holds for the times of its caption. A caption with labels is selected by its labels. A caption without labels is
+selected by the labels of every labelled caption that covers its times, because the manifest stores labels that captions
+of the same times repeat only once. A chunk is selected by the labels of every labelled caption that it overlaps.
 """
 
 from collections.abc import Collection
@@ -47,19 +47,19 @@ def read_labelled(data_dir: Path, names: Collection[str] | None = None) -> pa.Ta
                 f"--where uses {unknown[0]}, and the captions of {data_dir} {problem} {unknown[0]}",
                 hint=f"labels there: {', '.join(known) or 'none'}",
             )
-        wanted = known if names is None else sorted(names)
+        labels = known if names is None else sorted(names)
         tables = []
         for group in range(file.num_row_groups):
-            table = label_texts(file.read_row_group(group, columns=["video_id", *_TIMES, *wanted]), wanted)
-            tables.append(table.filter(pa.array(has_labels(table, wanted))))
+            table = label_texts(file.read_row_group(group, columns=["video_id", *_TIMES, *labels]), labels)
+            tables.append(table.filter(pa.array(has_labels(table, labels))))
     if not tables:  # a manifest without captions has no row groups
-        columns = {"video_id": pa.string(), **dict.fromkeys(_TIMES, pa.float64()), **dict.fromkeys(wanted, pa.string())}
+        columns = {"video_id": pa.string(), **dict.fromkeys(_TIMES, pa.float64()), **dict.fromkeys(labels, pa.string())}
         return pa.schema(list(columns.items())).empty_table()
     return pa.concat_tables(tables)
 
 
 def label_texts(captions: pa.Table, names: Collection[str]) -> pa.Table:
-    """Return a table with these labels as texts; those that it lacks are unknown."""
+    """Return a table with these labels as texts; labels that it lacks are unknown."""
     for name in sorted(names):
         if name in captions.column_names:
             texts = captions[name].cast(pa.string())
@@ -70,11 +70,11 @@ def label_texts(captions: pa.Table, names: Collection[str]) -> pa.Table:
 
 
 def has_labels(captions: pa.Table, names: Collection[str]) -> NDArray[np.bool_]:
-    """bool [captions], True for those that have one of these labels."""
-    found = np.zeros(len(captions), bool)
+    """bool [captions], True for each caption that has one of these labels."""
+    has_label = np.zeros(len(captions), bool)
     for name in names:
-        found |= captions[name].is_valid().to_numpy()
-    return found
+        has_label |= captions[name].is_valid().to_numpy()
+    return has_label
 
 
 def match_labels(

@@ -42,10 +42,10 @@ def selected_chunks(
     Raises:
         UserError: it uses scores or another column, and there are none, or some of these chunks have none.
     """
-    wanted = where.columns | ({"duration_s"} if where.labels else set())
-    columns = _of_videos(wanted, data_dir, video_ids=video_ids, video_row=video_row)
+    fields = where.columns | ({"duration_s"} if where.labels else set())
+    columns = _of_videos(fields, data_dir, video_ids=video_ids, video_row=video_row)
     columns["start_ms"] = pa.array(start_ms)
-    if of_chunks := wanted.intersection(_OF_CHUNKS):
+    if of_chunks := fields.intersection(_OF_CHUNKS):
         chunks = _with_duration(_rows_of(Variant.open(data_dir).whole(), [*_TIMES, "width", "height"]))
         rows = find_chunks(chunks, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
         if num_missing := int((rows < 0).sum()):
@@ -144,13 +144,13 @@ def selected_captions(
         return where.mask(pa.table(columns))
     from clipmill.shards.labels import Spans, has_labels, label_texts, match_labels
 
-    own = label_texts(captions.take(pa.array(rows)), where.labels)
-    is_labelled = has_labels(own, where.labels)  # such a caption is paired with itself, and with no other
-    spans = Spans(np.where(is_labelled, -1, video_row), own["begin_s"].to_numpy(), own["end_s"].to_numpy())
+    texts = label_texts(captions.take(pa.array(rows)), where.labels)
+    is_labelled = has_labels(texts, where.labels)  # such a caption is paired with itself, and with no other
+    spans = Spans(np.where(is_labelled, -1, video_row), texts["begin_s"].to_numpy(), texts["end_s"].to_numpy())
     part, caption = match_labels(labelled, spans, video_ids=video_ids, covering=True)
     caption = np.where(is_labelled[part], len(labelled) + part, caption)
     names = sorted(where.labels)
-    both = pa.concat_tables([labelled.select(names), own.select(names)])
+    both = pa.concat_tables([labelled.select(names), texts.select(names)])
     return _mask_of_pairs(where, columns, both, part=part, caption=caption)
 
 
@@ -171,8 +171,8 @@ def caption_columns(where: Where | None, schema: pa.Schema) -> list[str]:
     """The columns of the manifest's captions that `selected_captions` needs."""
     if where is None:
         return []
-    wanted = where.columns | ({"begin_s", "end_s"} if where.labels else set())
-    return [name for name in schema.names if name in wanted and name in (*_OF_CAPTIONS, *_OF_LABELS, *where.labels)]
+    fields = where.columns | ({"begin_s", "end_s"} if where.labels else set())
+    return [name for name in schema.names if name in fields and name in (*_OF_CAPTIONS, *_OF_LABELS, *where.labels)]
 
 
 def nothing_selected(where: Where, *, what: str) -> UserError:

@@ -66,7 +66,7 @@ def known_fields() -> dict[str, Field]:
 
 
 def _fields_of(names: Iterable[str]) -> dict[str, Field]:
-    """The fields of these names; those of labels depend on the data folder (`clipmill.shards.labels`)."""
+    """The fields of these names; the fields of labels depend on the data folder (`clipmill.shards.labels`)."""
     known = known_fields()
     return {name: known[name] if name in known else Field("text", "label", name) for name in names}
 
@@ -139,7 +139,7 @@ class Where:
         """The conditions on chunks and videos, and those on captions and their videos; None if there are none.
 
         Args:
-            labels_of: What conditions on labels are about: captions or chunks.
+            labels_of: Subject of conditions on labels: captions or chunks.
 
         Raises:
             UserError: one condition is on a chunk and on a caption, and belongs to neither.

@@ -99,7 +99,7 @@ def measure_attention(setup: Setup) -> Result:
     return Result(
         rows=rows,
         notes=[
-            "ms per forward and backward pass; gradients are those of the formula in float32",
+            "ms per forward and backward pass; gradients are compared with the formula in float32",
             f"{ALL}: the fastest backend belongs into FASTEST of train/engine/attention_choice.py",
         ],
     )

@@ -67,10 +67,10 @@ def explanation(planned: Planned, name: str) -> Report:
 def _id_of_source(data_dir: Path, name: str) -> str:
     """Return the ID of the video that messages and caption tables call `name`, with or without an extension."""
     videos = read_videos(data_dir).to_pylist()
-    found = [video["video_id"] for video in videos if video["source_id"] in (name, name.rpartition(".")[0])]
-    if len(found) != 1:
+    video_ids = [video["video_id"] for video in videos if video["source_id"] in (name, name.rpartition(".")[0])]
+    if len(video_ids) != 1:
         raise UserError(
-            f'{len(found) or "no"} videos "{name}" in the manifest',
+            f'{len(video_ids) or "no"} videos "{name}" in the manifest',
             hint="give a key or video ID as shown by `prep inspect`, or the name in the table of captions",
         )
-    return str(found[0])
+    return str(video_ids[0])

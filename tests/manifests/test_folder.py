@@ -70,6 +70,7 @@ def test_links_that_lead_out_of_the_folder_are_counted(make_videos: VideoMaker, 
     assert reading.videos["source_id"].to_pylist() == ["a", "disk/c", "sub/b"]
     assert reading.notes == (f"followed 1 symbolic link that leads out of the folder: disk to {elsewhere}",)
     (folder / "sub" / "e.mp4").symlink_to("../../elsewhere/c.mp4")
+    (folder / "broken.mp4").symlink_to(elsewhere / "gone.mp4")  # it leads nowhere, and is rejected
     assert read_folder(folder).notes == (
         f"followed 2 symbolic links that lead out of the folder: disk to {elsewhere}, and 1 more",
     )

@@ -65,7 +65,7 @@ def decode(path: Path, source: Source) -> Showing:
             begins_s.append(begin_s + shift_s)
             numbers.append(number)
     if source.container == "mpg":
-        begins_s = _corrected(begins_s, numbers, source)
+        begins_s = _correct_times(begins_s, numbers, source)
     end_s = begins_s[-1] + min(lasting_s, step_s)  # unless the container says less, of the mean length
     if "tail" in source.options:
         end_s = min(end_s, begins_s[0] + source.options["tail"])
@@ -78,7 +78,7 @@ def decode(path: Path, source: Source) -> Showing:
     )
 
 
-def _corrected(begins_s: list[Fraction], numbers: list[int], source: Source) -> list[Fraction]:
+def _correct_times(begins_s: list[Fraction], numbers: list[int], source: Source) -> list[Fraction]:
     """Return the times of the frames in a program stream, which has timestamps for some frames only.
 
     libav guesses the others. It is a frame late where the header of a picture lies in two packets: it gives that

@@ -76,7 +76,7 @@ def producers(folder: Path) -> dict[str, tuple[_Open, dict[str, Any]]]:
     }
 
 
-def recorded(open_data: _Open, arguments: dict[str, Any]) -> dict[str, Any]:
+def record_orders(open_data: _Open, arguments: dict[str, Any]) -> dict[str, Any]:
     """Digests of the orders of three epochs on one, two and three ranks, and of an evaluation; and mean pixels."""
     digests: dict[str, Any] = {}
     for world in (1, 2, 3):
@@ -98,7 +98,7 @@ def recorded(open_data: _Open, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _samples(batches: Any) -> Iterator[tuple[str, float]]:
-    """What each sample is, and the mean of its pixels or latents."""
+    """Yield the name, times and text of each sample, and the mean of its pixels or latents."""
     for batch in batches:
         pictures = batch["video"] if "video" in batch else batch["latents"]
         for number, key in enumerate(batch["key"]):
@@ -113,13 +113,13 @@ def _samples(batches: Any) -> Iterator[tuple[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[_Open, dict[str, Any]]]:
+def kinds_of_data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[_Open, dict[str, Any]]]:
     return producers(tmp_path_factory.mktemp("orders"))
 
 
 @pytest.mark.parametrize("name", cast(dict[str, Any], json.loads(GOLDEN.read_bytes()) if GOLDEN.exists() else {}))
-def test_a_kind_of_data_has_its_golden_order(opened: dict[str, tuple[_Open, dict[str, Any]]], name: str) -> None:
-    values, golden = recorded(*opened[name]), json.loads(GOLDEN.read_bytes())[name]
+def test_a_kind_of_data_has_its_golden_order(kinds_of_data: dict[str, tuple[_Open, dict[str, Any]]], name: str) -> None:
+    values, golden = record_orders(*kinds_of_data[name]), json.loads(GOLDEN.read_bytes())[name]
     # Another version of OpenCV may round a pixel in another way; another crop or frame changes a mean by more.
     assert values.pop("means") == pytest.approx(golden.pop("means"), abs=0.05)
     assert values == golden
@@ -127,7 +127,7 @@ def test_a_kind_of_data_has_its_golden_order(opened: dict[str, tuple[_Open, dict
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        values = {name: recorded(*one) for name, one in producers(Path(folder)).items()}
+        values = {name: record_orders(*one) for name, one in producers(Path(folder)).items()}
     GOLDEN.write_text(json.dumps(values, indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""What a process of `train` loads: the modules of its own task and kind of data, and no others. Limits only go down."""
+"""A process of `train` loads the modules of its task and its kind of data, and no others. Limits only go down."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ from tests.forked import forget, forked
 MAX_MODULES_OF_A_RUN, MAX_LINES_OF_A_RUN, MAX_MODULES_OF_HELP = 193, 27_500, 87
 
 
-def _loaded() -> list[str]:
+def _loaded_modules() -> list[str]:
     return [name for name in sys.modules if name.split(".")[0] == "clipmill"]
 
 
@@ -26,7 +26,7 @@ def test_a_run_loads_what_it_uses(data_dir: Path, tmp_path: Path) -> None:
         sys.argv = ["train", "dual-encoder", *flags.split(), "--shards", str(data_dir), "--out", str(tmp_path / "run")]
         with suppress(SystemExit):
             importlib.import_module("clipmill.train.cli").main()
-        names = _loaded()
+        names = _loaded_modules()
         tasks = {name.split(".")[3] for name in names if name.startswith("clipmill.train.tasks.")}
         kinds = {one for one in ("latents", "images", "streams") if f"clipmill.train.data.{one}" in names}
         print(len(names), _num_lines(names), *sorted(tasks), *kinds, file=sys.stderr)
@@ -45,7 +45,7 @@ def test_help_loads_few_modules() -> None:
         sys.argv = ["train", "--help"]
         with suppress(SystemExit):
             importlib.import_module("clipmill.train.cli").main()
-        print(len(_loaded()), file=sys.stderr)
+        print(len(_loaded_modules()), file=sys.stderr)
 
     status, output = forked(run)
     assert status == 0, output

@@ -72,6 +72,15 @@ def test_a_run_is_resumed_and_evaluated_on_its_own_variant(
     assert f"prep chunk --data {data} with the settings of the current variant, but for {settings}; or" in hint
     assert "--out" in hint
 
+    # The data folder still names the variant whose folder was deleted.
+    set_current_variant(data, "video", VARIANT)
+    assert train("dual-encoder", "--resume", "--out", run) == 2
+    error, hint = two_lines(capsys)
+    assert f"variant {VARIANT} of video, which {data} no longer has; the current one is missing" in error
+    assert "make it again" in hint and "the current variant" not in hint
+    assert train("eval", "retrieval", run) == 2
+    assert "is used instead" not in capsys.readouterr().err
+
 
 def test_a_variant_is_chosen_by_name(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"

@@ -119,8 +119,8 @@ LABEL = "label_class = 'bright:left'"
 
 
 @pytest.fixture(scope="module")
-def repeated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Captions of two texts a clip, of which the first has the labels, as `prep manifest folder` stores them."""
+def repeated_captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two captions for each clip; only the first has labels, as `prep manifest folder` stores them."""
     data_dir = tmp_path_factory.mktemp("data") / "repeated"
     data_dir.mkdir()
     write_moving(data_dir, num_videos=4)
@@ -138,21 +138,24 @@ def repeated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_labels_select_captions_and_chunks(
-    repeated: Path, s3: S3Server, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    repeated_captions: Path, s3: S3Server, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    upload(repeated, bucket)
+    upload(repeated_captions, bucket)
     cache = ("--cache", tmp_path / "cache")
     # Three videos, each with one such clip of a second and two texts about it; a chunk has two seconds.
-    for number, (shards, more) in enumerate(((repeated, ()), (bucket, cache))):
+    for number, (shards, more) in enumerate(((repeated_captions, ()), (bucket, cache))):
         out = tmp_path / f"dual-{number}"
         words = [*TASKS["dual-encoder"].split(), "--batch", 2, "--where", LABEL]
         assert train("dual-encoder", "--shards", shards, *more, "--out", out, *words) == 0
         assert f"where {LABEL}: 6 of 6 chunks and 6 of 26 captions selected" in RunFolder(out).read_facts()["data"]
     out = tmp_path / "mae"
     words = [*SMALL, "--mask-ratio", 0.5, "--batch", 2, "--steps", 1, "--device", "cpu", "--where", LABEL]
-    assert train("mae", "--shards", repeated, "--out", out, *words) == 0
+    assert train("mae", "--shards", repeated_captions, "--out", out, *words) == 0
     assert f"where {LABEL}: 3 of 6 chunks selected" in RunFolder(out).read_facts()["data"]
     capsys.readouterr()
-    assert train("mae", "--shards", repeated, "--out", tmp_path / "none", "--where", "label_success = 'true'") == 2
+    assert (
+        train("mae", "--shards", repeated_captions, "--out", tmp_path / "none", "--where", "label_success = 'true'")
+        == 2
+    )
     error, hint = two_lines(capsys)
     assert "have no column label_success" in error and "label_class" in hint

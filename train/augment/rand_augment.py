@@ -57,7 +57,7 @@ def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Tr
     if not steps:
         return
     num_frames, device = video.shape[2], video.device
-    mean_P11, std_P11 = (_of_pictures(values, num_frames, device) for values in (mean, std))
+    mean_P11, std_P11 = (_repeat_channels(values, num_frames, device) for values in (mean, std))
     rows = send(np.array([*steps]), device)
     chosen_NPHW = video.index_select(0, rows).flatten(1, 2).mul_(std_P11).add_(mean_P11)
     clips_PHW = [*chosen_NPHW.mul_(_WHITE).round_().clamp_(0, _WHITE).to(torch.uint8).unbind(0)]
@@ -111,14 +111,14 @@ def change_clips(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]],
         kind = _kind(operations[0][0])
         if kind == "move":
             maps = [_MOVES[name](strength, clips_NPHW.shape[-1]) for name, strength in operations]
-            return _moved(clips_NPHW, maps, fill=fill)
+            return _sample_moved(clips_NPHW, maps, fill=fill)
         if kind == "table":
-            return _looked_up(clips_NPHW, steps)
+            return _look_up(clips_NPHW, steps)
         if kind == "blend":
-            return _blended(clips_NPHW, operations)
+            return _blend(clips_NPHW, operations)
         if kind == "sharpness":
-            return _sharpened(clips_NPHW, operations)
-        return {"autocontrast": _stretched, "equalize": _equalized}[kind](clips_NPHW)
+            return _sharpen(clips_NPHW, operations)
+        return {"autocontrast": _autocontrast, "equalize": _equalize}[kind](clips_NPHW)
 
 
 _KINDS = ("autocontrast", "equalize", "table", "blend", "sharpness", "move")
@@ -133,12 +133,12 @@ def _kind(name: str) -> str:
     return name if name in _KINDS else "table"
 
 
-def _of_pictures(values: Triple, num_frames: int, device: torch.device) -> torch.Tensor:
+def _repeat_channels(values: Triple, num_frames: int, device: torch.device) -> torch.Tensor:
     """A number for each channel, as [P, 1, 1]."""
     return constant(tuple(((value,),) for value in values for _ in range(num_frames)), device, torch.float32)
 
 
-def _looked_up(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]]) -> torch.Tensor:
+def _look_up(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]]) -> torch.Tensor:
     """Operations that map each of the 256 values by itself."""
     tables = send(np.concatenate([_table(step) for step in steps]), clips_NPHW.device)
     first_N111 = send(256 * np.arange(len(steps), dtype=np.int32)[:, None, None, None], clips_NPHW.device)
@@ -147,7 +147,7 @@ def _looked_up(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]]) -
 
 
 def _table(step: Sequence[Operation]) -> NDArray[np.uint8]:
-    """What torchvision's operations, one after another, make of each of the 256 values."""
+    """Results of torchvision's operations, one after another, for each of the 256 values."""
     values = np.arange(256, dtype=np.uint8)
     for name, strength in step:
         size = abs(strength)
@@ -169,7 +169,7 @@ def _factor(strength: float) -> float:
     return max(_LEAST_FACTOR, 1 + _MAX_CHANGE * strength)
 
 
-def _stretched(clips_NPHW: torch.Tensor) -> torch.Tensor:
+def _autocontrast(clips_NPHW: torch.Tensor) -> torch.Tensor:
     """torchvision's autocontrast: the darkest value of each picture becomes 0, and the brightest 255."""
     low, high = clips_NPHW.amin((-2, -1), keepdim=True), clips_NPHW.amax((-2, -1), keepdim=True)
     # A picture of one value keeps it.
@@ -178,7 +178,7 @@ def _stretched(clips_NPHW: torch.Tensor) -> torch.Tensor:
     return (clips_NPHW - low.masked_fill_(is_flat, 0)).div(scale).to(torch.uint8)
 
 
-def _equalized(clips_NPHW: torch.Tensor) -> torch.Tensor:
+def _equalize(clips_NPHW: torch.Tensor) -> torch.Tensor:
     """torchvision's equalize, of each picture."""
     num_pixels, device = clips_NPHW.shape[-1] ** 2, clips_NPHW.device
     index_NPM = clips_NPHW.flatten(2).long()
@@ -186,16 +186,16 @@ def _equalized(clips_NPHW: torch.Tensor) -> torch.Tensor:
     counts_NPV = torch.zeros(*index_NPM.shape[:2], 256, dtype=torch.int32, device=device)
     counts_NPV.scatter_add_(-1, index_NPM, of_one)
     up_to_NPV = counts_NPV.cumsum(-1)
-    # All pixels but those of the largest value, shared among 255 steps.
+    # All pixels except the pixels of the largest value, shared among 255 steps.
     step_NP1 = (up_to_NPV % num_pixels).amax(-1, keepdim=True).floor_divide_(_WHITE)
     # Halves are rounded up. Quotients of integers below 2^24 are never rounded across a half.
     table_NPV = (up_to_NPV - counts_NPV).div(step_NP1).add_(0.5).clamp_(max=_WHITE)
-    # A picture of few pixels besides those of its largest value keeps them.
+    # A picture with too few other pixels keeps its values.
     table_NPV = torch.where(step_NP1 > 0, table_NPV, constant(tuple(range(256)), device, torch.float32))
     return table_NPV.to(torch.uint8).gather(-1, index_NPM).view(clips_NPHW.shape)
 
 
-def _blended(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.Tensor:
+def _blend(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.Tensor:
     """torchvision's adjust_saturation and adjust_contrast: mixed with the grey picture, or with the mean of it."""
     clips_NCTHW = clips_NPHW.unflatten(1, (3, -1))
     red, green, blue = clips_NCTHW.unbind(1)
@@ -209,7 +209,7 @@ def _blended(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch
     return mixed_NCTHW.flatten(1, 2).clamp_(0, _WHITE).to(torch.uint8)
 
 
-def _sharpened(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.Tensor:
+def _sharpen(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.Tensor:
     """torchvision's adjust_sharpness, without its kernel tensor, for whose upload the host would wait for the GPU."""
     pixels_NPHW = clips_NPHW.float()
     num_pictures = pixels_NPHW.shape[1]
@@ -218,7 +218,7 @@ def _sharpened(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> tor
     smooth = torch.nn.functional.conv2d(pixels_NPHW, weights_P133, groups=num_pictures).div_(13).round_()
     inner = pixels_NPHW[..., 1:-1, 1:-1]
     for (_, strength), inner_PHW, difference_PHW in zip(operations, inner, smooth.sub_(inner), strict=True):
-        inner_PHW.add_(difference_PHW, alpha=1 - _factor(strength))  # as in `_blended`
+        inner_PHW.add_(difference_PHW, alpha=1 - _factor(strength))  # as in `_blend`
     return pixels_NPHW.clamp_(0, _WHITE).to(torch.uint8)
 
 
@@ -241,7 +241,7 @@ _MOVES: dict[str, Callable[[float, int], _Map]] = {
 }
 
 
-def _moved(clips_NPHW: torch.Tensor, maps: Sequence[_Map], *, fill: Triple) -> torch.Tensor:
+def _sample_moved(clips_NPHW: torch.Tensor, maps: Sequence[_Map], *, fill: Triple) -> torch.Tensor:
     num_pictures, size_px, device = clips_NPHW.shape[1], clips_NPHW.shape[-1], clips_NPHW.device
     # Twice the coordinates of the sources, which the grid needs; twice a number is exact.
     coefficients = 2 * np.array(maps, dtype=np.float32).transpose(2, 0, 1)[:, :, None, None]
@@ -259,5 +259,5 @@ def _moved(clips_NPHW: torch.Tensor, maps: Sequence[_Map], *, fill: Triple) -> t
         align_corners=False,
     )
     red, green, blue = fill
-    fill_P11 = _of_pictures((red * _WHITE, green * _WHITE, blue * _WHITE), num_pictures // 3, device)
+    fill_P11 = _repeat_channels((red * _WHITE, green * _WHITE, blue * _WHITE), num_pictures // 3, device)
     return torch.where(outside_NHW[:, None], fill_P11, moved_NPHW).round_().to(torch.uint8)

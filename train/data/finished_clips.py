@@ -17,7 +17,7 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import Augment, CaptionSettings
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import US_PER_S
-from clipmill.train.data.inputs import folders_of
+from clipmill.train.data.inputs import mixture_folders
 
 ClipText = Literal["text", "embedding", "all"]
 
@@ -80,7 +80,7 @@ class FinishedClips:
 
 def texts_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
     """All captions of each clip, of a set of captioned clips or a mixture of them, in the order of their sources."""
-    if folders_of(samples) is None:
+    if mixture_folders(samples) is None:
         entries = (samples.captions.choice.entries(clip) for clip in clips.tolist())
         return [samples.texts(np.array(one)) for one in entries]
     return [texts_of_clips(*samples.own_clip(clip))[0] for clip in clips.tolist()]
@@ -92,7 +92,7 @@ def of_clips(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
     clips = np.asarray(clip_id)
     begin_us, end_us = samples.span_us(clips)
     found = {"begin_s": made(begin_us / US_PER_S), "end_s": made(end_us / US_PER_S)}
-    return found if folders_of(samples) is None else {**found, "folder": made(samples.folder_of(clips))}
+    return found if mixture_folders(samples) is None else {**found, "folder": made(samples.folder_of(clips))}
 
 
 def caption_settings(sources: Mapping[str, float] | None, min_relevancy: float | None) -> CaptionSettings:

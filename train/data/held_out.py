@@ -82,22 +82,24 @@ def interval(share: float, count: int) -> tuple[float, float]:
 
 
 def held_out(samples: EvaluatedClips, settings: ClipSettings, *, split: str, data: Mapping[str, Any]) -> HeldOut | None:
-    """Facts about the clips of a split; None for streams, which are not counted.
+    """Facts about the clips of a split; None if the samples do not count them.
 
     Args:
+        samples: The samples after their evaluation, by which the clips of a stream are counted.
         settings: of the data to evaluate, and of the training split.
         data: the data fields of the result (`clipmill.train.run.folder.data_facts`). Only data that were trained on are
             searched for look-alikes.
     """
-    if samples.num_samples is None:
+    num_clips: int | None = getattr(samples, "num_clips", samples.num_samples)
+    if num_clips is None:
         return None
-    num_clips = getattr(samples, "num_clips", samples.num_samples)
     is_own = bool(data.get("is_own_data") or data.get("is_part_of_own_data"))
     if names_tars(settings.folder):
         return HeldOut(num_clips=num_clips, were_trained_on=is_own)
     found = HeldOut(num_clips=num_clips, trained_split=settings.split)
     if split == settings.split or not is_own:
         return found
+    assert samples.num_samples is not None  # a data folder knows its samples
     alike = alike_of(settings.folder, cache=settings.cache, split=split, trained_split=settings.split)
     if alike is None:
         return found

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from clipmill.manifests.errors import UserError
@@ -85,23 +86,26 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
     Raises:
         UserError: some of the data have no such label, or there are fewer than two classes.
     """
-    images = [one for one in settings.folders if reads_images(settings, one)]
-    found: set[str] = set()
-    if images:
-        from clipmill.train.data.images.query import class_names_of_images
-    for one in images:
-        found |= class_names_of_images(one, label=label, cache=settings.cache, cache_size=settings.cache_size)
-    folders = [
-        open_data_folder(one, cache=settings.cache, cache_size=settings.cache_size, column=None).path
-        for one in settings.folders
-        if one not in images
-    ]
+    names: set[str] = set()
+    folders: list[Path] = []
+    for address in settings.folders:
+        if reads_images(settings, address):
+            from clipmill.train.data.images.query import class_names_of_images
+
+            names |= class_names_of_images(address, label=label, cache=settings.cache, cache_size=settings.cache_size)
+        elif names_tars(address):
+            raise UserError(
+                f"{address} is a stream of tars, without labels", hint="name the data folder that prep made"
+            )
+        else:
+            folder = open_data_folder(address, cache=settings.cache, cache_size=settings.cache_size, column=None)
+            folders.append(folder.path)
     if splits is None:
-        splits = {split for one in folders for split in read_videos(one)["split"].to_pylist()} or {TARS_SPLIT}
-    return read_classes(*folders, label=label, splits=splits, also=found)
+        splits = {split for folder in folders for split in read_videos(folder)["split"].to_pylist()} or {TARS_SPLIT}
+    return read_classes(*folders, label=label, splits=splits, also=names)
 
 
-def folders_of(samples: Any) -> "MixedFolders | None":
+def mixture_folders(samples: Any) -> "MixedFolders | None":
     """The folders of a mixture; None for the samples of a single folder."""
     folders: MixedFolders | None = getattr(samples, "folders", None)
     return folders
@@ -109,7 +113,7 @@ def folders_of(samples: Any) -> "MixedFolders | None":
 
 def first_of(samples: Any) -> Any:
     """A set of a single folder, which has the shape of these samples."""
-    return samples if folders_of(samples) is None else samples.first
+    return samples if mixture_folders(samples) is None else samples.first
 
 
 @contextmanager

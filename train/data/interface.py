@@ -34,12 +34,12 @@ from clipmill.train.data.decoding.pictures import CropRule
 from clipmill.train.data.finished_clips import ClipText, FinishedClips, augmentation, caption_settings, of_clips
 from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import SamplingRule
-from clipmill.train.data.inputs import folders_of, open_mixed, read_classes_of, require_no_streams
+from clipmill.train.data.inputs import mixture_folders, open_mixed, read_classes_of, require_no_streams
 from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
 from clipmill.train.data.latents.segments import Tails
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.query import DataQuery, kind_of_data, loader_settings, open_samples
+from clipmill.train.data.query import DataQuery, loader_settings, open_samples
 from clipmill.train.distributed.world import joined_world
 
 
@@ -166,8 +166,6 @@ def open_clips(
     loading = loader_settings(settings, own, device=torch.device(device or "cpu"))
     loading = replace(loading, can_keep=not is_pinned)
     _require_plain(settings, where=where, has_one_caption=captions == "text" and shown == CaptionSettings())
-    if label is not None and len(settings.folders) == 1 and kind_of_data(settings) == "stream":
-        raise UserError(f"{data} is a stream of tars, without labels", hint="name the data folder that prep made")
     require_no_streams(settings)
     classes = None if label is None else read_classes_of(settings, label=label)
 
@@ -287,7 +285,7 @@ def open_latents(
     samples = open_mixed(open_one, settings)
     assert isinstance(samples, LatentLoader)
     has_texts = captions == "text" and classes is None
-    late = () if folders_of(samples) is None else ("folder",)
+    late = () if mixture_folders(samples) is None else ("folder",)
     names = ("key", "begin_s", "end_s", *late, *(["caption"] if has_texts else []))
 
     def finish(found: dict[str, Any]) -> dict[str, Any]:

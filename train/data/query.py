@@ -1,4 +1,4 @@
-"""`DataQuery`: what a task asks of its data; `open_samples`: the function that opens the samples of each kind of data.
+"""`DataQuery`: the samples that a task needs; `open_samples` opens them, whatever kind of data they are.
 
 A kind of data is a row of `_OPENERS`: the import path of a function for each content that it has, so that a run loads
 only the modules of its own data. A new kind is a module with such functions, and its row.
@@ -57,11 +57,11 @@ _NOT_IN_STREAMS: dict[Content, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DataQuery:
-    """What a task asks of one data folder, or of tars.
+    """The samples that a task needs from one data folder, or from tars.
 
     Attributes:
         settings: Settings of the task, with this folder.
-        content: What samples hold beside frames: captions, labels, or nothing.
+        content: Content of samples beside frames: captions, labels, or nothing.
         split: Split of the videos; tars have no splits.
         loading: Batches, threads and this rank's share.
         views: Temporal and spatial views of each clip in an evaluation.
@@ -144,7 +144,11 @@ def reads_images(settings: DataSettings, address: str | None = None) -> bool:
 
 
 def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:
-    """How clips are made; `views` are those of an evaluation."""
+    """How clips of pixels are sampled, cropped and resized.
+
+    Args:
+        views: Temporal and spatial views of each clip in an evaluation.
+    """
     return ClipShape(
         sampling=Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride),
         size_px=settings.size_px,

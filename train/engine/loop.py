@@ -24,7 +24,7 @@ from clipmill.manifests.quoting import counted
 from clipmill.train.config.epochs import given_in_epochs, in_steps, num_steps
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.batch import PICTURES, TENSORS, to_device
-from clipmill.train.data.inputs import folders_of
+from clipmill.train.data.inputs import mixture_folders
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.data.prefetch import prefetch
@@ -132,7 +132,7 @@ def train(
     throughput = Throughput(device=device, precision=state.precision.name)
     log = MetricsLog(trackers, throughput, run=run, world=world, num_samples=settings.batch, num_steps=settings.steps)
     soundness = StepGuard(device)
-    folders = folders_of(samples)
+    folders = mixture_folders(samples)
     used = Consumption(run, world=world, device=device)
 
     def save(metrics: dict[str, float]) -> None:

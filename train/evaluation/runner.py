@@ -112,14 +112,16 @@ class OpenedRun:
         return result_name(f"{name}{suffix_of(self.differences(wanted))}", self.facts())
 
     def differences(self, wanted: Any) -> dict[str, Any]:
-        """What an evaluation does unlike the training, by flag: the clips, a condition, settings of the same name."""
-        found = self.overrides.given()
+        """Settings that differ from the training, by flag: clips, a condition, settings of the same name."""
+        differences = self.overrides.given()
         if self.settings.where:
-            found["where"] = self.settings.where
+            differences["where"] = self.settings.where
         for name, group in _given_groups(wanted).items():
             trained = self.in_effect(name)
-            found |= {flag: value for flag, value in self.in_effect(name, group).items() if value != trained[flag]}
-        return found
+            differences |= {
+                flag: value for flag, value in self.in_effect(name, group).items() if value != trained[flag]
+            }
+        return differences
 
     def in_effect(self, name: str, group: Any = None) -> dict[str, Any]:
         """The values of a group of settings that take effect, by flag.

@@ -59,13 +59,13 @@ def other_data(result: dict[str, Any]) -> str:
 def suffix_of(differences: Mapping[str, Any]) -> str:
     """Part of the name of a result for what an evaluation did unlike the training, so that results stay apart."""
     forms = {"num_frames": "-{}-frames", "sampling": "-{}", "size_px": "-{}px"}
-    found, groups = "", dict[str, list[str]]()
+    suffix, groups = "", dict[str, list[str]]()
     for name, value in differences.items():
         group, _, inner = name.partition(".")
         if name in forms:
-            found += forms[name].format(value)
+            suffix += forms[name].format(value)
         else:
             groups.setdefault(group, []).append(f"{inner} {value}" if inner else str(value))
     for group, texts in groups.items():
-        found += f"-{group}-{hashlib.sha256(' '.join(texts).encode()).hexdigest()[:8]}"
-    return found
+        suffix += f"-{group}-{hashlib.sha256(' '.join(texts).encode()).hexdigest()[:8]}"
+    return suffix

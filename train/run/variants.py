@@ -58,8 +58,8 @@ def reading_variants_of_run(weights: str | Path, shards: str | None, *, say: Cal
         values = read_values(run.settings) if is_run(run.path) else {}
     except UserError:
         values = {}  # the run is opened next, which says what is wrong with its settings
-    own, cache = values.get("shards", TrainingSettings.shards), values.get("cache")
-    folders = folders_of(own if isinstance(own, str) else tuple(map(str, own)))
+    shards_of_run, cache = values.get("shards", TrainingSettings.shards), values.get("cache")
+    folders = folders_of(shards_of_run if isinstance(shards_of_run, str) else tuple(map(str, shards_of_run)))
     pairs = [
         (folder, variants)
         for folder, variants in zip(folders, run.read_facts().get(VARIANTS_FACT, []) if values else (), strict=False)
@@ -119,11 +119,14 @@ def choose_variants(
             gone = f"{made} was made with variant {variant['name']} of {column}, which {address} no longer has"
             path = open_data_folder(address, cache=cache, column=None).path
             current = current_variant(path, column)
+            if current is not None and not _has_variant(address, column, current):
+                current = None  # dataset.json still names it, and its folder was deleted
             if say is None:
                 again = _how_to_make_again(address, column, variant, current=current, cache=cache)
                 raise UserError(
                     f"{gone}; the current one is {current or 'missing'}",
-                    hint=f"make it again: {again}; or train on the current variant in a new run, with another --out",
+                    hint=f"make it again: {again}"
+                    + ("; or train on the current variant in a new run, with another --out" if current else ""),
                 )
             if current is not None:  # otherwise, opening the data says that the column is missing
                 say(f"note: {gone}; the current variant {current} is used instead")

@@ -41,10 +41,10 @@ class Base:
 
     Attributes:
         weights: where they are from: a path or a NAME:TAG; `format` as in --init.format.
-        sha256: of their names, shapes and values.
+        sha256: SHA-256 of their names, shapes and values.
         tensors: their names, and the shape of each.
         scale: of the adapters.
-        text: where those of the text tower are from, if elsewhere.
+        text: origin of the weights of the text tower, if it is another one.
     """
 
     weights: str

@@ -112,12 +112,12 @@ def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dic
     spans = Spans(chunks.video[numbers], begin_s, begin_s + chunks.duration_s[numbers])
     part, caption = match_labels(labelled, spans, video_ids=chunks.video_ids, covering=False)
     names = [name for name in labelled.column_names if name.startswith(LABEL_PREFIX)]
-    found: dict[int, dict[str, None]] = {}
+    labels_by_chunk: dict[int, dict[str, None]] = {}
     for row, number in zip(caption.tolist(), numbers[part].tolist(), strict=True):
         for name in names if row >= 0 else ():
             if (value := labelled[name][row].as_py()) is not None:
-                found.setdefault(number, {})[f"{name.removeprefix(LABEL_PREFIX)} {value}"] = None
-    return {number: tuple(labels) for number, labels in found.items()}
+                labels_by_chunk.setdefault(number, {})[f"{name.removeprefix(LABEL_PREFIX)} {value}"] = None
+    return {number: tuple(labels) for number, labels in labels_by_chunk.items()}
 
 
 def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:

@@ -208,3 +208,8 @@ def test_a_stream_of_tars_is_evaluated_on_a_data_folder(
     assert "they have no splits" in error and "--evaluate.shards" in hint
     assert train("dual-encoder", *words, "--evaluate.shards", f"far={other}") == 0
     assert "far/text_to_video_r1" in read_lines(RunFolder(tmp_path / "run").metrics)[-1]
+    capsys.readouterr()
+    assert train("eval", "retrieval", tmp_path / "run") == 0
+    assert "the model was trained on these clips: tars have no splits; only 8 clips" in capsys.readouterr().out
+    assert train("classify", *SMALL.split(), "--shards", tar, "--label", "class", "--out", tmp_path / "none") == 2
+    assert "0.tar is a stream of tars, without labels" in capsys.readouterr().err

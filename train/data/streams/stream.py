@@ -81,6 +81,11 @@ class VideoStream(BatchLoader):
         return
 
     @property
+    def num_clips(self) -> int:
+        """Number of clips that evaluations have shown so far."""
+        return len(self._shown)
+
+    @property
     def variant_name(self) -> str:
         """Where the clips come from."""
         return f"a stream of {counted(len(self._tars), 'tar')}"

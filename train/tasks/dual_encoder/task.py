@@ -25,7 +25,6 @@ from clipmill.train.data.query import (
     Content,
     DataQuery,
     loader_settings,
-    one_caption_each,
     open_samples,
     reads_images,
 )
@@ -147,10 +146,10 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "Samples", DualEncoder]):
             table=table,
         )
 
-    def _open(self, world: World, *, split: str, content: Content, **wanted: Any) -> "OneFolder":
+    def _open(self, world: World, *, split: str, content: Content, **fields: Any) -> "OneFolder":
         settings = self._settings
         loading = loader_settings(settings, world, device=self._device)
-        query = DataQuery(settings=settings, content=content, split=split, loading=loading, **wanted)
+        query = DataQuery(settings=settings, content=content, split=split, loading=loading, **fields)
         samples: OneFolder = open_samples(query)
         return samples
 
@@ -158,7 +157,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "Samples", DualEncoder]):
         """Raise UserError if the embeddings that take the place of a text tower are missing."""
         settings = self._settings
         if names_tars(settings.folder):
-            raise one_caption_each(settings.folder)
+            return  # opening them says that tars have no such embeddings
         folder = open_data_folder(settings.folder, cache=settings.cache, column=None)
         if current_variant(folder.path, TEXT) is None:
             raise UserError(
