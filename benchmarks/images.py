@@ -33,6 +33,7 @@ from typing import Any
 import cv2
 import numpy as np
 import torch
+from clipmill.train.data.images.samples import TarImages
 
 from benchmarks.report import parser_for, print_report
 from benchmarks.timing import turns
@@ -40,7 +41,6 @@ from clipmill.train.augment.pictures import to_model_input
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.images.query import ImageQuery
-from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.prefetch import prefetch
 from clipmill.train.models.text import load_tokenizer

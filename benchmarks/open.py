@@ -184,18 +184,18 @@ def _anonymous_mb(pid: int) -> float:
 def open_as_rank(data: Path, name: str) -> None:
     """Open a set as a rank does, between two lines of standard input."""
     import numpy as np
-
     from clipmill.train.data.chunk_clips import ChunkClips
+    from clipmill.train.data.labelled_clips import LabelledClips
+    from clipmill.train.data.latents.loader import LatentLoader
+    from clipmill.train.data.video_captions import VideoCaptions
+
     from clipmill.train.data.classes import ClassList
     from clipmill.train.data.clip_query import ClipQuery
     from clipmill.train.data.decoding.clip import ClipShape, Views
     from clipmill.train.data.frame_sampling import Sampling
-    from clipmill.train.data.labelled_clips import LabelledClips
-    from clipmill.train.data.latents.loader import LatentLoader
     from clipmill.train.data.latents.segment_query import SegmentQuery
     from clipmill.train.data.loader import LoaderSettings
     from clipmill.train.data.order import SampleOrder
-    from clipmill.train.data.video_captions import VideoCaptions
 
     sampling = Sampling(num_frames=4, rule="uniform", stride=4)
     shape = ClipShape(

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from clipmill.train.data.latents.loader import LatentLoader
 
 from benchmarks.decode_peers.chunk_sets import OWN, make_set, write_captions
 from benchmarks.decode_peers.clip_set import data_folder
@@ -38,7 +39,6 @@ from benchmarks.timing import turns
 from clipmill import Batches, open_clips, open_latents
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.train.augment.pictures import to_rgb_uint8
-from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.loader import LoaderSettings, TrainingSet
 from clipmill.train.data.prefetch import prefetch

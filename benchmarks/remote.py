@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from clipmill.train.data.latents.loader import LatentLoader
 
 from benchmarks.decode_peers.chunk_sets import OWN, make_set, write_captions
 from benchmarks.decode_peers.clip_set import data_folder
@@ -37,7 +38,6 @@ from benchmarks.timing import turns
 from clipmill.manifests.storage.objects import Objects
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.train.data.folders import DataFolder, open_data_folder
-from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.loader import LoaderSettings, TrainingSet
 from clipmill.train.data.prefetch import prefetch

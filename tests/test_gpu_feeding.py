@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from clipmill.train.data.video_captions import VideoCaptions
 
 from benchmarks.gpu.feeding_data import num_copies_for, repeat_chunks
 from benchmarks.gpu.feeding_steps import batch_for, wait_row
@@ -13,7 +14,6 @@ from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.video_captions import VideoCaptions
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
 
 GIB = 1024**3

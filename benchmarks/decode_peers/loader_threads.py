@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from clipmill.train.data.video_captions import VideoCaptions
 
 from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, data_folder
 from benchmarks.peer_process import answer_requests
@@ -22,7 +23,6 @@ from clipmill.train.data.decoding.reading import DecodeRule
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import LoadedBatch
-from clipmill.train.data.video_captions import VideoCaptions
 
 BATCH, NUM_AHEAD = 8, 32
 SPLIT = "train"

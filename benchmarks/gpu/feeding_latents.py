@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from clipmill.train.data.latents.loader import LatentLoader
 
 from benchmarks.gpu.feeding_threads import ratio
 from benchmarks.gpu.measurements import Result, Setup, Target
@@ -24,7 +25,6 @@ from benchmarks.latent_peers.segment_set import (
     open_segment_set,
 )
 from clipmill.train.data.batch import Batch, to_device
-from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.prefetch import prefetch

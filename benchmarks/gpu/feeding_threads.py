@@ -9,11 +9,11 @@ from statistics import median
 from typing import Any
 
 import torch
+from clipmill.train.data.video_captions import VideoCaptions
 
 from benchmarks.gpu.feeding_data import require_repeated
 from benchmarks.gpu.measurements import Result, Setup
 from clipmill.train.data.loader import Loader, LoaderSettings
-from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings

@@ -18,6 +18,7 @@ class OurLoader(NothingToClose):
 
     def __init__(self, data: Path, batch: int) -> None:
         from clipmill.train.data.latents.loader import LatentLoader
+
         from clipmill.train.data.latents.segment_query import SegmentQuery
         from clipmill.train.data.loader import LoaderSettings
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from clipmill.train.data.video_captions import VideoCaptions
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.synthetic.frame_code import read_frame_number
@@ -16,7 +17,6 @@ from clipmill.train.data.decoding.reading import DecodeRule
 from clipmill.train.data.frame_sampling import Sampling, moments_of, to_us
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.outcomes import FailedSample, Unusable, remarks_of
-from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.models.text import load_tokenizer
 from tests.train.tiny_data import (
     CHUNK_FRAMES,

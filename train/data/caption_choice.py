@@ -129,6 +129,11 @@ class CaptionChoice:
     first_run: NDArray[Any] | None
     before: NDArray[np.float64] | None
 
+    @property
+    def num_rows(self) -> int:
+        """Number of clips."""
+        return len(self.first_entry if self.first_run is None else self.first_run) - 1
+
     def first(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first caption of the first source of each clip, as entries."""
         runs = clips if self.first_run is None else self.first_run[clips]

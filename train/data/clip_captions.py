@@ -106,7 +106,7 @@ class ClipGroups:
         of_chunk, of_caption = index_type(num_chunks), index_type(num_captions)
         self._sources = sources
         self._spans = {name: Rows(num_captions, np.int64) for name in ("begin_us", "end_us")}
-        self._spans |= {name: Rows(num_captions, of_chunk) for name in ("first_chunk", "last_chunk")}
+        self._spans |= {name: Rows(num_captions, of_chunk) for name in ("first_part", "last_part")}
         self._first_entry, self._num_runs = Rows(num_captions + 1, of_caption), Rows(num_captions, of_caption)
         self._rank, self._rows = Rows(num_captions, np.int16), Rows(num_captions, np.int32)
         self._caption_ids = Rows(num_captions, index_type(max_id))
@@ -115,7 +115,7 @@ class ClipGroups:
     def add(self, part: Clips, *, first_chunk: int = 0) -> None:
         """Add a block whose chunks are those from `first_chunk` on."""
         for name, rows in self._spans.items():
-            rows.add(getattr(part.spans, name) + (first_chunk if name.endswith("chunk") else 0))
+            rows.add(getattr(part.spans, name) + (first_chunk if name.endswith("part") else 0))
         runs = runs_of(part.clip, part.rank, num_clips=len(part.spans))
         self._first_entry.add(runs.first_entry + len(self._rows))
         self._rank.add(runs.rank)

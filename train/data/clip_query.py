@@ -57,6 +57,16 @@ class ClipQuery:
             has_captions=has_captions,
         )
 
+    def nothing(self, chunks: ChunkSet) -> tuple[str, str]:
+        """Message and hint of the error if none of the clips can be shown."""
+        hint = (
+            "see prep status; captions and labels come from prep manifest"
+            if not chunks.selection.text
+            else "use a weaker condition: it must hold for all chunks that a clip touches, and a caption without times "
+            "touches all chunks of its video"
+        )
+        return f"no clip of split {self.split!r} can be shown", hint
+
 
 def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loading: LoaderSettings) -> ClipQuery:
     """The clips of a folder that settings ask for, as training shows them."""

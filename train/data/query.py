@@ -37,16 +37,16 @@ Kind = Literal["clips", "latents", "images", "stream"]
 
 _OPENERS: dict[Kind, dict[Content, str]] = {
     "clips": {
-        "captions": "clipmill.train.data.video_captions:open_captions",
-        "labels": "clipmill.train.data.labelled_clips:open_labels",
-        "frames": "clipmill.train.data.chunk_clips:open_frames",
+        "captions": "clipmill.train.data.producers.captioned_clips:open_captions",
+        "labels": "clipmill.train.data.producers.labelled_clips:open_labels",
+        "frames": "clipmill.train.data.producers.chunk_clips:open_frames",
     },
     "latents": {
-        "captions": "clipmill.train.data.latents.opening:open_captions",
-        "labels": "clipmill.train.data.latents.opening:open_labels",
-        "frames": "clipmill.train.data.latents.opening:open_frames",
+        "captions": "clipmill.train.data.producers.latent_segments:open_captions",
+        "labels": "clipmill.train.data.producers.latent_segments:open_labels",
+        "frames": "clipmill.train.data.producers.latent_segments:open_frames",
     },
-    "images": dict.fromkeys(("captions", "labels", "frames"), "clipmill.train.data.images.samples:open_images"),
+    "images": dict.fromkeys(("captions", "labels", "frames"), "clipmill.train.data.producers.tar_images:open_images"),
     "stream": {"captions": "clipmill.train.data.streams.stream:open_stream"},
 }
 _NOT_IN_STREAMS: dict[Content, str] = {

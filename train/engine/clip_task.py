@@ -32,7 +32,7 @@ from clipmill.train.weights.conversion import LOGIT_SCALE
 from clipmill.train.weights.source import Base, Say, Source
 
 if TYPE_CHECKING:
-    from clipmill.train.data.inputs import Mixture
+    from clipmill.train.data.mixed_samples import MixedSamples
     from clipmill.train.weights.loading import Loaded
 
 # Parts of other models that a video tower is not initialised from: prefix of their tensors, description.
@@ -87,7 +87,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         settings = self._settings if shards is None else self._settings.on(shards)
         return self._with(replace(settings, where=settings.evaluate.where, share=1.0))
 
-    def mixed(self, open_one: Callable[[Self], Opened]) -> "Opened | Mixture":
+    def mixed(self, open_one: Callable[[Self], Opened]) -> "Opened | MixedSamples":
         """Open the training set: that of the data folder, or the mixture of those of several, each by its own task.
 
         Raises:

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clipmill.train.data.labelled_clips import LabelledClips
 
 from clipmill.train.data.classes import read_classes
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.decoding.decoders import ChunkDecoder
 from clipmill.train.data.frame_sampling import Sampling
-from clipmill.train.data.labelled_clips import LabelledClips
 from clipmill.train.data.loader import LoaderSettings
 
 NUM_CLIPS = 36

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from clipmill.train.data.video_captions import VideoCaptions
 
 from benchmarks.open_data import video_ids, write_column
 from clipmill.manifests import caption_spans
@@ -20,7 +21,6 @@ from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.video_captions import VideoCaptions
 from tests.train.latents.written import Written, write_text
 from tests.train.tiny_data import Caption, write_captions
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from clipmill.train.data.latents.loader import LatentLoader
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import MANIFEST_FOLDER, read_captions
-from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.order import LoaderState
 from clipmill.train.models.text import load_tokenizer
 from tests.train.conftest import VIDEOS

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clipmill.train.data.chunk_clips import ChunkClips
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.decoding.decoders import ChunkDecoder, ChunkFrames

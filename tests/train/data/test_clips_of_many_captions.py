@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clipmill.train.data.video_captions import VideoCaptions
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.data import CaptionSettings
@@ -16,7 +17,6 @@ from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.relevancy import Actions, relevancy_of_classes
-from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.models.text import load_tokenizer
 from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Written, write_text

@@ -5,12 +5,12 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.video_captions import VideoCaptions
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.data.clip_query import ClipQuery
-from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.models.text import load_tokenizer
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Caption as LatentsCaption

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from clipmill.train.data.video_captions import VideoCaptions
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.data.clip_query import ClipQuery
@@ -13,7 +14,6 @@ from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.remote import RemoteTars
-from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.models.text import load_tokenizer
 from tests.train.data.http_folder import HttpFolder
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from clipmill.train.data.video_captions import VideoCaptions
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_json
@@ -21,7 +22,6 @@ from clipmill.shards.lists import finish_run
 from clipmill.shards.reader import Variant
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.outcomes import FailedSample
-from clipmill.train.data.video_captions import VideoCaptions
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.server import S3Server
 from tests.train.data.test_remote import open_set

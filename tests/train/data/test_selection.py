@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.video_captions import VideoCaptions
 
 from clipmill.manifests.errors import UserError
 from clipmill.shards.reader import Variant
 from clipmill.shards.scores import CHUNKS_FILE, publish_score_table
-from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.folders import open_data_folder
@@ -17,7 +18,6 @@ from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.interface import open_clips
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.remote import RemoteTars
-from clipmill.train.data.video_captions import VideoCaptions
 from tests.shards.made_scores import VARIANT, phash, write_scores
 from tests.train.data.http_folder import HttpFolder
 

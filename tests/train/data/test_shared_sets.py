@@ -15,6 +15,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data.labelled_clips import LabelledClips
+from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.video_captions import VideoCaptions
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions
@@ -23,16 +27,12 @@ from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.open_maps import OPEN_MAPS
 from clipmill.shards.reader import Variant
 from clipmill.train.data import chunk_table, chunks, node_cache
-from clipmill.train.data.chunk_clips import ChunkClips
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
-from clipmill.train.data.labelled_clips import LabelledClips
-from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.mixed import MixedLatents
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.video_captions import VideoCaptions
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Written, write_all

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import webdataset as wds
+from clipmill.train.data.video_captions import VideoCaptions
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX
@@ -22,7 +23,6 @@ from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.remote import local_copy
 from clipmill.train.data.streams import stream
 from clipmill.train.data.streams import tars as order
-from clipmill.train.data.video_captions import VideoCaptions
 from tests.train.data.http_folder import HttpFolder
 from tests.train.data.test_streams import SHAPE, SIZE_PX, TOKENIZE, first, keys_of, numbers, open_stream
 from tests.train.tiny_data import Caption, chunks_of, encode_chunk, write_captions, write_shard

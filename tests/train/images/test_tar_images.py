@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clipmill.train.data.images.samples import TarImages
+from clipmill.train.data.mixed_clips import MixedClips
+from clipmill.train.data.video_captions import VideoCaptions
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.data import node_cache
@@ -19,11 +22,8 @@ from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape, Views
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.images.query import ImageQuery, class_names_of_images, names_images
-from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
-from clipmill.train.data.mixed_clips import MixedClips
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
-from clipmill.train.data.video_captions import VideoCaptions
 from tests.train.data.http_folder import HttpFolder
 from tests.train.images.tars import COLOURS, encoded, picture, sample, write_tar, write_tars
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clipmill.train.data.latents.loader import LatentLoader
 
 from clipmill.manifests.errors import UserError
 from clipmill.shards.commits import write_commit
 from clipmill.shards.reader import Variant
-from clipmill.train.data.latents.loader import LatentLoader
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Caption, Chunk, Written, write_all, write_latents

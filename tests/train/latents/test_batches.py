@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
 from clipmill.shards.reader import Variant
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Caption, Chunk, Written, write_all, write_captions, write_latents

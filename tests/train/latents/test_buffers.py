@@ -2,9 +2,9 @@ from itertools import islice
 
 import numpy as np
 import torch
+from clipmill.train.data.latents.loader import LatentLoader
 
 from clipmill.train.data.batch import to_device
-from clipmill.train.data.latents.loader import LatentLoader
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Written
 

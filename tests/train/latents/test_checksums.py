@@ -8,11 +8,11 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
 
 from clipmill.manifests import mapped_files
 from clipmill.manifests.keys import split_key
 from clipmill.shards.reader import Variant
-from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
 from clipmill.train.data.outcomes import LoadedBatch
 from tests.forked import forked
 from tests.train.latents.querying import segments

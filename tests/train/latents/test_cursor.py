@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+from clipmill.train.data.latents.loader import LatentLoader
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.data.latents.loader import LatentLoader
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Written
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clipmill.train.data.latents.loader import LabelledLatents
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.classes import ClassList, read_classes
-from clipmill.train.data.latents.loader import LabelledLatents
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.tiny_data import Caption, write_captions

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.objects import Objects
 from clipmill.shards.reader import Variant
 from clipmill.train.data.folders import DataFolder, open_data_folder
 from clipmill.train.data.interface import open_latents
-from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
 from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.data.remote import open_cache
 from clipmill.train.data.remote_maps import RemoteMaps

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clipmill.train.data.latents.loader import CaptionedLatents
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.data.interface import open_latents
-from clipmill.train.data.latents.loader import CaptionedLatents
 from tests.shards.made_scores import write_scores
 from tests.train.latents.conftest import SHARDS
 from tests.train.latents.querying import segments

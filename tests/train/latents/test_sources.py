@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
+
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.models.text import load_tokenizer
 from tests.train.latents.querying import segments

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
 
 from clipmill import open_latents
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
-from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
 from tests.train.latents.columns import FRAME, WIDTH, pattern_and_noise, unit_vector
 from tests.train.latents.querying import segments
 from tests.train.latents.test_batches import bits

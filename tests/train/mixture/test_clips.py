@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clipmill.train.data.mixed_clips import MixedClips
+from clipmill.train.data.video_captions import VideoCaptions
 
 from clipmill import open_clips
 from clipmill.manifests.errors import UserError
 from clipmill.shards.reader import Variant
 from clipmill.train.data.batch import Batch, BatchRing, to_device
 from clipmill.train.data.loader import SampleRequest
-from clipmill.train.data.mixed_clips import MixedClips
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import LoadedBatch
-from clipmill.train.data.video_captions import VideoCaptions
 from clipmill.train.device.precision import open_precision
 from clipmill.train.device.transfer import StepGuard
 from clipmill.train.distributed.world import World

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clipmill.train.data.latents.loader import CaptionedLatents
 
 from clipmill import open_latents
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.shards import DataSettings
 from clipmill.train.data.inputs import open_mixed
-from clipmill.train.data.latents.loader import CaptionedLatents
 from clipmill.train.data.latents.mixed import MixedLatents
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from tests.train.latents.querying import segments

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import send_to_device  # type: ignore[import-untyped]
+from clipmill.train.data.latents.loader import LatentLoader
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from clipmill import Batches, open_latents
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.batches import LateBatch
-from clipmill.train.data.latents.loader import LatentLoader
 from tests.train.latents.conftest import CAPTIONS, SHARDS
 from tests.train.latents.querying import segments as latent_query
 from tests.train.latents.written import Caption, Chunk, Written, write_all

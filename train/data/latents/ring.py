@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from clipmill.train.data.batch import Batch, BatchMemory
 from clipmill.train.data.latents.reading import LatentSample
-from clipmill.train.data.latents.segment_set import SegmentSet
+from clipmill.train.data.latents.segments import LatentSegments
+from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.mapped_tars import Part
 
 if TYPE_CHECKING:
@@ -24,27 +25,24 @@ class LatentRing:
     """Makes batches of the samples of a set, or of sets that are alike.
 
     Args:
-        batch: number of samples in the largest batch.
-        pin: use pinned memory, for copies to a GPU.
-        can_keep: never overwrite a batch that is in use; otherwise the second batch after it overwrites it.
-        keys_of: keys of the chunks that clips are in.
-        tokenize: from ids of captions, int64 [B], to tokens, int64 [B, L]; None if captions are embeddings.
+        loading: Size of the largest batch, and its memory.
+        keys_of: Gives the keys of the chunks that clips are in.
+        tokenize: Makes tokens, int64 [B, L], of ids of captions, int64 [B]; None if captions are embeddings.
     """
 
     def __init__(
         self,
-        samples: SegmentSet,
+        segments: LatentSegments,
+        loading: LoaderSettings,
         *,
-        batch: int,
-        pin: bool,
-        can_keep: bool,
         keys_of: Callable[[NDArray[np.int64]], list[str]],
         tokenize: "Callable[[torch.Tensor], torch.Tensor] | None" = None,
     ) -> None:
         import torch
 
-        shape = samples.records.shape
-        num_frames, picture = samples.segments.num_frames, (shape.height, shape.width)
+        batch, pin, can_keep = loading.batch, loading.pin, loading.can_keep
+        shape, text = segments.records.shape, segments.text
+        num_frames, picture = segments.num_frames, (shape.height, shape.width)
         # A VAE of videos puts the channels before the frames; the batch is a view with the frames first.
         self._channels_first = shape.segment_frames > 0
         row_shape = (num_frames, shape.channels, *picture)
@@ -52,10 +50,10 @@ class LatentRing:
             row_shape = (shape.channels, num_frames, *picture)
         self._latents = _Rows((batch, *row_shape), getattr(torch, shape.dtype), pin=pin, can_keep=can_keep)
         self._text = None
-        if samples.text is not None:
-            tokens = (samples.text.max_tokens,) if samples.text.max_tokens else ()
-            self._text = _Rows((batch, *tokens, samples.text.width), torch.float16, pin=pin, can_keep=can_keep)
-            self._arange = torch.arange(samples.text.max_tokens)
+        if text is not None:
+            tokens = (text.max_tokens,) if text.max_tokens else ()
+            self._text = _Rows((batch, *tokens, text.width), torch.float16, pin=pin, can_keep=can_keep)
+            self._arange = torch.arange(text.max_tokens)
         self._keys_of, self._tokenize, self._from_numpy = keys_of, tokenize, torch.from_numpy
 
     def collate(self, samples: Sequence[LatentSample]) -> Batch:

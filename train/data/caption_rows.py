@@ -1,4 +1,4 @@
-"""The captions of a split, grouped into clips: what opening a set of captioned clips computes.
+"""The captions of a split, grouped into clips: the table of captioned clips.
 
 Captions come in the order of videos and times (clipmill.manifests.caption_spans), so that spans are searched rather
 than captions, and texts stay where they are. What is kept of them is collected in `scratch`: tens of millions take
@@ -18,40 +18,17 @@ from clipmill.manifests.caption_digest import TextDigest
 from clipmill.manifests.caption_reader import rows_of_split
 from clipmill.manifests.caption_spans import CaptionSpans
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
 from clipmill.train.data.caption_choice import Sources, choose_sources, same_text
 from clipmill.train.data.chunks import ChunkSet
-from clipmill.train.data.clip_captions import ClipCaptions, ClipGroups, clips_of
+from clipmill.train.data.clip_captions import ClipGroups, clips_of
 from clipmill.train.data.node_cache import scratch
 from clipmill.train.data.outcomes import Unusable, remarks_of
+from clipmill.train.data.table import RowCaptions, SampleTable
 from clipmill.train.data.usable_captions import usable_captions
 
 if TYPE_CHECKING:
     from clipmill.train.data.stored_text import StoredText
-
-
-@dataclass(frozen=True)
-class OpenedCaptions:
-    """The clips of a split with their captions.
-
-    Attributes:
-        num_caption_ids: ids of captions are in [0, num_caption_ids).
-        texts_sha256: of the texts in use.
-        same_text: the text, if all captions have the same.
-        num_captions: of the split.
-        num_seen, num_selected: what --where was asked about, and what it selects.
-    """
-
-    captions: ClipCaptions
-    sources: Sources
-    num_caption_ids: int
-    texts_sha256: str
-    same_text: str | None
-    num_captions: int
-    num_other_sources: int
-    num_not_embedded: int
-    num_seen: int
-    num_selected: int
-    remarks: list[str]
 
 
 @dataclass(frozen=True)
@@ -103,7 +80,7 @@ def captions_of_split(
     return SplitCaptions(video_row, sources, rank_of_code, count, max_id)
 
 
-def open_clip_captions(
+def make_clip_table(
     spans: CaptionSpans,
     chunks: ChunkSet,
     *,
@@ -113,15 +90,15 @@ def open_clip_captions(
     stored_text: "StoredText | None",
     each_caption: bool,
     table: pa.Table | None,
-) -> OpenedCaptions:
+) -> SampleTable:
     """Group the captions of a split that can be shown into clips.
 
     Args:
-        spans: captions of the videos of `data_dir`.
-        wanted_sources: see `choose_sources`.
-        stored_text: captions without an embedding there are excluded; None to take all.
-        each_caption: make a clip of each caption rather than of each span.
-        table: the captions as a table, if they are not the manifest's.
+        spans: Captions of the videos of `data_dir`.
+        wanted_sources: See `choose_sources`.
+        stored_text: Captions without an embedding there are left out; None to take all.
+        each_caption: Make a clip of each caption rather than of each span.
+        table: The captions as a table, if they are not the manifest's.
 
     Raises:
         UserError: the split has no captions, or none is selected.
@@ -172,18 +149,28 @@ def open_clip_captions(
         texts_sha256, text = spans.texts_sha256, same_text(spans.texts) if len(is_used) else None
     else:
         texts_sha256, text = used_texts(spans.texts, is_used)
-    return OpenedCaptions(
-        captions=captions,
-        sources=of_split.sources,
-        num_caption_ids=int(captions.caption_ids.max(initial=-1)) + 1,
-        texts_sha256=texts_sha256,
-        same_text=text,
-        num_captions=of_split.num_captions,
-        num_other_sources=of_split.num_other_sources,
-        num_not_embedded=num_not_embedded,
-        num_seen=chunks.selection.num_captions,
-        num_selected=chunks.selection.num_selected,
-        remarks=remarks_of({why: num_unusable[why] for why in get_args(Unusable) if num_unusable[why]}, num_shortened),
+    clips, rows, sources = len(captions.spans), captions.rows, of_split.sources
+    num_used = f"{len(rows):,} of {counted(of_split.num_captions, 'caption')} of split {split!r}"
+    if len(rows) != clips:
+        num_used += f", one at a time for each of {clips:,} clips"
+    remarks = [num_used]
+    if len(sources.names) > 1 or wanted_sources is not None:
+        remarks.append(sources.describe(captions.rank_counts))
+    remarks.append(sources.describe_excluded(of_split.num_other_sources))
+    if num_not_embedded:
+        remarks.append(f"{num_not_embedded:,} without embedding")
+    remarks += remarks_of({why: num_unusable[why] for why in get_args(Unusable) if num_unusable[why]}, num_shortened)
+    return SampleTable(
+        **vars(captions.spans),
+        captions=RowCaptions(
+            choice=captions.choice,
+            sources=sources,
+            texts_sha256=texts_sha256,
+            caption_id=captions.caption_ids,
+            text_row=rows,
+            same_text=text,
+        ),
+        remarks=(*remarks, *chunks.selection.remarks()),
     )
 
 
