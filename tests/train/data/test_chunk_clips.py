@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clipmill.train.data.chunk_clips import ChunkClips
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.synthetic.frame_code import read_frame_number
@@ -18,6 +17,8 @@ from clipmill.train.data.decoding.decoders import ChunkDecoder, ChunkFrames
 from clipmill.train.data.decoding.reading import ChunkBytes
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.producers.chunk_clips import open_chunk_clips
+from clipmill.train.data.samples import Samples
 from tests.train.tiny_data import SIZE_PX, encode_chunk, video_sample, write_captions, write_shard
 
 # (video, begin in ms, number of the first frame, frames): two longer than 16 x 4 frames, one as long, two shorter.
@@ -44,14 +45,14 @@ def write_videos(data_dir: Path) -> Path:
 
 def chunk_clips(
     data_dir: Path, *, per_chunk: int = 1, same_frames: bool = False, shape: ClipShape = SHAPE, **loading: Any
-) -> ChunkClips:
-    return ChunkClips(
+) -> Samples[Any]:
+    return open_chunk_clips(
         ClipQuery(data_dir, split="train", shape=shape, loading=replace(LOADING, group=per_chunk, **loading)),
         same_frames=same_frames,
     )
 
 
-def shown(samples: ChunkClips, num_batches: int) -> list[tuple[dict[str, list[int]], np.ndarray]]:
+def shown(samples: Samples[Any], num_batches: int) -> list[tuple[dict[str, list[int]], np.ndarray]]:
     """Positions and clips of batches, and their numbers, read before their memory is used again."""
     taken = islice(samples.batches(max_failures=0), num_batches)
     names = ("position", "clip_id")
@@ -157,4 +158,4 @@ def test_a_split_without_chunks_is_named(tmp_path: Path) -> None:
     write_shard(tmp_path, 0, [video_sample("a", 0, encode_chunk(0, 4))], split="train")
     write_captions(tmp_path, {"a": "train", "b": "val"}, [])
     with pytest.raises(UserError, match="no clip of split 'val' can be shown: 0 chunks of 0 videos"):
-        ChunkClips(ClipQuery(tmp_path, split="val", shape=SHAPE, loading=LOADING))
+        open_chunk_clips(ClipQuery(tmp_path, split="val", shape=SHAPE, loading=LOADING))

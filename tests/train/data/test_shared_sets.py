@@ -15,10 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from clipmill.train.data.chunk_clips import ChunkClips
-from clipmill.train.data.labelled_clips import LabelledClips
-from clipmill.train.data.latents.loader import LatentLoader
-from clipmill.train.data.video_captions import VideoCaptions
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions
@@ -31,8 +27,12 @@ from clipmill.train.data.classes import ClassList
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
-from clipmill.train.data.latents.mixed import MixedLatents
 from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.mixed_samples import MixedSamples
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
+from clipmill.train.data.producers.chunk_clips import open_chunk_clips
+from clipmill.train.data.producers.labelled_clips import open_labelled_clips
+from clipmill.train.data.producers.latent_segments import open_latent_segments
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Written, write_all
@@ -42,14 +42,16 @@ SHAPE = ClipShape(sampling=Sampling(num_frames=2), size_px=16)
 LOADING = LoaderSettings(batch=3, num_threads=1, num_ahead=3, seed=5)
 VIDEOS = {"a": "train", "b": "train", "c": "val", "d": "train"}
 OPEN: dict[str, Callable[[Path], Any]] = {
-    "captions": lambda data: VideoCaptions(ClipQuery(data, split="train", shape=SHAPE, loading=LOADING), tokenize=None),
-    "selected": lambda data: VideoCaptions(
-        ClipQuery(data, split="train", shape=SHAPE, loading=LOADING, where="words > 2 and video != 'd'"), tokenize=None
+    "captions": lambda data: open_captioned_clips(ClipQuery(data, split="train", shape=SHAPE, loading=LOADING)),
+    "selected": lambda data: open_captioned_clips(
+        ClipQuery(data, split="train", shape=SHAPE, loading=LOADING, where="words > 2 and video != 'd'")
     ),
-    "chunks": lambda data: ChunkClips(ClipQuery(data, split="train", shape=SHAPE, loading=LOADING), segment_us=400_000),
-    "latents": lambda data: LatentLoader(segments(data, split="train", captions="none", tails="pad", batch=3)),
-    "words": lambda data: LatentLoader(segments(data, split="train", captions="words", batch=3)),
-    "stored": lambda data: LatentLoader(segments(data, split="train", batch=3)),
+    "chunks": lambda data: open_chunk_clips(
+        ClipQuery(data, split="train", shape=SHAPE, loading=LOADING), segment_us=400_000
+    ),
+    "latents": lambda data: open_latent_segments(segments(data, split="train", captions="none", tails="pad", batch=3)),
+    "words": lambda data: open_latent_segments(segments(data, split="train", captions="words", batch=3)),
+    "stored": lambda data: open_latent_segments(segments(data, split="train", batch=3)),
 }
 OF_VIDEO = ("captions", "selected", "chunks")
 
@@ -126,8 +128,8 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
 
         for module, function in (
             (chunks, "_open_chunks"),
-            ("clipmill.train.data.video_captions", "open_clip_captions"),
-            ("clipmill.train.data.chunk_clips", "_open_clips"),
+            ("clipmill.train.data.producers.captioned_clips", "open_clip_captions"),
+            ("clipmill.train.data.producers.chunk_clips", "_open_clips"),
             ("clipmill.train.data.latents.opened_segments", "read_records"),
         ):
             target = module if isinstance(module, str) else module.__name__
@@ -141,11 +143,11 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
 def test_labels_are_shared_and_other_classes_are_other_samples(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = read_captions(videos)
     labelled = table.append_column("label_kind", pa.array([str(number % 3) for number in range(len(table))]))
-    monkeypatch.setattr("clipmill.train.data.labelled_clips.read_captions", lambda _: labelled)
+    monkeypatch.setattr("clipmill.train.data.producers.labelled_clips.read_captions", lambda _: labelled)
 
     def opened(names: str) -> list[Any]:
         classes = ClassList("kind", tuple(names))
-        samples = LabelledClips(ClipQuery(videos, split="train", shape=SHAPE, loading=LOADING), classes=classes)
+        samples = open_labelled_clips(ClipQuery(videos, split="train", shape=SHAPE, loading=LOADING), classes=[classes])
         return [samples.fingerprint, samples.describe(), samples.labels.tolist(), samples.video.tolist()]
 
     monkeypatch.setattr(node_cache, "MIN_ROWS", 1 << 40)
@@ -168,7 +170,7 @@ def test_data_that_changed_is_computed_again(videos: Path, tmp_path: Path) -> No
 def test_a_mixture_of_shared_sets_copies_the_bytes_of_each(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     def mixed() -> list[Any]:
         sets = [OPEN["stored"](written.data_dir) for _ in range(2)]
-        return shown(MixedLatents(sets, ["one", "two"], weights=None))
+        return shown(MixedSamples(sets, ["one", "two"], weights=None))
 
     monkeypatch.setattr(node_cache, "MIN_ROWS", 1 << 40)
     expected = mixed()
@@ -288,7 +290,7 @@ def test_tars_beyond_the_limit_are_mapped_when_needed(written: Written, monkeypa
 
 def test_a_tar_that_is_gone_after_opening_fails_its_samples(tmp_path: Path) -> None:
     own = write_all(tmp_path / "data", SHARDS, CAPTIONS)
-    samples = LatentLoader(segments(own.data_dir, split="train", captions="none", batch=2, can_keep=True))
+    samples = open_latent_segments(segments(own.data_dir, split="train", captions="none", batch=2, can_keep=True))
     gone = Variant.open(own.data_dir, column="latents").shards()[0].tar_path
     gone.unlink()
     batches = list(samples.evaluation_batches())
@@ -298,4 +300,4 @@ def test_a_tar_that_is_gone_after_opening_fails_its_samples(tmp_path: Path) -> N
     }
     assert {key[0] for loaded in batches if loaded.batch for key in loaded.batch["key"]} == {"c", "e"}
     with pytest.raises(UserError, match="cannot be used"):
-        LatentLoader(segments(own.data_dir, split="train", captions="none"))
+        open_latent_segments(segments(own.data_dir, split="train", captions="none"))

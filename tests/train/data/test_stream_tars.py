@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import webdataset as wds
-from clipmill.train.data.video_captions import VideoCaptions
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX
 from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.frame_sampling import Sampling, SamplingRule
 from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
 from clipmill.train.data.remote import local_copy
 from clipmill.train.data.streams import stream
 from clipmill.train.data.streams import tars as order
@@ -116,7 +116,7 @@ def test_a_stream_shows_the_frames_that_the_data_folder_shows(tmp_path: Path, ru
             writer.write({"__key__": sample.key, "mp4": sample.members["mp4"], "json": described})
     shape = replace(SHAPE, sampling=Sampling(num_frames=3, rule=rule, stride=2))
     loading = LoaderSettings(batch=3, num_threads=1, num_ahead=2, seed=0)
-    folder = VideoCaptions(ClipQuery(tmp_path, split="train", shape=shape, loading=loading), tokenize=TOKENIZE)
+    folder = open_captioned_clips(ClipQuery(tmp_path, split="train", shape=shape, loading=loading), tokenize=TOKENIZE)
     [from_tar] = open_stream(tmp_path / "0.tar", shape=shape).evaluation_batches()
     [from_folder] = folder.evaluation_batches()
     assert from_tar.batch["key"] == from_folder.batch["key"] == ["v_000000000", "v_000002000", "v_000002000"]
