@@ -169,7 +169,7 @@ def test_texts_of_a_manifest_that_is_used_whole_are_not_read(tmp_path: Path, mon
     def fail(*_: object) -> None:
         pytest.fail("all texts are read")
 
-    monkeypatch.setattr("clipmill.train.data.opened_captions.used_texts", fail)
+    monkeypatch.setattr("clipmill.train.data.caption_rows.used_texts", fail)
     assert len(opened(tmp_path)) == 2 * 89
 
 

@@ -102,7 +102,7 @@ def test_samples_of_a_chunk_are_visited_in_a_row_and_decoded_once(
     monkeypatch.setattr(ChunkDecoder, "decode", noted)
     samples = chunk_clips(videos, per_chunk=3)
     assert samples.num_samples == len(samples) == 15 and samples.num_clips == 5
-    assert "3 clips of each in an epoch" in samples.describe()
+    assert "3 samples of each in an epoch" in samples.describe()
     batches = shown(samples, 3)
     assert 5 <= len(decoded) <= 5 + 2, "the loader may have begun what comes after"
     clip_ids = np.concatenate([ids["clip_id"] for ids, _ in batches]).reshape(5, 3)

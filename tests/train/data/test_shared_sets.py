@@ -128,9 +128,10 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
 
         for module, function in (
             (chunks, "_open_chunks"),
-            ("clipmill.train.data.producers.captioned_clips", "open_clip_captions"),
-            ("clipmill.train.data.producers.chunk_clips", "_open_clips"),
-            ("clipmill.train.data.latents.opened_segments", "read_records"),
+            ("clipmill.train.data.producers.captioned_clips", "make_clip_table"),
+            ("clipmill.train.data.producers.chunk_clips", "_make_table"),
+            ("clipmill.train.data.producers.latent_segments", "read_records"),
+            ("clipmill.train.data.producers.latent_segments", "_make_table"),
         ):
             target = module if isinstance(module, str) else module.__name__
             monkeypatch.setattr(f"{target}.{function}", fail)
@@ -163,7 +164,7 @@ def test_data_that_changed_is_computed_again(videos: Path, tmp_path: Path) -> No
     before = OPEN["captions"](own)
     write_captions(own, VIDEOS, [Caption("a", 0.0, 1.0, "other words")])
     after = OPEN["captions"](own)
-    assert before.fingerprint != after.fingerprint and after.texts(np.array([0])) == ["other words"]
+    assert before.fingerprint != after.fingerprint and after.captions.texts(np.array([0])) == ["other words"]
 
 
 @pytest.mark.usefixtures("shared_by_all")

@@ -92,7 +92,7 @@ def open_latent_segments(
     of_split = (query.split, *manifest_mark(data_dir))
     stored = shared(
         lambda: _read_latents(latents, data_dir, split=query.split, maps=maps),
-        of=("latents", *of_split, marks[0]),
+        of=(LATENTS, *of_split, marks[0]),
         num_rows=latents.num_samples,
         types=(StoredLatents, LatentRecords, FrameShape),
         column="latents",

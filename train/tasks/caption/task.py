@@ -105,7 +105,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         settings = self._settings
         sets: list[Samples[ClipReader]] = []
 
-        def open_one(task: CaptionTask) -> Samples[ClipReader]:
+        def open_one(task: CaptionTask) -> "Samples[ClipReader]":
             # The words of all folders decide about the tokens of each.
             def tokenizer(_: Iterable[str]) -> CaptionTokenizer:
                 return self._tokenizer(text for one in sets for text in one.captions.all_texts())
