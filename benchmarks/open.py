@@ -185,8 +185,8 @@ def open_as_rank(data: Path, name: str) -> None:
     """Open a set as a rank does, between two lines of standard input."""
     import numpy as np
 
+    from clipmill.train.data.chunks import ClipQuery
     from clipmill.train.data.classes import ClassList
-    from clipmill.train.data.clip_query import ClipQuery
     from clipmill.train.data.decoding.clip import ClipShape, Views
     from clipmill.train.data.frame_sampling import Sampling
     from clipmill.train.data.latents.segment_query import SegmentQuery

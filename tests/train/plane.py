@@ -14,7 +14,7 @@ from clipmill.train.data.batch import Batch, Sample
 from clipmill.train.data.loader import Loader, LoaderSettings, SampleRequest, TrainingSet
 from clipmill.train.data.order import LoaderState
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
-from clipmill.train.data.threads import ThreadedReader
+from clipmill.train.data.workers import ThreadedReader
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World

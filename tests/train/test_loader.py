@@ -13,8 +13,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.loader import Loader, LoaderSettings, SampleRequest
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
-from clipmill.train.data.threads import ThreadedReader
-from clipmill.train.data.workers import in_order
+from clipmill.train.data.workers import ThreadedReader, in_order
 
 
 class Numbers(ThreadedReader):

@@ -19,7 +19,7 @@ from clipmill.train.data.frame_sampling import US_PER_S, frame_indices
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
 from clipmill.train.data.table import SampleTable
-from clipmill.train.data.threads import ReadAhead, ThreadedReader
+from clipmill.train.data.workers import ReadAhead, ThreadedReader
 
 if TYPE_CHECKING:
     import av

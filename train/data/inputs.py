@@ -11,13 +11,13 @@ from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import DataSettings, names_tars, parse_mix
-from clipmill.train.data.classes import ClassList, read_classes
 from clipmill.train.data.folders import DataFolder, open_data_folder
 from clipmill.train.data.query import LATENT_PATCH, TARS_SPLIT, reads_images
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.video_vit import VideoViTSize
 
 if TYPE_CHECKING:
+    from clipmill.train.data.classes import ClassList
     from clipmill.train.data.mixed_samples import MixedSamples
 
 Opened = TypeVar("Opened")
@@ -73,7 +73,7 @@ def require_no_streams(settings: DataSettings) -> None:
             )
 
 
-def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[str] | None = None) -> ClassList:
+def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[str] | None = None) -> "ClassList":
     """The classes of a label in all data of the settings.
 
     Args:
@@ -82,6 +82,8 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
     Raises:
         UserError: some of the data have no such label, or there are fewer than two classes.
     """
+    from clipmill.train.data.classes import read_classes
+
     names: set[str] = set()
     folders: list[Path] = []
     for address in settings.folders:

@@ -1,7 +1,7 @@
 """`Loader`: batches of samples for one rank: their order, failures by name, and exact resumption.
 
 It knows rows by number only. What the rows are is the concern of a `SampleTable` (clipmill.train.data.table), and a
-reader turns rows into samples: of clips and images in threads (clipmill.train.data.threads), of latents from mapped
+reader turns rows into samples: of clips and images in threads (clipmill.train.data.workers), of latents from mapped
 files, of a stream from front to back.
 
 Training follows the endless order of clipmill.train.data.order, and its whole state is a cursor in it. A sample that

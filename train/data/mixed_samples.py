@@ -24,7 +24,7 @@ from clipmill.train.data.mixture import MixedOrder
 from clipmill.train.data.order import set_fingerprint
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.samples import BatchedSamples, Samples
-from clipmill.train.data.threads import Outcome, ReadAhead, ThreadedReader
+from clipmill.train.data.workers import Outcome, ReadAhead, ThreadedReader
 
 
 @dataclass(frozen=True)

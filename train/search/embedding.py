@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import remove_temporaries
 from clipmill.train.data.batch import Batch, BatchRing, Sample, to_device
-from clipmill.train.data.clip_query import clip_query
+from clipmill.train.data.chunks import clip_query
 from clipmill.train.data.clip_reader import ClipReader
 from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.loader import LoaderSettings

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.classes import read_classes
-from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.decoding.decoders import ChunkDecoder
 from clipmill.train.data.frame_sampling import Sampling

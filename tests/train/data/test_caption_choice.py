@@ -10,7 +10,7 @@ from clipmill.manifests.caption_spans import SpanBlock
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.data import CaptionSettings, parse_weights
 from clipmill.train.data.caption_choice import CaptionChoice, caption_choice, choose_sources, describe_cut
-from clipmill.train.data.clip_captions import clips_of
+from clipmill.train.data.caption_rows import clips_of
 from clipmill.train.data.usable_captions import UsableCaptions
 from clipmill.train.models.text import load_tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clipmill.train.config.data import CaptionSettings
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings

@@ -11,7 +11,7 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.decoding.decoders import ChunkDecoder, ChunkFrames
 from clipmill.train.data.decoding.reading import ChunkBytes

@@ -11,7 +11,7 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.data import CaptionSettings
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips
 from clipmill.train.data.producers.latent_segments import open_latent_segments

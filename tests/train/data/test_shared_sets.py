@@ -23,8 +23,8 @@ from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.open_maps import OPEN_MAPS
 from clipmill.shards.reader import Variant
 from clipmill.train.data import chunk_table, chunks, node_cache
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.classes import ClassList
-from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
@@ -130,8 +130,8 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
             (chunks, "_open_chunks"),
             ("clipmill.train.data.producers.captioned_clips", "make_clip_table"),
             ("clipmill.train.data.producers.chunk_clips", "_make_table"),
-            ("clipmill.train.data.producers.latent_segments", "read_records"),
-            ("clipmill.train.data.producers.latent_segments", "_make_table"),
+            ("clipmill.train.data.latents.segment_table", "read_records"),
+            ("clipmill.train.data.producers.latent_segments", "make_segment_table"),
         ):
             target = module if isinstance(module, str) else module.__name__
             monkeypatch.setattr(f"{target}.{function}", fail)

@@ -16,7 +16,7 @@ import webdataset as wds
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.frame_sampling import Sampling, SamplingRule
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips

@@ -14,8 +14,8 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.data import node_cache
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.classes import ClassList
-from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape, Views
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.images.query import ImageQuery, class_names_of_images, names_images

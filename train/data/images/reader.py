@@ -17,7 +17,7 @@ from clipmill.train.data.decoding.pictures import rgb_pictures
 from clipmill.train.data.images.index import ImageTars
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
-from clipmill.train.data.threads import ReadAhead, ThreadedReader
+from clipmill.train.data.workers import ReadAhead, ThreadedReader
 
 if TYPE_CHECKING:
     import av

@@ -7,7 +7,6 @@ its sources takes twelve more.
 
 import hashlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from clipmill.manifests.quoting import counted
 from clipmill.train.data.caption_choice import caption_choice, smallest
 from clipmill.train.data.caption_rows import SplitCaptions, captions_of_split, used_texts
 from clipmill.train.data.frame_sampling import US_PER_S
+from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.latents.segments import LatentRecords, Segments, times_us
 from clipmill.train.data.selection import Selection
 from clipmill.train.data.stored_text import TextRows
@@ -29,22 +29,19 @@ _BLOCK = 1 << 16  # pairs processed at a time
 
 
 def pair_captions(
-    data_dir: Path,
+    query: SegmentQuery,
     *,
-    split: str,
     records: LatentRecords,
     segments: Segments,
     text: TextRows | None,
     video_ids: pa.Array,
-    wanted_sources: str | None,
     selection: Selection,
     keep: Callable[[NDArray[np.int64]], NDArray[np.int64]],
 ) -> tuple[NDArray[np.int64], RowCaptions, list[str]]:
-    """Read the captions of the videos `video_ids`, those of a split, and find the segments of each.
+    """Read the captions of the videos `video_ids`, which are of the split of a query, and find the segments of each.
 
     Args:
         text: The stored embeddings; None if captions need none.
-        wanted_sources: See `choose_sources`.
         selection: Which captions are selected.
         keep: Chooses among the segments with captions, ascending.
 
@@ -55,9 +52,11 @@ def pair_captions(
         UserError: a caption belongs to another video in the text column than in the manifest, or a source is missing,
             or no caption is selected.
     """
-    stored = open_stored_captions(data_dir)
+    stored = open_stored_captions(query.data_dir)
     stored.verify()
-    of_split = captions_of_split(stored, data_dir, split=split, video_ids=video_ids, wanted_sources=wanted_sources)
+    of_split = captions_of_split(
+        stored, query.data_dir, split=query.split, video_ids=video_ids, wanted_sources=query.sources
+    )
     selected = selection.of_captions()
     span = SegmentSpans(records, segments)
     none = np.empty(0, np.int64)

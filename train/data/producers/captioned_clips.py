@@ -12,7 +12,7 @@ from clipmill.manifests.store import num_captions_of, read_captions, read_videos
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.caption_rows import make_clip_table
 from clipmill.train.data.captions import Captions
-from clipmill.train.data.clip_query import ClipQuery, query_clips
+from clipmill.train.data.chunks import ClipQuery, query_clips
 from clipmill.train.data.clip_reader import ClipReader
 from clipmill.train.data.query import DataQuery
 from clipmill.train.data.samples import Samples, Source

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.quoting import counted
 from clipmill.train.data.chunk_table import ChunkTable
-from clipmill.train.data.chunks import ChunkSet
-from clipmill.train.data.clip_query import ClipQuery, query_clips
+from clipmill.train.data.chunks import ChunkSet, ClipQuery, query_clips
 from clipmill.train.data.clip_reader import ClipReader
 from clipmill.train.data.query import DataQuery
 from clipmill.train.data.samples import Samples, Source

@@ -8,9 +8,8 @@ from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import num_captions_of, read_captions
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.chunk_table import rows_of
-from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.chunks import ChunkSet, ClipQuery, query_clips
 from clipmill.train.data.classes import ClassList, labelled_rows
-from clipmill.train.data.clip_query import ClipQuery, query_clips
 from clipmill.train.data.clip_reader import ClipReader
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.query import DataQuery

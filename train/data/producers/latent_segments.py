@@ -1,54 +1,43 @@
 """Segments of the latents of a split, with the captions or labels that they have, or alone."""
 
-import shlex
-from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
-from clipmill.manifests.store import num_captions_of, read_videos
+from clipmill.manifests.store import num_captions_of
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
 from clipmill.train.config.clips import LatentSettings
 from clipmill.train.config.shards import names_tars
-from clipmill.train.data.caption_choice import CaptionTexts, smallest
-from clipmill.train.data.chunks import evenly_of_each, manifest_mark, videos_of_split
-from clipmill.train.data.latents.captions import pair_captions
-from clipmill.train.data.latents.labels import label_segments
+from clipmill.train.data.caption_choice import CaptionTexts
+from clipmill.train.data.chunks import manifest_mark
 from clipmill.train.data.latents.reader import LatentCaptions, LatentReader
 from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
+from clipmill.train.data.latents.segment_table import make_segment_table, read_latents, read_text, require_whole_crops
 from clipmill.train.data.latents.segments import (
-    DEFAULT_SEGMENT,
     FrameShape,
     LatentRecords,
     LatentSegments,
     StoredLatents,
-    cut,
     frames_of,
-    read_records,
-    seconds_of,
 )
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.mapped_tars import MappedTars
 from clipmill.train.data.node_cache import shared
 from clipmill.train.data.query import LATENT_PATCH, DataQuery
 from clipmill.train.data.remote_maps import open_maps
 from clipmill.train.data.samples import Samples, Source
 from clipmill.train.data.selection import ChunkRows, Selection, selection_mark
-from clipmill.train.data.stored_text import TextMembers, TextRows, encoder_of, read_text_rows, require_embeddings
-from clipmill.train.data.table import RowCaptions, SampleTable, open_fingerprint, open_table
+from clipmill.train.data.stored_text import encoder_of, require_embeddings
+from clipmill.train.data.table import open_fingerprint, open_table
 
 if TYPE_CHECKING:
     from clipmill.train.models.text import Tokenize
@@ -91,20 +80,20 @@ def open_latent_segments(
     marks = [merged_mark(variant.directory, variant.commits) for variant in variants]
     of_split = (query.split, *manifest_mark(data_dir))
     stored = shared(
-        lambda: _read_latents(latents, data_dir, split=query.split, maps=maps),
+        lambda: read_latents(latents, data_dir, split=query.split, maps=maps),
         of=(LATENTS, *of_split, marks[0]),
         num_rows=latents.num_samples,
         types=(StoredLatents, LatentRecords, FrameShape),
-        column="latents",
+        column=LATENTS,
     )
     members, text_rows = (
         (None, None)
         if text is None
-        else _read_text(text, stored, maps, data_dir=data_dir, split=query.split, depends_on=(*of_split, *marks))
+        else read_text(text, stored, maps, data_dir=data_dir, split=query.split, depends_on=(*of_split, *marks))
     )
     records = stored.records
     num_frames = frames_of(query.segment, records.shape)
-    _check_crops(latents, records.shape, segment=query.segment, num_frames=num_frames)
+    require_whole_crops(latents, records.shape, segment=query.segment, num_frames=num_frames)
     selection = Selection(
         query.where,
         data_dir,
@@ -121,7 +110,7 @@ def open_latent_segments(
         num_rows += num_captions_of(data_dir)
     table = open_table(
         "segments",
-        lambda: _make_table(query, stored, selection, text_rows, num_frames=num_frames),
+        lambda: make_segment_table(query, stored, selection, text_rows, num_frames=num_frames),
         depends_on=depends_on,
         num_rows=num_rows,
     )
@@ -239,111 +228,6 @@ def _require_fitting(query: DataQuery, samples: Samples[LatentReader]) -> Sample
     return samples
 
 
-def _read_latents(latents: Variant, data_dir: Path, *, split: str, maps: MappedTars) -> StoredLatents:
-    maps.require_files()
-    video_ids = videos_of_split(data_dir, split)
-    records = read_records(
-        latents,
-        starts=maps.starts[: latents.num_shards],
-        video_ids=video_ids,
-        known_ids=read_videos(data_dir)["video_id"].combine_chunks(),
-    )
-    if records is None:
-        raise _nothing_of(latents, data_dir, video_ids, split=split)
-    return StoredLatents(video_ids, records)
-
-
-def _read_text(
-    text: Variant, stored: StoredLatents, maps: MappedTars, *, data_dir: Path, split: str, depends_on: Sequence[object]
-) -> tuple[TextMembers, TextRows]:
-    """The members and rows of stored texts, whose tars follow those of the latents in `maps`."""
-
-    def read() -> tuple[TextMembers, TextRows]:
-        if not text.num_shards:
-            raise _nothing_of(text, data_dir, stored.video_ids, split=split)
-        starts = maps.starts[len(maps.starts) - text.num_shards :]
-        members, rows = read_text_rows(text, starts=starts, video_ids=stored.video_ids)
-        if not (members.video_row >= 0).any():
-            raise _nothing_of(text, data_dir, stored.video_ids, split=split)
-        return members, rows
-
-    return shared(
-        read,
-        of=("text of latents", *depends_on),
-        num_rows=text.num_samples + num_captions_of(data_dir),
-        types=(TextMembers, TextRows),
-        column=TEXT,
-    )
-
-
-def _make_table(
-    query: SegmentQuery, stored: StoredLatents, selection: Selection, text: TextRows | None, *, num_frames: int
-) -> SampleTable:
-    """The segments of the chunks that are selected, with their captions or labels."""
-    chunks = None if selection.chunks is None else selection.rows
-    records = stored.records if chunks is None else stored.records.take(chunks)
-    segments = cut(records, num_frames=num_frames, tails=query.tails)
-    num_left_out = 0
-
-    def keep(shown: NDArray[np.int64]) -> NDArray[np.int64]:
-        nonlocal num_left_out
-        if query.max_segments is None:
-            return shown
-        videos = records.video_row[segments.chunk_of(shown)].astype(np.int64)
-        kept = shown[evenly_of_each(videos, at_most=query.max_segments)]
-        num_left_out = len(shown) - len(kept)
-        return kept
-
-    captions: RowCaptions | None = None
-    label: NDArray[np.int64] | None = None
-    remarks: list[str] = []
-    if query.captions != "none":
-        segment, captions, remarks = pair_captions(
-            query.data_dir,
-            split=query.split,
-            records=records,
-            segments=segments,
-            text=text,
-            video_ids=stored.video_ids,
-            wanted_sources=query.sources,
-            selection=selection,
-            keep=keep,
-        )
-    elif query.classes:
-        shown, label_NL, remarks = label_segments(
-            query.data_dir,
-            records=records,
-            segments=segments,
-            video_ids=stored.video_ids,
-            classes=query.classes,
-            selection=selection,
-        )
-        segment = keep(shown)
-        label = label_NL[np.searchsorted(shown, segment)]
-    else:
-        segment = keep(np.arange(len(segments)))
-    chunk = segments.chunk_of(segment)
-    frame = ((segment - segments.first[chunk]) * num_frames).astype(np.int32)
-    described = [
-        f"{counted(len(segment), 'segment')} of {counted(num_frames, 'frame')} ({records.shape}) "
-        f"in {counted(len(records), 'chunk')} of split {query.split!r}"
-    ]
-    if records.num_unknown:
-        described.append(f"{counted(records.num_unknown, 'chunk')} of videos that the manifest does not name left out")
-    if segments.num_tails:
-        done = "left out" if query.tails == "drop" else "padded with zeros"
-        described.append(f"{counted(segments.num_tails, 'shorter tail')} {done}")
-    if num_left_out:
-        remarks.append(f"{counted(num_left_out, 'further segment')} of long videos left out")
-    return SampleTable(
-        first_part=smallest(chunk if chunks is None else chunks[chunk]),
-        frame=frame,
-        captions=captions,
-        label=label,
-        remarks=(*described, *remarks, *selection.remarks()),
-    )
-
-
 def _alike(latents: Variant, shape: FrameShape, text: Variant | None) -> dict[str, str]:
     """Shape and VAE of the latents, and the encoder of stored embeddings, which all folders of a mixture share."""
     recipe = latents.recipe
@@ -358,29 +242,3 @@ def _other_video_variant(latents: Variant, data_dir: Path) -> str:
     if made_of is None or current is None or made_of == current:
         return ""
     return f"made of the chunks of {made_of}, and {current} is the current variant"
-
-
-def _nothing_of(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split: str) -> UserError:
-    shards = variant.shards()
-    there = pc.unique(shards[0].index["video_id"])[:3].to_pylist() if shards else []
-    column = variant.directory.parent.name
-    return UserError(
-        f"{variant.directory} has no {column} of any video of split {split!r}: "
-        f"the manifest names {', '.join(map(repr, video_ids[:3].to_pylist()))}, "
-        f"the column {', '.join(map(repr, there)) or 'nothing'}",
-        hint=f"run prep {column} --data {shlex.quote(str(data_dir))}, unless the column is of another dataset",
-    )
-
-
-def _check_crops(latents: Variant, shape: FrameShape, *, segment: str | None, num_frames: int) -> None:
-    recipe = latents.recipe
-    if recipe.get("crop") not in ("random", "exact") or shape.segment_frames:
-        return
-    made = str(recipe.get("segment"))
-    made_frames = Fraction(made[:-1]) if made.endswith("f") else seconds_of(made) * shape.fps
-    if (made_frames / num_frames).denominator != 1:
-        raise UserError(
-            f"segments of {segment or DEFAULT_SEGMENT} would show two crops: {latents.directory} has a new one every"
-            f" {made}",
-            hint=f"use segment={made!r} or a whole part of it, or latents with --crop centre",
-        )

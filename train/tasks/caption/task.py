@@ -13,7 +13,7 @@ from torch import nn
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.tuning import Tower
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.clip_query import clip_query
+from clipmill.train.data.chunks import clip_query
 from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.prefetch import batches_on_all_stages
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips
