@@ -1,4 +1,4 @@
-"""clipmill's Samples on clipmill's columns, with its default settings.
+"""clipmill's loader of latents on clipmill's columns, with its default settings.
 
 With `--first-visits` every epoch is like the first one of a process: the checksums of all records are verified. With
 `--video` the same segments are stored as a VAE of videos gives them, with the channels before the frames.

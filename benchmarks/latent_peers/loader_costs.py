@@ -1,4 +1,4 @@
-"""Memory of a Samples after an epoch, and time of seeking to a position. Prints one JSON object.
+"""Memory of the loader of latents after an epoch, and time of seeking to a position. Prints one JSON object.
 
     python -m benchmarks.latent_peers.loader_costs DATA
 
@@ -53,8 +53,8 @@ def measure(data: Path) -> dict[str, Any]:
         "after_bytes": after,
         "jumps": {
             f"order of {BILLION:,} samples: the next {BATCH}": jumps_ms(lambda at: order.at(np.arange(at, at + BATCH))),
-            "Samples: a batch of 1, copied": jumps_ms(lambda at: next(single.batches(position=at))),
-            f"Samples: a batch of {BATCH}, copied": jumps_ms(lambda at: next(loader.batches(position=at))),
+            "LatentLoader: a batch of 1, copied": jumps_ms(lambda at: next(single.batches(position=at))),
+            f"LatentLoader: a batch of {BATCH}, copied": jumps_ms(lambda at: next(loader.batches(position=at))),
         },
     }
 
