@@ -148,6 +148,7 @@ def make_clip_table(
         texts_sha256, text = spans.texts_sha256, same_text(spans.texts) if len(is_used) else None
     else:
         texts_sha256, text = used_texts(spans.texts, is_used)
+    chunks.require_same_manifest()
     clips, rows, sources = len(captions.spans), captions.rows, of_split.sources
     num_used = f"{len(rows):,} of {counted(of_split.num_captions, 'caption')} of split {split!r}"
     if len(rows) != clips:

@@ -76,6 +76,15 @@ def manifest_mark(data_dir: Path) -> tuple[object, ...]:
     return manifest["fingerprint"], repr(tables)
 
 
+def require_same_manifest(data_dir: Path, mark: tuple[object, ...]) -> None:
+    """Raise a UserError if a manifest has changed since its `manifest_mark` was taken."""
+    if manifest_mark(data_dir) != mark:
+        raise UserError(
+            f"the manifest of {data_dir} was replaced while it was read",
+            hint="run the command again",
+        )
+
+
 class ChunkSet:
     """The chunks of a split in the `video` column: reading and decoding them. Thread-safe.
 
@@ -141,6 +150,11 @@ class ChunkSet:
             tars=tars,
             depends_on=self.depends_on,
         )
+
+    def require_same_manifest(self) -> None:
+        """Raise a UserError if the manifest has changed since the chunks were opened: a table may be of both."""
+        _, *mark = self.videos
+        require_same_manifest(self._data_dir, tuple(mark))
 
     def key(self, chunk: int) -> str:
         """Key of a chunk."""

@@ -22,13 +22,15 @@ from clipmill.shards.chunk_table import update_chunk_table
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.open_maps import OPEN_MAPS
 from clipmill.shards.reader import Variant
-from clipmill.train.data import chunk_table, chunks, node_cache
+from clipmill.train.data import caption_rows, chunk_table, chunks, node_cache
 from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.latents import segment_table
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.mixed_samples import MixedSamples
+from clipmill.train.data.producers import chunk_clips
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips
 from clipmill.train.data.producers.chunk_clips import open_chunk_clips
 from clipmill.train.data.producers.labelled_clips import open_labelled_clips
@@ -206,6 +208,52 @@ def test_a_damaged_file_of_the_cache_is_made_again(shared_by_all: Path, damage: 
     (path,) = (path for path in shared_by_all.rglob("set-*"))
     path.write_bytes(path.read_bytes()[:-64] if damage is None else damage)
     assert held(lambda: np.arange(1000) + 1).tolist() == list(range(1, 1001))
+
+
+def test_a_flipped_bit_is_noticed_and_the_table_made_again(
+    videos: Path, shared_by_all: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In each tenth of the file, whether the damage is in numbers, texts or the structure."""
+    expected = shown(OPEN["captions"](videos))
+    (path,) = shared_by_all.rglob("captions-*")
+    whole = path.read_bytes()
+    for number in range(10):
+        content = bytearray(whole)
+        content[len(content) * number // 10 + 3] ^= 1 << number % 8
+        path.write_bytes(content)
+        assert shown(OPEN["captions"](videos)) == expected
+        assert f"{path} is damaged, and is made again" in capsys.readouterr().err
+        assert path.read_bytes() == whole
+    assert shown(OPEN["captions"](videos)) == expected and not capsys.readouterr().err
+
+
+def test_a_table_is_an_arrow_file_whose_columns_have_names_and_types(videos: Path, shared_by_all: Path) -> None:
+    samples = OPEN["captions"](videos)
+    (path,) = shared_by_all.rglob("captions-*")
+    batch = pa.ipc.open_file(pa.BufferReader(path.read_bytes()[:-4])).get_batch(0)
+    columns = {name: batch.column(name).flatten() for name in batch.schema.names}
+    assert columns["begin_us"].type == pa.int64() and columns["begin_us"].to_pylist() == [0, 300_000] * 3
+    assert columns["captions.caption_id"].to_pylist() == samples.table.captions.caption_id.tolist()
+
+
+@pytest.mark.parametrize("name", ["captions", "chunks", "words"])
+def test_a_manifest_that_changes_while_a_table_is_made_is_refused(
+    name: str, videos: Path, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Path(shutil.copytree(videos if name in OF_VIDEO else written.data_dir, tmp_path / "data"))
+    module, function = {"captions": (caption_rows, "clips_of"), "chunks": (chunk_clips, "_spans")}.get(
+        name, (segment_table, "cut")
+    )
+    compute = getattr(module, function)
+
+    def change(*values: Any, **more: Any) -> Any:
+        write_captions(data, {**VIDEOS, "e": "train"}, [Caption("a", 0.0, 1.0, "other words")])
+        return compute(*values, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, function, change)
+        with pytest.raises(UserError, match="was replaced while it was read"):
+            OPEN[name](data)
 
 
 def test_a_cache_that_cannot_be_written_costs_time_and_is_said(

@@ -16,7 +16,7 @@ from clipmill.manifests.store import num_captions_of, read_videos
 from clipmill.shards.columns import TEXT
 from clipmill.shards.reader import Variant
 from clipmill.train.data.caption_choice import smallest
-from clipmill.train.data.chunks import evenly_of_each, videos_of_split
+from clipmill.train.data.chunks import evenly_of_each, require_same_manifest, videos_of_split
 from clipmill.train.data.latents.captions import pair_captions
 from clipmill.train.data.latents.labels import label_segments
 from clipmill.train.data.latents.segment_query import SegmentQuery
@@ -81,7 +81,13 @@ def read_text(
 
 
 def make_segment_table(
-    query: SegmentQuery, stored: StoredLatents, selection: Selection, text: TextRows | None, *, num_frames: int
+    query: SegmentQuery,
+    stored: StoredLatents,
+    selection: Selection,
+    text: TextRows | None,
+    *,
+    num_frames: int,
+    manifest: tuple[object, ...],
 ) -> SampleTable:
     """The segments of the chunks that are selected, with their captions or labels."""
     chunks = None if selection.chunks is None else selection.rows
@@ -124,6 +130,7 @@ def make_segment_table(
         label = label_NL[np.searchsorted(shown, segment)]
     else:
         segment = keep(np.arange(len(segments)))
+    require_same_manifest(query.data_dir, manifest)
     chunk = segments.chunk_of(segment)
     frame = ((segment - segments.first[chunk]) * num_frames).astype(np.int32)
     described = [

@@ -65,6 +65,7 @@ def open_frames(query: DataQuery) -> Samples[ClipReader]:
 def _make_table(chunks: ChunkSet, *, split: str, segment_us: int | None) -> SampleTable:
     parts, rows = chunks.table, chunks.selection.rows
     spans = _spans(parts, rows, segment_us=segment_us)
+    chunks.require_same_manifest()
     num_chunks, num_videos = counted(len(rows), "chunk"), _num_different(parts.video_row[rows])
     if segment_us is not None:
         num_chunks = f"{counted(len(spans['first_part']), 'segment')} of {num_chunks}"

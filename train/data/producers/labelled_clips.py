@@ -82,6 +82,7 @@ def _make_table(data_dir: Path, chunks: ChunkSet, classes: Sequence[ClassList], 
         selected_chunks=selection.chunks,
     )
     spans, caption = spans_of_captions(usable)
+    chunks.require_same_manifest()
     label = labelled.label[caption]
     num = f"{len(caption):,} of {counted(labelled.num_captions, 'caption')} of split {split!r}"
     described = [its.describe(of_label) for its, of_label in zip(classes, label.T, strict=True)]

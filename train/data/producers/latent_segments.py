@@ -110,7 +110,7 @@ def open_latent_segments(
         num_rows += num_captions_of(data_dir)
     table = open_table(
         "segments",
-        lambda: make_segment_table(query, stored, selection, text_rows, num_frames=num_frames),
+        lambda: make_segment_table(query, stored, selection, text_rows, num_frames=num_frames, manifest=of_split[1:]),
         depends_on=depends_on,
         num_rows=num_rows,
     )
