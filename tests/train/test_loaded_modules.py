@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.forked import forget, forked
 
-MAX_MODULES_OF_A_RUN, MAX_LINES_OF_A_RUN, MAX_MODULES_OF_HELP = 193, 27_500, 87
+MAX_MODULES_OF_A_RUN, MAX_LINES_OF_A_RUN, MAX_MODULES_OF_HELP = 191, 27_100, 87
 
 
 def _loaded_modules() -> list[str]:
