@@ -37,7 +37,7 @@ class Captions:
 
     Args:
         rows: Captions of each row.
-        texts: The texts of the manifest, by the rows of `rows.text_row`.
+        texts: The stored texts of the manifest.
         tokenize: Tokenizer of captions; None for texts.
         stored_text: Embeddings that samples get in place of captions; None for captions.
         relevant: Captions drawn by relevancy; None to draw among those of a clip.
@@ -52,9 +52,8 @@ class Captions:
         stored_text: "StoredText | None" = None,
         relevant: "RelevantCaptions | None" = None,
     ) -> None:
-        assert rows.text_row is not None
-        self.rows, self._texts, self._text_row = rows, texts, rows.text_row
-        self._tokenize, self.stored_text, self._relevant = tokenize, stored_text, relevant
+        self.rows, self.stored_texts = rows, texts
+        self.tokenize, self.stored_text, self._relevant = tokenize, stored_text, relevant
 
     @property
     def num_entries(self) -> int:
@@ -71,8 +70,8 @@ class Captions:
         caption_id = sample["caption_id"] = self.caption_id(entry)
         if self.stored_text is not None:
             sample["text"] = self.stored_text.embedding(caption_id, key=sample["key"])
-        if self._tokenize is not None:
-            sample["tokens"] = self._tokenize(self.text_at(entry))
+        if self.tokenize is not None:
+            sample["tokens"] = self.tokenize(self.text_at(entry))
         elif self.stored_text is None:
             sample["caption"] = self.text_at(entry)
         if self._relevant is not None:
@@ -80,7 +79,7 @@ class Captions:
 
     def caption_id(self, entry: int) -> int:
         """Id of a caption in the manifest."""
-        return int(self.rows.caption_id[entry])
+        return int(self.rows.caption_id[self.rows.of_entries(entry)])
 
     def text(self, row: int) -> str:
         """The text of a row's caption in an evaluation."""
@@ -88,12 +87,16 @@ class Captions:
 
     def text_at(self, entry: int) -> str:
         """The text of a caption."""
-        return str(self._texts[int(self._text_row[entry])].as_py())
+        return self.texts(np.array([entry]))[0]
 
     def texts(self, entries: NDArray[np.int64]) -> list[str]:
         """The texts of some captions."""
+        return self.texts_at(self.rows.text_row[self.rows.of_entries(entries)])
+
+    def texts_at(self, text_rows: NDArray[np.integer]) -> list[str]:
+        """The texts at some rows of the stored captions."""
         # Arrow's own `take` concatenates all chunks first.
-        return [str(self._texts[row].as_py()) for row in self._text_row[entries].tolist()]
+        return [str(self.stored_texts[row].as_py()) for row in text_rows.tolist()]
 
     def texts_of(self, row: int) -> list[str]:
         """The texts of all captions of a row, in the order of their sources."""
@@ -111,11 +114,15 @@ class Captions:
     def require_different_texts(self, *, split: str) -> None:
         """Raise a UserError if all captions are the same text, so that there is nothing to tell apart."""
         if self.rows.same_text is not None:
-            raise all_the_same(self.rows.same_text, self.num_entries, split=split)
+            raise all_the_same(self.rows.same_text, len(self.rows.caption_id), split=split)
 
     def describe(self) -> list[str]:
         """How many captions are cut by the tokenizer, for the log."""
-        return [] if self._tokenize is None else [describe_cut(self._texts, self._text_row, self._tokenize)]
+        return (
+            []
+            if self.tokenize is None
+            else [describe_cut(self.stored_texts, np.sort(self.rows.text_row), self.tokenize)]
+        )
 
     def facts(self) -> tuple[Any, ...]:
         """What the samples depend on, for their fingerprint."""

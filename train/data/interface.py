@@ -36,7 +36,7 @@ from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import SamplingRule
 from clipmill.train.data.inputs import open_mixed, read_classes_of, require_no_streams
 from clipmill.train.data.latents.reader import LatentReader
-from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
+from clipmill.train.data.latents.segment_query import SegmentQuery, ShownCaptions
 from clipmill.train.data.latents.segments import Tails
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.latent_segments import open_latent_segments
@@ -266,7 +266,7 @@ def open_latents(
     classes = None if label is None else read_classes_of(settings, label=label)
     can_keep = device is None or torch.device(device).type != "cuda"
     loading = LoaderSettings(batch=batch, seed=seed, rank=own.rank, num_ranks=own.size, can_keep=can_keep)
-    shown: dict[str | None, Captions] = {None: "none", "text": "words", "embedding": "stored"}
+    shown: dict[str | None, ShownCaptions] = {None: "none", "text": "words", "embedding": "stored"}
 
     def open_one(address: str) -> Samples[LatentReader]:
         return open_latent_segments(
@@ -286,18 +286,18 @@ def open_latents(
 
     samples = open_mixed(open_one, settings)
     reader: Any = samples.loader.reader
-    texts = reader.captions if captions == "text" and classes is None else None
+    shown_captions = reader.captions if captions == "text" and classes is None else None
     late = () if samples.folders is None else ("folder",)
-    names = ("key", "begin_s", "end_s", *late, *(["caption"] if texts else []))
+    names = ("key", "begin_s", "end_s", *late, *(["caption"] if shown_captions else []))
 
     def finish(entries: dict[str, Any]) -> dict[str, Any]:
-        key, clip_id, caption_id = entries["key"], entries["clip_id"], entries.get("caption_id")
+        key, clip_id, text_row = entries["key"], entries["clip_id"], entries.pop("text_row", None)
         if samples.frame_shape.segment_frames:
             entries["latents"] = entries["latents"].swapaxes(1, 2)  # as they are stored, without a copy
 
         def make() -> dict[str, Any]:
             made = {"key": key[:], **of_clips(clip_id, samples, device=device)}
-            return made | ({"caption": texts.texts.texts(np.asarray(caption_id))} if texts else {})
+            return made | ({"caption": shown_captions.texts_at(np.asarray(text_row))} if shown_captions else {})
 
         return LateBatch(entries, names, make)
 

@@ -203,7 +203,6 @@ class RelevantCaptions:
     """
 
     def __init__(self, rows: "RowCaptions", captions: pa.Table, *, min_relevancy: float) -> None:
-        assert rows.text_row is not None
         self._entry: NDArray[np.int64] = np.argsort(rows.text_row, kind="stable")  # of each caption, ordered by id
         labels = [name for name in LABELS if name in captions.column_names]
         captions = captions.select(["text", *labels]).take(pa.array(rows.text_row[self._entry]))

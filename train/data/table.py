@@ -31,10 +31,10 @@ class RowCaptions:
         choice: Choice of an entry, by the weights of caption sources.
         sources: The caption sources in use.
         texts_sha256: Digest of the texts.
-        same_text: The text, if all captions have the same and it is known.
+        same_text: The text, if all captions have the same.
         caption_id: int [C], ids of captions in the manifest.
         caption: int32 [P], index of each entry in the arrays of captions; None if entries and captions are the same.
-        text_row: int32 [C], rows of the texts in the stored captions; None if texts are found by id.
+        text_row: int32 [C], rows of the texts in the stored captions.
         place: int64 [C], where stored embeddings lie (clipmill.train.data.mapped_tars); None without them.
         num_tokens: int32 [C], lengths of stored sequences; None if embeddings are single vectors.
     """
@@ -43,8 +43,8 @@ class RowCaptions:
     sources: Sources
     texts_sha256: str
     caption_id: NDArray[Any]
+    text_row: NDArray[np.int32]
     caption: NDArray[np.int32] | None = None
-    text_row: NDArray[np.int32] | None = None
     place: NDArray[np.int64] | None = None
     num_tokens: NDArray[np.int32] | None = None
     same_text: str | None = None

@@ -13,10 +13,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.caption_spans import CaptionSpans
 from clipmill.manifests.quoting import counted
-from clipmill.train.data.caption_choice import caption_choice, smallest
+from clipmill.train.data.caption_choice import caption_choice, same_text, smallest
 from clipmill.train.data.caption_rows import SplitCaptions, captions_of_split, used_texts
 from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.data.latents.segment_query import SegmentQuery
@@ -30,6 +29,7 @@ _BLOCK = 1 << 16  # pairs processed at a time
 
 def pair_captions(
     query: SegmentQuery,
+    stored: CaptionSpans,
     *,
     records: LatentRecords,
     segments: Segments,
@@ -41,6 +41,7 @@ def pair_captions(
     """Read the captions of the videos `video_ids`, which are of the split of a query, and find the segments of each.
 
     Args:
+        stored: The captions of the manifest.
         text: The stored embeddings; None if captions need none.
         selection: Which captions are selected.
         keep: Chooses among the segments with captions, ascending.
@@ -52,7 +53,6 @@ def pair_captions(
         UserError: a caption belongs to another video in the text column than in the manifest, or a source is missing,
             or no caption is selected.
     """
-    stored = open_stored_captions(query.data_dir)
     stored.verify()
     of_split = captions_of_split(
         stored, query.data_dir, split=query.split, video_ids=video_ids, wanted_sources=query.sources
@@ -93,7 +93,7 @@ def pair_captions(
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
     # Ascending indices of captions are then ascending ids, source by source.
     order = np.lexsort((joined["id"], joined["rank"]))
-    rank = joined["rank"][order]
+    rank, text_row = joined["rank"][order], joined["row"][order].astype(np.int32)
     counts, pair_caption = _pairs(joined["first"][order], joined["last"][order], num_segments=len(segments))
     shown = np.flatnonzero(counts)
     segment = keep(shown)
@@ -110,8 +110,10 @@ def pair_captions(
     captions = RowCaptions(
         choice=choice,
         sources=of_split.sources,
-        texts_sha256=_words_sha256(stored, joined["row"][order], rank=rank, of_split=of_split),
+        texts_sha256=_words_sha256(stored, text_row, rank=rank, of_split=of_split),
         caption=pair_caption,
+        text_row=text_row,
+        same_text=same_text(stored.texts, np.sort(text_row)) if len(text_row) else None,
         caption_id=smallest(joined["id"][order]),
         place=None if text is None else joined["place"][order],
         num_tokens=None if text is None or text.num_tokens is None else joined["tokens"][order],
@@ -128,7 +130,7 @@ def pair_captions(
 
 
 def _words_sha256(
-    captions: CaptionSpans, rows: NDArray[np.int64], *, rank: NDArray[np.int16], of_split: SplitCaptions
+    captions: CaptionSpans, rows: NDArray[np.int32], *, rank: NDArray[np.int16], of_split: SplitCaptions
 ) -> str:
     """Digest of the texts of `rows`, source by source."""
     each = []

@@ -7,11 +7,12 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.caption_choice import CaptionTexts
-from clipmill.train.data.latents.reader import LatentCaptions, LatentReader, ring_of
+from clipmill.train.data.captions import Captions
+from clipmill.train.data.latents.reader import LatentReader
 from clipmill.train.data.latents.reading import Columns, LatentSample
 from clipmill.train.data.latents.ring import LatentRing
 from clipmill.train.data.loader import Block, LoaderSettings
@@ -25,7 +26,6 @@ class MixedLatentReader:
 
     def __init__(self, parts: Sequence[Samples], addresses: Sequence[str], numbering: Numbering) -> None:
         self._readers: list[LatentReader] = [part.reader for part in parts]  # type: ignore[misc]
-        self._num_ids = [part.num_caption_ids for part in parts]
         self._numbering = numbering
         self._rings: dict[LoaderSettings, LatentRing] = {}
 
@@ -36,21 +36,26 @@ class MixedLatentReader:
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[LatentSample]], Batch]:
         """The function that makes batches of samples; it uses the same memory in all iterations."""
         if loading not in self._rings:
-            self._rings[loading] = ring_of(self._readers[0].segments, loading, self.keys_of, self.captions)
+            self._rings[loading] = LatentRing(
+                self._readers[0].segments, loading, keys_of=self.keys_of, captions=self.captions
+            )
         return self._rings[loading].collate
 
     @cached_property
-    def captions(self) -> LatentCaptions | None:
-        """The captions of all folders; None without."""
+    def captions(self) -> Captions | None:
+        """The captions of all folders, whose texts are numbered one folder after another; None without."""
         parts = [reader.captions for reader in self._readers if reader.captions is not None]
         if not parts:
             return None
+        # One table, as finding the folder of each caption of a small batch would take longer than reading its text.
+        texts = pa.chunked_array([chunk for part in parts for chunk in part.stored_texts.chunks], pa.string())
+        return Captions(parts[0].rows, texts, tokenize=parts[0].tokenize)
 
-        def join() -> CaptionTexts:
-            # One table, as finding the folder of each caption of a small batch would take longer than reading its text.
-            return CaptionTexts.joined([part.texts for part in parts], num_ids=self._num_ids)
-
-        return LatentCaptions(parts[0].rows, join, tokenize=parts[0].tokenize)
+    @cached_property
+    def _first_text(self) -> list[int]:
+        """The number of the first text of each folder."""
+        counts = [0 if reader.captions is None else len(reader.captions.stored_texts) for reader in self._readers]
+        return np.cumsum([0, *counts]).tolist()
 
     def keys_of(self, clips: NDArray[np.int64]) -> list[str]:
         """The chunks of clips."""
@@ -70,6 +75,7 @@ class MixedLatentReader:
             first = {
                 "clip_id": self._numbering.first_clip[folder],
                 "caption_id": self._numbering.first_caption[folder],
+                "text_row": self._first_text[folder],
             }
             for name, column in requests.columns.items():
                 of_all = columns.setdefault(name, np.empty(len(block.samples), np.int64))

@@ -1,62 +1,21 @@
-"""`LatentReader`: segments of latents, read in blocks, with their captions or labels; and `LatentCaptions`."""
+"""`LatentReader`: segments of latents, read in blocks, with their captions or labels."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.caption_choice import CaptionTexts
+from clipmill.train.data.captions import Captions
 from clipmill.train.data.latents.reading import LatentSample, SegmentReader, SegmentRequests
 from clipmill.train.data.latents.ring import LatentRing
 from clipmill.train.data.latents.segments import FALSE_COLOUR_STDS, LatentSegments, frame_times_us
 from clipmill.train.data.loader import Block, LoaderSettings
 from clipmill.train.data.outcomes import FailedSample
-from clipmill.train.data.table import RowCaptions, SampleTable
-
-if TYPE_CHECKING:
-    import torch
-
-    from clipmill.train.models.text import Tokenize
-
-
-class LatentCaptions:
-    """The captions of segments, whose texts are found by their ids.
-
-    Args:
-        open_texts: Opens the texts of the manifest.
-        tokenize: Tokenizer of captions; None for ids alone.
-    """
-
-    def __init__(
-        self, rows: RowCaptions, open_texts: Callable[[], CaptionTexts], *, tokenize: "Tokenize | None" = None
-    ) -> None:
-        self.rows, self._open_texts, self.tokenize = rows, open_texts, tokenize
-
-    @cached_property
-    def texts(self) -> CaptionTexts:
-        """The texts of the manifest."""
-        return self._open_texts()
-
-    def visits_per_epoch(self, num_samples: int) -> float:
-        """Number of samples that training takes in an epoch."""
-        return num_samples
-
-    def text(self, row: int) -> str:
-        """The text of a row's caption in an evaluation."""
-        entry = self.rows.choice.first(np.array([row]))
-        return self.texts.text(int(self.rows.caption_id[self.rows.of_entries(entry)][0]))
-
-    def require_different_texts(self, *, split: str) -> None:
-        """Raise a UserError if all captions are the same text, so that there is nothing to tell apart."""
-        self.texts.require_different(self.rows.caption_id, split=split)
-
-    def describe(self) -> list[str]:
-        """How many captions are cut by the tokenizer, for the log."""
-        return [] if self.tokenize is None else [self.texts.describe_cut(self.rows.caption_id, self.tokenize)]
+from clipmill.train.data.table import SampleTable
 
 
 class LatentReader:
@@ -67,7 +26,7 @@ class LatentReader:
 
     mixture: ClassVar[str] = "clipmill.train.data.latents.mixed:MixedLatentReader"
 
-    def __init__(self, segments: LatentSegments, table: SampleTable, captions: LatentCaptions | None) -> None:
+    def __init__(self, segments: LatentSegments, table: SampleTable, captions: Captions | None) -> None:
         assert table.frame is not None
         self.segments, self.captions = segments, captions
         self._chunk, self._frame = table.first_part, table.frame
@@ -111,7 +70,10 @@ class LatentReader:
             entry = choice.first(rows) if seed is None else choice.draw(rows, position=block.positions, seed=seed)
             caption = captions.of_entries(entry)
             columns["caption_id"] = captions.caption_id[caption].astype(np.int64)
-            text_place = None if captions.place is None else captions.place[caption]
+            if captions.place is None:
+                columns["text_row"] = captions.text_row[caption].astype(np.int64)
+            else:
+                text_place = captions.place[caption]
             if captions.num_tokens is not None:
                 columns["num_tokens"] = captions.num_tokens[caption].astype(np.int64)
         if self._label_N is not None:
@@ -123,7 +85,7 @@ class LatentReader:
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[LatentSample]], Batch]:
         """The function that makes batches of samples; it uses the same memory in all iterations."""
         if loading not in self._rings:
-            self._rings[loading] = ring_of(self.segments, loading, self.keys_of, self.captions)
+            self._rings[loading] = LatentRing(self.segments, loading, keys_of=self.keys_of, captions=self.captions)
         return self._rings[loading].collate
 
     def keys_of(self, rows: NDArray[np.int64]) -> list[str]:
@@ -176,22 +138,3 @@ class LatentReader:
     def describe(self) -> list[str]:
         """Which chunks the latents were made of, if not of the current ones, and where the tars are."""
         return [self.segments.made_of, self.segments.maps.describe()]
-
-
-def ring_of(
-    segments: LatentSegments,
-    loading: LoaderSettings,
-    keys_of: Callable[[NDArray[np.int64]], list[str]],
-    captions: LatentCaptions | None,
-) -> LatentRing:
-    """Memory for batches of segments, with tokens of their captions if there is a tokenizer."""
-    tokens: Callable[[Any], Any] | None = None
-    if captions is not None and captions.tokenize is not None:
-        import torch
-
-        tokenize, texts = captions.tokenize, captions.texts
-
-        def tokens(caption_id: "torch.Tensor") -> "torch.Tensor":
-            return torch.from_numpy(np.stack([tokenize(text) for text in texts.texts(caption_id.numpy())]))
-
-    return LatentRing(segments, loading, keys_of=keys_of, tokenize=tokens)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.train.data.batch import Batch, BatchMemory
+from clipmill.train.data.captions import Captions
 from clipmill.train.data.latents.reading import LatentSample
 from clipmill.train.data.latents.segments import LatentSegments
 from clipmill.train.data.loader import LoaderSettings
@@ -27,7 +28,7 @@ class LatentRing:
     Args:
         loading: Size of the largest batch, and its memory.
         keys_of: Gives the keys of the chunks that clips are in.
-        tokenize: Makes tokens, int64 [B, L], of ids of captions, int64 [B]; None if captions are embeddings.
+        captions: Captions of the segments, for their tokens; None without.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class LatentRing:
         loading: LoaderSettings,
         *,
         keys_of: Callable[[NDArray[np.int64]], list[str]],
-        tokenize: "Callable[[torch.Tensor], torch.Tensor] | None" = None,
+        captions: Captions | None = None,
     ) -> None:
         import torch
 
@@ -54,7 +55,7 @@ class LatentRing:
             tokens = (text.max_tokens,) if text.max_tokens else ()
             self._text = _Rows((batch, *tokens, text.width), torch.float16, pin=pin, can_keep=can_keep)
             self._arange = torch.arange(text.max_tokens)
-        self._keys_of, self._tokenize, self._from_numpy = keys_of, tokenize, torch.from_numpy
+        self._keys_of, self._captions, self._from_numpy = keys_of, captions, torch.from_numpy
 
     def collate(self, samples: Sequence[LatentSample]) -> Batch:
         """The batch of `samples`, in their order."""
@@ -72,8 +73,9 @@ class LatentRing:
             values = column[first:end] if is_slice else np.array([of[name][row] for of, row, _, _ in samples])
             batch[name] = self._from_numpy(values)  # type: ignore[literal-required]
         batch["key"] = Keys(batch["clip_id"], self._keys_of)
-        if self._tokenize is not None:
-            batch["tokens"] = self._tokenize(batch["caption_id"])
+        if self._captions is not None and (tokenize := self._captions.tokenize) is not None:
+            captions = self._captions.texts_at(batch.pop("text_row").numpy())
+            batch["tokens"] = self._from_numpy(np.stack([tokenize(text) for text in captions]))
         if self._text is not None:
             batch["text"] = self._text.filled(texts)
             if (num_tokens := batch.pop("num_tokens", None)) is not None:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from clipmill.manifests.caption_spans import CaptionSpans
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import num_captions_of, read_videos
@@ -84,6 +85,7 @@ def make_segment_table(
     query: SegmentQuery,
     stored: StoredLatents,
     selection: Selection,
+    stored_captions: CaptionSpans | None,
     text: TextRows | None,
     *,
     num_frames: int,
@@ -107,9 +109,10 @@ def make_segment_table(
     captions: RowCaptions | None = None
     label: NDArray[np.int64] | None = None
     remarks: list[str] = []
-    if query.captions != "none":
+    if stored_captions is not None:
         segment, captions, remarks = pair_captions(
             query,
+            stored_captions,
             records=records,
             segments=segments,
             text=text,

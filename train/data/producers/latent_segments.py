@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import num_captions_of
@@ -18,10 +19,10 @@ from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
 from clipmill.train.config.clips import LatentSettings
 from clipmill.train.config.shards import names_tars
-from clipmill.train.data.caption_choice import CaptionTexts
+from clipmill.train.data.captions import Captions
 from clipmill.train.data.chunks import manifest_mark
-from clipmill.train.data.latents.reader import LatentCaptions, LatentReader
-from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
+from clipmill.train.data.latents.reader import LatentReader
+from clipmill.train.data.latents.segment_query import SegmentQuery, ShownCaptions
 from clipmill.train.data.latents.segment_table import make_segment_table, read_latents, read_text, require_whole_crops
 from clipmill.train.data.latents.segments import (
     FrameShape,
@@ -104,22 +105,24 @@ def open_latent_segments(
     )
     settings = (query.captions, query.tails, query.sources, [its.as_json() for its in query.classes])
     where = selection_mark(query.where, data_dir, tars=tars)
-    depends_on = (*of_split, *marks, num_frames, *settings, query.max_segments, *where)
+    stored_captions = None if query.captions == "none" else open_stored_captions(data_dir)
+    of_captions = () if stored_captions is None else stored_captions.mark
+    depends_on = (*of_split, *marks, num_frames, *settings, query.max_segments, *where, of_captions)
     num_rows = latents.num_samples
     if query.captions != "none" or query.classes:
         num_rows += num_captions_of(data_dir)
     table = open_table(
         "segments",
-        lambda: make_segment_table(query, stored, selection, text_rows, num_frames=num_frames, manifest=of_split[1:]),
+        lambda: make_segment_table(
+            query, stored, selection, stored_captions, text_rows, num_frames=num_frames, manifest=of_split[1:]
+        ),
         depends_on=depends_on,
         num_rows=num_rows,
     )
     maps.want(records.array_place[np.unique(table.first_part)])
-    captions = (
-        None
-        if table.captions is None
-        else LatentCaptions(table.captions, partial(CaptionTexts, data_dir), tokenize=tokenize)
-    )
+    captions: Captions | None = None
+    if table.captions is not None and stored_captions is not None:
+        captions = Captions(table.captions, stored_captions.texts, tokenize=tokenize)
     # Arrow would keep the memory that reading indexes and captions took.
     pa.default_memory_pool().release_unused()
     names = [variant.directory.name for variant in variants]
@@ -167,7 +170,7 @@ def open_latent_segments(
 
 def open_captions(query: DataQuery) -> Samples[LatentReader]:
     """Open segments with captions; raises UserError like `open_frames`, or if there are no captions."""
-    shown: Captions = "stored" if query.has_stored_text else "words"
+    shown: ShownCaptions = "stored" if query.has_stored_text else "words"
     segments = replace(_query(query), captions=shown, sources=query.captions.sources)
     return _require_fitting(query, open_latent_segments(segments, tokenize=query.tokenize, needs_embeddings=True))
 
