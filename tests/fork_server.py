@@ -64,6 +64,8 @@ _HEAVY = (
         "clipmill.train.report.results",
     ),
     *("torch.distributed.checkpoint", "torch.utils.flop_counter"),
+    # Of workers that ask a server for captions: its client takes a second to import.
+    *("clipmill.prep.captions.worker", "openai.resources.chat", "aiohttp"),
     *("diffusers.models.autoencoders.autoencoder_tiny", "open_clip"),
 )
 
