@@ -15,7 +15,7 @@ from tests.torture.subjects import SUBJECTS
 from tests.torture.workspace import Workspace
 
 SEED = 1
-# They start Ray or new interpreters, which prep/core/test_killed.py kills as well, or wait for leases; that takes longer
+# They start Ray or new interpreters, which prep/core/test_killed.py kills as well, or wait for leases; it takes longer
 # than everything else together.
 TOO_LONG = {"chunk-ray", "chunk-fresh", "text-fresh", "late-chunk", "late-gc", "late-gc-twice", "late-scores"}
 # Their files have the format, the writer, the reader and the repair of another subject's.
