@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from tests.simulated_gpu.journal import Copy, Journal, place
-from tests.simulated_gpu.kernels import emulated
+from tests.simulated_gpu.kernels import emulated, require_grid
 
 CPU = torch.device("cpu")
 # The host waits for a number or for the size of a result.
@@ -287,7 +287,11 @@ _ACTIVE: list[Device] = []
 def simulation() -> Iterator[Journal]:
     """Simulate the GPUs of the runtime within the block, in this thread and in those that start there."""
     journal = Journal()
-    start, make_tensor = threading.Thread.run, torch.tensor
+    # torch keeps the functions that `with torch.device(...)` acts on when it is first used: the real torch.tensor, by
+    # which transformers sees whether a model is built without memory. Otherwise it counts buffers as filled.
+    with torch.device("meta"):
+        torch.empty(0)
+    start, make_tensor, attend = threading.Thread.run, torch.tensor, torch.nn.functional.scaled_dot_product_attention
 
     def run(thread: threading.Thread) -> None:
         with _Operators():
@@ -299,8 +303,14 @@ def simulation() -> Iterator[Journal]:
             values = _mapped(lambda one: one.item() if isinstance(one, Simulated) else one, values)
         return make_tensor(values, **options)
 
+    def scaled_dot_product_attention(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if query.is_cuda and query.ndim == 4:
+            require_grid(*query.shape[:2])
+        return attend(query, *args, **options)
+
     with pytest.MonkeyPatch.context() as patch:
         _follow_streams(patch, journal)
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention)
         # A view of a wrapped tensor cannot be made in inference mode.
         patch.setattr(torch, "inference_mode", torch.no_grad)
         patch.setattr(torch, "tensor", tensor)
