@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
@@ -314,6 +315,10 @@ def simulation() -> Iterator[Journal]:
         # A view of a wrapped tensor cannot be made in inference mode.
         patch.setattr(torch, "inference_mode", torch.no_grad)
         patch.setattr(torch, "tensor", tensor)
+        # For a checkpoint torch copies whole storages, which a simulated tensor does not have.
+        patch.setattr(
+            StateDictStager, "stage", lambda _, state: {name: x.detach().cpu().clone() for name, x in state.items()}
+        )
         patch.setattr(threading.Thread, "run", run)
         _ACTIVE.append(Device(journal))
         lifts = torch._C._only_lift_cpu_tensors()

@@ -8,7 +8,6 @@ import pytest
 
 from clipmill.train.commands import launch as command
 from clipmill.train.distributed import launch
-from clipmill.train.distributed.storage import Storage
 from clipmill.train.engine.failure_log import FailureLog, SyncedBatch
 from clipmill.train.run.checkpoint_writer import CheckpointWriter
 from tests.simulated_gpu.device import simulation
@@ -25,8 +24,6 @@ STEADY = range(2, NUM_STEPS)
 def _without_files(*, keeps_checkpoints: bool = False) -> Iterator[None]:
     """Leave out checkpoints and the results page, which take most of the time of a short run and compute nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        # torch stages whole storages, which simulated tensors do not have.
-        patch.setattr(Storage, "staged", lambda _, tensors: {name: one.detach().cpu() for name, one in tensors.items()})
         if not keeps_checkpoints:
             patch.setattr(CheckpointWriter, "save", lambda *_: None)
         patch.setattr(command, "write_page", lambda _: None)
