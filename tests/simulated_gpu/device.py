@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from tests.simulated_gpu.journal import Copy, Journal, place
-from tests.simulated_gpu.kernels import emulated, require_grid
+from tests.simulated_gpu.kernels import emulated, scaled_dot_product
 
 CPU = torch.device("cpu")
 # The host waits for a number or for the size of a result.
@@ -205,8 +205,7 @@ class Device:
         generator = plain_kwargs.get("generator")
         if generator is not None and generator.device.type == "cuda":
             plain_kwargs["generator"] = None
-        known = emulated(str(func._overloadpacket)) if ours else None
-        if known is not None:
+        if ours and (known := emulated(str(func._overloadpacket))):
             found = known(*plain_args, **plain_kwargs)
         else:
             if ours and func.namespace not in _OURS:
@@ -241,14 +240,14 @@ def _collect(values: Any, found: list[torch.Tensor]) -> None:
             _collect(value, found)
 
 
+def _plain(value: Any) -> Any:
+    return value.numbers if isinstance(value, Simulated) else value
+
+
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)([_mapped(change, one) for one in value])
     return change(value)
-
-
-def _plain(value: Any) -> Any:
-    return value.numbers if isinstance(value, Simulated) else value
 
 
 def _is_cuda(device: Any) -> bool:
@@ -288,11 +287,11 @@ _ACTIVE: list[Device] = []
 def simulation() -> Iterator[Journal]:
     """Simulate the GPUs of the runtime within the block, in this thread and in those that start there."""
     journal = Journal()
-    # torch keeps the functions that `with torch.device(...)` acts on when it is first used: the real torch.tensor, by
-    # which transformers sees whether a model is built without memory. Otherwise it counts buffers as filled.
+    # On its first use torch keeps the functions that `with torch.device(...)` acts on. transformers asks torch.tensor
+    # whether a model is built without memory; a replaced one would leave buffers unset.
     with torch.device("meta"):
         torch.empty(0)
-    start, make_tensor, attend = threading.Thread.run, torch.tensor, torch.nn.functional.scaled_dot_product_attention
+    start, make_tensor = threading.Thread.run, torch.tensor
 
     def run(thread: threading.Thread) -> None:
         with _Operators():
@@ -304,21 +303,14 @@ def simulation() -> Iterator[Journal]:
             values = _mapped(lambda one: one.item() if isinstance(one, Simulated) else one, values)
         return make_tensor(values, **options)
 
-    def scaled_dot_product_attention(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        if query.is_cuda and query.ndim == 4:
-            require_grid(*query.shape[:2])
-        return attend(query, *args, **options)
-
     with pytest.MonkeyPatch.context() as patch:
         _follow_streams(patch, journal)
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention)
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product)
         # A view of a wrapped tensor cannot be made in inference mode.
         patch.setattr(torch, "inference_mode", torch.no_grad)
         patch.setattr(torch, "tensor", tensor)
         # For a checkpoint torch copies whole storages, which a simulated tensor does not have.
-        patch.setattr(
-            StateDictStager, "stage", lambda _, state: {name: x.detach().cpu().clone() for name, x in state.items()}
-        )
+        patch.setattr(StateDictStager, "stage", lambda _, state: {key: x.cpu().clone() for key, x in state.items()})
         patch.setattr(threading.Thread, "run", run)
         _ACTIVE.append(Device(journal))
         lifts = torch._C._only_lift_cpu_tensors()

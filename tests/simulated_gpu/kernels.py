@@ -21,6 +21,16 @@ def require_grid(num_sequences: int, num_heads: int) -> None:
         raise RuntimeError(f"CUDA error: invalid configuration argument ({num_sequences} sequences, {num_heads} heads)")
 
 
+_SDPA = torch.nn.functional.scaled_dot_product_attention
+
+
+def scaled_dot_product(query: Tensor, *args: Any, **options: Any) -> Tensor:
+    """torch's scaled_dot_product_attention with the limits of its fused kernels."""
+    if query.is_cuda and query.ndim == 4:
+        require_grid(*query.shape[:2])
+    return _SDPA(query, *args, **options)
+
+
 def emulated(name: str) -> Callable[..., Any] | None:
     """The emulation of an operator by its qualified name; None if it has none."""
     return _OPERATORS.get(name)

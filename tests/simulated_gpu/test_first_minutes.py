@@ -25,7 +25,8 @@ def mixed(setup): torch.ones(2, device=setup.device) + torch.ones(2, device="cud
 def crashed(setup): os.abort()
 def hanging(setup): time.sleep(10**6)
 
-doctor, *others = program.FIRST
+# Resumption takes 120 steps, minutes where all operators are simulated; inside/test_steps.py has a run that goes on.
+doctor, *others = (one for one in program.FIRST if one.name != "Resumption")
 mistakes = [Measurement(name=one.__name__, measure=one, estimated_s=1) for one in (mixed, crashed, hanging)]
 program.FIRST = (doctor, *mistakes, *others)
 program.run(program.Request(
@@ -47,6 +48,6 @@ def test_a_measurement_that_fails_costs_no_other_its_result(
     assert errors.pop("crashed") == "its process was killed by SIGABRT"
     assert errors.pop("hanging").startswith("it was killed after ")
     assert {name: error for name, error in errors.items() if error} == {}
-    assert found["running"] is None and len(errors) == 10
+    assert found["running"] is None and len(errors) == 9
     failures = [row for one in found["measurements"][1:] for row in one["rows"] if "error" in row]
     assert failures == []  # the doctor tries SDPA's own kernels, which are not simulated
