@@ -306,8 +306,7 @@ def simulation() -> Iterator[Journal]:
     with pytest.MonkeyPatch.context() as patch:
         _follow_streams(patch, journal)
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product)
-        # A view of a wrapped tensor cannot be made in inference mode.
-        patch.setattr(torch, "inference_mode", torch.no_grad)
+        patch.setattr(torch, "inference_mode", torch.no_grad)  # in which no view of a wrapped tensor can be made
         patch.setattr(torch, "tensor", tensor)
         # For a checkpoint torch copies whole storages, which a simulated tensor does not have.
         patch.setattr(StateDictStager, "stage", lambda _, state: {key: x.cpu().clone() for key, x in state.items()})
