@@ -43,8 +43,8 @@ LONG = (
     "test_gpu_dry_run.py",
     "test_endpoint.py",
 )
-# Folders whose tests do not train.
-WITHOUT_TRAINING = ("manifests", "prep", "shards")
+# Folders whose tests do not train; the simulated GPU's do so in a process of their own.
+WITHOUT_TRAINING = ("manifests", "prep", "shards", *(() if "SIMULATED_GPUS" in os.environ else ("simulated_gpu",)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
