@@ -93,8 +93,8 @@ class IsolatedEngine:
                         given[item[0]] = item[1]
                     ours.send(item and (*item, name(item[1]) if name is not None else None))
                 elif kind == "outcome":
-                    number, result, lost = value
-                    yield Outcome(given.pop(number), result, lost)
+                    number, *rest = value
+                    yield Outcome(given.pop(number), *rest)
                 elif kind == "refused":
                     yield value
                 elif kind == "notice":
@@ -187,7 +187,7 @@ def _serve(
                 notify=notify,
             ):
                 if isinstance(outcome, Outcome):
-                    _send(pipe, "outcome", (outcome.task[0], outcome.result, outcome.lost))
+                    _send(pipe, "outcome", (outcome.task[0], outcome.result, outcome.lost, outcome.crashed))
                 elif outcome is not None:
                     _send(pipe, "refused", outcome)
                 elif pipe.poll():  # the command sends nothing unasked: the pipe was closed
