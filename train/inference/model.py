@@ -48,7 +48,7 @@ class LoadedModel:
     """A model in evaluation mode on a device, made by `load_model`.
 
     Attributes:
-        opened: the weights with their task, which opens the samples of a data folder: `opened.task.samples(...)`.
+        opened: the weights with their task; `opened.samples(split)` opens samples of a data folder.
         model: the network.
         remarks: which embeddings of time and place were interpolated, and what else was said on opening.
     """
@@ -237,7 +237,7 @@ def load_model(
         sampling: frame sampling of the loader. Default: as in training.
         size_px: side of the frames. Default: as in training; otherwise positional embeddings are interpolated.
         device: where to put the model; auto: the GPU if there is one.
-        shards: data folder for `opened.task`. Default: the run's own.
+        shards: data folder for `opened.samples`. Default: the run's own, in the variants of its training.
 
     Raises:
         UserError: there are no such weights or no such device, the weights are damaged, or they cannot be shown such
