@@ -107,5 +107,5 @@ def test_without_auto_a_run_is_required_and_a_preset_has_to_agree_with_it(
         assert train("dual-encoder", "--out", begun, *resume, "--preset", "tiny") == 2
         messages.append(two_lines(capsys))
     error, hint = messages[0]
-    assert messages[0] == messages[1] and error.startswith(f"error: the run in {begun} has --") and ", not " in error
+    assert messages[0] == messages[1] and f"the run in {begun} has 3; --batch is 64, not 4" in error
     assert "leave out these flags, and a --preset" in hint and "is from preset tiny" in hint

@@ -159,10 +159,7 @@ def test_a_model_in_python_and_evaluated_data_keep_the_variants_of_the_run(
 
     forget_last_step(run)
     assert train("dual-encoder", "--resume", "--out", run) == 0
-    assert {name: one["variant"] for name, one in facts(run)["evaluations"].items()} == {
-        "own": VARIANT,
-        "other": VARIANT,
-    }
+    assert [one["variant"] for one in facts(run)["evaluations"].values()] == [VARIANT, VARIANT]
     forget_last_step(run)
     shutil.rmtree(other / "video" / VARIANT)
     capsys.readouterr()
