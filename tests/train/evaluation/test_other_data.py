@@ -210,6 +210,9 @@ def test_a_stream_of_tars_is_evaluated_on_a_data_folder(
     assert "far/text_to_video_r1" in read_lines(RunFolder(tmp_path / "run").metrics)[-1]
     capsys.readouterr()
     assert train("eval", "retrieval", tmp_path / "run") == 0
-    assert "the model was trained on these clips: tars have no splits; only 8 clips" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "the model was trained on these clips: tars have no splits; only 8 clips" in printed
+    result = tmp_path / "run" / "evaluations" / "retrieval-all.json"
+    assert f"written: {result}" in printed and json.loads(result.read_text())["split"] == "all"
     assert train("classify", *SMALL.split(), "--shards", tar, "--label", "class", "--out", tmp_path / "none") == 2
     assert "0.tar is a stream of tars, without labels" in capsys.readouterr().err
