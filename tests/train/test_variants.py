@@ -153,9 +153,9 @@ def test_a_model_in_python_and_evaluated_data_keep_the_variants_of_the_run(
     assert train("dual-encoder", *SMALL, *STEPS, "--shards", data, "--out", run, *evaluate) == 0
     for folder in (data, other):
         set_current_variant(folder, "video", OTHER)
-    samples = load_model(run).opened.samples("val")
+    samples = load_model(run).samples("val")
     assert samples.variant_name == VARIANT and len(list(samples.evaluation_batches())) > 0
-    assert load_model(run, shards=str(other)).opened.samples("val").variant_name == OTHER
+    assert load_model(run, shards=str(other)).samples("val").variant_name == OTHER
 
     forget_last_step(run)
     assert train("dual-encoder", "--resume", "--out", run) == 0

@@ -6,7 +6,6 @@ clips, and the command line that repeats the evaluation. What is scored, and how
 """
 
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import partial
@@ -26,7 +25,6 @@ from clipmill.train.data.held_out import EvaluatedClips, held_out
 from clipmill.train.data.inputs import first_of
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.query import TARS_SPLIT
-from clipmill.train.distributed.world import World
 from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, shape_of_run
 from clipmill.train.evaluation.tables import marked
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
@@ -34,7 +32,6 @@ from clipmill.train.models.dual_encoder import ModelShape
 from clipmill.train.run.folder import RunFolder, read_object
 from clipmill.train.run.packages import require_parts
 from clipmill.train.run.result_names import data_facts, is_same_evaluation, result_name, suffix_of
-from clipmill.train.run.variants import reading_variants_of_run
 from clipmill.train.spec import EvaluationSpec, TaskSpec
 from clipmill.train.weights.loading import load_whole
 from clipmill.train.weights.logits import Logits, logits_of, read_logits
@@ -86,15 +83,6 @@ class OpenedRun:
     lacks: str = ""
     source: Source | None = None
     checkpoint: Path | None = None
-
-    def samples(self, split: str, **how: Any) -> Any:
-        """Open the samples of a split; of a run's own data, in the variants that it was trained on.
-
-        Args:
-            how: Further arguments of the task's `samples`.
-        """
-        with reading_variants_of_run(self.title, self.shards, say=partial(print, file=sys.stderr)):
-            return self.task.samples(split, World(), **how)
 
     def logits(self) -> Logits:
         """What turns cosines of its embeddings into logits."""
