@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ class LoadedModel:
         with reading_variants_of_run(
             self.opened.title, self.opened.shards, say=lambda line: print(line, file=sys.stderr)
         ):
-            return self.opened.task.samples(split, World(), **how)
+            return opened.task.samples(split, World(), **how)
 
     @property
     def settings(self) -> ClipSettings:
