@@ -66,9 +66,8 @@ class LoadedModel:
         """
         from clipmill.train.run.variants import reading_variants_of_run
 
-        with reading_variants_of_run(
-            self.opened.title, self.opened.shards, say=lambda line: print(line, file=sys.stderr)
-        ):
+        opened = self.opened
+        with reading_variants_of_run(opened.title, opened.shards, say=lambda line: sys.stderr.write(f"{line}\n")):
             return opened.task.samples(split, World(), **how)
 
     @property
