@@ -276,8 +276,7 @@ class EndsAtTheStart:
     """An engine that ends its process, as Ray does if its own server does not answer."""
 
     def run(self, *arguments: object, **options: object) -> Iterator[None]:
-        os._exit(1)
-        yield
+        yield os._exit(1)
 
 
 def test_ray_that_ends_while_it_starts_leads_to_the_other_engine() -> None:
