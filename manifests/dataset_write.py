@@ -34,7 +34,8 @@ class WriteResult:
     """A dataset's entry in the manifest after a write.
 
     Attributes:
-        num_rejected: number of rejected rows by reason.
+        num_rejected: number of rejected files and rows by reason.
+        num_files_rejected: how many of them are files; the others are rows of files.
         num_captions_removed: captions of the dataset that were in the manifest before and no longer are.
         num_videos_removed: videos of the dataset that were in the manifest before and no longer are.
         num_splits_changed: videos of the dataset that were in the manifest before in another split.
@@ -49,6 +50,7 @@ class WriteResult:
     num_captions: int
     num_captions_lost: int
     num_rejected: dict[str, int]
+    num_files_rejected: int
     num_videos_added: int
     num_videos_removed: int
     num_splits_changed: int
@@ -155,6 +157,7 @@ def write_manifest(
         num_captions=captions.num_rows,
         num_captions_lost=num_captions_lost,
         num_rejected=reasons,
+        num_files_rejected=rejected["row"].null_count,
         num_videos_added=videos.num_rows - num_kept,
         num_videos_removed=len(removed),
         num_splits_changed=num_other_splits(old.videos, new),

@@ -12,14 +12,19 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
-from cyclopts.argument import ArgumentCollection
+from cyclopts import Parameter
+from cyclopts.argument import Argument, ArgumentCollection
 
 
 @contextmanager
 def made_once() -> Iterator[None]:
     """Meanwhile, keep the arguments of each command, and check values without pydantic."""
     known: WeakKeyDictionary[Callable[..., Any], dict[Any, tuple[Any, ArgumentCollection]]] = WeakKeyDictionary()
-    make = ArgumentCollection._from_callable
+    make, negatives_of = ArgumentCollection._from_callable, Parameter.get_negatives
+    hint_of = vars(Argument)["_negatives_hint"].fget
+    # cyclopts asks for these of all flags, for each word. Keys contain the objects, which describe the commands.
+    hints: dict[int, tuple[Any, Any]] = {}
+    negatives: dict[tuple[int, Any], tuple[Any, Any]] = {}
 
     def arguments_of(command: Callable[..., Any], *defaults: Any, reserved: Iterable[str] = (), **rest: Any) -> Any:
         of_command = known.setdefault(command, {})
@@ -29,7 +34,21 @@ def made_once() -> Iterator[None]:
             of_command[kind] = asked, make(command, *defaults, reserved=asked[1], **rest)
         return _without_words(of_command[kind][1])
 
+    def negatives_hint(argument: Argument) -> Any:
+        kept = hints.get(id(argument.field_info))
+        if kept is None:
+            kept = hints[id(argument.field_info)] = argument.field_info, hint_of(argument)
+        return kept[1]
+
+    def get_negatives(parameter: Parameter, hint: Any) -> Any:
+        kept = negatives.get((id(parameter), hint))
+        if kept is None:
+            kept = negatives[id(parameter), hint] = parameter, negatives_of(parameter, hint)
+        return kept[1]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Argument, "_negatives_hint", property(negatives_hint))
+        patch.setattr(Parameter, "get_negatives", get_negatives)
         patch.setattr(ArgumentCollection, "_from_callable", staticmethod(arguments_of))
         patch.setattr("cyclopts.argument._argument.sys", SimpleNamespace(modules={}))
         yield

@@ -26,20 +26,25 @@ sys.dont_write_bytecode = False
 gc.disable()
 
 ROOT = Path(__file__).parent.parent
-# Files with tests that take half a minute or more. They run first, because at the end of the suite the other cores
-# would wait for them.
+# Files that take half a minute or more. They run first, because at the end of the suite the other cores would wait for
+# them: a file stays in one process.
 LONG = (
-    "test_simulation.py",
-    "test_gpu_dry_run.py",
     "test_slice.py",
+    "test_simulation.py",
+    "test_ranks.py",
     "test_signals.py",
-    "test_benchmarks.py",
-    "test_cluster.py",
-    "test_loop.py",
     "test_stages.py",
+    "test_cluster.py",
+    "test_ray.py",
+    "test_weights_anywhere.py",
+    "test_resume_auto.py",
+    "test_timelines.py",
+    "test_frames.py",
+    "test_gpu_dry_run.py",
+    "test_endpoint.py",
 )
-# Folders whose tests do not train.
-WITHOUT_TRAINING = ("manifests", "prep", "shards")
+# Folders whose tests do not train; the simulated GPU's do so in a process of their own.
+WITHOUT_TRAINING = ("manifests", "prep", "shards", *(() if "SIMULATED_GPUS" in os.environ else ("simulated_gpu",)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -28,8 +28,8 @@ def fix_environment() -> None:
     for name in [name for name in os.environ if _SETTINGS.fullmatch(name) and name not in _KEPT]:
         del os.environ[name]
     # Processes of several tests share the cores: threads of numpy and torch that wait for each other would keep them
-    # busy.
-    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    # busy. Where a command starts several threads by itself, they sleep while they wait.
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     os.environ |= {"LANG": LOCALE, "CLIPMILL_FFMPEG": imageio_ffmpeg.get_ffmpeg_exe()}
     os.environ["CLIPMILL_ALLOWED_HOSTS"] = "127.0.0.1"  # tables of tests name web servers of this machine
     os.umask(UMASK)

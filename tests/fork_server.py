@@ -51,19 +51,33 @@ _LIGHT = (
         "clipmill.prep.synthetic.make",
     ),
     *("clipmill.manifests.adapters.folder", "clipmill.manifests.store"),
+    *("clipmill.prep.video.work", "clipmill.prep.video.page", "clipmill.prep.engines.ray_connection"),
+    *(
+        "clipmill.prep.scores.worker",
+        "clipmill.prep.scores.plan",
+        "clipmill.prep.scores.work",
+        "clipmill.prep.scores.page",
+    ),
+    *("clipmill.prep.latents.work", "clipmill.prep.text.work", "clipmill.prep.text.t5", "clipmill.prep.captions.work"),
+    *("clipmill.manifests.dataset_write", "clipmill.manifests.adapters.remote_tables", "scenedetect"),
+    "clipmill.prep.commands.manifest_text",
 )
 # Of all others, with torch: a gigabyte, whose page tables cost a tenth of a second to copy and to free.
 _HEAVY = (
     # Of the processes of `tests.workers`. `torch._dynamo` is what a first step imports by itself.
     *("tests.train.distributed.runs", "tests.train.distributed.stage_runs", "tests.train.killed", "torch._dynamo"),
-    *("tests.train.losses.runs", "tests.train.optim.sharded_steps", "clipmill.train.tasks.mae.evaluation"),
+    *("tests.train.losses.runs", "tests.train.optim.sharded_steps"),
+    *(f"clipmill.train.tasks.{task}.task" for task in ("caption", "classify", "dual_encoder", "mae")),
+    *(f"clipmill.train.tasks.{task}.evaluation" for task in ("caption", "classify", "dual_encoder", "mae")),
     *(
         "clipmill.train.cli",
         "clipmill.train.commands.launch",
         "clipmill.train.engine.loop",
         "clipmill.train.report.results",
     ),
-    *("torch.distributed.checkpoint", "torch.utils.flop_counter"),
+    *("torch.distributed.checkpoint", "torch.distributed.run", "torch.utils.flop_counter"),
+    # Of workers that ask a server for captions: its client takes a second to import.
+    *("clipmill.prep.captions.worker", "openai.resources.chat", "aiohttp"),
     *("diffusers.models.autoencoders.autoencoder_tiny", "open_clip"),
 )
 

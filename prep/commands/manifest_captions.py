@@ -129,7 +129,8 @@ def captions(
     if json:
         print(json_module.dumps({**values, "first_rejected": named_values(rejected)}, indent=1, sort_keys=True))
     else:
-        print("\n".join(_lines(written, values, rejected=rejected)))
+        num_files = read.reading.rejected["row"].null_count
+        print("\n".join(_lines(written, values, rejected=rejected, num_files_rejected=num_files)))
         print(f"next: {manifest_text.chunk_command(data)}")
 
 
@@ -211,7 +212,9 @@ def _values(written: "FurtherResult", *, reading: "Reading", num_dropped: dict[s
     }
 
 
-def _lines(written: "FurtherResult", values: dict[str, Any], *, rejected: "Sequence[FailureEntry]") -> Iterator[str]:
+def _lines(
+    written: "FurtherResult", values: dict[str, Any], *, rejected: "Sequence[FailureEntry]", num_files_rejected: int
+) -> Iterator[str]:
     from clipmill.manifests.adapters.reasons import Reason
     from clipmill.manifests.caption_spans import is_of_model
     from clipmill.manifests.further_sources import source_name
@@ -233,7 +236,13 @@ def _lines(written: "FurtherResult", values: dict[str, Any], *, rejected: "Seque
     if values["num_dropped"]:
         yield "dropped: " + ", ".join(f"{count:,} {reason}" for reason, count in values["num_dropped"].items())
     if reasons := values["num_rejected"]:
-        yield from rejected_lines(reasons, values["num_captions_lost"], rejected, folder=written.folder)
+        yield from rejected_lines(
+            reasons,
+            rejected,
+            num_files=num_files_rejected,
+            num_captions_lost=values["num_captions_lost"],
+            folder=written.folder,
+        )
         if Reason.MISSING_CHUNK in reasons:
             yield f"  hint: {advice_on(Reason.MISSING_CHUNK)}"
     yield f"manifest: {written.folder}"

@@ -63,7 +63,13 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
     )
     lines.append(f"splits: {', '.join(of_splits)}")
     if written.num_rejected:
-        lines += rejected_lines(written.num_rejected, written.num_captions_lost, rejected, folder=written.folder)
+        lines += rejected_lines(
+            written.num_rejected,
+            rejected,
+            num_files=written.num_files_rejected,
+            num_captions_lost=written.num_captions_lost,
+            folder=written.folder,
+        )
     lines += [f"note: {on_one_line(note)}" for note in notes]
     if written.num_further_kept or written.num_further_removed:
         lines.append(
@@ -75,17 +81,25 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
 
 
 def rejected_lines(
-    num_rejected: Mapping[str, int], num_captions_lost: int, rejected: Sequence[FailureEntry], *, folder: Path
+    num_rejected: Mapping[str, int],
+    rejected: Sequence[FailureEntry],
+    *,
+    num_files: int,
+    num_captions_lost: int,
+    folder: Path,
 ) -> list[str]:
-    """Return the numbers of rejected rows by reason, and the first of the rows.
+    """Return the numbers of rejected files and rows by reason, and the first of them.
 
     Args:
+        rejected: the first of them.
+        num_files: how many of them are files.
         folder: of the manifest.
     """
     total = sum(num_rejected.values())
+    what = [counted(num, noun) for num, noun in ((num_files, "file"), (total - num_files, "row")) if num]
     lost = f", and {counted(num_captions_lost, 'caption')} of unavailable videos" if num_captions_lost else ""
     return [
-        f"rejected: {counted(total, 'row')}{lost}",
+        f"rejected: {' and '.join(what)}{lost}",
         *(f"{_INDENT}{reason}: {count}" for reason, count in sorted(num_rejected.items())),
         *named_lines(rejected, num_all=total, listed=folder / REJECTED_LIST, indent=_INDENT),
     ]

@@ -40,6 +40,7 @@ class FailureCode(StrEnum):
     DISK_FULL = "disk_full"
     IO_ERROR = "io_error"
     WORKER_LOST = "worker_lost"  # a process was killed from outside each time that it was tried
+    WORKER_CRASHED = "worker_crashed"  # a process was ended by a fault of its program each time
     SHARD_MISSING = "shard_missing"  # the run ended without the planned commit
 
 
@@ -110,6 +111,11 @@ WORDS: dict[str, tuple[str, str]] = {
         "a process of the run was killed",
         "run the same command again, with fewer --workers if memory is short",
     ),
+    FailureCode.WORKER_CRASHED: (
+        "a program crashed",
+        "run the same command again; if it crashes again, install another build of it "
+        "($CLIPMILL_FFMPEG names an ffmpeg), or leave the source out",
+    ),
     FailureCode.SHARD_MISSING: ("the shard was not made", "run the same command again"),
 }
 
@@ -125,6 +131,7 @@ TRANSIENT = frozenset(
         FailureCode.DISK_FULL,
         FailureCode.IO_ERROR,
         FailureCode.WORKER_LOST,
+        FailureCode.WORKER_CRASHED,
         FailureCode.SHARD_MISSING,
         FailureCode.FFMPEG_DIFFERS,
         FailureCode.CHUNK_DAMAGED,
@@ -143,6 +150,11 @@ MACHINE_FAULTS = frozenset(
 
 # Failures that may disappear as soon as the source is readable again, such as a missing file or an unmounted disk.
 SOURCE_AWAY = frozenset({FailureCode.SOURCE_MISSING, FailureCode.SOURCE_UNREADABLE})
+
+
+def loss_code(*, crashed: bool) -> FailureCode:
+    """Return the failure code of a task whose worker ended without a result."""
+    return FailureCode.WORKER_CRASHED if crashed else FailureCode.WORKER_LOST
 
 
 class SourceFailure(Exception):

@@ -41,7 +41,7 @@ def why_missing(
         return None if is_stored else Stop(FailureCode.SHARD_MISSING, f"part {other_part} has not made it")
     stop = None if result is None else result.stopped_by
     # A lost worker may have committed its shard before it disappeared.
-    if is_stored and (stop is None or stop.code == FailureCode.WORKER_LOST):
+    if is_stored and (stop is None or stop.code in (FailureCode.WORKER_LOST, FailureCode.WORKER_CRASHED)):
         is_made = result is not None and stop is None
         if is_made or shard.state != ShardState.RETRY or (commit is not None and not commit.failures):
             return None

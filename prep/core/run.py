@@ -16,7 +16,7 @@ from clipmill.manifests.storage.mirrors import refresh, require_locks
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.data_folder import remove_variant_temporaries
 from clipmill.prep.core.failure_list import FAILURES_FILE, read_failures, shard_name, write_failures
-from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.failures import FailureCode, loss_code
 from clipmill.prep.core.heartbeat import RunningChunks
 from clipmill.prep.core.lag import is_committed, wait_until_seen
 from clipmill.prep.core.lost_samples import lost_samples
@@ -200,7 +200,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 summary.refused_workers.append(outcome)
                 warn_refused(outcome)
             elif outcome is not None:
-                result = outcome.result or stopped(outcome.task, FailureCode.WORKER_LOST, outcome.lost or "")
+                result = outcome.result or stopped(outcome.task, loss_code(crashed=outcome.crashed), outcome.lost or "")
                 made += result.num_chunks
                 work_done += num_chunks[result.shard_id] * shares[result.shard_id]
                 running.finish(result.shard_id)

@@ -30,6 +30,8 @@ MAX_TRIES = 3  # attempts at a task whose worker is lost
 TICK_S = 0.5
 THREADS_VARIABLE = "CLIPMILL_WORKER_THREADS"  # set by an engine in workers whose machine the driver does not know
 _PR_SET_PDEATHSIG = 1
+# Signals by which the kernel, or the program itself, ends a program that is faulty. All others come from outside.
+CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
 
 Check = Callable[[], str | None]  # called in a worker: return why it must not work, or None
 
@@ -41,6 +43,7 @@ class Outcome(Generic[T, R]):
     task: T
     result: R | None
     lost: str | None = None
+    crashed: bool = False  # whether the lost worker ended by a fault of its program, and was not killed
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,10 @@ def exit_reason(exit_code: int | None) -> str:
     """Return how a process ended, for messages: its exit status, or the signal that killed it."""
     if exit_code is None or exit_code >= 0:
         return f"exit status {exit_code}"
-    return f"signal {-exit_code}{' (out of memory?)' if exit_code == -signal.SIGKILL else ''}"
+    number = -exit_code
+    if number == signal.SIGKILL:
+        return f"signal {number} (out of memory?)"
+    return f"signal {number} ({signal.Signals(number).name})" if number in CRASH_SIGNALS else f"signal {number}"
 
 
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None

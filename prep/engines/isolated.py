@@ -81,13 +81,10 @@ class IsolatedEngine:
                 if not ours.poll(TICK_S):
                     if deadline_s is not None and time.monotonic() > deadline_s:
                         process.kill()  # it may wait for Ray, and does not look at the pipe
-                        raise FailedWork(
-                            f"{self._name} did not start within {self._start_limit_s:g} s; "
-                            "run the same command again, or with --engine processes"
-                        )
+                        raise _start_failure(self._name, f"within {self._start_limit_s:g} s")
                     yield None
                     continue
-                kind, value = _receive(ours, process, name=self._name)
+                kind, value = _receive(ours, process, name=self._name, is_starting=deadline_s is not None)
                 if kind == "next":
                     starting.close()
                     deadline_s = None
@@ -96,8 +93,8 @@ class IsolatedEngine:
                         given[item[0]] = item[1]
                     ours.send(item and (*item, name(item[1]) if name is not None else None))
                 elif kind == "outcome":
-                    number, result, lost = value
-                    yield Outcome(given.pop(number), result, lost)
+                    number, *rest = value
+                    yield Outcome(given.pop(number), *rest)
                 elif kind == "refused":
                     yield value
                 elif kind == "notice":
@@ -149,12 +146,18 @@ def _end(process: SpawnProcess) -> None:
         process.join()
 
 
-def _receive(pipe: Connection, process: SpawnProcess, *, name: str) -> tuple[str, Any]:
+def _start_failure(name: str, reason: str) -> FailedWork:
+    return FailedWork(f"{name} did not start {reason}; run the same command again, or with --engine processes")
+
+
+def _receive(pipe: Connection, process: SpawnProcess, *, name: str, is_starting: bool = False) -> tuple[str, Any]:
     """Return the next message of the process: its kind, and its value."""
     try:
         kind, value = pipe.recv()
     except (EOFError, ConnectionResetError):
         process.join()
+        if is_starting:
+            raise _start_failure(name, f"({exit_reason(process.exitcode)})") from None
         raise FailedWork(
             f"{name} is lost ({exit_reason(process.exitcode)}); finished work is kept; "
             "run the same command again to resume"
@@ -184,7 +187,7 @@ def _serve(
                 notify=notify,
             ):
                 if isinstance(outcome, Outcome):
-                    _send(pipe, "outcome", (outcome.task[0], outcome.result, outcome.lost))
+                    _send(pipe, "outcome", (outcome.task[0], outcome.result, outcome.lost, outcome.crashed))
                 elif outcome is not None:
                     _send(pipe, "refused", outcome)
                 elif pipe.poll():  # the command sends nothing unasked: the pipe was closed

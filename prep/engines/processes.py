@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from clipmill.prep.engines import (
+    CRASH_SIGNALS,
     MAX_TRIES,
     TICK_S,
     Check,
@@ -94,8 +95,9 @@ class ProcessEngine:
                         if worker.tries < MAX_TRIES:
                             retries.append((worker.task, worker.tries))
                         else:
-                            reason = exit_reason(worker.process.exitcode)
-                            yield Outcome(worker.task, None, lost=f"its worker ended with {reason} {MAX_TRIES} times")
+                            code = worker.process.exitcode
+                            lost = f"its worker ended with {exit_reason(code)} {MAX_TRIES} times"
+                            yield Outcome(worker.task, None, lost, crashed=-(code or 0) in CRASH_SIGNALS)
                         continue
                     if error is not None:
                         raise error

@@ -14,7 +14,6 @@ imports nothing but libav, which takes 0.1 s.
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.engines import die_with_parent, exit_reason
+from clipmill.prep.engines import CRASH_SIGNALS, die_with_parent, exit_reason
 from clipmill.prep.sources.probe import SourceFacts, probe
 
 SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease block an `open` (45 s)
@@ -35,7 +34,6 @@ _HEARTBEAT, _HEARTBEAT_S = b"{}\n", 1.0
 _QUEUE_LENGTH = 4  # so that a reader always has its next source
 _SPAWN_DELAY_S = 0.1  # delay before another reader is started while all are busy
 # Signals that a process causes itself, by a bug in libav that its source triggers. Others come from outside.
-_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from clipmill.prep.sources.probe_processes import serve; serve()"
 
 
@@ -171,7 +169,7 @@ class Reader:
         if status is not None and self._process.stderr is not None:
             stderr = self._process.stderr.read()
         self.end()
-        is_crash = status is None or status >= 0 or -status in _CRASHES
+        is_crash = status is None or status >= 0 or -status in CRASH_SIGNALS
         last_line = (stderr.decode("utf-8", "replace").strip().splitlines() or [""])[-1]
         return _ReaderEnded(
             FailureCode.PROBE_FAILED if is_crash else FailureCode.WORKER_LOST,

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from clipmill.manifests.locks import folder_lock
 from clipmill.manifests.publish import remove_temporaries
 from clipmill.prep.core.data_folder import SHOTS_FILE
-from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.failures import FailureCode, SourceFailure, loss_code
 from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.core.shard_result import cpu_s
 from clipmill.prep.core.table_file import as_array, read_table_file, write_table_file
@@ -182,7 +182,9 @@ def detect_shots(
                 refused.append(outcome)
                 warn_refused(outcome)
             elif outcome is not None:
-                found = outcome.result or FoundShots(failure=(FailureCode.WORKER_LOST, outcome.lost or "", False))
+                found = outcome.result or FoundShots(
+                    failure=(loss_code(crashed=outcome.crashed), outcome.lost or "", False)
+                )
                 row, is_passing = _row(outcome.task, found, key=key)
                 (passing if is_passing else stored).append(row)
                 total_cpu_s += found.cpu_s

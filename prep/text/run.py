@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.progress import Activity
-from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.failures import FailureCode, loss_code
 from clipmill.prep.core.lag import wait_until_seen
 from clipmill.prep.core.layout import write_layout
 from clipmill.prep.core.part_locks import Part
@@ -270,7 +270,7 @@ def fill(
                 refused.append(outcome)
                 warn_refused(outcome)
             elif outcome is not None:
-                result = outcome.result or BlockResult(stopped=(FailureCode.WORKER_LOST, outcome.lost or ""))
+                result = outcome.result or BlockResult(stopped=(loss_code(crashed=outcome.crashed), outcome.lost or ""))
                 num_encoded += result.num_encoded
                 num_cut += result.num_cut
                 not_finite.update(result.not_finite)

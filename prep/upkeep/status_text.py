@@ -17,7 +17,7 @@ from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import column_named
 from clipmill.prep.upkeep.caption_sources import CaptionSource
 from clipmill.prep.upkeep.status import ColumnStatus, Status, VariantStatus, VideosStatus
-from clipmill.shards.dataset import variant_dir
+from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.reader import Variant
 
 _MAX_LISTED = 20
@@ -53,6 +53,8 @@ def _command_of(column: ColumnStatus, data_dir: Path) -> str:
     """Return the command that reproduces the current variant's recipe; the first variant's if none is current."""
     spec = column_named(column.column)
     variant = column.current or next(iter(column.variants), None)
+    if column.current is None and (deleted := current_variant(data_dir, column.column)) is not None:
+        return f"prep {spec.command} with the settings of {deleted} (its folder is missing)"
     if variant is None:
         length = " --len 15s" if spec.is_first else ""
         return f"prep {spec.command}{length} --data {shlex.quote(str(data_dir))}"

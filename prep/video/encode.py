@@ -177,6 +177,9 @@ def span_arguments(
         "flags": "+bitexact",
         # With B frames, decoding timestamps begin below zero; muxers would otherwise shift the presentation timestamps.
         "avoid_negative_ts": "disabled",
+        # Before version 8, setpts takes the frame rate away, and with it the durations: the edit list of each chunk
+        # would end before its last frame.
+        "bsf:v": f"setts=pts=PTS:dts=DTS:duration=round({1 / settings.fps_exact}/TB)",
         "stats_enc_pre:v": _TIMES_FILE,
         "stats_enc_pre_fmt:v": TIMES_FORMAT,
         "format": "segment",

@@ -11,8 +11,8 @@ import re
 import signal
 from itertools import chain
 
-from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.engines import exit_reason
+from clipmill.prep.core.failures import FailureCode, SourceFailure, loss_code
+from clipmill.prep.engines import CRASH_SIGNALS, exit_reason
 from clipmill.prep.video.ffmpeg import Outcome
 
 # Missing or unreadable data, whatever the exit status: pattern and code. The first match decides.
@@ -71,7 +71,9 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
     if outcome.timed_out:
         raise SourceFailure(FailureCode.TIMEOUT, f"ffmpeg did not finish within {limit_s:.0f} s")
     if (killed_by := _signal(outcome)) is not None:
-        raise SourceFailure(FailureCode.WORKER_LOST, f"ffmpeg ended with {exit_reason(-killed_by)}")
+        raise SourceFailure(
+            loss_code(crashed=killed_by in CRASH_SIGNALS), f"ffmpeg ended with {exit_reason(-killed_by)}"
+        )
     marks = _LOSSES if outcome.return_code == 0 else (*_REFUSALS, *_DAMAGE)
     for mark, code in marks:
         if re.search(mark, text):

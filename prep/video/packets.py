@@ -76,6 +76,10 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
                     continue
                 if packet.pts is None or packet.pos is None:
                     raise SourceFailure(FailureCode.FRAMES_DIFFER, "a packet has no timestamp or no byte position")
+                if packet.is_discard:
+                    raise SourceFailure(
+                        FailureCode.FRAMES_DIFFER, f"the edit list hides the frame at pts {packet.pts} from players"
+                    )
                 frame, rest = divmod(packet.pts * frames_per_tick.numerator, frames_per_tick.denominator)
                 if rest:
                     raise SourceFailure(

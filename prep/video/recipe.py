@@ -29,7 +29,7 @@ from clipmill.prep.video.settings import (
     default_min_len,
 )
 
-RECIPE_SCHEMA = 3  # incremented when the same settings begin to produce different bytes
+RECIPE_SCHEMA = 4  # incremented when the same settings begin to produce different bytes
 ENCODING = Parameter(group=Group("Encoding", sort_key=1))
 CUTTING = Parameter(group=Group("Cutting", sort_key=2))
 SPAN_CHUNKS = 20  # chunks per encoder pass: five minutes of video at 15 s per chunk

@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from tests.simulated_gpu.journal import Copy, Journal, place
-from tests.simulated_gpu.kernels import emulated
+from tests.simulated_gpu.kernels import emulated, scaled_dot_product
 
 CPU = torch.device("cpu")
 # The host waits for a number or for the size of a result.
@@ -204,8 +205,7 @@ class Device:
         generator = plain_kwargs.get("generator")
         if generator is not None and generator.device.type == "cuda":
             plain_kwargs["generator"] = None
-        known = emulated(str(func._overloadpacket)) if ours else None
-        if known is not None:
+        if ours and (known := emulated(str(func._overloadpacket))):
             found = known(*plain_args, **plain_kwargs)
         else:
             if ours and func.namespace not in _OURS:
@@ -240,14 +240,14 @@ def _collect(values: Any, found: list[torch.Tensor]) -> None:
             _collect(value, found)
 
 
+def _plain(value: Any) -> Any:
+    return value.numbers if isinstance(value, Simulated) else value
+
+
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)([_mapped(change, one) for one in value])
     return change(value)
-
-
-def _plain(value: Any) -> Any:
-    return value.numbers if isinstance(value, Simulated) else value
 
 
 def _is_cuda(device: Any) -> bool:
@@ -287,6 +287,10 @@ _ACTIVE: list[Device] = []
 def simulation() -> Iterator[Journal]:
     """Simulate the GPUs of the runtime within the block, in this thread and in those that start there."""
     journal = Journal()
+    # On its first use torch keeps the functions that `with torch.device(...)` acts on. transformers asks torch.tensor
+    # whether a model is built without memory; a replaced one would leave buffers unset.
+    with torch.device("meta"):
+        torch.empty(0)
     start, make_tensor = threading.Thread.run, torch.tensor
 
     def run(thread: threading.Thread) -> None:
@@ -301,9 +305,11 @@ def simulation() -> Iterator[Journal]:
 
     with pytest.MonkeyPatch.context() as patch:
         _follow_streams(patch, journal)
-        # A view of a wrapped tensor cannot be made in inference mode.
-        patch.setattr(torch, "inference_mode", torch.no_grad)
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product)
+        patch.setattr(torch, "inference_mode", torch.no_grad)  # in which no view of a wrapped tensor can be made
         patch.setattr(torch, "tensor", tensor)
+        # For a checkpoint torch copies whole storages, which a simulated tensor does not have.
+        patch.setattr(StateDictStager, "stage", lambda _, state: {key: x.cpu().clone() for key, x in state.items()})
         patch.setattr(threading.Thread, "run", run)
         _ACTIVE.append(Device(journal))
         lifts = torch._C._only_lift_cpu_tensors()

@@ -12,6 +12,23 @@ import torch
 from torch import Tensor
 
 CALLS: Counter[str] = Counter()
+_MOST_BLOCKS = 65_535
+
+
+def require_grid(num_sequences: int, num_heads: int) -> None:
+    """Raise what CUDA raises where a kernel of attention is launched for too many sequences or heads."""
+    if max(num_sequences, num_heads) > _MOST_BLOCKS:
+        raise RuntimeError(f"CUDA error: invalid configuration argument ({num_sequences} sequences, {num_heads} heads)")
+
+
+_SDPA = torch.nn.functional.scaled_dot_product_attention
+
+
+def scaled_dot_product(query: Tensor, *args: Any, **options: Any) -> Tensor:
+    """torch's scaled_dot_product_attention with the limits of its fused kernels."""
+    if query.is_cuda and query.ndim == 4:
+        require_grid(*query.shape[:2])
+    return _SDPA(query, *args, **options)
 
 
 def emulated(name: str) -> Callable[..., Any] | None:
@@ -50,6 +67,7 @@ def _by_sequence(
 ) -> list[Tensor]:
     """`compute` in float32 for a batch, or for each of several packed sequences; results have the dtype of q."""
     q, k, v, *others = (x.float() for x in tensors)
+    require_grid(len(q) if starts_q is None else len(starts_q) - 1, q.shape[-2])
     given: dict[str, Any] = {"causal": causal, "scale": q.shape[-1] ** -0.5 if scale is None else scale}
     if starts_q is None or starts_k is None:
         found = compute(q, k, v, *others, **given)

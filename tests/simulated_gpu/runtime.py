@@ -1,14 +1,15 @@
 """The CUDA runtime of the simulation, compiled once, and processes that torch starts with it."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 SOURCE = Path(__file__).with_name("cuda_runtime.c")
 LIBRARY = "libcuda.so.1"
@@ -16,14 +17,12 @@ NUM_GPUS = 4
 _SIMULATED = "SIMULATED_GPUS"
 
 
-def is_simulated() -> bool:
-    """Whether torch of this process uses the runtime."""
-    return _SIMULATED in os.environ and torch.cuda.is_available()
-
-
 def require_runtime() -> str:
     """The C compiler; skips the test where the simulation cannot be compiled or loaded."""
-    if sys.platform != "linux" or torch.version.cuda is None or not torch.version.cuda.startswith("13."):
+    torch = find_spec("torch")  # whose import takes longer than anything else in this process
+    assert torch is not None and torch.origin is not None
+    cuda = runpy.run_path(str(Path(torch.origin).with_name("version.py")))["cuda"]
+    if sys.platform != "linux" or cuda is None or not cuda.startswith("13."):
         pytest.skip("the simulated runtime is of CUDA 13 on Linux, and torch is not")
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:

@@ -15,15 +15,16 @@ from tests.torture.subjects import SUBJECTS
 from tests.torture.workspace import Workspace
 
 SEED = 1
-# They start Ray (whose kills are those of core/test_killed.py), import much in each new process, or wait for leases,
-# which takes longer than everything else together.
-TOO_LONG = {"chunk-ray", "text-fresh", "late-chunk", "late-gc", "late-gc-twice", "late-scores"}
-# Their files have the format, the reader and the repair of another subject's.
-LIKE_OTHERS = {"probes", "contents", "latents-tars", "latents-indexes", "text-indexes"}
+# They start Ray or new interpreters, which prep/core/test_killed.py kills as well, or wait for leases; it takes longer
+# than everything else together.
+TOO_LONG = {"chunk-ray", "chunk-fresh", "text-fresh", "late-chunk", "late-gc", "late-gc-twice", "late-scores"}
+# Their files have the format, the writer, the reader and the repair of another subject's.
+LIKE_OTHERS = {"probes", "contents", "latents-video", "latents-tars", "latents-indexes", "text-indexes"}
 LIKE_OTHERS |= {"merged-tables", "scores-tars", "scores-indexes", "subtitles", "packets-mjpeg"}
 # Each of their files is damaged, found and made again in manifests/test_damaged_manifests.py, shards/test_contents.py,
-# prep/video/test_rerun.py and prep/upkeep/test_verify_command.py.
+# prep/video/test_rerun.py, prep/upkeep/test_verify_command.py and prep/upkeep/test_records.py.
 DAMAGED_ELSEWHERE = {"tables", "mapped-captions", "lists", "text-tars", "video-indexes", "energon-indexes"}
+DAMAGED_ELSEWHERE |= {"manifest", "layouts", "dataset", "recipes"}
 LEFT_OUT = TOO_LONG | LIKE_OTHERS | DAMAGED_ELSEWHERE
 NUM_CASES = {"points": 1, "damage": 1, "hostile": 2, "buckets": 1}  # of each subject
 NUM_CASES |= {"unfinished": 1, "sources": 1, "variants": 1, "answers": 1}

@@ -51,9 +51,18 @@ def test_the_first_lines_say_which_attention_and_why_and_what_a_warm_up_leaves(
     lines = capsys.readouterr().out.splitlines()
     assert status == 0
     assert lines[0] == "attention: sdpa (asked for by --attention sdpa); precision: fp32 (the device is a CPU)"
-    assert lines[1] == "--warmup-steps 2 is not less than --steps 1: the learning rate increases to the end"
-    assert lines[2].startswith("data: 9 of 9 captions of split 'train'")
+    assert lines[1].startswith("data: 9 of 9 captions of split 'train'")
+    assert lines[2] == "--warmup-steps 2 is not less than --steps 1: the learning rate increases to the end"
     assert lines[3].startswith("step 1/1  loss ")
+
+
+def test_an_error_stands_without_remarks_on_settings(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--shards", data_dir, "--out", tmp_path / "run", *SMALL, "--steps", 1, "--batch", 64)
+    assert train("dual-encoder", *words) == 2
+    printed = capsys.readouterr()
+    assert "--batch" in printed.err and "--warmup-steps" not in printed.out + printed.err
 
 
 def test_retrieval_prints_recalls_chance_and_protocol(

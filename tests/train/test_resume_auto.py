@@ -1,5 +1,6 @@
 """`--resume auto`: one command line begins a run, and goes on with it after whatever killed it."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -64,7 +65,8 @@ def test_a_flag_or_preset_that_the_run_did_not_begin_with_is_named_with_both_val
 ) -> None:
     assert train(*line("dual-encoder", moving, begun, "--lr", 0.5, "--seed", 3)) == 2
     error, hint = two_lines(capsys)
-    assert f"--lr is 0.5, the run in {begun} has 0.001; --seed is 3, not 0" in error and "leave it out" in hint
+    assert f"--lr is 0.5, the run in {begun} has 0.001; --seed is 3, not 0" in error
+    assert "the run is complete: start another run from its weights" in hint and "continue" not in hint
     preset = tmp_path / "preset.yaml"
     preset.write_text("weight_decay: 0.3\n")
     assert train(*line("dual-encoder", moving, begun, "--config", preset)) == 2
@@ -93,11 +95,17 @@ def test_a_folder_that_holds_something_else_is_not_taken_for_a_run(
     assert [path.name for path in out.iterdir()] == [".tmp-notes.txt"]
 
 
-def test_without_auto_a_run_is_asked_for_and_a_preset_is_refused(
+def test_without_auto_a_run_is_required_and_a_preset_has_to_agree_with_it(
     begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("dual-encoder", "--out", tmp_path / "none", "--resume") == 2
     assert "there is no run in" in two_lines(capsys)[0]
-    assert train("dual-encoder", "--out", begun, "--resume", "--preset", "tiny") == 2
-    error, hint = two_lines(capsys)
-    assert "--preset does not go with --resume" in error and "--resume auto" in hint
+    begun = shutil.copytree(begun, tmp_path / "begun")
+    shutil.rmtree(RunFolder(begun).require_checkpoint())  # what is complete cannot continue
+    messages = []
+    for resume in (("--resume",), ("--resume", "auto")):
+        assert train("dual-encoder", "--out", begun, *resume, "--preset", "tiny") == 2
+        messages.append(two_lines(capsys))
+    error, hint = messages[0]
+    assert messages[0] == messages[1] and f"the run in {begun} has 3; --batch is 64, not 4" in error
+    assert "leave out these flags, and a --preset" in hint and "is from preset tiny" in hint

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from clipmill.shards.dataset import current_variant, reading_variants, set_current_variant
+from clipmill.train.inference.model import load_model
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder
 from tests.object_storage.folders import upload
@@ -142,3 +143,26 @@ def test_a_choice_ends_with_its_command(data: Path) -> None:
     with reading_variants({data: {"video": OTHER}}):
         assert current_variant(data, "video") == OTHER
     assert current_variant(data, "video") == VARIANT
+
+
+def test_a_model_in_python_and_evaluated_data_keep_the_variants_of_the_run(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, run = shutil.copytree(data, tmp_path / "other"), tmp_path / "run"
+    evaluate = ("--evaluate.every", 1, "--evaluate.shards", f"own={data}", f"other={other}")
+    assert train("dual-encoder", *SMALL, *STEPS, "--shards", data, "--out", run, *evaluate) == 0
+    for folder in (data, other):
+        set_current_variant(folder, "video", OTHER)
+    samples = load_model(run).samples("val")
+    assert samples.variant_name == VARIANT and len(list(samples.evaluation_batches())) > 0
+    assert load_model(run, shards=str(other)).samples("val").variant_name == OTHER
+
+    forget_last_step(run)
+    assert train("dual-encoder", "--resume", "--out", run) == 0
+    assert [one["variant"] for one in facts(run)["evaluations"].values()] == [VARIANT, VARIANT]
+    forget_last_step(run)
+    shutil.rmtree(other / "video" / VARIANT)
+    capsys.readouterr()
+    assert train("dual-encoder", "--resume", "--out", run) == 0
+    assert f"variant {VARIANT} of video, which {other} no longer has" in capsys.readouterr().err
+    assert facts(run)["evaluations"]["other"]["variant"] == OTHER

@@ -16,6 +16,7 @@ the others. The exchange of failures and signals before a step (clipmill.train.e
 Recording slows steps down; `unrecorded_s` is the time of a step without it.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -176,6 +177,8 @@ def _use(objective: Objective, exchange: Exchange) -> None:
 def _recorded(device: torch.device) -> Iterator[list[Event]]:
     """Record the block; the list is filled at its end."""
     events: list[Event] = []
+    if device.type != "cuda":  # the profiler's library would report that it starts, stops, and finds no GPU
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as recording:
         yield events

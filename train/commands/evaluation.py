@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -102,6 +102,16 @@ def _evaluations_of(task: str) -> str:
     return f"evaluations of train {task}: {names}" if names else "name other weights"
 
 
+def _refused_folders(refused: Mapping[str, UserError], *, has_results: bool) -> UserError:
+    """Return the error for the folders of a mixture that cannot be evaluated; the same error of all is said once."""
+    if not has_results and len(set(map(str, refused.values()))) == 1:
+        return next(iter(refused.values()))
+    others = "the other data folders of the run are evaluated" if has_results else "none of the run's is evaluated"
+    text = "; ".join(f"{folder} is not evaluated: {error}" for folder, error in refused.items())
+    hints = dict.fromkeys(error.hint for error in refused.values() if error.hint)
+    return UserError(text, hint="; ".join([others, *hints]))
+
+
 def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
     """The command of an evaluation as cyclopts reads it: its flags are the fields of the evaluation's settings."""
     settings = evaluation.settings
@@ -120,10 +130,17 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
     ) -> None:
         say = partial(print, file=sys.stderr) if as_json else print
         files: list[Path] = []
+        refused: dict[str, UserError] = {}
         failed = 0
         for data in data_of(weights) if shards is None else (shards,):
             use = Use(shards=data, where=where, overrides=shown)
-            result = score_run(evaluation, weights, wanted, use, out=out, say=say, written=files.append)
+            try:
+                result = score_run(evaluation, weights, wanted, use, out=out, say=say, written=files.append)
+            except UserError as error:
+                if data is None or shards is not None:
+                    raise
+                refused[data] = error  # the other folders of the mixture are evaluated all the same
+                continue
             if as_json:
                 print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
             else:
@@ -134,6 +151,8 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
                     page = f"; results page: {open_run(Path(weights)).page}" if out is None else ""
                     print(f"written: {files[-1]}{page}")
             failed += len(result["failed"])
+        if refused:
+            raise _refused_folders(refused, has_results=bool(files))
         if failed:
             listed = "; see `failed` in " + ", ".join(map(str, files)) if files else ""
             hint = listed or ("" if as_json else "; --json or --out lists them")

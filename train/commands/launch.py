@@ -2,8 +2,10 @@
 
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from clipmill.shards.dataset import reading_variants
 from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import NamedPart, named_parts
+from clipmill.train.config.shards import normalised
 from clipmill.train.config.training import ParallelSettings
 from clipmill.train.config.tuning import frozen_at_random
 from clipmill.train.data.inputs import open_folder
@@ -41,7 +44,13 @@ from clipmill.train.run.folder import Resume, RunFolder, create_run, find_run, r
 from clipmill.train.run.packages import PACKAGES_FACT, packages_of
 from clipmill.train.run.shared_folder import require_shared, wait_for_files
 from clipmill.train.run.tracking import Progress
-from clipmill.train.run.variants import VARIANTS_FACT, choose_variants, variants_fact
+from clipmill.train.run.variants import (
+    EVALUATED_FACT,
+    VARIANTS_FACT,
+    choose_variants,
+    evaluated_data,
+    variants_facts,
+)
 from clipmill.train.spec import TaskSpec
 from clipmill.train.weights.source import Say, Source
 
@@ -63,9 +72,19 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
         old_run = world.first(lambda: _find_and_hold(settings.out, resume, held=held))
         if old_run is not None:
             require_shared(old_run.path, world=world)
-        recorded = world.first(lambda: [] if old_run is None else old_run.read_facts().get(VARIANTS_FACT, []))
+        old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
+        recorded, of_evaluated = old_facts.get(VARIANTS_FACT, []), old_facts.get(EVALUATED_FACT, {})
+        evaluated = evaluated_data(settings)
         chosen = world.each(
             lambda: choose_variants(settings.folders, settings.variant, recorded=recorded, cache=settings.cache)
+        )
+        chosen |= world.each(
+            lambda: choose_variants(
+                evaluated,
+                recorded=[of_evaluated.get(normalised(one), {}) for one in evaluated],
+                cache=settings.cache,
+                say=partial(print, file=sys.stderr) if world.is_first else _quiet,
+            )
         )
         held.enter_context(reading_variants(chosen))
         try:
@@ -121,8 +140,6 @@ def _train(
     progress = Progress(is_quiet=not world.is_first)
     progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
     has_weights = old_run is not None and _has_checkpoint(old_run, world=world)
-    for remark in (*provenance.remarks, *_remarks(settings, world=world, has_weights=has_weights)):
-        progress.say(remark)
     source = _open_weights(settings, world=world, say=progress.say, run=old_run if has_weights else None)
     settings = spec.effective(settings, None if has_weights else source, say=progress.say)
     if old_run is not None:
@@ -144,6 +161,9 @@ def _train(
     # The folder is made last, so that a mistake in the flags leaves nothing behind.
     run = old_run or _create_and_hold(settings, held=held, world=world, comment=provenance.as_comment())
     about = {**parameters, **task.facts()}
+    # What may not be intended is said once nothing can be wrong any more: an error stands alone.
+    for remark in (*provenance.remarks, *_remarks(settings, world=world, has_weights=has_weights)):
+        progress.say(remark)
     if settings.freeze or settings.lora.rank:
         progress.say(f"parameters: {parameters['parameters']}")
     for line in (*fallback, *epochs, *spec.start_lines(about)):
@@ -164,7 +184,7 @@ def _train(
         "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
         "variant": samples.variant_name,
-        VARIANTS_FACT: variants_fact(settings, columns=task.columns),
+        **variants_facts(settings, columns=task.columns),
         **_latents_facts(samples),
         **({} if folders is None else {"sources": folders.facts()}),
         **_weights_facts(None if has_weights else start, old_facts),

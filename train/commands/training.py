@@ -78,8 +78,8 @@ def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None
 def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection", *, remarks: list[str]) -> None:
     """Fills in what no flag has set.
 
-    The values come from the `--config` files and the `--preset`, with `--resume` from the run itself, and with
-    `--resume auto` from all of them. `remarks` takes what is said about values that depend on other settings.
+    The values come from the `--config` files and the `--preset`, and with `--resume` from the run itself. `remarks`
+    takes what is said about values that depend on other settings.
     """
 
     tokens = {argument.name: argument.tokens for argument in arguments}
@@ -94,21 +94,12 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     def fill(path: Path, preset: str | None = None) -> None:
         yaml_source(path, kind, preset=preset, remarks=remarks)(app, commands, arguments)
 
-    resume = given("--resume")
-    is_automatic = resume[-1:] == ["auto"]
-    if resume and not is_automatic:
-        for name in ("--config", "--preset"):
-            if given(name):
-                raise UserError(
-                    f"{name} does not go with --resume",
-                    hint="the run's own settings count; leave it out, or use --resume auto",
-                )
     # A source fills only what is still empty: the strongest comes first.
     for file in reversed(given("--config")):
         fill(Path(file))
     for preset in given("--preset"):
         fill(_preset_of(preset, commands[-1]), preset)
-    if resume:
+    if given("--resume"):
         out = Path(given("--out")[0]) if given("--out") else TrainingSettings.out
         # Where there is no run, a new one begins, or opening it says so.
         if (saved := RunFolder(out).settings).is_file():

@@ -1,10 +1,9 @@
 """Settings in files: YAML of a run, of `--config` and of the presets.
 
 Where a value comes from, the strongest first: a flag, a `--config` file (later files before earlier ones), the
-`--preset`, the default. With `--resume` the run's own settings stand in for files and preset; with `--resume auto` they
-come after both and before the default, where there is a run. A run saves what took effect as RUN/settings.yaml, which
-loads back to an equal object; a comment on top says where the values came from. Values that depend on another setting:
-`choices.py`.
+`--preset`, with `--resume` the settings that the run saved, the default. A run saves what took effect as
+RUN/settings.yaml, which loads back to an equal object; a comment on top says where the values came from. Values that
+depend on another setting: `choices.py`.
 """
 
 from collections.abc import Mapping

@@ -84,8 +84,8 @@ class DataSettings(Checked):
     """Where the training data is."""
 
     shards: Annotated[Shards, groups.WHERE, FIRST_RUN, _REPEATED] = "data"
-    """Data folder made by prep. A path, an address (s3://bucket/data), or tars of videos or images:
-    'DIR/{000000..000099}.tar'. Several, --shards A --shards B, are mixed."""
+    """Data folder made by prep, or tars; several are mixed. A path, an address (s3://bucket/data), or tars of videos or
+    images: 'DIR/{000000..000099}.tar'. Several are given as --shards A --shards B."""
     mix: Annotated[str | None, groups.WHERE] = None
     """Sampling weights of several --shards, in their order, such as 2,1. Default: in proportion to their sizes, so that
     each sample is visited once per epoch."""

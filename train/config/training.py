@@ -289,10 +289,13 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 # What starts a run where another one ended, with other settings or data; OLD and NEW are run folders.
 NEW_RUN = "start another run from its weights: --init.weights OLD --out NEW"
-_GO_ON = f"leave it out to continue the run as it is, or {NEW_RUN}"
+GO_ON = (
+    "to continue the run as it is, leave out these flags, and a --preset or --config that sets them; otherwise "
+    + NEW_RUN
+)
 
 
-def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: str = _GO_ON) -> None:
+def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: str = GO_ON) -> None:
     """Raises a UserError if settings that determine the weights differ (both as returned by `shaping`).
 
     Args:

@@ -9,6 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from clipmill.manifests.caption_table import caption_blocks
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import open_captions
 from clipmill.shards.columns import VIDEO
@@ -78,6 +79,7 @@ class Selection:
         self._num_chunks = len(chunks.video_row)
         self.num_captions, self.num_selected = 0, 0
         self.chunks: NDArray[np.bool_] | None = None
+        self._rows = chunks
         if self._where is not None and not has_captions:
             self._where.require(("chunk", "video", "label"), because="these samples have no captions")
         if of_chunks is not None:
@@ -158,10 +160,29 @@ class Selection:
         if self._where is None:
             return []
         num_chunks = self._num_chunks if self.chunks is None else int(self.chunks.sum())
+        if self._of_captions is not None and self._of_captions.labels:
+            num_chunks = self._num_chunks_by_labels(num_chunks)
         parts = [f"{num_chunks:,} of {counted(self._num_chunks, 'chunk')}"]
         if self._of_captions is not None:
             parts.append(f"{self.num_selected:,} of {counted(self.num_captions, 'caption')}")
         return [f"where {self._where.text}: {' and '.join(parts)} selected"]
+
+    def _num_chunks_by_labels(self, num_chunks: int) -> int:
+        """The number of chunks that the expression selects where only chunks are selected, as on the pages of prep.
+
+        Args:
+            num_chunks: Number without conditions on labels, for an expression whose labels belong to captions only.
+        """
+        from clipmill.shards.selection import selected_chunks
+
+        assert self._where is not None
+        try:
+            of_chunks, _ = self._where.by_level(labels_of="chunk")
+        except UserError:  # one condition is on a label and on a caption
+            return num_chunks
+        if of_chunks is None:
+            return num_chunks
+        return int(selected_chunks(of_chunks, self._data_dir, **self._rows._asdict()).sum())
 
     def _require(self, where: "Where", num_selected: int, count: int, noun: str) -> None:
         if count and not num_selected:

@@ -18,10 +18,12 @@ from clipmill.manifests.quoting import counted
 from clipmill.train.config.clips import ClipSettings, LatentSettings
 from clipmill.train.config.data import AS_TRAINED, Overrides
 from clipmill.train.config.files import load_settings
+from clipmill.train.config.shards import names_tars
 from clipmill.train.config.training import flat, plain_values
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.held_out import EvaluatedClips, held_out
 from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.data.query import TARS_SPLIT
 from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, shape_of_run
 from clipmill.train.evaluation.tables import marked
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
@@ -222,6 +224,8 @@ def score_opened(
         UserError: the data lack what the evaluation needs, or `out` has the result of other weights or data.
         FailedWork: nothing could be decoded.
     """
+    if names_tars(opened.settings.folder):
+        wanted = replace(wanted, split=TARS_SPLIT)  # a result is named after the data that it is of
     score: Score = evaluation.score(opened, wanted)
     facts = opened.facts()
     held = held_out(score.samples, opened.settings, split=wanted.split, data=facts)

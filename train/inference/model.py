@@ -9,10 +9,11 @@ Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, N tokens
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from clipmill.train.data.arguments import names_arguments, require_choice, requi
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.frame_sampling import SamplingRule
 from clipmill.train.device.transfer import send
+from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.identity import identity_of, normalisation_of
 from clipmill.train.evaluation.opening import open_weights_as
 from clipmill.train.evaluation.probe.features import tower_of
@@ -48,13 +50,25 @@ class LoadedModel:
     """A model in evaluation mode on a device, made by `load_model`.
 
     Attributes:
-        opened: the weights with their task, which opens the samples of a data folder: `opened.task.samples(...)`.
+        opened: the weights with their task.
         model: the network.
         remarks: which embeddings of time and place were interpolated, and what else was said on opening.
     """
 
     def __init__(self, opened: OpenedRun, model: nn.Module, *, remarks: Sequence[str] = ()) -> None:
         self.opened, self.model, self.remarks = opened, model, tuple(remarks)
+
+    def samples(self, split: str, **how: Any) -> Any:
+        """Open the samples of a split; of a run's own data, in the variants that it was trained on.
+
+        Args:
+            how: Further arguments of the task's `samples`.
+        """
+        from clipmill.train.run.variants import reading_variants_of_run
+
+        opened = self.opened
+        with reading_variants_of_run(opened.title, opened.shards, say=lambda line: sys.stderr.write(f"{line}\n")):
+            return opened.task.samples(split, World(), **how)
 
     @property
     def settings(self) -> ClipSettings:
@@ -237,7 +251,7 @@ def load_model(
         sampling: frame sampling of the loader. Default: as in training.
         size_px: side of the frames. Default: as in training; otherwise positional embeddings are interpolated.
         device: where to put the model; auto: the GPU if there is one.
-        shards: data folder for `opened.task`. Default: the run's own.
+        shards: data folder for `samples`. Default: the run's own, in the variants of its training.
 
     Raises:
         UserError: there are no such weights or no such device, the weights are damaged, or they cannot be shown such

@@ -6,7 +6,7 @@ Shape suffixes: B batch, M tokens, H heads, K width of a head; n sequences of th
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib import import_module
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.device.transfer import send
+from clipmill.train.models.kernel_limits import attend_in_parts, most_sequences
 
 # Packed sequences: sequences of different lengths concatenated into one row of tokens, without padding.
 #
@@ -214,8 +215,17 @@ def attend_with_sdpa(
         is_padded = torch.compiler.is_compiling() or q_BMHK.is_cuda
         attend = _attend_padded if is_padded else _attend_by_length
         return attend(attend_with_sdpa, q_BMHK, k_BMHK, v_BMHK, packing)
+    return attend_in_parts(partial(_scaled_dot_product, is_causal=causal), q_BMHK, k_BMHK, v_BMHK)
+
+
+def attend_masked(q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, mask_MM: Tensor) -> Tensor:
+    """Attention where `mask_MM` is True, by scaled_dot_product_attention."""
+    return attend_in_parts(partial(_scaled_dot_product, attn_mask=mask_MM), q_BMHK, k_BMHK, v_BMHK)
+
+
+def _scaled_dot_product(q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, **options: Any) -> Tensor:
     q_BHMK, k_BHMK, v_BHMK = q_BMHK.transpose(1, 2), k_BMHK.transpose(1, 2), v_BMHK.transpose(1, 2)
-    return functional.scaled_dot_product_attention(q_BHMK, k_BHMK, v_BHMK, is_causal=causal).transpose(1, 2)
+    return functional.scaled_dot_product_attention(q_BHMK, k_BHMK, v_BHMK, **options).transpose(1, 2)
 
 
 def attend_with_xformers(
@@ -225,9 +235,13 @@ def attend_with_xformers(
     load_xformers()
     from xformers import ops
 
+    # A packed row cannot be split without new offsets: SDPA pads it, and splits the result.
+    if packing is not None and packing.num_sequences > most_sequences(
+        -(-q_BMHK.shape[1] // packing.num_sequences), *q_BMHK.shape[2:], packed=True
+    ):
+        return attend_with_sdpa(q_BMHK, k_BMHK, v_BMHK, packing=packing)
     bias = _xformers_bias(causal=causal, packing=packing)
-    out_BMHK: Tensor = ops.memory_efficient_attention(q_BMHK, k_BMHK, v_BMHK, attn_bias=bias)
-    return out_BMHK
+    return attend_in_parts(partial(ops.memory_efficient_attention, attn_bias=bias), q_BMHK, k_BMHK, v_BMHK)
 
 
 # Whether xformers has kernels, by what its dispatcher looks at besides the tensors' lengths.

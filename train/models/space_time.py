@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from clipmill.train.models.attention import Attend, Packing, attend_naively
+from clipmill.train.models.attention import Attend, Packing, attend_masked, attend_naively
 from clipmill.train.models.transformer import Block, LayerNorm, SelfAttention, Stack, TransformerSize
 
 LN_PRE_EPS = 1e-5  # whatever the blocks have
@@ -120,8 +120,7 @@ def attend_short(
         mask_MM = sequence_M[:, None] == sequence_M
         if first is not None:
             mask_MM = functional.pad(mask_MM, (1, 0), value=True)
-        q_NHMK, k_NHMK, v_NHMK = (x.transpose(1, 2) for x in (q_NMHK, k_NMHK, v_NMHK))
-        out_NMHK = functional.scaled_dot_product_attention(q_NHMK, k_NHMK, v_NHMK, attn_mask=mask_MM).transpose(1, 2)
+        out_NMHK = attend_masked(q_NMHK, k_NMHK, v_NMHK, mask_MM)
     return out_NMHK.unflatten(1, (per_tile, length)).unflatten(0, (len(q_BSLHK), -1)).flatten(1, 2)
 
 

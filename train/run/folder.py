@@ -30,7 +30,7 @@ from clipmill.manifests.locks import lock
 from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, publish_bytes, publish_json
 from clipmill.train.config.files import load_settings, read_values, save_settings
 from clipmill.train.config.shards import absolute
-from clipmill.train.config.training import TrainingSettings, require_same, shaping
+from clipmill.train.config.training import GO_ON, NEW_RUN, TrainingSettings, require_same, shaping
 from clipmill.train.run.result_names import data_facts, is_same_evaluation, result_name
 
 COCO_SUFFIX = ".coco.json"
@@ -187,11 +187,15 @@ def _left_over(folder: Path, name: str) -> list[Path]:
 
 def reopen_run(settings: TrainingSettings) -> RunFolder:
     """Open a run to resume it; UserError if there is none, or if settings that shape the weights differ."""
+    from clipmill.train.run.checkpoint import all_checkpoints
+
     run = open_run(settings.out)
     old = load_settings(run.settings, type(settings))
-    if (path := run.latest_checkpoint()) is not None:
-        require_trained_with(path, old, file=run.settings)
-    require_same(shaping(old), shaping(settings), where=f"the run in {run.path}")
+    checkpoints, hint = all_checkpoints(run.checkpoints), GO_ON
+    if checkpoints:
+        require_trained_with(checkpoints[max(checkpoints)], old, file=run.settings)
+        hint = f"the run is complete: {NEW_RUN}" if max(checkpoints) >= old.steps else GO_ON
+    require_same(shaping(old), shaping(settings), where=f"the run in {run.path}", hint=hint)
     return run
 
 

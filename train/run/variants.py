@@ -23,17 +23,37 @@ from clipmill.train.data.folders import folder_path, open_data_folder
 from clipmill.train.run.folder import RunFolder, is_run
 
 VARIANTS_FACT = "variants"  # of run.json: name and recipe of a variant by column, for each data folder
+EVALUATED_FACT = "evaluated_variants"  # the same for the data of --evaluate.shards, by their addresses
 Recorded = Mapping[str, Mapping[str, Any]]
 
 
-def variants_fact(settings: ClipSettings, *, columns: Sequence[str]) -> list[Recorded]:
-    """The variants that a run reads, for each of its data folders; {} for tars."""
+def evaluated_data(settings: ClipSettings) -> list[str]:
+    """The data of --evaluate.shards that a run evaluates and does not train on."""
+    named = [one.shards for one in settings.evaluated() if one.shards is not None] if settings.evaluate.every else []
+    own = set(map(normalised, settings.folders))
+    return [one for one in dict.fromkeys(named) if normalised(one) not in own]
+
+
+def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[str, Any]:
+    """The entries of run.json about the variants that a run reads: of its data folders, and of what it evaluates."""
+    evaluated = evaluated_data(settings)
+    of_evaluated = _variants_of(evaluated, settings.evaluate.where, columns=columns, cache=settings.cache)
+    return {
+        VARIANTS_FACT: _variants_of(settings.folders, settings.selection, columns=columns, cache=settings.cache),
+        **({EVALUATED_FACT: dict(zip(map(normalised, evaluated), of_evaluated, strict=True))} if evaluated else {}),
+    }
+
+
+def _variants_of(
+    folders: Sequence[str], where: str | None, *, columns: Sequence[str], cache: Path | None
+) -> list[Recorded]:
+    """The variants of each data folder that are read; {} for tars."""
     names = [*columns]
-    if settings.selection is not None:
+    if where is not None:
         from clipmill.shards.where import parse_where
 
-        names += parse_where(settings.selection).stored_in
-    paths = [None if names_tars(one) else folder_path(one, cache=settings.cache) for one in settings.folders]
+        names += parse_where(where).stored_in
+    paths = [None if names_tars(one) else folder_path(one, cache=cache) for one in folders]
     return [
         {
             name: {"name": variant, "recipe": _recipe(path, name, variant)}

@@ -80,6 +80,19 @@ def test_other_splits_of_the_same_videos_need_another_data_folder(
     assert "use another data folder (--data)" in capsys.readouterr().err
 
 
+def test_rejected_files_and_rows_are_counted_apart(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("c.mp4", "d.mp4"):
+        (videos / name).touch()
+    assert run("folder", videos, "--data", tmp_path / "data") == 0
+    assert "rejected: 2 files\n" in capsys.readouterr().out
+    table = tmp_path / "captions.csv"
+    table.write_text("video,text,begin_s,end_s\na.mp4,one,0,1\na.mp4,two,5,1\n")
+    assert run("folder", videos, "--captions", table, "--data", tmp_path / "data") == 0
+    assert "rejected: 2 files and 1 row\n" in capsys.readouterr().out
+
+
 def test_json_is_all_that_a_script_sees(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("folder", videos, "--data", tmp_path / "data", "--dataset", "mine", "--json") == 0
     summary = json.loads(capsys.readouterr().out)

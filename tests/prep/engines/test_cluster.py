@@ -272,6 +272,19 @@ def test_ray_that_does_not_start_in_time_is_given_up(monkeypatch: pytest.MonkeyP
         wait_until(lambda: not list(Path(folder).iterdir()))
 
 
+class EndsAtTheStart:
+    """An engine that ends its process, as Ray does if its own server does not answer."""
+
+    def run(self, *arguments: object, **options: object) -> Iterator[None]:
+        yield os._exit(1)
+
+
+def test_ray_that_ends_while_it_starts_leads_to_the_other_engine() -> None:
+    engine = IsolatedEngine(EndsAtTheStart(), name="Ray on this machine", start_limit_s=60)
+    with pytest.raises(FailedWork, match=r"did not start \(exit status 1\); .* or with --engine processes"):
+        list(engine.run(abs, [1]))
+
+
 @pytest.mark.nightly
 def test_a_cluster_that_is_lost_is_one_line(
     mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write_video: Callable[..., Path]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from clipmill.prep.core.failures import WORDS, FailureCode, loss_code
 from clipmill.prep.engines import Engine, Outcome, processes
 from clipmill.prep.engines.execution import Execution, Need
 from clipmill.prep.engines.processes import ProcessEngine
@@ -91,3 +92,24 @@ def test_a_worker_whose_driver_is_gone_when_it_answers_ends_in_silence(
     (tmp_path / "gone").touch()
     worker.join(60)
     assert worker.exitcode == 0 and capfd.readouterr().err == ""
+
+
+def end_by(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("killed_by", "code", "hint"),
+    [
+        (signal.SIGKILL, FailureCode.WORKER_LOST, "fewer --workers if memory is short"),
+        (signal.SIGABRT, FailureCode.WORKER_CRASHED, "install another build"),
+        (signal.SIGSEGV, FailureCode.WORKER_CRASHED, "install another build"),
+    ],
+)
+def test_the_hint_about_a_lost_worker_follows_from_its_signal(
+    killed_by: signal.Signals, code: FailureCode, hint: str
+) -> None:
+    engine = ProcessEngine(num_workers=1)
+    (lost,) = (outcome for outcome in engine.run(end_by, [killed_by]) if isinstance(outcome, Outcome))
+    assert lost.lost is not None and f"signal {killed_by.value} " in lost.lost
+    assert loss_code(crashed=lost.crashed) == code and hint in WORDS[code][1]

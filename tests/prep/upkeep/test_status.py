@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -64,6 +65,13 @@ def test_each_stage_names_the_next_step(prep: Prep, shard_set: ShardSet, tmp_pat
     assert "next      prep chunk" in text
     # Without a manifest the chunks are still there to be told.
     assert "5 chunks" in prep("status", "--data", shard_set.data).stdout
+
+
+def test_a_variant_whose_folder_was_deleted_is_not_replaced_by_the_default(prep: Prep, shard_set: ShardSet) -> None:
+    name = shard_set.variant.name
+    shutil.rmtree(shard_set.variant)
+    last = prep("status", "--data", shard_set.data).stdout.splitlines()[-1]
+    assert last == f"next      prep chunk with the settings of {name} (its folder is missing)"
 
 
 def test_no_data_folder_is_an_error(prep: Prep, tmp_path: Path) -> None:

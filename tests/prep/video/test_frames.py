@@ -10,8 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clipmill.prep.core.failures import SourceFailure
+from clipmill.prep.sources.probe import probe
+from clipmill.prep.video.encode import span_arguments
 from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.prep.video.packets import read_chunk
+from clipmill.prep.video.recipe import Recipe, resolve
+from clipmill.prep.video.spans import Span
 from clipmill.shards.reader import Variant
+from tests.prep.irregular import numbered
 from tests.prep.numbered import Source, due_frames, frame_numbers
 from tests.prep.running import chunk, manifest
 
@@ -119,3 +126,22 @@ def test_other_output_rates_and_a_video_that_begins_after_its_sound(tmp_path: Pa
         # Until the first frame begins there is nothing else to show.
         due = due_frames(times_s, output_frame=frame, fps=Fraction(25), tick_s=1e-3)
         assert number in {max(row - 1, 0) for row in due}
+
+
+def test_frames_without_a_frame_rate_are_shown_to_the_last_one(tmp_path: Path) -> None:
+    """Before ffmpeg 8, the filter setpts takes the frame rate away; later versions can be told to."""
+    path = numbered(tmp_path / "a.mkv", count=40)
+    recipe = resolve(Recipe(len="2s", fps="10", preset="veryfast"), ffmpeg_version="9.0")
+    span, program = Span(0, 0, (20, 20), False), find_ffmpeg().path
+    plain = span_arguments(path, source=probe(path), span=span, recipe=recipe, program=program)
+    words = [word.replace("setpts=expr=N", "setpts=expr=N:strip_fps=1") for word in plain]
+    assert words != plain
+
+    def first_chunk(words: list[str]) -> bytes:
+        subprocess.run([*words, "-y"], cwd=tmp_path, check=True)
+        return (tmp_path / "000000.mp4").read_bytes()
+
+    assert read_chunk(first_chunk(words), fps=Fraction(10)).num_frames == 20
+    option = words.index("-bsf:v")
+    with pytest.raises(SourceFailure, match="the edit list hides the frame at pts"):
+        read_chunk(first_chunk([*words[:option], *words[option + 2 :]]), fps=Fraction(10))

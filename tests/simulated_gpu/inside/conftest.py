@@ -1,5 +1,4 @@
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from tests.prep.captions.tiny_vlm import save_tiny_vlm
 from tests.simulated_gpu.device import simulation
 from tests.simulated_gpu.inside.runs import train_all
 from tests.simulated_gpu.journal import Journal
-from tests.simulated_gpu.runtime import is_simulated
 from tests.train.caption.language.tiny_models import save_language_model
 from tests.train.classify.moving import write_moving
 from tests.train.conftest import _arguments_are_made_once, _no_java  # noqa: F401 - for every test
@@ -18,18 +16,10 @@ from tests.train.library.small_library import add_open_clip, save_hf, train_toke
 from tests.train.library.test_texts_of_transformers import CONFIGS, save_model, save_tokenizer
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move language models to the front: behind other simulations, transformers leaves buffers of a model unset."""
-    items.sort(key=lambda item: "language" not in item.name)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _is_simulated() -> None:
     torch.set_num_threads(1)
-    # Imported within a simulation, it would keep functions of torch that the simulation has replaced.
-    for name in ("transformers.modeling_utils", "transformers.models.qwen3", "transformers.models.llama"):
-        import_module(name)
-    assert is_simulated(), "this process has no simulated GPU"
+    assert torch.cuda.is_available(), "this process has no simulated GPU"
 
 
 @pytest.fixture

@@ -21,16 +21,17 @@ STEADY = range(2, NUM_STEPS)
 
 
 @contextmanager
-def _without_files() -> Iterator[None]:
+def _without_files(*, keeps_checkpoints: bool = False) -> Iterator[None]:
     """Leave out checkpoints and the results page, which take most of the time of a short run and compute nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointWriter, "save", lambda *_: None)
+        if not keeps_checkpoints:
+            patch.setattr(CheckpointWriter, "save", lambda *_: None)
         patch.setattr(command, "write_page", lambda _: None)
         yield
 
 
 @contextmanager
-def followed(*, local_rank: int = LOCAL_RANK) -> Iterator[Journal]:
+def followed(*, keeps_checkpoints: bool = False) -> Iterator[Journal]:
     """Simulate GPUs for a rank that owns one of them, and number the steps of training."""
     next_batch, make_group = FailureLog.next_batch, launch.dist.init_process_group
 
@@ -38,11 +39,12 @@ def followed(*, local_rank: int = LOCAL_RANK) -> Iterator[Journal]:
         journal.step += 1
         return next_batch(self, *args, **kwargs)
 
-    with simulation() as journal, _without_files(), pytest.MonkeyPatch.context() as patch:
+    files = _without_files(keeps_checkpoints=keeps_checkpoints)
+    with simulation() as journal, files, pytest.MonkeyPatch.context() as patch:
         patch.setattr(FailureLog, "next_batch", begin)
         # NCCL needs a real GPU; a rank that is alone exchanges nothing.
         patch.setattr(launch.dist, "init_process_group", lambda _, **options: make_group("gloo", **options))
-        for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", local_rank), ("MASTER_PORT", 0)):
+        for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", LOCAL_RANK), ("MASTER_PORT", 0)):
             patch.setenv(name, str(value))
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         try:
@@ -57,9 +59,9 @@ def steady(notes: list[Note]) -> list[str]:
     return [str(note) for note in notes if note.step in STEADY]
 
 
-def run(*words: object) -> Journal:
+def run(*words: object, keeps_checkpoints: bool = False) -> Journal:
     """The journal of a command on simulated GPUs that ends well."""
-    with followed() as journal:
+    with followed(keeps_checkpoints=keeps_checkpoints) as journal:
         assert train(*words) == 0
     journal.finish()
     return journal

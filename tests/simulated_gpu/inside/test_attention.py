@@ -12,7 +12,14 @@ from benchmarks.gpu.first import BACKENDS, fastest_backend, measure_attention
 from benchmarks.gpu.measurements import Measurement, Setup, run_measurements
 from clipmill.train.device.transfer import LateMetrics, pinned
 from clipmill.train.models import attention
-from clipmill.train.models.attention import attend_naively, attend_with_xformers, attend_with_xformers_or_sdpa, pack
+from clipmill.train.models.attention import (
+    attend_naively,
+    attend_with_sdpa,
+    attend_with_xformers,
+    attend_with_xformers_or_sdpa,
+    pack,
+)
+from clipmill.train.models.space_time import attend_short
 from tests.simulated_gpu.device import MixedDevices
 from tests.simulated_gpu.inside.runs import DECODER, PIXELS
 from tests.simulated_gpu.inside.steps import run
@@ -70,6 +77,39 @@ def test_every_width_has_the_numbers_and_gradients_of_the_formula(
     atol, rtol = (0.1, 0.05) if dtype is torch.bfloat16 else (1e-5, 1e-5)
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+
+
+NUM = 65_537  # two more sequences, or heads, than the grid of a kernel has room for
+# Shapes of queries, and of the sequences of attention over time: side by side with a mask, or with a key that all see.
+CROWDS = {
+    "sequences": (NUM, 2, 1, 8),
+    "heads": (1, 2, NUM, 8),
+    "packed": (1, NUM + 1, 1, 8),
+    "with a first key": (2, NUM // 2 + 1, 1, 1, 8),
+    "side by side": (NUM, 2, 1, 1, 8),
+}
+
+
+@pytest.mark.parametrize("kind", CROWDS)
+def test_more_sequences_than_a_grid_has_room_for_are_computed_in_parts(kind: str, journal: Journal) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(3, *CROWDS[kind])
+    packing = pack([2, *[1] * (NUM - 1)], device=CUDA) if kind == "packed" else None
+    results = []
+    for attend in (attend_naively, attend_with_xformers, attend_with_sdpa):
+        own = qkv.to(CUDA).requires_grad_()
+        q, k, v = own.unbind(0)
+        if kind == "side by side":
+            out = attend_short(attend, q, k, v, per_tile=1 if attend is attend_naively else 2)
+        elif kind == "with a first key":
+            out = attend_short(attend, q, k, v, first=(k[:, 0], v[:, 0]), per_tile=1)
+        else:
+            out = attend(q, k, v, packing=packing)
+        out.square().sum().backward()
+        assert own.grad is not None
+        results.append((out.detach().cpu(), own.grad.cpu()))
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], atol=1e-5, rtol=1e-5)
 
 
 def test_heads_of_64_are_computed_by_flash_attention(journal: Journal) -> None:
@@ -133,6 +173,8 @@ def test_the_simulation_notices_what_a_gpu_would(journal: Journal) -> None:
         copied = pinned((4,), torch.float32).fill_(1).to(CUDA, non_blocking=True)
     _ = copied + 1
     assert len(journal.races) == 3  # before its copy was over, and unknown to the allocator
+    with torch.device("meta"):
+        assert torch.tensor([]).is_meta  # by which transformers sees whether a model is built without memory
     late = LateMetrics({"loss": there.sum()}, CUDA)
     assert bool(late._values.isnan()) and late.read() == {"loss": 6.0}
 

@@ -4,6 +4,7 @@ The runs have between them what the presets have (test_every_preset_has_its_part
 """
 
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from clipmill.train.run.checkpoint import all_checkpoints
 from tests.simulated_gpu.inside.runs import DECODER, LATENTS, NUM_STEPS, PIXELS, SMALL
 from tests.simulated_gpu.inside.steps import LOCAL_RANK, STEADY, run, run_on_cpu, steady
 from tests.train.running import losses
@@ -108,6 +110,22 @@ def test_a_steady_step_waits_for_the_numbers_of_the_step_before_alone(
     if SINGLE in " ".join(words):
         run_on_cpu(*words, "--out", tmp_path / "cpu")
         assert found == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("precision", [SINGLE, "--precision fp16"])
+def test_a_run_that_goes_on_has_its_state_on_the_gpu_of_its_rank(
+    precision: str, latents_dir: Path, tmp_path: Path
+) -> None:
+    flags = f"{STORED} {precision} --loss.kind fastclip-v3 --optimizer.ema 0.9 --steps 3 --checkpoint-every 2"
+    out = tmp_path / "run"
+    run(*flags.split(), "--shards", latents_dir, "--out", out, keeps_checkpoints=True)
+    expected = losses(out)
+    last = max(checkpoints := all_checkpoints(out / "checkpoints"))
+    assert sorted(checkpoints) == [2, 3]
+    shutil.rmtree(checkpoints[last])
+    journal = run("dual-encoder", "--resume", "--out", out, keeps_checkpoints=True)
+    assert losses(out) == expected and len(expected) == 3
+    assert journal.devices == {LOCAL_RANK} and journal.races == [] and journal.pageable == []
 
 
 # Settings of presets that choose nothing on the device: numbers, and what the host decides.

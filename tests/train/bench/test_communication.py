@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from clipmill.manifests.progress import Activity
 from clipmill.train.bench.communication import Event, breakdowns
 from clipmill.train.cli import main
+from tests.conftest import ROOT
 from tests.train.bench.test_bench import SMALL
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.running import train
@@ -59,6 +61,13 @@ def test_a_step_on_a_cpu_is_broken_down_by_operators_of_the_training_thread() ->
     first, second = breakdowns(events)
     assert asdict(first) == pytest.approx(us(100, 40, 10, 35, 25))
     assert asdict(second) == pytest.approx(us(20, 0, 0, 10, 10))
+
+
+def test_a_recording_on_a_cpu_prints_nothing() -> None:
+    code = "import torch; from clipmill.train.bench.communication import _recorded\n"
+    code += "with _recorded(torch.device('cpu')): torch.ones(2) + 1"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
 def test_a_step_on_a_gpu_is_broken_down_by_its_kernels() -> None:

@@ -40,7 +40,7 @@ class Runs:
 def slurm_environment(folder: Path, *, job: int, python: Path) -> dict[str, str]:
     """Variables as SLURM sets them for a job of two processes on this machine, with its programs in `folder`.
 
-    Among them is `train`, run by `python`.
+    Among them are `train` and `torchrun`, run by `python`.
     """
     programs = folder / "bin"
     programs.mkdir()
@@ -49,6 +49,7 @@ def slurm_environment(folder: Path, *, job: int, python: Path) -> dict[str, str]
         "srun": f'echo $$ > {step}; while [[ "$1" == --* ]]; do shift; done\nexec "$@"',
         "scontrol": f'if [[ "$1" == requeue ]]; then echo "$2" >> {requeued}; else echo 127.0.0.1; fi',
         "train": f'exec {python} -m clipmill.train.cli "$@"',
+        "torchrun": f'exec {python} -m torch.distributed.run "$@"',
         # As the real one: it signals the processes of the job's steps, not the script.
         "scancel": f'[[ "$*" == "--signal=TERM {job}" ]] && kill -TERM "$(cat {step})"',
     }

@@ -39,9 +39,9 @@ from clipmill.train.run import shared_folder
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder, create_run
 from clipmill.train.run.tracking import Progress
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings, DualEncoderTowers
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
-from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.tasks.mae.settings import MaeSettings, MaeTowers
 from clipmill.train.tasks.mae.task import MaeTask
 from clipmill.train.weights.sources import open_weights
 from tests.train.plane import LoadedPoints, PlaneTask, Points, settings
@@ -79,6 +79,7 @@ def towers(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
         warmup_steps=2,
         checkpoint_every=2,
         model="tiny",
+        towers=DualEncoderTowers(depth=2),
         num_frames=2,
         loss=Loss(kind="fastclip-v3"),
     )
@@ -86,7 +87,7 @@ def towers(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
 
 
 def adapted(out: Path, data_dir: Path, *, source: Path, **changes: Any) -> DualEncoderSettings:
-    """Settings of that dual encoder with a frozen first block, and adapters in the others of a tower of `source`."""
+    """Settings of that dual encoder with a frozen first block, and adapters in the other of a tower of `source`."""
     tuned = {"freeze": ("blocks:1",), "lora": Lora(rank=2, alpha=4), "lr": 1e-2, "microbatch": 3}
     init = DualEncoderInit(weights=str(source))
     return towers(out, data_dir, init=init, optimizer=OptimizerSettings(ema=0.9), **tuned, **changes)
@@ -132,6 +133,7 @@ def masked(out: Path, data_dir: Path, **changes: Any) -> MaeSettings:
         warmup_steps=2,
         checkpoint_every=2,
         model="tiny",
+        towers=MaeTowers(depth=2),
         num_frames=4,
         mask_ratio=0.75,
         decoder_mask="random",

@@ -1,6 +1,7 @@
 """Runs on several data folders: what they record, how they resume, and what is evaluated."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from clipmill.train.engine.rank_consistency import _content
 from clipmill.train.run.checkpoint import all_checkpoints, read_metadata
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from tests.train.mixture.folders import NEAR
 from tests.train.plane import ONE
 from tests.train.running import train, two_lines
+from tests.train.tiny_data import write_captions
 
 SMALL = ("--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 6, "--workers", 1, "--device", "cpu")
 STEPS = ("--warmup-steps", 1, "--lr", 1e-3, "--steps", 4, "--checkpoint-every", 2)
@@ -172,3 +175,18 @@ def test_what_cannot_be_mixed_is_said(
     error, hint = two_lines(capsys)
     assert "train bench measures one data folder" in error and f"--shards {near}" in hint
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_a_mixture_that_cannot_be_evaluated_is_named_and_the_others_are_evaluated(
+    finished: Path, near: Path, far: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, incomplete = shutil.copytree(finished, tmp_path / "run"), shutil.copytree(near, tmp_path / "near")
+    write_captions(incomplete, {one.name: one.split.replace("val", "test") for one in NEAR}, [])
+    settings = (run / "settings.yaml").read_text()
+    (run / "settings.yaml").write_text(settings.replace(f"{near}\n", f"{incomplete}\n"))
+    capsys.readouterr()
+    assert train("eval", "retrieval", run) == 2
+    said = capsys.readouterr()
+    error, hint = said.err.splitlines()[-2:]
+    assert error.startswith(f"error: {incomplete} is not evaluated: ") and "'val'" in error
+    assert hint.startswith("hint: the other data folders of the run are evaluated") and f"{far}" in said.out

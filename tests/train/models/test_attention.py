@@ -16,6 +16,7 @@ from clipmill.train.models.attention import (
     open_attention,
     pack,
 )
+from clipmill.train.models.kernel_limits import most_sequences
 from clipmill.train.models.space_time import attend_short, sequences_per_tile
 from tests.forked import forget, forked
 
@@ -167,3 +168,21 @@ def test_the_frames_of_several_patches_fill_a_tile(num_frames: int) -> None:
 
 def test_sequences_that_fit_in_no_tile_together_are_computed_one_by_one() -> None:
     assert [sequences_per_tile(*sizes) for sizes in ((196, 33), (196, 200), (197, 8))] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "width", "packed", "most"),
+    [
+        (1, 1, 8, False, 65_535),  # a dimension of CUDA's grid
+        (785, 12, 64, False, 3_120),  # 32 bits for a gradient of 896 tokens, 12 heads and 64 numbers each
+        (3_137, 12, 64, False, 873),
+        (128, 8, 64, False, 32_768),
+        (128, 8, 80, False, 16_384),
+        (13, 8, 64, True, 29_746),  # padding in addition to the tokens
+        (10**6, 4_096, 64, False, 1),
+    ],
+)
+def test_no_call_has_more_sequences_than_kernels_can_count(
+    tokens: int, heads: int, width: int, packed: bool, most: int
+) -> None:
+    assert most_sequences(tokens, heads, width, packed=packed) == most

@@ -13,7 +13,8 @@ from clipmill import load_model
 from tests.train.running import train
 
 SIDE = 32
-SMALL = ["--model", "tiny", "--num-frames", "2", "--size-px", str(SIDE), "--batch", "4", "--lr", "1e-3", "--steps", "2"]
+SMALL = ["--model", "tiny", "--towers.depth", "2", "--num-frames", "2", "--size-px", str(SIDE), "--batch", "4"]
+SMALL += ["--lr", "1e-3", "--steps", "2"]
 MEAN = ["--init.pixel-mean", "0.42", "0.46", "0.41"]
 RNG = np.random.default_rng(0)
 BATCHES = [RNG.standard_normal((size, 3, 2, SIDE, SIDE), dtype=np.float32) for size in (1, 5)]
