@@ -68,7 +68,7 @@ class ClipReader(ThreadedReader):
     Args:
         chunks: The chunks, which are the parts of the table.
         shape: How clips are made.
-        annotations: What samples get beside frames; None for nothing.
+        annotations: What samples get beside frames.
         repeats: Samples of a clip in an epoch. They follow one another, so that loaded as a group their chunks are read
             and decoded once.
         same_frames: Number of consecutive requests, of one clip, that draw the same moments in training.
@@ -80,7 +80,7 @@ class ClipReader(ThreadedReader):
         table: SampleTable,
         shape: ClipShape,
         *,
-        annotations: Annotations | None = None,
+        annotations: Sequence[Annotations] = (),
         repeats: int = 1,
         same_frames: int = 1,
     ) -> None:
@@ -195,8 +195,8 @@ class ClipReader(ThreadedReader):
 
     def annotate(self, sample: Sample, request: SampleRequest) -> None:
         """Add to a sample what it has beside frames."""
-        if self._annotations is not None:
-            self._annotations.add(sample, request)
+        for annotations in self._annotations:
+            annotations.add(sample, request)
 
     def _sample(self, plan: ClipPlan, clip: Clip) -> Sample:
         request = plan.request

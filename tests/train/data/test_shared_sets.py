@@ -84,11 +84,6 @@ def shared_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def in_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed of captions is collected in files."""
-    monkeypatch.setattr(node_cache, "SCRATCH_BYTES", 1)
-
-
 def with_tables(data: Path) -> None:
     for column in ("video", "latents", "text"):
         if (data / column).is_dir():
@@ -121,7 +116,7 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
         with_tables(data)
         assert shown(OPEN[name](data)) == expected
         monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
-        in_files(monkeypatch)
+        monkeypatch.setattr(node_cache, "SCRATCH_BYTES", 1)  # what is computed of captions is collected in files
         assert shown(OPEN[name](data)) == expected
         assert list(shared_by_all.rglob("*"))
 

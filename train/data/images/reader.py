@@ -32,7 +32,7 @@ class ImageReader(ThreadedReader):
 
     Args:
         images: int64 [N], the image of each row.
-        annotations: What samples get beside frames; None for nothing.
+        annotations: What samples get beside frames.
         repeats: Samples of an image in an epoch; divides the loader's group, in which it is decoded once.
     """
 
@@ -42,7 +42,7 @@ class ImageReader(ThreadedReader):
         images: NDArray[np.int64],
         shape: ClipShape,
         *,
-        annotations: Annotations | None = None,
+        annotations: Sequence[Annotations] = (),
         repeats: int = 1,
     ) -> None:
         self._tars, self._images, self._shape = tars, images, shape
@@ -152,8 +152,8 @@ class ImageReader(ThreadedReader):
         building.add(frame, range(num_frames))
         clip = building.clip()
         sample = Sample(position=request.position, key=key, clip_id=row, video=clip.video, colour=clip.colour)
-        if self._annotations is not None:
-            self._annotations.add(sample, replace(request, sample=row))
+        for annotations in self._annotations:
+            annotations.add(sample, replace(request, sample=row))
         return sample
 
     def _image(self, sample: int) -> int:

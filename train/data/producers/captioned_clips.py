@@ -107,7 +107,7 @@ def open_captioned_clips(
         alike={} if stored_text is None else {"text embeddings": stored_text.encoder},
         text_width=None if stored_text is None else stored_text.width,
     )
-    reader = ClipReader(chunks, opened, query.shape, annotations=shown)
+    reader = ClipReader(chunks, opened, query.shape, annotations=[shown])
     return Samples(opened, reader, source, query.loading, captions=shown)
 
 

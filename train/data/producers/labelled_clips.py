@@ -53,7 +53,7 @@ def open_labelled_clips(query: ClipQuery, *, classes: Sequence[ClassList], repea
         num_rows=num_rows,
     )
     facts = (chunks.variant_name, query.loading.group, repeats, names, chunks.selection.text)
-    reader = ClipReader(chunks, table, query.shape, annotations=Labels(table), repeats=repeats)
+    reader = ClipReader(chunks, table, query.shape, annotations=[Labels(table)], repeats=repeats)
     source = Source(
         split=query.split,
         variant_name=chunks.variant_name,

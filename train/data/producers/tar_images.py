@@ -50,13 +50,12 @@ def open_tar_images(
     tars = open_tars(query.pattern, cache=query.cache, cache_size=query.cache_size, label=label)
     _require_images_only(tars)
     texts = pa.chunked_array([index.captions for index in tars.indexes])
-    table = _make_table(tars, texts if has_captions else None, classes)
-    annotations: Annotations | None = None
+    table = _make_table(tars, texts if has_captions or tokenize else None, classes, needs_captions=has_captions)
+    annotations: list[Annotations] = [] if classes is None else [Labels(table)]
     captions: Captions | None = None
-    if classes is not None:
-        annotations = Labels(table)
-    elif table.captions is not None:
-        annotations = captions = Captions(table.captions, texts, tokenize=tokenize)
+    if table.captions is not None:
+        captions = Captions(table.captions, texts, tokenize=tokenize)
+        annotations.append(captions)
     names = None if classes is None else classes.as_json()
     order = [f"{tars.name(number)} {index.order_sha256}" for number, index in enumerate(tars.indexes)]
     facts = ("images", query.loading.group, repeats, has_captions, names, *order)
@@ -93,12 +92,15 @@ def open_images(query: DataQuery) -> Samples[ImageReader]:
     )
 
 
-def _make_table(tars: ImageTars, texts: pa.ChunkedArray | None, classes: ClassList | None) -> SampleTable:
+def _make_table(
+    tars: ImageTars, texts: pa.ChunkedArray | None, classes: ClassList | None, *, needs_captions: bool
+) -> SampleTable:
     """The images that have what is asked for.
 
     Args:
-        texts: Captions of all images, of which samples have to have one; None if they need none.
-        classes: Classes, of which samples have to have one; None if they need none.
+        texts: Captions of all images; None for samples without.
+        classes: Classes, of which samples have to have one; None for samples without.
+        needs_captions: Leave out images without caption.
     """
     left_out, images = LeftOut(), np.arange(tars.num_images)
     for number, index in enumerate(tars.indexes):
@@ -111,14 +113,14 @@ def _make_table(tars: ImageTars, texts: pa.ChunkedArray | None, classes: ClassLi
             left_out.add(reason, tars.key(int(without[0])), count=len(without))
         images = images[is_kept[images]]
 
-    if texts is not None:
+    if texts is not None and needs_captions:
         keep(pc.binary_length(texts).to_numpy() > 0, "without caption")
     label, caption_id, rows = None, None, None
     if classes is not None:
         of_image = class_numbers_of(pa.chunked_array([index.classes for index in tars.indexes]), classes)
         keep(of_image >= 0, "without one of the classes")
         label, caption_id = of_image[images][:, None], np.arange(len(images))
-    elif texts is not None:
+    if texts is not None:
         rows = RowCaptions(
             choice=CaptionChoice(np.arange(len(images) + 1), None, None),
             sources=Sources(("",), np.ones(1), np.zeros(1, np.int16)),
