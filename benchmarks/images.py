@@ -40,9 +40,10 @@ from clipmill.train.augment.pictures import to_model_input
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.images.query import ImageQuery
-from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.prefetch import prefetch
+from clipmill.train.data.producers.tar_images import open_tar_images
+from clipmill.train.data.samples import Samples
 from clipmill.train.models.text import load_tokenizer
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
 
@@ -99,10 +100,10 @@ def _image(rng: np.random.Generator, *, width: int, height: int) -> bytes:
     return cv2.imencode(".jpg", pixels.astype(np.uint8), [cv2.IMWRITE_JPEG_QUALITY, QUALITY])[1].tobytes()
 
 
-def _opened(pattern: str, batch: int) -> TarImages:
+def _opened(pattern: str, batch: int) -> Samples[Any]:
     shape = ClipShape(sampling=Sampling(num_frames=1), size_px=SIZE_PX, min_crop_area=MIN_AREA)
     loading = LoaderSettings(batch=batch, num_threads=WORKERS)
-    return TarImages(ImageQuery(pattern, shape, loading), has_captions=True, tokenize=load_tokenizer())
+    return open_tar_images(ImageQuery(pattern, shape, loading), has_captions=True, tokenize=load_tokenizer())
 
 
 def _ways(pattern: str, batch: int) -> dict[str, Epoch]:
@@ -118,7 +119,7 @@ def _ways(pattern: str, batch: int) -> dict[str, Epoch]:
     return ways | {"webdataset": _webdataset(tars, num_batches, batch)}
 
 
-def _clipmill(samples: TarImages, num_batches: int, *, finish: Callable[[Any], torch.Tensor]) -> Epoch:
+def _clipmill(samples: Samples[Any], num_batches: int, *, finish: Callable[[Any], torch.Tensor]) -> Epoch:
     def epoch() -> int:
         loaded = prefetch(samples.batches(max_failures=0), torch.device("cpu"))
         with closing(loaded):

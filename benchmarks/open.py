@@ -185,17 +185,17 @@ def open_as_rank(data: Path, name: str) -> None:
     """Open a set as a rank does, between two lines of standard input."""
     import numpy as np
 
-    from clipmill.train.data.chunk_clips import ChunkClips
+    from clipmill.train.data.chunks import ClipQuery
     from clipmill.train.data.classes import ClassList
-    from clipmill.train.data.clip_query import ClipQuery
     from clipmill.train.data.decoding.clip import ClipShape, Views
     from clipmill.train.data.frame_sampling import Sampling
-    from clipmill.train.data.labelled_clips import LabelledClips
-    from clipmill.train.data.latents.loader import LatentLoader
     from clipmill.train.data.latents.segment_query import SegmentQuery
     from clipmill.train.data.loader import LoaderSettings
     from clipmill.train.data.order import SampleOrder
-    from clipmill.train.data.video_captions import VideoCaptions
+    from clipmill.train.data.producers.captioned_clips import open_captioned_clips
+    from clipmill.train.data.producers.chunk_clips import open_chunk_clips
+    from clipmill.train.data.producers.labelled_clips import open_labelled_clips
+    from clipmill.train.data.producers.latent_segments import open_latent_segments
 
     sampling = Sampling(num_frames=4, rule="uniform", stride=4)
     shape = ClipShape(
@@ -207,17 +207,17 @@ def open_as_rank(data: Path, name: str) -> None:
     begin_s = time.process_time()
     samples: Any
     if name == "chunks":
-        samples = ChunkClips(ClipQuery(data, split="train", shape=shape, loading=loading))
+        samples = open_chunk_clips(ClipQuery(data, split="train", shape=shape, loading=loading))
     elif name == "captions":
-        samples = VideoCaptions(ClipQuery(data, split="train", shape=shape, loading=loading), tokenize=None)
+        samples = open_captioned_clips(ClipQuery(data, split="train", shape=shape, loading=loading))
         samples.require_different_texts()
         samples.texts(np.arange(8))
     elif name == "labels":
         classes = ClassList("class", tuple(f"{number:03d}" for number in range(400)))
-        samples = LabelledClips(ClipQuery(data, split="train", shape=shape, loading=loading), classes=classes)
+        samples = open_labelled_clips(ClipQuery(data, split="train", shape=shape, loading=loading), classes=[classes])
     else:
         query = SegmentQuery(data, split="train", captions="none" if name == "latents" else "words")
-        samples = LatentLoader(query)
+        samples = open_latent_segments(query)
     print(f"{samples.fingerprint[:16]} {samples.describe()}", file=sys.stderr)
     SampleOrder(samples.num_samples, seed=0).at(np.arange(1024))
     found = {"cpu_s": time.process_time() - begin_s, "samples": samples.num_samples}

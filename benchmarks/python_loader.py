@@ -38,10 +38,10 @@ from benchmarks.timing import turns
 from clipmill import Batches, open_clips, open_latents
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.train.augment.pictures import to_rgb_uint8
-from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.loader import LoaderSettings, TrainingSet
 from clipmill.train.data.prefetch import prefetch
+from clipmill.train.data.producers.latent_segments import open_latent_segments
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -123,12 +123,12 @@ def _clip_ways(data: Path, batch: int) -> Ways:
 
 def _latent_ways(data: Path, batch: int) -> Ways:
     query = SegmentQuery(data, split="train", captions="words", loading=LoaderSettings(batch=batch))
-    kept = LatentLoader(replace(query, loading=LoaderSettings(batch=batch, can_keep=True)))
+    kept = open_latent_segments(replace(query, loading=LoaderSettings(batch=batch, can_keep=True)))
     name = f"latents, batches of {batch}"
     command = f"{name}, kept, command"
     return {
         command: (_command(kept), None),
-        f"{name}, command": (_command(LatentLoader(query)), command),
+        f"{name}, command": (_command(open_latent_segments(query)), command),
         f"{name}, kept, open_latents": (_public(open_latents(data, batch=batch)), command),
         f"{name}, kept, open_latents, all read": (_public(open_latents(data, batch=batch), use=dict), command),
     }

@@ -37,12 +37,13 @@ from benchmarks.timing import turns
 from clipmill.manifests.storage.objects import Objects
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.train.data.folders import DataFolder, open_data_folder
-from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.loader import LoaderSettings, TrainingSet
 from clipmill.train.data.prefetch import prefetch
+from clipmill.train.data.producers.latent_segments import open_latent_segments
 from clipmill.train.data.remote import RemoteTars
 from clipmill.train.data.remote_maps import RemoteMaps
+from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -213,8 +214,10 @@ def _cached_ways(local: Path, remote: str, folder: Path, proxy: Faults, shown_ms
     return ways
 
 
-def _latents(folder: DataFolder) -> LatentLoader:
-    return LatentLoader(SegmentQuery(folder.path, split="train", tars=folder.tars, loading=LoaderSettings(batch=BATCH)))
+def _latents(folder: DataFolder) -> Samples[Any]:
+    return open_latent_segments(
+        SegmentQuery(folder.path, split="train", tars=folder.tars, loading=LoaderSettings(batch=BATCH))
+    )
 
 
 def _open_latents(remote: str, cache: Path, size: str) -> tuple[TrainingSet, Objects | None]:
@@ -234,8 +237,8 @@ def _start(name: str, way: Way) -> dict[str, Any]:
 def _fill_cache(way: Way) -> None:
     way.opened = way.open()
     samples = way.opened[0]
-    assert isinstance(samples, LatentLoader)
-    tars = samples.samples.tars
+    assert isinstance(samples, Samples)
+    tars = samples.reader.segments.maps
     assert isinstance(tars, RemoteMaps)
     for number in range(len(tars.starts)):
         tars.fetch(number, waits=True)

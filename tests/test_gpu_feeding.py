@@ -1,6 +1,7 @@
 """What the benchmarks of the input pipeline load from, and what their figures say."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,11 +10,12 @@ from benchmarks.gpu.feeding_steps import batch_for, wait_row
 from benchmarks.gpu.feeding_threads import thread_counts
 from clipmill.manifests.store import read_captions
 from clipmill.shards.reader import Variant
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
+from clipmill.train.data.samples import Samples
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
 
 GIB = 1024**3
@@ -33,9 +35,9 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-def open_set(folder: Path, *, num_threads: int = 2) -> VideoCaptions:
+def open_set(folder: Path, *, num_threads: int = 2) -> Samples[Any]:
     loading = LoaderSettings(batch=BATCH, num_threads=num_threads, num_ahead=2 * BATCH, seed=0)
-    return VideoCaptions(ClipQuery(folder, split="train", shape=SHAPE, loading=loading), tokenize=None)
+    return open_captioned_clips(ClipQuery(folder, split="train", shape=SHAPE, loading=loading))
 
 
 def test_repeated_chunks_are_the_same_pictures_under_other_keys(data: Path, tmp_path: Path) -> None:

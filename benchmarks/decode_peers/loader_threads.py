@@ -16,13 +16,13 @@ import numpy as np
 
 from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, data_folder
 from benchmarks.peer_process import answer_requests
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.decoding.reading import DecodeRule
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import LoadedBatch
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
 
 BATCH, NUM_AHEAD = 8, 32
 SPLIT = "train"
@@ -30,7 +30,7 @@ SPLIT = "train"
 
 def endless_batches(data: Path, *, num_threads: int, decode: DecodeRule) -> Iterator[LoadedBatch]:
     """Yield batches of clips with four frames, as YUV planes."""
-    samples = VideoCaptions(
+    samples = open_captioned_clips(
         ClipQuery(
             data,
             split=SPLIT,

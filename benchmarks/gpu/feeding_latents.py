@@ -1,4 +1,4 @@
-"""LatentLoader to the GPU, compared with plain copies of the same number of bytes from pinned memory.
+"""Samples[Any] to the GPU, compared with plain copies of the same number of bytes from pinned memory.
 
 The dataset is that of `benchmarks.latents`: segments of 20 x 4 x 32 x 32 float16 with an embedding each, normally
 distributed. Two variants take turns: the loader with its prefetching thread, as in training; and a loop that copies two
@@ -24,10 +24,11 @@ from benchmarks.latent_peers.segment_set import (
     open_segment_set,
 )
 from clipmill.train.data.batch import Batch, to_device
-from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.prefetch import prefetch
+from clipmill.train.data.producers.latent_segments import open_latent_segments
+from clipmill.train.data.samples import Samples
 
 _GOAL = 0.9
 _BYTES = SEGMENT_BYTES + 2 * TEXT_WIDTH
@@ -44,7 +45,7 @@ def measure_latents(setup: Setup) -> Result:
     for batch in (8,) if setup.is_dry_run else (32, 256, 1024):
         rounds = 1 if setup.is_dry_run else 5
         seconds = 0.05 if setup.is_dry_run else 0.8
-        samples = LatentLoader(SegmentQuery(data, split=SPLIT, loading=LoaderSettings(batch=batch)))
+        samples = open_latent_segments(SegmentQuery(data, split=SPLIT, loading=LoaderSettings(batch=batch)))
         rows.append(_row(setup, samples, batch, rounds=rounds, seconds=seconds))
     return Result(
         rows=rows,
@@ -60,7 +61,7 @@ def measure_latents(setup: Setup) -> Result:
     )
 
 
-def _row(setup: Setup, loader: LatentLoader, batch: int, *, rounds: int, seconds: float) -> dict[str, Any]:
+def _row(setup: Setup, loader: Samples[Any], batch: int, *, rounds: int, seconds: float) -> dict[str, Any]:
     device = setup.device
     rates: dict[str, list[float]] = {"loader": [], "copies": [], "gather": []}
     copy = _copier(batch, device=device)

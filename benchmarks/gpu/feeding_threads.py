@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.feeding_data import require_repeated
 from benchmarks.gpu.measurements import Result, Setup
 from clipmill.train.data.loader import Loader, LoaderSettings
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -84,7 +84,7 @@ def measure_threads(setup: Setup) -> Result:
     )
 
 
-def _samples(shown: Shown, *, data: str) -> VideoCaptions:
+def _samples(shown: Shown, *, data: str) -> Samples[Any]:
     settings = DualEncoderSettings(
         shards=data,
         num_frames=shown.num_frames,
@@ -95,15 +95,15 @@ def _samples(shown: Shown, *, data: str) -> VideoCaptions:
     )
     attention = open_attention("sdpa", device_type="cpu")
     samples = DualEncoderTask(settings, attention=attention, device=torch.device("cpu")).training_set(World())
-    assert isinstance(samples, VideoCaptions)
+    assert isinstance(samples, Samples)
     return samples
 
 
 @contextmanager
-def _batches(samples: VideoCaptions, *, batch: int, num_threads: int) -> Iterator[Callable[[], int]]:
+def _batches(samples: Samples[Any], *, batch: int, num_threads: int) -> Iterator[Callable[[], int]]:
     """Open the loader; the function takes a batch and returns its number of clips."""
     settings = LoaderSettings(batch=batch, num_threads=num_threads, num_ahead=batch * _BATCHES_AHEAD, seed=0)
-    with closing(Loader(samples, settings).batches(max_failures=0)) as batches:
+    with closing(Loader(samples, samples.reader, settings).batches(max_failures=0)) as batches:
         for _ in range(_WARM_BATCHES):
             next(batches)
         yield lambda: len(next(batches).batch["key"])

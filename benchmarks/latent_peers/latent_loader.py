@@ -1,4 +1,4 @@
-"""clipmill's LatentLoader on clipmill's columns, with its default settings.
+"""clipmill's loader of latents on clipmill's columns, with its default settings.
 
 With `--first-visits` every epoch is like the first one of a process: the checksums of all records are verified. With
 `--video` the same segments are stored as a VAE of videos gives them, with the channels before the frames.
@@ -17,11 +17,11 @@ class OurLoader(NothingToClose):
     """Endless batches, as in training: an epoch may end within a batch, whose rest begins the next epoch."""
 
     def __init__(self, data: Path, batch: int) -> None:
-        from clipmill.train.data.latents.loader import LatentLoader
         from clipmill.train.data.latents.segment_query import SegmentQuery
         from clipmill.train.data.loader import LoaderSettings
+        from clipmill.train.data.producers.latent_segments import open_latent_segments
 
-        self._loader = LatentLoader(SegmentQuery(data, split=SPLIT, loading=LoaderSettings(batch=batch)))
+        self._loader = open_latent_segments(SegmentQuery(data, split=SPLIT, loading=LoaderSettings(batch=batch)))
         self._batches = self._loader.batches(position=0)
         self._rest: tuple[Any, Any] | None = None
 

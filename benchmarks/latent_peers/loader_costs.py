@@ -1,4 +1,4 @@
-"""Memory of a LatentLoader after an epoch, and time of seeking to a position. Prints one JSON object.
+"""Memory of the loader of latents after an epoch, and time of seeking to a position. Prints one JSON object.
 
     python -m benchmarks.latent_peers.loader_costs DATA
 
@@ -34,19 +34,19 @@ def measure(data: Path) -> dict[str, Any]:
     """Measure anonymous memory before the loader is created and after an epoch, and then the time of seeks."""
     import torch  # noqa: F401 - the memory of libraries is not the loader's
 
-    from clipmill.train.data.latents.loader import LatentLoader
     from clipmill.train.data.latents.segment_query import SegmentQuery
     from clipmill.train.data.loader import LoaderSettings
     from clipmill.train.data.order import SampleOrder
+    from clipmill.train.data.producers.latent_segments import open_latent_segments
 
     before = anonymous_bytes()
-    loader = LatentLoader(SegmentQuery(data, split=SPLIT, loading=LoaderSettings(batch=BATCH)))
+    loader = open_latent_segments(SegmentQuery(data, split=SPLIT, loading=LoaderSettings(batch=BATCH)))
     for loaded in loader.batches(position=0):
         if loaded.cursor.position >= len(loader):
             break
     after = anonymous_bytes()
     order = SampleOrder(BILLION, seed=0)
-    single = LatentLoader(SegmentQuery(data, split=SPLIT, loading=LoaderSettings(batch=1)))
+    single = open_latent_segments(SegmentQuery(data, split=SPLIT, loading=LoaderSettings(batch=1)))
     return {
         "num_segments": len(loader),
         "before_bytes": before,

@@ -335,7 +335,11 @@ def _is_folder(entry: os.DirEntry[str], *, is_video: bool) -> bool:
 
 def _links_out(entry: os.DirEntry[str], *, root: Path, is_used: bool) -> list[tuple[str, str]]:
     """Return the relative path and the target of a link that leads out of `root`; empty for any other entry."""
-    if not is_used or not entry.is_symlink() or not Path(entry.path).exists():
+    if not is_used or not entry.is_symlink():
+        return []
+    try:
+        entry.stat()
+    except OSError:  # a broken link, which is rejected elsewhere
         return []
     target = Path(os.path.normpath(Path(entry.path, "..", Path(entry.path).readlink())))
     return [] if target.is_relative_to(root) else [(os.path.relpath(entry.path, root), str(target))]

@@ -11,12 +11,13 @@ import torch
 from clipmill import open_clips
 from clipmill.train.data import prefetch as prefetch_module
 from clipmill.train.data.batch import Batch, BatchRing, Sample, to_device
-from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.data.prefetch import prefetch
+from clipmill.train.data.producers.latent_segments import open_latent_segments
+from clipmill.train.data.samples import Samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -119,9 +120,9 @@ def test_latents_are_those_that_a_cpu_reads(
 ) -> None:
     """The ring of the latents, which are gathered from mapped tars into pinned buffers."""
 
-    def loader() -> LatentLoader:
+    def loader() -> Samples[Any]:
         loading = LoaderSettings(batch=16, seed=3)
-        return LatentLoader(SegmentQuery(latents_dir, split="train", segment="2s", loading=loading))
+        return open_latent_segments(SegmentQuery(latents_dir, split="train", segment="2s", loading=loading))
 
     expected = []
     for number, loaded in enumerate(loader().batches(max_failures=0)):

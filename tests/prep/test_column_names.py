@@ -17,7 +17,7 @@ EXCEPTIONS = {
     "train/data/batch.py",  # arrays of a batch; in the others, columns of tables
     "prep/video/captions.py",
     "train/tasks/dual_encoder/protocols.py",
-    "train/data/video_captions.py",  # captions of the manifest
+    "train/data/producers/captioned_clips.py",  # captions of the manifest
 }
 
 

@@ -14,6 +14,7 @@ from clipmill.train.data.batch import Batch, Sample
 from clipmill.train.data.loader import Loader, LoaderSettings, SampleRequest, TrainingSet
 from clipmill.train.data.order import LoaderState
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
+from clipmill.train.data.workers import ThreadedReader
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
@@ -27,7 +28,7 @@ ONE = World()
 CPU = torch.device("cpu")
 
 
-class Points:
+class Points(ThreadedReader):
     """Points of a plane with noise; a generator per visit makes the noise, and some points fail."""
 
     fingerprint = "points"
@@ -36,8 +37,7 @@ class Points:
         self._failing = failing
         self._poisoned = poisoned
 
-    def __len__(self) -> int:
-        return 20
+    num_samples = 20
 
     def describe(self) -> str:
         return "points"
@@ -62,9 +62,10 @@ class LoadedPoints:
 
     def __init__(self, points: Points, chosen: TrainingSettings, world: World = ONE, *, group: int = 1) -> None:
         self._points, self.fingerprint = points, points.fingerprint
-        self.num_samples: int | None = len(points)
+        self.num_samples: int | None = points.num_samples
         batch = chosen.batch // world.size
         self._loader = Loader(
+            points,
             points,
             LoaderSettings(
                 batch=batch,

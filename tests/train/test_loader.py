@@ -13,10 +13,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.loader import Loader, LoaderSettings, SampleRequest
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
-from clipmill.train.data.workers import in_order
+from clipmill.train.data.workers import ThreadedReader, in_order
 
 
-class Numbers:
+class Numbers(ThreadedReader):
     """Samples that hold their own number and a random one; some fail, and each takes a while of its own."""
 
     fingerprint = "numbers"
@@ -27,7 +27,8 @@ class Numbers:
         self.num_loaded = 0
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
+    @property
+    def num_samples(self) -> int:
         return self._num_samples
 
     def describe(self) -> str:
@@ -61,12 +62,16 @@ def settings(**changes: Any) -> LoaderSettings:
     return LoaderSettings(**{"batch": 4, "num_threads": 3, "num_ahead": 8, "seed": 5, **changes})
 
 
+def loader_of(samples: Numbers, loading: LoaderSettings) -> Loader:
+    return Loader(samples, samples, loading)
+
+
 def training(samples: Numbers, max_failures: int, **changes: Any) -> Generator[LoadedBatch, None, None]:
-    return Loader(samples, settings(**changes)).batches(max_failures=max_failures)
+    return loader_of(samples, settings(**changes)).batches(max_failures=max_failures)
 
 
 def take(samples: Numbers, num_batches: int, *, position: int = 0, **changes: int) -> list[LoadedBatch]:
-    batches = Loader(samples, settings(**changes)).batches(position=position, max_failures=100)
+    batches = loader_of(samples, settings(**changes)).batches(position=position, max_failures=100)
     taken = list(islice(batches, num_batches))
     batches.close()
     return taken
@@ -151,14 +156,14 @@ def test_closing_ends_the_threads() -> None:
 
 
 def test_evaluation_gives_every_sample_once_in_order() -> None:
-    batches = list(Loader(Numbers(10), settings()).evaluation_batches())
+    batches = list(loader_of(Numbers(10), settings()).evaluation_batches())
     assert [loaded.batch["tokens"][:, 0].tolist() for loaded in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert all((loaded.batch["tokens"][:, 1] == -1).all() for loaded in batches)
 
 
 @pytest.mark.parametrize("failing", [(2, 9), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)])
 def test_evaluation_names_what_failed(failing: tuple[int, ...]) -> None:
-    batches = list(Loader(Numbers(10, failing=failing), settings()).evaluation_batches())
+    batches = list(loader_of(Numbers(10, failing=failing), settings()).evaluation_batches())
     seen = [sample for loaded in batches if loaded.batch for sample in loaded.batch["caption_id"].tolist()]
     assert seen == [sample for sample in range(10) if sample not in failing]
     assert [one.key for loaded in batches for one in loaded.failed] == [f"key_{sample}" for sample in failing]
@@ -171,7 +176,7 @@ def test_a_bug_in_loading_is_not_taken_for_a_failed_sample() -> None:
 
     batches: list[Callable[[], object]] = [
         lambda: next(training(Broken(10), 100)),
-        lambda: next(Loader(Broken(10), settings()).evaluation_batches()),
+        lambda: next(loader_of(Broken(10), settings()).evaluation_batches()),
     ]
     for run in batches:
         with pytest.raises(ZeroDivisionError):
@@ -203,7 +208,7 @@ def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on(
                 for_good.wait()
             return super().load(requests)
 
-    batches = Loader(Hanging(10), settings(num_threads=2, num_ahead=num_ahead, stuck_after_s=0.3)).batches(
+    batches = loader_of(Hanging(10), settings(num_threads=2, num_ahead=num_ahead, stuck_after_s=0.3)).batches(
         max_failures=100
     )
     taken = list(islice(batches, 4))
@@ -252,7 +257,7 @@ def test_a_run_resumes_at_any_step_on_any_number_of_ranks(failing: tuple[int, ..
     samples = Numbers(64, failing=failing)
     for before, after in ((1, 3), (3, 1), (2, 5), (4, 4)):
         loaders = [
-            Loader(samples, settings(rank=rank, num_ranks=before, group=group, batch=5)) for rank in range(before)
+            loader_of(samples, settings(rank=rank, num_ranks=before, group=group, batch=5)) for rank in range(before)
         ]
         seen: list[int] = []
         for loader in loaders:
@@ -262,7 +267,7 @@ def test_a_run_resumes_at_any_step_on_any_number_of_ranks(failing: tuple[int, ..
             batches.close()
         states = [loader.state_dict() for loader in loaders]
         for rank in range(after):
-            loader = Loader(samples, settings(rank=rank, num_ranks=after, group=group, batch=3))
+            loader = loader_of(samples, settings(rank=rank, num_ranks=after, group=group, batch=3))
             loader.load_state_dict(*states)
             batches = loader.batches(max_failures=1000)
             for loaded in islice(batches, 40):
@@ -275,8 +280,8 @@ def test_a_run_resumes_at_any_step_on_any_number_of_ranks(failing: tuple[int, ..
 
 
 def test_a_state_of_other_samples_is_refused() -> None:
-    loader = Loader(Numbers(10), settings())
-    state = Loader(Numbers(10), settings(seed=6)).state_dict()
+    loader = loader_of(Numbers(10), settings())
+    state = loader_of(Numbers(10), settings(seed=6)).state_dict()
     with pytest.raises(UserError, match="seed 6"):
         loader.load_state_dict(state)
 

@@ -2,6 +2,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +11,14 @@ from clipmill.manifests.errors import UserError
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.train.data.batch import Sample
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.decoding.reading import DecodeRule
 from clipmill.train.data.frame_sampling import Sampling, moments_of, to_us
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.outcomes import FailedSample, Unusable, remarks_of
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
+from clipmill.train.data.samples import Samples
 from clipmill.train.models.text import load_tokenizer
 from tests.train.tiny_data import (
     CHUNK_FRAMES,
@@ -42,26 +44,26 @@ def open_set(
     shape: ClipShape = SHAPE,
     group: int = 1,
     decode: DecodeRule = "packets",
-) -> VideoCaptions:
+) -> Samples[Any]:
     loading = replace(LOADING, group=group)
-    return VideoCaptions(
+    return open_captioned_clips(
         ClipQuery(data_dir, split=split, shape=shape, loading=loading, decode=decode), tokenize=load_tokenizer()
     )
 
 
-def load(samples: VideoCaptions, sample: int, *, seed: int | None = None) -> Sample:
-    [loaded] = samples.load([SampleRequest(sample, 0, seed)])
+def load(samples: Samples[Any], sample: int, *, seed: int | None = None) -> Sample:
+    [loaded] = samples.reader.load([SampleRequest(sample, 0, seed)])
     assert not isinstance(loaded, FailedSample), loaded
     return loaded
 
 
-def failure(samples: VideoCaptions, sample: int) -> FailedSample:
-    [loaded] = samples.load([SampleRequest(sample, 77, None)])
+def failure(samples: Samples[Any], sample: int) -> FailedSample:
+    [loaded] = samples.reader.load([SampleRequest(sample, 77, None)])
     assert isinstance(loaded, FailedSample) and loaded.position == 77
     return loaded
 
 
-def numbers(samples: VideoCaptions, sample: int, *, seed: int | None = None) -> list[int]:
+def numbers(samples: Samples[Any], sample: int, *, seed: int | None = None) -> list[int]:
     return numbers_in(load(samples, sample, seed=seed))
 
 
@@ -92,7 +94,7 @@ def test_training_clips_show_the_frames_that_the_arithmetic_names(data_dir: Path
 
 def test_a_sample_carries_its_names(data_dir: Path) -> None:
     samples = open_set(data_dir, "val")
-    [sample] = samples.load([SampleRequest(1, 77, None)])
+    [sample] = samples.reader.load([SampleRequest(1, 77, None)])
     assert not isinstance(sample, FailedSample)
     assert sample["key"] == "d_000000000" == samples.key(1)
     assert (sample["position"], sample["caption_id"], sample["colour"]) == (77, 10, 0)
@@ -226,10 +228,10 @@ def test_samples_that_share_a_chunk_are_what_they_are_alone(data_dir: Path) -> N
     texts = [alone.text(sample) + alone.key(sample) for sample in range(9)]
     requests = [SampleRequest(sample, 100 + sample, 5) for sample in range(9)]
     for begin in range(0, 9, 3):
-        for request, sample in zip(requests[begin:], together.load(requests[begin : begin + 3]), strict=False):
+        for request, sample in zip(requests[begin:], together.reader.load(requests[begin : begin + 3]), strict=False):
             assert not isinstance(sample, FailedSample)
             number = texts.index(together.text(request.sample) + together.key(request.sample))
-            [expected] = alone.load([SampleRequest(number, request.position, 5)])
+            [expected] = alone.reader.load([SampleRequest(number, request.position, 5)])
             assert not isinstance(expected, FailedSample)
             assert np.array_equal(sample["video"], expected["video"]) and sample["key"] == expected["key"]
 
@@ -242,7 +244,7 @@ def test_a_damaged_packet_fails_those_samples_of_a_group_that_need_it(tmp_path: 
     shard = Variant.open(tmp_path).shards()[0]
     table = shard.packet_tables.of_row(0)
     flip_byte(shard, int(table.offset[table.frame.tolist().index(8)]) + 20)
-    outcomes = samples.load([SampleRequest(sample, sample, None) for sample in range(3)])
+    outcomes = samples.reader.load([SampleRequest(sample, sample, None) for sample in range(3)])
     assert [isinstance(outcome, FailedSample) for outcome in outcomes] == [False, True, False]
     assert isinstance(outcomes[1], FailedSample) and outcomes[1].reason == "checksum"
 

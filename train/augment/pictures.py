@@ -11,6 +11,7 @@ Peak memory of a clip in bytes per pixel of a frame: result 12, upsampled chroma
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +20,11 @@ from torch.nn.functional import interpolate
 
 from clipmill.train.augment.colour import rgb_matrices
 from clipmill.train.augment.draws import MAX_SIGMA_PX, Draw
-from clipmill.train.augment.rand_augment import Triple, rand_augment_clips
 from clipmill.train.device.random import device_uniform
 from clipmill.train.device.transfer import send
+
+if TYPE_CHECKING:
+    from clipmill.train.augment.rand_augment import Triple
 
 # Effects on clips: colour jitter with normalisation, Gaussian blur, and random erasing.
 #
@@ -138,8 +141,8 @@ def to_model_input(
     colour: torch.Tensor,
     *,
     size_px: int,
-    mean: Triple,
-    std: Triple,
+    mean: "Triple",
+    std: "Triple",
     draw: Draw | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
@@ -175,7 +178,10 @@ def to_model_input(
         white=tuple((1 - m) / s for m, s in zip(mean, std, strict=True)),
     )
     if draw is not None:
-        rand_augment_clips(pictures, draw, mean=mean, std=std)
+        if (draw.operation >= 0).any():
+            from clipmill.train.augment.rand_augment import rand_augment_clips
+
+            rand_augment_clips(pictures, draw, mean=mean, std=std)
         blur_clips(pictures, draw.blur_sigma_px)
         erase_clips(pictures, draw)
     return pictures.to(dtype)

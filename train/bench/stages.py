@@ -17,7 +17,7 @@ from typing import Any
 from clipmill.manifests.progress import Activity
 from clipmill.train.bench.steps import Opened, Steps, enough_samples
 from clipmill.train.data.batch import to_device
-from clipmill.train.data.clip_samples import ClipSamples
+from clipmill.train.data.clip_reader import ClipReader
 from clipmill.train.data.decoding.reading import ChunkBytes
 
 READ, DECODE, CROP, TOKENS, AUGMENT = "read", "decode", "crop", "tokens", "augment"
@@ -90,8 +90,9 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
     """
     settings, batch = opened.settings, opened.settings.batch
     watch, sizes, failed = Stopwatch(opened.wait), list[int](), dict[str, str]()
-    if isinstance(opened.samples, ClipSamples):  # latents and streams have no such stages
-        _watch_loading(opened.samples, watch, sizes)
+    reader = getattr(opened.samples, "reader", None)
+    if isinstance(reader, ClipReader):  # latents and streams have no such stages
+        _watch_loading(reader, watch, sizes)
     # However many may fail, a set of which each sample has failed a hundred times has no rate.
     max_failures = min(settings.max_failures, 100 * (opened.samples.num_samples or 1000))
     batches = opened.samples.batches(position=0, max_failures=max_failures)
@@ -138,9 +139,9 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
     return rates, steps
 
 
-def _watch_loading(samples: ClipSamples, watch: Stopwatch, sizes: list[int]) -> None:
+def _watch_loading(reader: ClipReader, watch: Stopwatch, sizes: list[int]) -> None:
     """Measure the stages of loading clips, and collect the sizes of what is read of chunks."""
-    chunks, decoder = samples.chunks, samples.chunks.decoder
+    chunks, decoder = reader.chunks, reader.decoder
     read_chunk, decode_each = chunks.read, decoder.decode_each
 
     def read(chunk: int, frames: Collection[int]) -> ChunkBytes:
@@ -151,11 +152,11 @@ def _watch_loading(samples: ClipSamples, watch: Stopwatch, sizes: list[int]) -> 
     def decode(content: ChunkBytes, use: Callable[..., None]) -> None:
         decode_each(content, watch.timed(CROP, use))  # each frame is cropped as the decoder outputs it
 
-    watch.watch(samples, "plan", READ)
+    watch.watch(reader, "plan", READ)
     setattr(chunks, "read", watch.timed(READ, read))  # noqa: B010 - an attribute of this object alone
     setattr(decoder, "decode_each", watch.timed(DECODE, decode))  # noqa: B010
-    watch.watch(samples, "_make", CROP)
-    watch.watch(samples, "complete", TOKENS)
+    watch.watch(reader, "_make", CROP)
+    watch.watch(reader, "annotate", TOKENS)
 
 
 def _times(work: Callable[[], object], *, seconds: float) -> list[float]:

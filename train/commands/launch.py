@@ -23,7 +23,7 @@ from clipmill.train.config.fields import NamedPart, named_parts
 from clipmill.train.config.shards import normalised
 from clipmill.train.config.training import ParallelSettings
 from clipmill.train.config.tuning import frozen_at_random
-from clipmill.train.data.inputs import first_of, mixture_folders, open_folder
+from clipmill.train.data.inputs import open_folder
 from clipmill.train.device.precision import choose_device, open_precision
 from clipmill.train.distributed.launch import open_world
 from clipmill.train.distributed.world import World
@@ -172,7 +172,7 @@ def _train(
         parts = [f"split {one['split']!r} of {one['shards']}", one["data"], one["variant"], one.get("protocol", "")]
         parts.append(one.get("caution", ""))
         progress.say(f"evaluation {name}: {'; '.join(filter(None, parts))}")
-    folders = mixture_folders(samples)
+    folders = getattr(samples, "folders", None)
     packages = packages_of([NamedPart("", TASKS, spec.name), *named_parts(settings)])
     facts = {
         "task": spec.name,
@@ -185,7 +185,7 @@ def _train(
         "data": samples.describe(),
         "variant": samples.variant_name,
         **variants_facts(settings, columns=task.columns),
-        **_latents_facts(first_of(samples)),
+        **_latents_facts(samples),
         **({} if folders is None else {"sources": folders.facts()}),
         **_weights_facts(None if has_weights else start, old_facts),
         **how_chosen,

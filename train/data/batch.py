@@ -6,6 +6,7 @@
     clip_id      int64 [B]            of the span shown, 0 <= id < num_clips of the set
     caption_id   int64 [B]            from the manifest, 0 <= id < num_caption_ids of the set
     relevancy    float32 [B]          of the caption for the clip, if captions are drawn by relevancy
+    text_row     int64 [B]            row of the caption's stored text, in batches of latents without tokens
     label        int64 [B]            class of the clip, in a labelled set
     targets      int64 [B, K, L]      tokens of K captions of the clip, each with its end token; padded with -100
     video        uint8 [B, T, S * S * 3 / 2]  frames of the clip, cropped and resized to S x S, as YUV 4:2:0: for each
@@ -86,6 +87,7 @@ class Batch(TypedDict, total=False):
     text: "torch.Tensor"
     text_mask: "torch.Tensor"
     num_tokens: "torch.Tensor"
+    text_row: "torch.Tensor"
     length: "torch.Tensor"
     caption: list[str]
     begin_s: "torch.Tensor"

@@ -7,7 +7,6 @@ source; the entries of one source of a clip are a run.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.caption_spans import is_of_model, source_order
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
@@ -129,6 +127,11 @@ class CaptionChoice:
     first_run: NDArray[Any] | None
     before: NDArray[np.float64] | None
 
+    @property
+    def num_rows(self) -> int:
+        """Number of clips."""
+        return len(self.first_entry if self.first_run is None else self.first_run) - 1
+
     def first(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first caption of the first source of each clip, as entries."""
         runs = clips if self.first_run is None else self.first_run[clips]
@@ -224,54 +227,6 @@ def smallest(numbers: NDArray[np.int64]) -> NDArray[Any]:
     """Convert non-negative integers to int32 if they fit."""
     fits = not len(numbers) or int(numbers.max()) <= np.iinfo(np.int32).max
     return numbers.astype(np.int32) if fits else numbers
-
-
-class CaptionTexts:
-    """The texts of all captions of a manifest by id, mapped into memory. Thread-safe."""
-
-    def __init__(self, data_dir: Path) -> None:
-        captions = open_stored_captions(data_dir)
-        captions.verify()
-        self._texts: pa.ChunkedArray = captions.texts
-        self._caption_id: NDArray[np.int64] = np.empty(len(self._texts), np.int64)
-        for block in captions.blocks():
-            self._caption_id[block.row] = block.caption_id
-
-    @classmethod
-    def joined(cls, parts: Sequence["CaptionTexts"], *, num_ids: Sequence[int]) -> "CaptionTexts":
-        """The texts of several manifests; captions with ids below `num_ids` are numbered one manifest after another."""
-        found = cls.__new__(cls)
-        counts = [int(np.searchsorted(one._caption_id, num)) for one, num in zip(parts, num_ids, strict=True)]
-        first = [0, *np.cumsum(num_ids).tolist()]
-        ids = [one._caption_id[:count] + at for one, count, at in zip(parts, counts, first[:-1], strict=True)]
-        found._caption_id = np.concatenate(ids)
-        chunks = [
-            chunk for one, count in zip(parts, counts, strict=True) for chunk in one._texts.slice(0, count).chunks
-        ]
-        found._texts = pa.chunked_array(chunks, pa.string())
-        return found
-
-    def text(self, caption_id: int) -> str:
-        """The text of an existing caption."""
-        return self.texts(np.array([caption_id]))[0]
-
-    def texts(self, caption_id: NDArray[np.integer]) -> list[str]:
-        """The texts of existing captions."""
-        return [str(self._texts[row].as_py()) for row in np.searchsorted(self._caption_id, caption_id).tolist()]
-
-    def require_different(self, caption_id: NDArray[np.integer], *, split: str) -> None:
-        """Raise a UserError if these captions all have the same text."""
-        require_different(self._texts, np.searchsorted(self._caption_id, caption_id), split=split)
-
-    def describe_cut(self, caption_id: NDArray[np.integer], tokenize: "Tokenize") -> str:
-        """How many of these captions a tokenizer cuts; see `describe_cut`."""
-        return describe_cut(self._texts, np.searchsorted(self._caption_id, np.unique(caption_id)), tokenize)
-
-
-def require_different(texts: pa.ChunkedArray, rows: NDArray[np.integer], *, split: str) -> None:
-    """Raise a UserError if the texts at `rows` are all the same, so that there is nothing to tell apart."""
-    if same_text(texts, np.unique(rows)) is not None:
-        raise all_the_same(texts[int(rows[0])].as_py(), len(rows), split=split)
 
 
 def describe_cut(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "Tokenize") -> str:

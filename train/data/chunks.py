@@ -1,7 +1,8 @@
-"""The chunks of a split in the `video` column: opening, reading and decoding them."""
+"""The chunks of a split in the `video` column: opening, reading and decoding them; and `ClipQuery`, which clips of them
+are opened, and how they are shown and loaded."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +21,15 @@ from clipmill.shards.columns import VIDEO, how_to_repair
 from clipmill.shards.damage import Damaged
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import CommittedShard, Variant
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.data.chunk_table import ChunkTable, chunk_table
+from clipmill.train.data.decoding.clip import ClipShape, Views
 from clipmill.train.data.decoding.decoders import ChunkDecoder
 from clipmill.train.data.decoding.reading import ChunkBytes, DecodeRule, read_chunk
+from clipmill.train.data.folders import DataFolder
+from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.node_cache import shared
+from clipmill.train.data.query import DataQuery, clip_shape
 from clipmill.train.data.selection import ChunkRows, Selection
 
 if TYPE_CHECKING:
@@ -68,6 +74,15 @@ def manifest_mark(data_dir: Path) -> tuple[object, ...]:
         (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(manifest_dir(data_dir).iterdir())
     ]
     return manifest["fingerprint"], repr(tables)
+
+
+def require_same_manifest(data_dir: Path, mark: tuple[object, ...]) -> None:
+    """Raise a UserError if a manifest has changed since its `manifest_mark` was taken."""
+    if manifest_mark(data_dir) != mark:
+        raise UserError(
+            f"the manifest of {data_dir} was replaced while it was read",
+            hint="run the command again",
+        )
 
 
 class ChunkSet:
@@ -136,6 +151,11 @@ class ChunkSet:
             depends_on=self.depends_on,
         )
 
+    def require_same_manifest(self) -> None:
+        """Raise a UserError if the manifest has changed since the chunks were opened: a table may be of both."""
+        _, *mark = self.videos
+        require_same_manifest(self._data_dir, tuple(mark))
+
     def key(self, chunk: int) -> str:
         """Key of a chunk."""
         video_id = self.video_ids[int(self.table.video_row[chunk])].as_py()
@@ -183,3 +203,74 @@ def evenly_of_each(videos: NDArray[np.int64], *, at_most: int) -> NDArray[np.int
     count, number = np.repeat(count, count), np.arange(len(videos)) - np.repeat(first, count)
     wanted = np.minimum(count, at_most)
     return np.flatnonzero((number + 1) * wanted // count > number * wanted // count)
+
+
+@dataclass(frozen=True)
+class ClipQuery:
+    """A question to a data folder.
+
+    Attributes:
+        data_dir: the folder, or the local copy of its small files if its tars are elsewhere.
+        split: split of the videos.
+        shape: how clips are sampled, cropped and resized.
+        loading: batches, threads and this rank's share.
+        decode: how frames are decoded.
+        tars: reads the tars, if they are not in `data_dir`.
+        where: an expression that selects samples (`clipmill.shards.where`); None for all.
+    """
+
+    data_dir: Path
+    split: str
+    shape: ClipShape
+    loading: LoaderSettings
+    decode: DecodeRule = "packets"
+    tars: "RemoteTars | None" = None
+    where: str | None = None
+
+    def open_chunks(self, *, has_captions: bool = False) -> ChunkSet:
+        """Open the chunks of the split.
+
+        Args:
+            has_captions: whether these have captions, which conditions may be about.
+
+        Raises:
+            UserError: see `ChunkSet`.
+        """
+        return ChunkSet(
+            self.data_dir,
+            split=self.split,
+            rule=self.decode,
+            tars=self.tars,
+            where=self.where,
+            has_captions=has_captions,
+        )
+
+    def nothing(self, chunks: ChunkSet) -> tuple[str, str]:
+        """Message and hint of the error if none of the clips can be shown."""
+        hint = (
+            "see prep status; captions and labels come from prep manifest"
+            if not chunks.selection.text
+            else "use a weaker condition: it must hold for all chunks that a clip touches, and a caption without times "
+            "touches all chunks of its video"
+        )
+        return f"no clip of split {self.split!r} can be shown", hint
+
+
+def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loading: LoaderSettings) -> ClipQuery:
+    """The clips of a folder that settings ask for, as training shows them."""
+    return ClipQuery(
+        folder.path,
+        split=split,
+        shape=clip_shape(settings, views=Views()),
+        loading=loading,
+        decode=settings.decode,
+        tars=folder.tars,
+        where=settings.selection,
+    )
+
+
+def query_clips(query: DataQuery) -> ClipQuery:
+    """The clips of the data folder that a task asks for; raises UserError if the folder cannot be read."""
+    folder = query.open_folder(column=VIDEO)
+    clips = clip_query(query.settings, folder, split=query.split, loading=query.loading)
+    return replace(clips, shape=query.shape)

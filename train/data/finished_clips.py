@@ -17,7 +17,6 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import Augment, CaptionSettings
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import US_PER_S
-from clipmill.train.data.inputs import mixture_folders
 
 ClipText = Literal["text", "embedding", "all"]
 
@@ -79,20 +78,25 @@ class FinishedClips:
 
 
 def texts_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
-    """All captions of each clip, of a set of captioned clips or a mixture of them, in the order of their sources."""
-    if mixture_folders(samples) is None:
-        entries = (samples.captions.choice.entries(clip) for clip in clips.tolist())
-        return [samples.texts(np.array(one)) for one in entries]
-    return [texts_of_clips(*samples.own_clip(clip))[0] for clip in clips.tolist()]
+    """All captions of each clip, of captioned clips or a mixture of them, in the order of their sources."""
+    if samples.folders is None:
+        return [samples.captions.texts_of(clip) for clip in clips.tolist()]
+    texts: list[list[str]] = [[] for _ in clips]
+    for folder, where, rows in samples.numbering.divide(clips):
+        for index, of_clip in zip(where.tolist(), texts_of_clips(samples.parts[folder], rows), strict=True):
+            texts[index] = of_clip
+    return texts
 
 
 def of_clips(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
     """The span of each clip in seconds, and in a mixture the index of its folder."""
-    made = np.asarray if device is None else torch.from_numpy
+    convert = np.asarray if device is None else torch.from_numpy
     clips = np.asarray(clip_id)
     begin_us, end_us = samples.span_us(clips)
-    found = {"begin_s": made(begin_us / US_PER_S), "end_s": made(end_us / US_PER_S)}
-    return found if mixture_folders(samples) is None else {**found, "folder": made(samples.folder_of(clips))}
+    entries = {"begin_s": convert(begin_us / US_PER_S), "end_s": convert(end_us / US_PER_S)}
+    if samples.folders is not None:
+        entries["folder"] = convert(samples.numbering.folder_of(clips))
+    return entries
 
 
 def caption_settings(sources: Mapping[str, float] | None, min_relevancy: float | None) -> CaptionSettings:

@@ -7,24 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import imported
 from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import DataSettings, names_tars, parse_mix
-from clipmill.train.data.classes import ClassList, read_classes
 from clipmill.train.data.folders import DataFolder, open_data_folder
 from clipmill.train.data.query import LATENT_PATCH, TARS_SPLIT, reads_images
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.video_vit import VideoViTSize
 
 if TYPE_CHECKING:
-    from clipmill.train.data.latents.mixed import MixedLatents
-    from clipmill.train.data.mixed_clips import MixedClips, MixedFolders
+    from clipmill.train.data.classes import ClassList
+    from clipmill.train.data.mixed_samples import MixedSamples
 
-    Mixture = MixedClips | MixedLatents
-
-Samples = TypeVar("Samples")
+Opened = TypeVar("Opened")
 
 
 def open_folder(settings: ClipSettings, *, reason: str, column: str | None = VIDEO) -> DataFolder:
@@ -46,25 +42,25 @@ def open_labelled_folder(settings: ClipSettings, *, column: str | None = VIDEO) 
     return open_folder(settings, reason="labels are in the manifest of a data folder", column=column)
 
 
-def open_mixed(open_one: Callable[[str], Samples], settings: DataSettings) -> "Samples | Mixture":
-    """Open the data folders of the settings: the set of a single one, or the mixture of their sets.
+def open_mixed(open_one: Callable[[str], Opened], settings: DataSettings) -> "Opened | MixedSamples":
+    """Open the data folders of the settings: the samples of a single one, or their mixture.
 
     Args:
-        open_one: opens the set of a folder.
+        open_one: Opens the samples of a folder.
 
     Raises:
-        UserError: as of `open_one`, with the folder that it is about; or the sets cannot be mixed.
+        UserError: as of `open_one`, with the folder that it is about; or the samples cannot be mixed.
     """
     if len(settings.folders) == 1:
         return open_one(settings.folder)
     require_no_streams(settings)
-    sets: list[Any] = []
+    parts: list[Any] = []
     for folder in settings.folders:
         with naming(folder):
-            sets.append(open_one(folder))
-    weights = None if settings.mix is None else parse_mix(settings.mix)
-    mixture: Mixture = imported(sets[0].mixture)(sets, settings.folders, weights=weights)
-    return mixture
+            parts.append(open_one(folder))
+    from clipmill.train.data.mixed_samples import MixedSamples
+
+    return MixedSamples(parts, settings.folders, weights=None if settings.mix is None else parse_mix(settings.mix))
 
 
 def require_no_streams(settings: DataSettings) -> None:
@@ -77,7 +73,7 @@ def require_no_streams(settings: DataSettings) -> None:
             )
 
 
-def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[str] | None = None) -> ClassList:
+def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[str] | None = None) -> "ClassList":
     """The classes of a label in all data of the settings.
 
     Args:
@@ -86,6 +82,8 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
     Raises:
         UserError: some of the data have no such label, or there are fewer than two classes.
     """
+    from clipmill.train.data.classes import read_classes
+
     names: set[str] = set()
     folders: list[Path] = []
     for address in settings.folders:
@@ -105,17 +103,6 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
     return read_classes(*folders, label=label, splits=splits, also=names)
 
 
-def mixture_folders(samples: Any) -> "MixedFolders | None":
-    """The folders of a mixture; None for the samples of a single folder."""
-    folders: MixedFolders | None = getattr(samples, "folders", None)
-    return folders
-
-
-def first_of(samples: Any) -> Any:
-    """A set of a single folder, which has the shape of these samples."""
-    return samples if mixture_folders(samples) is None else samples.first
-
-
 @contextmanager
 def naming(folder: str) -> Iterator[None]:
     """Name one of several data folders in errors that do not."""
@@ -129,7 +116,7 @@ def naming(folder: str) -> Iterator[None]:
 
 def picture_size(samples: Any, settings: ClipSettings) -> tuple[VideoViTSize, int]:
     """The size of a task's video tower, and the side of its pictures, for clips or latents as `samples` has them."""
-    size, shape = size_of(settings.model, settings.towers).video, first_of(samples).frame_shape
+    size, shape = size_of(settings.model, settings.towers).video, samples.frame_shape
     if shape is None:
         return size, settings.size_px
     return replace(size, patch_px=LATENT_PATCH, num_channels=shape.channels), shape.height

@@ -34,12 +34,14 @@ from clipmill.train.data.decoding.pictures import CropRule
 from clipmill.train.data.finished_clips import ClipText, FinishedClips, augmentation, caption_settings, of_clips
 from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import SamplingRule
-from clipmill.train.data.inputs import mixture_folders, open_mixed, read_classes_of, require_no_streams
-from clipmill.train.data.latents.loader import LatentLoader
-from clipmill.train.data.latents.segment_query import Captions, SegmentQuery
+from clipmill.train.data.inputs import open_mixed, read_classes_of, require_no_streams
+from clipmill.train.data.latents.reader import LatentReader
+from clipmill.train.data.latents.segment_query import SegmentQuery, ShownCaptions
 from clipmill.train.data.latents.segments import Tails
 from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.producers.latent_segments import open_latent_segments
 from clipmill.train.data.query import DataQuery, loader_settings, open_samples
+from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import joined_world
 
 
@@ -264,10 +266,10 @@ def open_latents(
     classes = None if label is None else read_classes_of(settings, label=label)
     can_keep = device is None or torch.device(device).type != "cuda"
     loading = LoaderSettings(batch=batch, seed=seed, rank=own.rank, num_ranks=own.size, can_keep=can_keep)
-    shown: dict[str | None, Captions] = {None: "none", "text": "words", "embedding": "stored"}
+    shown: dict[str | None, ShownCaptions] = {None: "none", "text": "words", "embedding": "stored"}
 
-    def open_one(address: str) -> LatentLoader:
-        return LatentLoader(
+    def open_one(address: str) -> Samples[LatentReader]:
+        return open_latent_segments(
             SegmentQuery(
                 opened[address].path,
                 split=split,
@@ -283,21 +285,21 @@ def open_latents(
         )
 
     samples = open_mixed(open_one, settings)
-    assert isinstance(samples, LatentLoader)
-    has_texts = captions == "text" and classes is None
-    late = () if mixture_folders(samples) is None else ("folder",)
-    names = ("key", "begin_s", "end_s", *late, *(["caption"] if has_texts else []))
+    reader: Any = samples.loader.reader
+    shown_captions = reader.captions if captions == "text" and classes is None else None
+    late = () if samples.folders is None else ("folder",)
+    names = ("key", "begin_s", "end_s", *late, *(["caption"] if shown_captions else []))
 
-    def finish(found: dict[str, Any]) -> dict[str, Any]:
-        key, clip_id, caption_id = found["key"], found["clip_id"], found.get("caption_id")
+    def finish(entries: dict[str, Any]) -> dict[str, Any]:
+        key, clip_id, text_row = entries["key"], entries["clip_id"], entries.pop("text_row", None)
         if samples.frame_shape.segment_frames:
-            found["latents"] = found["latents"].swapaxes(1, 2)  # as they are stored, without a copy
+            entries["latents"] = entries["latents"].swapaxes(1, 2)  # as they are stored, without a copy
 
         def make() -> dict[str, Any]:
             made = {"key": key[:], **of_clips(clip_id, samples, device=device)}
-            return made | ({"caption": samples.texts_of(np.asarray(caption_id))} if has_texts else {})
+            return made | ({"caption": shown_captions.texts_at(np.asarray(text_row))} if shown_captions else {})
 
-        return LateBatch(found, names, make)
+        return LateBatch(entries, names, make)
 
     return Batches(
         samples, finish, classes, shuffle=shuffle, batch=batch, world=ranks, device=device, max_failures=max_failures

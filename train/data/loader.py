@@ -1,23 +1,27 @@
-"""Batches from a sample set: worker threads load ahead, and the order of samples does not depend on them.
+"""`Loader`: batches of samples for one rank: their order, failures by name, and exact resumption.
 
-Training follows the endless order of clipmill.train.data.order, and its whole state is a cursor in it
-(clipmill.train.data.order). A sample that fails is reported beside the batch and replaced by the next sample in order,
-so the same failures give the same batches (clipmill.train.data.outcomes).
+It knows rows by number only. What the rows are is the concern of a `SampleTable` (clipmill.train.data.table), and a
+reader turns rows into samples: of clips and images in threads (clipmill.train.data.workers), of latents from mapped
+files, of a stream from front to back.
+
+Training follows the endless order of clipmill.train.data.order, and its whole state is a cursor in it. A sample that
+fails is reported beside the batch and replaced by the next sample in order, so the same failures give the same batches
+(clipmill.train.data.outcomes).
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain, groupby
-from typing import Any, ClassVar, Protocol, cast
+from itertools import count
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.train.data.batch import Batch, BatchRing, Sample
-from clipmill.train.data.order import Cursor, LoaderState, Resumable, SampleOrder, Share
-from clipmill.train.data.outcomes import BatchBuilder, FailedSample, LoadedBatch
-from clipmill.train.data.workers import Stuck, in_order
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.training import NEW_RUN
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.order import SEPARATOR, Cursor, LoaderState, SampleOrder, Share, merge_cursors
+from clipmill.train.data.outcomes import BatchBuilder, LoadedBatch
 from clipmill.train.device.random import Positions, generator
 
 # Number of positions computed at a time; the first blocks are small, so that the first batch does not wait.
@@ -42,54 +46,18 @@ class SampleRequest:
         return None if self.seed is None else generator(first, seed=self.seed, purpose=purpose)
 
 
-_Group = list[SampleRequest | None]  # requests that are loaded together; None for an empty position of the order
+class Block(NamedTuple):
+    """Samples to load, in order.
 
+    Attributes:
+        samples: int64 [N], numbers of the samples; -1 for an empty position of the order.
+        positions: int64 [N], positions in the order; the numbers of the samples in an evaluation.
+        seed: Seed of random draws; None in an evaluation.
+    """
 
-class SampleSet(Protocol):
-    """Samples as a `Loader` reads them."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the samples and their order."""
-
-    def __len__(self) -> int: ...
-
-    def describe(self) -> str:
-        """One line for the log: what the set contains, what was excluded and why."""
-
-    def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
-        """Load the samples of a group of requests, in their order; requests of a group may share work."""
-
-    def key(self, sample: int) -> str:
-        """Name of a sample in failures."""
-
-
-class TrainingSet(Protocol):
-    """Batches of samples, as the training loop and evaluations read them."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the samples and their order."""
-
-    @property
-    def num_samples(self) -> int | None:
-        """Number of samples; None if unknown, as in a stream."""
-
-    @property
-    def visits_per_epoch(self) -> float | None:
-        """Number of samples that training takes in an epoch; None if unknown."""
-
-    def describe(self) -> str:
-        """One line for the log: what the set contains, what was excluded and why."""
-
-    def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
-        """Endless batches in training order; raises TooManyFailures after more than `max_failures` failures."""
-
-    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
-        """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty."""
-
-    def load_state_dict(self, *states: LoaderState) -> None:
-        """Resume `batches` from the states of all ranks; raises UserError if they do not match the set."""
+    samples: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    seed: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,90 +94,57 @@ class LoaderSettings:
         return Share(self.rank, self.num_ranks, self.group)
 
 
-class BatchLoader(Resumable):
-    """Batches of samples in training order for one rank. Subclasses load the samples.
-
-    Attributes:
-        mixture: Import path of the class that mixes such samples of several data folders.
-    """
-
-    mixture: ClassVar[str] = "clipmill.train.data.mixed_clips:MixedClips"
-
-    def __init__(self, loading: LoaderSettings) -> None:
-        super().__init__(seed=loading.seed)
-        self._loading = loading
+class Rows(Protocol):
+    """What a `Loader` knows of samples beside how to read them."""
 
     @property
-    def loading(self) -> LoaderSettings:
-        """How samples are loaded and batched."""
-        return self._loading
+    def fingerprint(self) -> str:
+        """Hash of the samples and their order."""
 
     @property
     def num_samples(self) -> int | None:
-        """See `TrainingSet`."""
-        raise NotImplementedError
+        """Number of samples; None if unknown, as in a stream."""
+
+    def describe(self) -> str:
+        """One line for the log: what the set contains, what was excluded and why."""
+
+
+class Reader(Protocol):
+    """Turns rows into samples."""
+
+    def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Any]:
+        """The samples or failures of some blocks, in order; None for an empty position. They are loaded ahead."""
+
+    def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Any]], Batch]:
+        """The function that makes batches of samples, for one iteration."""
+
+
+class TrainingSet(Protocol):
+    """Batches of samples, as the training loop and evaluations read them."""
 
     @property
-    def frame_shape(self) -> Any:
-        """Shape of latents (clipmill.train.data.latents.segments.FrameShape); None for pixels."""
-        return None
+    def fingerprint(self) -> str:
+        """Hash of the samples and their order."""
 
     @property
-    def text_width(self) -> int | None:
-        """Width of the stored embeddings of captions; None if captions are tokens or texts."""
-        return None
+    def num_samples(self) -> int | None:
+        """Number of samples; None if unknown, as in a stream."""
 
     @property
     def visits_per_epoch(self) -> float | None:
-        """See `TrainingSet`: each sample once; a set of samples with several captions may count each of these."""
-        return self.num_samples
+        """Number of samples that training takes in an epoch; None if unknown."""
 
-    def batches(self, *, position: int | None = None, max_failures: int = 100) -> Generator[LoadedBatch, None, None]:
-        """Endless batches in training order, from `position` on; by default from the cursor.
+    def describe(self) -> str:
+        """One line for the log: what the set contains, what was excluded and why."""
 
-        Raises:
-            TooManyFailures: more than `max_failures` samples failed.
-        """
-        batch, share = self._loading.batch, self._loading.share
-        begin = self.cursor if position is None else Cursor(position)
-        building = self._builder(max_failures)
-        outcomes = self._training_outcomes(begin)
-        while building.fill(outcomes):
-            self.cursor = begin.after(building.num_batches * batch, building.num_taken, share)
-            yield building.take(self.cursor)
+    def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
+        """Endless batches in training order; raises TooManyFailures after more than `max_failures` failures."""
 
-    def outcomes(self, samples: Iterable[int]) -> Iterator[Any]:
-        """Each of `samples` as in an evaluation, or its failure, in order; threads load ahead."""
-        raise NotImplementedError
+    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
+        """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty."""
 
-    def _evaluated(self, num_samples: int, *, every: int, begin: int) -> Iterator[LoadedBatch]:
-        """See `Loader.evaluation_batches`; of a set with a known number of samples."""
-        building = self._builder(None)
-        first, step = begin + self._loading.rank * every, self._loading.num_ranks * every
-        outcomes = self.outcomes(range(first, num_samples, step))
-        while building.fill(outcomes):
-            yield building.take(Cursor(begin + building.num_taken * step))
-        if not building.is_empty:
-            yield building.take(Cursor(num_samples))
-
-    def _builder(self, max_failures: int | None) -> BatchBuilder:
-        return BatchBuilder(self._loading.batch, self._collate(), max_failures=max_failures)
-
-    def _collate(self) -> Callable[[Sequence[Any]], Batch]:
-        """What makes batches of samples, for one iteration."""
-        loading = self._loading
-        return BatchRing(loading.batch, pin=loading.pin, can_keep=loading.can_keep).collate
-
-    def _training_outcomes(self, begin: Cursor) -> Iterator[Any]:
-        """This rank's samples and failures from `begin` on, in order; None for an empty position."""
-        raise NotImplementedError
-
-    def _positions(self, begin: Cursor) -> Iterator[NDArray[np.int64]]:
-        """This rank's positions from `begin` on, in blocks."""
-        taken, size = 0, _FIRST_BLOCK
-        while True:
-            yield begin.positions(taken, size, self._loading.share)
-            taken, size = taken + size, min(size * _GROWTH, _BLOCK)
+    def load_state_dict(self, *states: LoaderState) -> None:
+        """Resume `batches` from the states of all ranks; raises UserError if they do not match the set."""
 
 
 class Order(Protocol):
@@ -219,46 +154,40 @@ class Order(Protocol):
         """Samples at `positions`; -1 where empty."""
 
 
-@dataclass(frozen=True)
-class ReadAhead:
-    """Loading in two steps, each by threads of its own: most of those that read wait for a network.
-
-    Attributes:
-        read: a group of requests; it does not raise for samples that cannot be read.
-        load: what was read; gives what `SampleSet.load` does.
-        num_threads: that read.
-    """
-
-    read: Callable[[Sequence[SampleRequest]], Any]
-    load: Callable[[Any], list[Sample | FailedSample]]
-    num_threads: int
-
-
-class Loader(BatchLoader):
-    """Batches of a sample set, in the order of its samples under the seed unless another order is given.
+class Loader:
+    """Batches of the samples of a table, as a reader makes them.
 
     Args:
-        ahead: for samples that are read ahead of loading; None if loading them reads them.
+        rows: What is known of the samples.
+        reader: Reader of the samples.
+        loading: Batches and this rank's share.
+        order: Order of training; by default the samples under the seed, or as they come if their number is unknown.
+
+    Attributes:
+        reader, loading: As given.
+        cursor: Position up to which batches have been taken.
     """
 
-    def __init__(
-        self,
-        samples: SampleSet,
-        loading: LoaderSettings,
-        *,
-        order: Order | None = None,
-        ahead: ReadAhead | None = None,
-    ) -> None:
-        super().__init__(loading)
-        self._samples, self._ahead = samples, ahead
-        self._order: Order = order or SampleOrder(len(samples), loading.seed, loading.group)
+    def __init__(self, rows: Rows, reader: Reader, loading: LoaderSettings, *, order: Order | None = None) -> None:
+        self._rows, self.reader, self.loading = rows, reader, loading
+        self.cursor = Cursor(0)
+        if order is None and rows.num_samples is not None:
+            order = SampleOrder(rows.num_samples, loading.seed, loading.group)
+        self._order = order
 
-    @property
-    def fingerprint(self) -> str:
-        return self._samples.fingerprint
+    def batches(self, *, position: int | None = None, max_failures: int = 100) -> Generator[LoadedBatch, None, None]:
+        """Endless batches in training order, from `position` on; by default from the cursor.
 
-    def describe(self) -> str:
-        return self._samples.describe()
+        Raises:
+            TooManyFailures: more than `max_failures` samples failed.
+        """
+        batch, share = self.loading.batch, self.loading.share
+        begin = self.cursor if position is None else Cursor(position)
+        building = self._builder(max_failures)
+        outcomes = self.reader.outcomes(self._training_blocks(begin), self.loading)
+        while building.fill(outcomes):
+            self.cursor = begin.after(building.num_batches * batch, building.num_taken, share)
+            yield building.take(self.cursor)
 
     def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
         """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty.
@@ -266,70 +195,80 @@ class Loader(BatchLoader):
         Args:
             begin: position to start at: 0, or that of the cursor after a batch.
         """
-        return self._evaluated(len(self._samples), every=every, begin=begin)
+        building, num_samples = self._builder(None), self._rows.num_samples
+        first, step = begin + self.loading.rank * every, self.loading.num_ranks * every
+        numbers = count(first, step) if num_samples is None else range(first, num_samples, step)
+        outcomes = self.outcomes(numbers)
+        while building.fill(outcomes):
+            yield building.take(Cursor(begin + building.num_taken * step))
+        if not building.is_empty:
+            yield building.take(Cursor(begin + building.num_taken * step if num_samples is None else num_samples))
 
-    def outcomes(self, samples: Iterable[int]) -> Iterator[Sample | FailedSample]:
-        """Each of `samples` as in an evaluation, or its failure, in order; threads load ahead."""
-        groups: Iterator[list[SampleRequest | None]] = ([SampleRequest(one, one, None)] for one in samples)
-        return cast(Iterator[Sample | FailedSample], self._outcomes(groups))
+    def outcomes(self, samples: Iterable[int]) -> Iterator[Any]:
+        """Each of `samples` as in an evaluation, or its failure, in order; they are loaded ahead."""
+        return self.reader.outcomes(_evaluation_blocks(samples), self.loading)
 
-    def _training_outcomes(self, begin: Cursor) -> Iterator[Sample | FailedSample | None]:
-        return self._outcomes(self._training_requests(begin))
+    def state_dict(self) -> LoaderState:
+        """State after the batches taken so far; identical on all ranks unless a sample has failed."""
+        position, ahead = self.cursor
+        return LoaderState(position=position, ahead=list(ahead), seed=self.loading.seed, samples=self._rows.fingerprint)
 
-    def _training_requests(self, begin: Cursor) -> Iterator[list[SampleRequest | None]]:
-        """This rank's requests in groups; None for an empty position of the order."""
-        seed, group = self._loading.seed, self._loading.group
-        numbered = chain.from_iterable(
-            zip(positions.tolist(), self._order.at(positions).tolist(), strict=True)
-            for positions in self._positions(begin)
-        )
-        # A run that is resumed inside a group loads the rest of it first.
-        for _, members in groupby(numbered, lambda one: one[0] // group):
-            yield [SampleRequest(sample, at, seed) if sample >= 0 else None for at, sample in members]
+    def load_state_dict(self, *states: LoaderState) -> None:
+        """Resume from the states of all ranks, whatever the batch size and the number of ranks were and are.
 
-    def _outcomes(self, groups: Iterator[list[SampleRequest | None]]) -> Iterator[Sample | FailedSample | None]:
-        """The outcome of each request, in order; None for an empty position."""
-        loading, ahead = self._loading, self._ahead
-        num_ahead = max(1, loading.num_ahead // loading.group)
+        One state is enough if no sample had failed, or if there was one rank.
 
-        def load(item: tuple[_Group, Any]) -> list[Sample | FailedSample] | Stuck:
-            group, read = item
-            if isinstance(read, Stuck):
-                return read
-            return self._samples.load(_wanted(group)) if ahead is None else ahead.load(read)
+        Raises:
+            UserError: the states are of another sample set, another seed or different steps.
+        """
+        order, _, content = self._rows.fingerprint.partition(SEPARATOR)
+        for state in states:
+            old_order, _, old_content = state["samples"].partition(SEPARATOR)
+            if old_order == order and old_content != content:
+                raise UserError(
+                    f"the captions of {self._rows.describe()} differ in text or source from those the run was trained "
+                    "with",
+                    hint=f"resume with the original captions, or {NEW_RUN}",
+                )
+            if old_order != order or state["seed"] != self.loading.seed:
+                raise UserError(
+                    f"the loader's state belongs to other samples than {self._rows.describe()}: captions or chunks "
+                    "have changed, or are selected in another way"
+                    if old_order != order
+                    else f"the loader's state has seed {state['seed']}, and this loader has seed {self.loading.seed}",
+                    hint="resume with the data (of a mixture, the same folders in the same order), split, --where, "
+                    f"segment and seed that the run was started with, or {NEW_RUN}",
+                )
+        try:
+            self.cursor = merge_cursors([Cursor(state["position"], tuple(state["ahead"])) for state in states])
+        except ValueError as error:
+            raise UserError(
+                f"the loader's states are of different steps: {error}", hint="give the states of one step"
+            ) from error
 
-        with closing(self._read(groups)) as items:
-            loaded = in_order(
-                load,
-                items,
-                num_threads=loading.num_threads,
-                num_ahead=num_ahead,
-                stuck_after_s=loading.stuck_after_s,
-                # Nothing new is begun while the caller sleeps, so two items for each thread are queued meanwhile.
-                num_together=max(1, min(loading.batch // loading.group, num_ahead - 2 * loading.num_threads)),
-            )
-            for (group, _), outcomes in loaded:
-                if isinstance(outcomes, Stuck):
-                    keys = ((one.position, self._samples.key(one.sample)) for one in _wanted(group))
-                    outcomes = [FailedSample(position, key, "stuck", str(outcomes)) for position, key in keys]
-                remaining = iter(outcomes)
-                for request in group:
-                    yield None if request is None else next(remaining)
+    def _builder(self, max_failures: int | None) -> BatchBuilder:
+        return BatchBuilder(self.loading.batch, self.reader.collate(self.loading), max_failures=max_failures)
 
-    def _read(self, groups: Iterator[_Group]) -> Generator[tuple[_Group, Any], None, None]:
-        """The groups, each with what was read of it, or Stuck."""
-        if self._ahead is None:
-            yield from ((group, None) for group in groups)
-            return
-        read, num_threads = self._ahead.read, self._ahead.num_threads
-        yield from in_order(
-            lambda group: read(_wanted(group)),
-            groups,
-            num_threads=num_threads,
-            num_ahead=2 * num_threads,
-            stuck_after_s=self._loading.stuck_after_s,
-        )
+    def _training_blocks(self, begin: Cursor) -> Iterator[Block]:
+        """This rank's positions from `begin` on, with their samples."""
+        taken, size, share = 0, _FIRST_BLOCK, self.loading.share
+        while True:
+            positions = begin.positions(taken, size, share)
+            samples = positions if self._order is None else self._order.at(positions)
+            yield Block(samples, positions, self.loading.seed)
+            taken, size = taken + size, min(size * _GROWTH, _BLOCK)
 
 
-def _wanted(group: _Group) -> list[SampleRequest]:
-    return [request for request in group if request is not None]
+def _evaluation_blocks(samples: Iterable[int]) -> Iterator[Block]:
+    if isinstance(samples, range):
+        for begin in range(0, len(samples), _BLOCK):
+            numbers = np.arange(*_bounds(samples[begin : begin + _BLOCK]))
+            yield Block(numbers, numbers, None)
+        return
+    for sample in samples:  # not collected in blocks: their number may be unknown
+        number = np.array([sample])
+        yield Block(number, number, None)
+
+
+def _bounds(numbers: range) -> tuple[int, int, int]:
+    return numbers.start, numbers.stop, numbers.step

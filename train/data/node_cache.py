@@ -3,7 +3,8 @@
 Opening a set of millions of samples sorts and searches arrays of as many rows. Done by every rank, it takes as much
 time and memory again for each of them. Here the first rank computes under a lock, and publishes the result in the
 folder of `--cache`, or in the user's cache folder; the others, and later runs on the same data, map it. Results are
-named by a hash of everything that they depend on: commits, manifest, split, settings, and the format.
+named by a hash of everything that they depend on: commits, manifest, split, settings, and the format. A result is an
+Arrow file with a checksum; a damaged one is made again.
 
 Small sets are computed by every rank, without a file. So are large ones if the folder cannot be written, which is said
 on standard error. The folder holds at most `_MAX_BYTES`; results that were not used for the longest time are removed.
@@ -16,7 +17,9 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
@@ -36,8 +39,10 @@ FOLDER = "opened"
 MIN_ROWS = 200_000  # sets below it take less than a second, and a few megabytes
 SCRATCH_BYTES = 32 << 20  # smaller arrays cost less in memory, whose pages the kernel need not keep for a file
 _MAX_BYTES = 64 << 30
-_FORMAT = 2  # increased whenever what `compute` returns for the same data changes
+_FORMAT = 3  # increased whenever what `compute` returns for the same data changes
 _STRUCTURE = b"clipmill_structure"
+_CHECKSUM_BYTES = 4
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _T = TypeVar("_T")
 _chosen: Path | None = None
 
@@ -69,7 +74,7 @@ def shared(
         try:
             path = _folder() / f"{column}-{key}"
             held.enter_context(locked(path.with_name(f".{key}.lock")))
-            found = _opened(path, by_name)
+            found = _open(path, by_name)
         except OSError as error:
             _warn(error)
             return compute()
@@ -80,7 +85,7 @@ def shared(
             with published(path) as temporary:
                 _write(computed, temporary)
             _make_room(path.parent, keep=path)
-            found = _opened(path, by_name)
+            found = _open(path, by_name)
         except OSError as error:
             _warn(error)
         if found is None:
@@ -158,70 +163,106 @@ def _make_room(folder: Path, *, keep: Path) -> None:
 
 
 def _write(value: object, path: Path) -> None:
-    """Write an Arrow file of one row: the buffers as columns, and the structure as JSON in the metadata."""
-    buffers: list[pa.Buffer] = []
-    metadata = {_STRUCTURE: json.dumps(_encoded(value, buffers)).encode()}
-    kind = pa.large_binary()
-    ends = [pa.py_buffer(np.array([0, buffer.size])) for buffer in buffers]
-    columns = [pa.Array.from_buffers(kind, 1, [None, end, one]) for end, one in zip(ends, buffers, strict=True)]
-    schema = pa.schema([pa.field(str(number), kind) for number in range(len(buffers))], metadata=metadata)
-    with pa.ipc.new_file(path, schema) as writer:
-        writer.write_batch(pa.record_batch(columns, schema=schema))
+    """Write an Arrow file of one row, followed by the checksum of its bytes.
+
+    Each array is a column, a list, with its place in the result as a name; the rest is JSON in the metadata.
+    """
+    columns: dict[str, pa.Array] = {}
+    structure = json.dumps(_encode(value, "", columns)).encode()
+    batch = pa.record_batch(list(columns.values()), list(columns)).replace_schema_metadata({_STRUCTURE: structure})
+    with pa.ipc.new_file(path, batch.schema) as writer:
+        writer.write_batch(batch)
+    with path.open("r+b") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        checksum = zlib.crc32(content)
+        content.close()
+        file.seek(0, os.SEEK_END)
+        file.write(checksum.to_bytes(_CHECKSUM_BYTES, "little"))
 
 
-def _encoded(value: Any, buffers: list[pa.Buffer]) -> Any:
+def _encode(value: Any, name: str, columns: dict[str, pa.Array]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, np.ndarray):
-        buffers.append(pa.py_buffer(np.ascontiguousarray(value).reshape(-1).view(np.uint8)))
-        return {"array": value.dtype.str, "shape": value.shape, "at": len(buffers) - 1}
-    if isinstance(value, pa.StringArray):
-        _, starts, content = value.buffers()
-        count = len(value)
-        offsets = (
-            np.frombuffer(starts, np.int32)[value.offset : value.offset + count + 1] if count else np.zeros(1, np.int32)
-        )
-        text = np.frombuffer(content or b"", np.uint8)[offsets[0] : offsets[-1]]
-        return {"texts": [_encoded(array, buffers) for array in (offsets - offsets[0], text)]}
+    if isinstance(value, np.ndarray | pa.StringArray):
+        entry = {"column": name}
+        if isinstance(value, np.ndarray):
+            entry |= {"dtype": value.dtype.str, "shape": value.shape}
+            # Arrow packs truth values into bits.
+            plain = np.ascontiguousarray(value).reshape(-1)
+            value = pa.array(plain.view(np.uint8) if plain.dtype == bool else plain)
+        columns[name] = pa.LargeListArray.from_arrays(np.array([0, len(value)]), value)
+        return entry
     if isinstance(value, Fraction):
         return {"fraction": [value.numerator, value.denominator]}
     if is_dataclass(value):
-        content = {field.name: _encoded(getattr(value, field.name), buffers) for field in fields(value)}
-        return {"type": type(value).__name__, "fields": content}
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {"type": type(value).__name__, "fields": _encode_parts(parts.items(), name, columns)}
     if isinstance(value, dict):
-        return {"dict": {name: _encoded(item, buffers) for name, item in value.items()}}
+        return {"dict": _encode_parts(value.items(), name, columns)}
     if isinstance(value, list | tuple):
-        return {"tuple" if isinstance(value, tuple) else "list": [_encoded(item, buffers) for item in value]}
+        items = _encode_parts(enumerate(value), name, columns)
+        return {"tuple" if isinstance(value, tuple) else "list": list(items.values())}
     raise TypeError(f"{type(value).__name__} cannot be shared")
 
 
-def _opened(path: Path, types: dict[str, type]) -> Any:
-    """The result in a file, mapped; None if there is no such file, or it is not whole."""
+def _encode_parts(parts: Iterable[tuple[Any, Any]], name: str, columns: dict[str, pa.Array]) -> dict[Any, Any]:
+    return {key: _encode(part, f"{name}.{key}" if name else str(key), columns) for key, part in parts}
+
+
+def _open(path: Path, types: dict[str, type]) -> Any:
+    """The result in a file, mapped; None if there is no such file, or it is damaged, which is said."""
     try:
         with map_arrow_file(path) as mapped:
-            reader = pa.ipc.open_file(mapped)
-            buffers = [column.buffers()[2] for column in reader.get_batch(0).columns]
-    except (FileNotFoundError, pa.ArrowInvalid):
+            content = mapped.read_buffer()
+        end = max(content.size - _CHECKSUM_BYTES, 0)
+        _verify(path, memoryview(content)[:end], checksum=memoryview(content)[end:])
+        reader = pa.ipc.open_file(pa.BufferReader(content.slice(0, end)))
+        batch = reader.get_batch(0)
+    except FileNotFoundError:
         return None
+    except (pa.ArrowInvalid, ValueError):
+        sys.stderr.write(f"warning: {path} is damaged, and is made again\n")
+        return None
+    return _decode(json.loads(reader.schema.metadata[_STRUCTURE]), batch, types)
+
+
+def _verify(path: Path, content: memoryview, *, checksum: memoryview) -> None:
+    """Compare a file with its checksum, once after each start of the machine and each change; note that it is used.
+
+    Raises:
+        ValueError: they differ.
+    """
+    mark = path.with_name(f".{path.name}.verified")
+    if not (mark.exists() and mark.read_text() == _state(path)) and zlib.crc32(content) != int.from_bytes(
+        checksum, "little"
+    ):
+        raise ValueError(f"{path} differs from its checksum")
     with suppress(OSError):
         os.utime(path)
-    return _decoded(json.loads(reader.schema.metadata[_STRUCTURE]), buffers, types)
+        mark.write_text(_state(path))
 
 
-def _decoded(value: Any, buffers: list[pa.Buffer], types: dict[str, type]) -> Any:
+def _state(path: Path) -> str:
+    """What changes whenever a file may have changed: the start of the machine, and size and time of the file."""
+    found = path.stat()
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else str(time.monotonic_ns())
+    return f"{boot} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
+
+
+def _decode(value: Any, batch: pa.RecordBatch, types: dict[str, type]) -> Any:
     if not isinstance(value, dict):
         return value
-    if "array" in value:
-        return np.frombuffer(buffers[value["at"]] or b"", np.dtype(value["array"])).reshape(value["shape"])
-    if "texts" in value:
-        offsets, text = (pa.py_buffer(_decoded(item, buffers, types)) for item in value["texts"])
-        return pa.StringArray.from_buffers(offsets.size // 4 - 1, offsets, text)
+    if "column" in value:
+        array = batch.column(value["column"]).flatten()
+        if "dtype" not in value:
+            return array
+        return array.to_numpy().view(np.dtype(value["dtype"])).reshape(value["shape"])
     if "fraction" in value:
         return Fraction(*value["fraction"])
     if "type" in value:
-        content = {name: _decoded(item, buffers, types) for name, item in value["fields"].items()}
+        content = {name: _decode(item, batch, types) for name, item in value["fields"].items()}
         return types[value["type"]](**content)
     if "dict" in value:
-        return {name: _decoded(item, buffers, types) for name, item in value["dict"].items()}
-    items = [_decoded(item, buffers, types) for item in value.get("tuple") or value.get("list") or ()]
+        return {name: _decode(item, batch, types) for name, item in value["dict"].items()}
+    items = [_decode(item, batch, types) for item in value.get("tuple") or value.get("list") or ()]
     return tuple(items) if "tuple" in value else items

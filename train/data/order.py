@@ -20,8 +20,6 @@ from typing import NamedTuple, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.manifests.errors import UserError
-from clipmill.train.config.training import NEW_RUN
 from clipmill.train.device.random import Positions, splitmix64
 
 _NUM_ROUNDS = 8
@@ -132,7 +130,7 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
 # taken early are recorded, so that no rank takes them again after a resume.
 
 
-_SEPARATOR = "-"
+SEPARATOR = "-"  # of the two parts of a fingerprint
 
 
 class LoaderState(TypedDict):
@@ -214,64 +212,4 @@ def set_fingerprint(order: str, content: str) -> str:
         order: hash of the samples and their order.
         content: hash of what a sample contains beside its frames.
     """
-    return f"{order}{_SEPARATOR}{content}"
-
-
-class Resumable:
-    """Base of loaders that can be resumed.
-
-    Attributes:
-        cursor: position up to which batches have been taken.
-    """
-
-    def __init__(self, *, seed: int) -> None:
-        self._seed = seed
-        self.cursor = Cursor(0)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the samples and their order."""
-        raise NotImplementedError
-
-    def describe(self) -> str:
-        """One line for the log: what the set contains, what was excluded and why."""
-        raise NotImplementedError
-
-    def state_dict(self) -> LoaderState:
-        """State after the batches taken so far; identical on all ranks unless a sample has failed."""
-        cursor = self.cursor
-        return LoaderState(
-            position=cursor.position, ahead=list(cursor.ahead), seed=self._seed, samples=self.fingerprint
-        )
-
-    def load_state_dict(self, *states: LoaderState) -> None:
-        """Resume from the states of all ranks, whatever the batch size and the number of ranks were and are.
-
-        One state is enough if no sample had failed, or if there was one rank.
-
-        Raises:
-            UserError: the states are of another sample set, another seed or different steps.
-        """
-        order, _, content = self.fingerprint.partition(_SEPARATOR)
-        for state in states:
-            old_order, _, old_content = state["samples"].partition(_SEPARATOR)
-            if old_order == order and old_content != content:
-                raise UserError(
-                    f"the captions of {self.describe()} differ in text or source from those the run was trained with",
-                    hint=f"resume with the original captions, or {NEW_RUN}",
-                )
-            if old_order != order or state["seed"] != self._seed:
-                raise UserError(
-                    f"the loader's state belongs to other samples than {self.describe()}: captions or chunks have "
-                    "changed, or are selected in another way"
-                    if old_order != order
-                    else f"the loader's state has seed {state['seed']}, and this loader has seed {self._seed}",
-                    hint="resume with the data (of a mixture, the same folders in the same order), split, --where, "
-                    f"segment and seed that the run was started with, or {NEW_RUN}",
-                )
-        try:
-            self.cursor = merge_cursors([Cursor(state["position"], tuple(state["ahead"])) for state in states])
-        except ValueError as error:
-            raise UserError(
-                f"the loader's states are of different steps: {error}", hint="give the states of one step"
-            ) from error
+    return f"{order}{SEPARATOR}{content}"

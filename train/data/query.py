@@ -15,7 +15,6 @@ from clipmill.manifests.imported import imported
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.shards import DataSettings, names_tars
-from clipmill.train.data.classes import ClassList
 from clipmill.train.data.decoding.clip import ClipShape, Views
 from clipmill.train.data.decoding.pictures import SIMPLE_SHARE
 from clipmill.train.data.folders import DataFolder, open_data_folder
@@ -26,6 +25,7 @@ from clipmill.train.distributed.world import World
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from clipmill.train.data.classes import ClassList
     from clipmill.train.models.text import Tokenize
 
 # A VAE scales a side down by 8, so that a patch of 2 covers as much of the frame as a patch of 16 pixels.
@@ -37,16 +37,16 @@ Kind = Literal["clips", "latents", "images", "stream"]
 
 _OPENERS: dict[Kind, dict[Content, str]] = {
     "clips": {
-        "captions": "clipmill.train.data.video_captions:open_captions",
-        "labels": "clipmill.train.data.labelled_clips:open_labels",
-        "frames": "clipmill.train.data.chunk_clips:open_frames",
+        "captions": "clipmill.train.data.producers.captioned_clips:open_captions",
+        "labels": "clipmill.train.data.producers.labelled_clips:open_labels",
+        "frames": "clipmill.train.data.producers.chunk_clips:open_frames",
     },
     "latents": {
-        "captions": "clipmill.train.data.latents.opening:open_captions",
-        "labels": "clipmill.train.data.latents.opening:open_labels",
-        "frames": "clipmill.train.data.latents.opening:open_frames",
+        "captions": "clipmill.train.data.producers.latent_segments:open_captions",
+        "labels": "clipmill.train.data.producers.latent_segments:open_labels",
+        "frames": "clipmill.train.data.producers.latent_segments:open_frames",
     },
-    "images": dict.fromkeys(("captions", "labels", "frames"), "clipmill.train.data.images.samples:open_images"),
+    "images": dict.fromkeys(("captions", "labels", "frames"), "clipmill.train.data.producers.tar_images:open_images"),
     "stream": {"captions": "clipmill.train.data.streams.stream:open_stream"},
 }
 _NOT_IN_STREAMS: dict[Content, str] = {
@@ -88,7 +88,7 @@ class DataQuery:
     captions: CaptionSettings = field(default_factory=CaptionSettings)
     each_caption: bool = False
     table: "pa.Table | None" = None
-    classes: Sequence[ClassList] = ()
+    classes: "Sequence[ClassList]" = ()
     repeats: int = 1
     same_frames: bool = False
     has_all_segments: bool = False

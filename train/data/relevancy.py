@@ -17,6 +17,7 @@ Shape suffixes: N clips, M sentences, R distinct rows, C distinct columns, V dis
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,9 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.device.random import integers_below
+
+if TYPE_CHECKING:
+    from clipmill.train.data.table import RowCaptions
 
 MAX_VALUES = 256
 LABELS = {"label_verb": pa.types.is_integer, "label_nouns": pa.types.is_list}  # column -> whether a type is its own
@@ -187,15 +191,25 @@ class RelevantCaptions:
     """The captions with which N clips can be shown.
 
     Args:
-        captions: text and labels of all captions in use, ordered by id.
-        own: int64 [N], for each clip the row of its own caption in `captions`.
-        min_relevancy: sentences of higher relevancy count.
+        rows: The captions of each clip.
+        captions: All captions of the manifest, with their labels, in the order of `rows.text_row`.
+        min_relevancy: Sentences of higher relevancy count.
+
+    Attributes:
+        sha256: Digest of the labels in use.
 
     Raises:
         UserError: captions have no classes.
     """
 
-    def __init__(self, captions: pa.Table, own: NDArray[np.int64], *, min_relevancy: float) -> None:
+    def __init__(self, rows: "RowCaptions", captions: pa.Table, *, min_relevancy: float) -> None:
+        self._entry: NDArray[np.int64] = np.argsort(rows.text_row, kind="stable")  # of each caption, ordered by id
+        labels = [name for name in LABELS if name in captions.column_names]
+        captions = captions.select(["text", *labels]).take(pa.array(rows.text_row[self._entry]))
+        self.sha256 = hashlib.sha256(repr(captions.select(labels).to_pydict()).encode()).hexdigest()
+        caption_of_entry = np.empty_like(self._entry)
+        caption_of_entry[self._entry] = np.arange(len(self._entry))
+        own = caption_of_entry[rows.choice.first(np.arange(rows.choice.num_rows))]
         actions = _actions(captions)
         coded = captions["text"].combine_chunks().dictionary_encode()
         sentence = coded.indices.to_numpy().astype(np.int64)
@@ -207,18 +221,18 @@ class RelevantCaptions:
         )
 
     def relevant(self, clip: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The sentences that a clip can be shown with, as rows of `captions`, and their relevancy."""
+        """The sentences that a clip can be shown with, as entries of their captions, and their relevancy."""
         values_M = self._relevancy.rows(np.array([clip]))[0]
         values_M[self._own[clip]] = 1.0
         chosen = np.flatnonzero(values_M > self._min)
-        return self._caption_of_sentence[chosen], values_M[chosen]
+        return self._entry[self._caption_of_sentence[chosen]], values_M[chosen]
 
     def draw(self, clip: int, *, position: int, seed: int) -> tuple[int, float]:
         """Draw one of them, and its relevancy: a pure function of (clip, position, seed)."""
-        rows, values = self.relevant(clip)
-        bound, at = np.array([len(rows)]), np.array([position])
+        entries, values = self.relevant(clip)
+        bound, at = np.array([len(entries)]), np.array([position])
         number = int(integers_below(bound, at, seed=seed, purpose="relevant caption")[0])
-        return int(rows[number]), float(values[number])
+        return int(entries[number]), float(values[number])
 
 
 def has_actions(schema: pa.Schema) -> bool:

@@ -110,10 +110,6 @@ class Selection:
         """What the selection depends on besides the chunks and the manifest."""
         return selection_mark(None if self._where is None else self._where.text, self._data_dir)
 
-    def restore(self, num_captions: int, num_selected: int) -> None:
-        """Set the numbers of captions, when another rank has selected them."""
-        self.num_captions, self.num_selected = num_captions, num_selected
-
     @property
     def text(self) -> str:
         """The expression as a part of a fingerprint; empty without one."""

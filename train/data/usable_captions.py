@@ -130,13 +130,13 @@ class Spans:
 
     Attributes:
         begin_us, end_us: the span in its video.
-        first_chunk, last_chunk: the chunks that hold it, as rows of the chunk table.
+        first_part, last_part: the chunks that hold it, as rows of the chunk table.
     """
 
     begin_us: NDArray[np.int64]
     end_us: NDArray[np.int64]
-    first_chunk: NDArray[Any]
-    last_chunk: NDArray[Any]
+    first_part: NDArray[Any]
+    last_part: NDArray[Any]
 
     def __len__(self) -> int:
         return len(self.begin_us)
@@ -153,6 +153,6 @@ def spans_at(usable: UsableCaptions, which: NDArray[np.int64]) -> Spans:
     return Spans(
         begin_us=usable.begin_us[which],
         end_us=usable.end_us[which],
-        first_chunk=smallest(usable.first_chunk[which]),
-        last_chunk=smallest(usable.last_chunk[which]),
+        first_part=smallest(usable.first_chunk[which]),
+        last_part=smallest(usable.last_chunk[which]),
     )

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from clipmill.manifests.errors import FailedWork, UserError, first_line
-from clipmill.train.distributed.heartbeat import Heartbeat
 from clipmill.train.distributed.world import World
 
 # How one rank was started: values by flag or by the name of another property that must be the same on all ranks.
@@ -67,6 +66,8 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
             f"{os.environ['MASTER_PORT']} ({first_line(error)}); see their logs"
         ) from error
     store = dist.PrefixStore(attempt, store)
+    from clipmill.train.distributed.heartbeat import Heartbeat
+
     heartbeat = Heartbeat(world, host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]), attempt=attempt)
     try:
         if start is not None and world.size > 1:

@@ -19,7 +19,6 @@ from clipmill.train.config.clips import ClipSettings, adapted_towers
 from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.tuning import Tower, frozen_part
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.held_out import EvaluatedClips, held_out
 from clipmill.train.data.inputs import open_mixed
 from clipmill.train.engine.rank_consistency import NamedSamples
 from clipmill.train.engine.task import Task
@@ -32,8 +31,14 @@ from clipmill.train.weights.conversion import LOGIT_SCALE
 from clipmill.train.weights.source import Base, Say, Source
 
 if TYPE_CHECKING:
-    from clipmill.train.data.inputs import Mixture
+    from clipmill.train.data.held_out import EvaluatedClips
+    from clipmill.train.data.mixed_samples import MixedSamples
+    from clipmill.train.engine.rank_consistency import NamedSamples
     from clipmill.train.weights.loading import Loaded
+
+    class EvaluatedSet(NamedSamples, EvaluatedClips, Protocol):
+        """The samples of an evaluation in the loop."""
+
 
 # Parts of other models that a video tower is not initialised from: prefix of their tensors, description.
 UNUSED_PARTS = {
@@ -48,10 +53,6 @@ Samples = TypeVar("Samples")
 Opened = TypeVar("Opened")
 Rgb = tuple[float, float, float]
 Model = TypeVar("Model", bound=nn.Module)
-
-
-class EvaluatedSet(NamedSamples, EvaluatedClips, Protocol):
-    """The samples of an evaluation in the loop."""
 
 
 class ClipTask(Generic[Settings, Samples, Model]):
@@ -87,7 +88,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         settings = self._settings if shards is None else self._settings.on(shards)
         return self._with(replace(settings, where=settings.evaluate.where, share=1.0))
 
-    def mixed(self, open_one: Callable[[Self], Opened]) -> "Opened | Mixture":
+    def mixed(self, open_one: Callable[[Self], Opened]) -> "Opened | MixedSamples":
         """Open the training set: that of the data folder, or the mixture of those of several, each by its own task.
 
         Raises:
@@ -101,13 +102,15 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return other
 
     def note_evaluation(
-        self, one: EvaluatedData, samples: EvaluatedSet, *, means_of: tuple[int, str] | None = None, **more: str
+        self, one: EvaluatedData, samples: "EvaluatedSet", *, means_of: tuple[int, str] | None = None, **more: str
     ) -> None:
         """Record the data of an evaluation in the loop, for run.json and the results page.
 
         Args:
             means_of: number and noun of what its metrics are means of, if not of clips.
         """
+        from clipmill.train.data.held_out import held_out
+
         data = data_facts(self._settings.shards, one.shards)
         held = held_out(samples, self.on(one.shards)._settings, split=one.split, data=data)
         cautions = [] if held is None else held.cautions(of=means_of)

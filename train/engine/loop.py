@@ -24,7 +24,6 @@ from clipmill.manifests.quoting import counted
 from clipmill.train.config.epochs import given_in_epochs, in_steps, num_steps
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.batch import PICTURES, TENSORS, to_device
-from clipmill.train.data.inputs import mixture_folders
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.data.prefetch import prefetch
@@ -132,7 +131,7 @@ def train(
     throughput = Throughput(device=device, precision=state.precision.name)
     log = MetricsLog(trackers, throughput, run=run, world=world, num_samples=settings.batch, num_steps=settings.steps)
     soundness = StepGuard(device)
-    folders = mixture_folders(samples)
+    folders = getattr(samples, "folders", None)
     used = Consumption(run, world=world, device=device)
 
     def save(metrics: dict[str, float]) -> None:

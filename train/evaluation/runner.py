@@ -22,7 +22,6 @@ from clipmill.train.config.shards import names_tars
 from clipmill.train.config.training import flat, plain_values
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.held_out import EvaluatedClips, held_out
-from clipmill.train.data.inputs import first_of
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.query import TARS_SPLIT
 from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, shape_of_run
@@ -307,7 +306,7 @@ def describe_clip(
     frames = f"T = {counted(settings.num_frames, 'frame')}"
     if isinstance(settings, LatentSettings) and settings.reads_latents:
         which = "in a row, in the middle" if is_consecutive else "one in the middle of each of equal parts"
-        return f"{frames} of latents of a segment of {first_of(samples).segment_s:g}s, {which}"
+        return f"{frames} of latents of a segment of {samples.reader.segment_s:g}s, {which}"
     crops = "1 crop (centre square)" if views.num_crops == 1 else f"{views.num_crops} crops along the longer side"
     moments = _describe_sampling(settings, is_centred=views.num_clips == 1)
     if len(views) == 1:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.units import percent
-from clipmill.train.data.held_out import HeldOut
 from clipmill.train.run.result_names import other_data
 
 CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # of a page, for results with `by_class`
@@ -94,6 +93,8 @@ def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) ->
     Title and rows of one that is incomplete say so.
     """
     table = make(result)
+    from clipmill.train.data.held_out import HeldOut
+
     held = HeldOut(**result["held_out"]) if "held_out" in result else None
     share = table.rows[table.headline].cells[0].share
     if held is not None and (cautions := held.cautions(share, of=table.means_of)):

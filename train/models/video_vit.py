@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from clipmill.train.config.model import Towers
 from clipmill.train.models.attention import Attend
-from clipmill.train.models.space_time import LN_PRE_EPS, space_time
 from clipmill.train.models.transformer import LayerNorm, Stack, Transformer, TransformerSize, drop_path_of
 
 
@@ -177,11 +176,14 @@ class VideoViT(TokenTower):
         self.class_embedding = nn.Parameter(width**-0.5 * torch.randn(width))
         self.positional_embedding = nn.Parameter(width**-0.5 * torch.randn(1 + grid.patches, width))
         self.temporal_embedding = nn.Parameter(temporal_std * torch.randn(grid.steps, width))
-        self.ln_pre = LayerNorm(width, eps=LN_PRE_EPS if size.is_divided else size.trunk.norm_eps)
         self.transformer: Stack
         if size.is_divided:
+            from clipmill.train.models.space_time import LN_PRE_EPS, space_time
+
+            self.ln_pre = LayerNorm(width, eps=LN_PRE_EPS)
             self.transformer = space_time(size.trunk, num_frames=grid.steps, attend=attend, drop_path=drop_path)
         else:
+            self.ln_pre = LayerNorm(width, eps=size.trunk.norm_eps)
             self.transformer = Transformer(size.trunk, attend=attend, drop_path=drop_path)
         self.ln_post = LayerNorm(width, eps=size.trunk.norm_eps)
         self.has_projection = embedding_width is not None

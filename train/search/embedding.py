@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,12 +23,14 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import remove_temporaries
 from clipmill.train.data.batch import Batch, BatchRing, Sample, to_device
-from clipmill.train.data.chunk_clips import ChunkClips
-from clipmill.train.data.clip_query import clip_query
+from clipmill.train.data.chunks import clip_query
+from clipmill.train.data.clip_reader import ClipReader
 from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import FailedSample
-from clipmill.train.data.video_captions import ALL_CAPTIONS, VideoCaptions
+from clipmill.train.data.producers.captioned_clips import ALL_CAPTIONS, open_captioned_clips
+from clipmill.train.data.producers.chunk_clips import open_chunk_clips
+from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.probe.features import tower_of
 from clipmill.train.evaluation.runner import describe_clip
@@ -40,7 +42,7 @@ from clipmill.train.run.parts import PLAN, begin_parts, missing_parts, share_par
 from clipmill.train.run.result_names import data_facts
 from clipmill.train.run.tracking import Progress
 from clipmill.train.search.folder import PARTS, read_folder_record, require_same_work, require_whole_files
-from clipmill.train.search.publishing import EmbeddingPart, Samples, num_captions, publish_folder, publish_part
+from clipmill.train.search.publishing import EmbeddingPart, num_captions, publish_folder, publish_part
 from clipmill.train.search.request import EmbedRequest, FeatureKind
 
 _BATCHES_PER_PART = 4
@@ -59,7 +61,7 @@ class EmbeddingWork:
     """
 
     model: LoadedModel
-    samples: Samples
+    samples: Samples[ClipReader]
     features: FeatureKind
     has_text: bool
     batch: int
@@ -104,14 +106,14 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
         model=model,
         samples=samples,
         features=features,
-        has_text=features == "embedding" and model.has_text and isinstance(samples, VideoCaptions),
+        has_text=features == "embedding" and model.has_text and samples.table.captions is not None,
         batch=request.batch,
         plan={
             "clipmill": installed_version("clipmill"),
             "weights": {"identity": model.identity, "source": _address(weights), "description": model.description},
             "data": {
                 "fingerprint": samples.fingerprint,
-                "video_variant": samples.chunks.variant_name,
+                "video_variant": samples.reader.chunks.variant_name,
                 "split": request.split,
                 "clips": request.clips,
                 "shards": data_facts(request.shards, None)["shards"],
@@ -133,7 +135,7 @@ def _address(weights: str) -> str:
     return str(Path(weights).resolve()) if Path(weights).exists() else weights
 
 
-def _open_samples(model: LoadedModel, settings: Any, request: EmbedRequest) -> Samples:
+def _open_samples(model: LoadedModel, settings: Any, request: EmbedRequest) -> Samples[ClipReader]:
     folder = open_folder(settings, reason="embeddings have a row for each clip of a data folder")
     loading = LoaderSettings(
         batch=request.batch,
@@ -144,9 +146,9 @@ def _open_samples(model: LoadedModel, settings: Any, request: EmbedRequest) -> S
     )
     query = clip_query(settings, folder, split=request.split, loading=loading)
     if request.clips == "chunks":
-        return ChunkClips(query)
+        return open_chunk_clips(query)
     try:
-        return VideoCaptions(query, tokenize=None, captions=getattr(settings, "captions", ALL_CAPTIONS))
+        return open_captioned_clips(query, captions=getattr(settings, "captions", ALL_CAPTIONS))
     except UserError as error:
         if "has no captions" not in str(error):
             raise
@@ -255,7 +257,7 @@ def _features(work: EmbeddingWork, batch: Batch) -> NDArray[np.float32]:
 
 def _embed_texts(work: EmbeddingWork, part: EmbeddingPart) -> NDArray[np.float32]:
     """Embeddings of captions; each distinct text of the part is encoded once, so that equal texts have equal rows."""
-    texts = cast(VideoCaptions, work.samples).texts(np.arange(part.begin, part.end))
+    texts = work.samples.captions.texts(np.arange(part.begin, part.end))
     distinct = {text: number for number, text in enumerate(dict.fromkeys(texts))}
     rows = work.model.encode_text(list(distinct)).cpu().numpy()
     found: NDArray[np.float32] = rows[[distinct[text] for text in texts]]

@@ -19,8 +19,8 @@ from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.publish import publish_bytes, published
 from clipmill.manifests.quoting import counted
-from clipmill.train.data.chunk_clips import ChunkClips
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.clip_reader import ClipReader
+from clipmill.train.data.samples import Samples
 from clipmill.train.search.folder import (
     CAPTION_SCHEMA,
     CAPTIONS,
@@ -33,8 +33,6 @@ from clipmill.train.search.folder import (
     TEXT,
     VIDEO,
 )
-
-Samples = VideoCaptions | ChunkClips
 
 _ROWS_PER_GROUP = 1 << 16
 
@@ -52,9 +50,9 @@ class EmbeddingPart:
         return folder / PARTS / f"{self.kind}-{self.begin:012d}.npz"
 
 
-def num_captions(samples: Samples) -> int:
+def num_captions(samples: Samples[ClipReader]) -> int:
     """Number of captions of the clips."""
-    return int(samples.captions.choice.first_entry[-1]) if isinstance(samples, VideoCaptions) else 0
+    return 0 if samples.table.captions is None else samples.table.captions.num_entries
 
 
 def publish_part(path: Path, rows: NDArray[np.float32], **more: NDArray[Any]) -> None:
@@ -64,7 +62,7 @@ def publish_part(path: Path, rows: NDArray[np.float32], **more: NDArray[Any]) ->
 
 
 def publish_folder(
-    out: Path, parts: Sequence[EmbeddingPart], samples: Samples, *, plan: Mapping[str, Any]
+    out: Path, parts: Sequence[EmbeddingPart], samples: Samples[ClipReader], *, plan: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Join the parts and publish the folder; embed.json comes last, and then the parts are removed.
 
@@ -83,7 +81,7 @@ def publish_folder(
     row_of_sample = np.full(len(samples), -1)
     row_of_sample[sample_N] = np.arange(len(sample_N))
     _write_table(out / CLIPS, _clip_tables(samples, sample_N), schema=CLIP_SCHEMA)
-    if isinstance(samples, VideoCaptions):
+    if samples.table.captions is not None:
         names += [CAPTIONS]
         _write_table(out / CAPTIONS, _caption_tables(samples, row_of_sample), schema=CAPTION_SCHEMA)
     if texts := [part for part in parts if part.kind == "text"]:
@@ -141,39 +139,39 @@ def _write_table(path: Path, tables: Iterable[pa.Table], *, schema: pa.Schema) -
             writer.write_table(table, row_group_size=_ROWS_PER_GROUP)
 
 
-def _clip_tables(samples: Samples, sample_N: NDArray[np.int64]) -> Iterator[pa.Table]:
-    paths = samples.chunks.source_paths()
+def _clip_tables(samples: Samples[ClipReader], sample_N: NDArray[np.int64]) -> Iterator[pa.Table]:
+    paths = samples.reader.chunks.source_paths()
     for begin in range(0, len(sample_N), _ROWS_PER_GROUP):
         rows = sample_N[begin : begin + _ROWS_PER_GROUP]
         texts: Any = pa.nulls(len(rows), pa.string())
         captions: Any = pa.nulls(len(rows), pa.int64())
-        if isinstance(samples, VideoCaptions):
-            captions = samples.captions.choice.first(rows)
-            texts = samples.texts(captions)
+        if samples.table.captions is not None:
+            captions = samples.captions.rows.choice.first(rows)
+            texts = samples.captions.texts(captions)
         columns = [np.arange(begin, begin + len(rows)), *_places(samples, rows, paths=paths), texts, captions]
         yield pa.table(columns, schema=CLIP_SCHEMA)
 
 
-def _caption_tables(samples: VideoCaptions, row_of_sample: NDArray[np.int64]) -> Iterator[pa.Table]:
-    clip_M, paths = samples.captions.choice.clip_of_entry, samples.chunks.source_paths()
+def _caption_tables(samples: Samples[ClipReader], row_of_sample: NDArray[np.int64]) -> Iterator[pa.Table]:
+    clip_M, paths = samples.captions.rows.choice.clip_of_entry, samples.reader.chunks.source_paths()
     for begin in range(0, len(clip_M), _ROWS_PER_GROUP):
         clips = clip_M[begin : begin + _ROWS_PER_GROUP]
         entries = np.arange(begin, begin + len(clips))
         rows = row_of_sample[clips]
         row = pa.array(rows, mask=rows < 0)
         places = _places(samples, clips, paths=paths)
-        yield pa.table([entries, *places, samples.texts(entries), row], schema=CAPTION_SCHEMA)
+        yield pa.table([entries, *places, samples.captions.texts(entries), row], schema=CAPTION_SCHEMA)
 
 
-def _places(samples: Samples, rows: NDArray[np.int64], *, paths: pa.Array) -> list[Any]:
+def _places(samples: Samples[ClipReader], rows: NDArray[np.int64], *, paths: pa.Array) -> list[Any]:
     """Keys, videos, files, and start and end in seconds of clips."""
-    spans, chunks = samples.spans, samples.chunks
-    first = spans.first_chunk[rows]
+    chunks, first = samples.reader.chunks, samples.table.first_part[rows]
+    begin_us, end_us = samples.span_us(rows)
     video_row = pa.array(chunks.table.video_row[first])
     videos = chunks.video_ids.take(video_row).cast(pa.string())
     starts = chunks.table.start_ms[first].tolist()
     keys = [chunk_key(video, start) for video, start in zip(videos.to_pylist(), starts, strict=True)]
-    return [keys, videos, paths.take(video_row), spans.begin_us[rows] / 1e6, spans.end_us[rows] / 1e6]
+    return [keys, videos, paths.take(video_row), begin_us / 1e6, end_us / 1e6]
 
 
 def _facts(path: Path) -> dict[str, Any]:

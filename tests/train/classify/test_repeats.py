@@ -7,19 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.classes import read_classes
-from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.decoding.decoders import ChunkDecoder
 from clipmill.train.data.frame_sampling import Sampling
-from clipmill.train.data.labelled_clips import LabelledClips
 from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.producers.labelled_clips import open_labelled_clips
+from clipmill.train.data.samples import Samples
 
 NUM_CLIPS = 36
 
 
-def labelled(data_dir: Path, *, repeats: int, batch: int = 12, rank: int = 0, num_ranks: int = 1) -> LabelledClips:
-    return LabelledClips(
+def labelled(data_dir: Path, *, repeats: int, batch: int = 12, rank: int = 0, num_ranks: int = 1) -> Samples[Any]:
+    return open_labelled_clips(
         ClipQuery(
             data_dir,
             split="train",
@@ -28,7 +29,7 @@ def labelled(data_dir: Path, *, repeats: int, batch: int = 12, rank: int = 0, nu
                 batch=batch, num_threads=1, num_ahead=batch, seed=0, group=repeats, rank=rank, num_ranks=num_ranks
             ),
         ),
-        classes=read_classes(data_dir, label="class", splits=["train"]),
+        classes=[read_classes(data_dir, label="class", splits=["train"])],
         repeats=repeats,
     )
 

@@ -10,7 +10,7 @@ from clipmill.manifests.caption_spans import SpanBlock
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.data import CaptionSettings, parse_weights
 from clipmill.train.data.caption_choice import CaptionChoice, caption_choice, choose_sources, describe_cut
-from clipmill.train.data.clip_captions import clips_of
+from clipmill.train.data.caption_rows import clips_of
 from clipmill.train.data.usable_captions import UsableCaptions
 from clipmill.train.models.text import load_tokenizer
 
@@ -139,7 +139,7 @@ def test_captions_of_one_span_are_one_clip(rows: list[tuple[int, int, int, int]]
         if its_rank >= 0:
             wanted.setdefault((first, start, start + duration), []).append((its_rank, place))
     spans = found.spans
-    keys = list(zip(spans.first_chunk.tolist(), spans.begin_us.tolist(), spans.end_us.tolist(), strict=True))
+    keys = list(zip(spans.first_part.tolist(), spans.begin_us.tolist(), spans.end_us.tolist(), strict=True))
     assert keys == sorted(wanted)
     assert found.row.tolist() == [place for key in keys for _, place in sorted(wanted[key])]
     assert found.caption_id.tolist() == [place + 100 for place in found.row.tolist()]

@@ -16,11 +16,12 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import manifest_dir, read_captions, read_videos
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data import selection
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
+from clipmill.train.data.samples import Samples
 from tests.train.latents.written import Written, write_text
 from tests.train.tiny_data import Caption, write_captions
 
@@ -65,10 +66,10 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return folder_of(tmp_path_factory.mktemp("spans"), ("train", "val"))
 
 
-def opened(data_dir: Path, *, split: str = "train", **settings: Any) -> VideoCaptions:
+def opened(data_dir: Path, *, split: str = "train", **settings: Any) -> Samples[Any]:
     stored = settings.pop("stored", False)
     where, each = settings.pop("where", None), settings.pop("each_caption", False)
-    return VideoCaptions(
+    return open_captioned_clips(
         ClipQuery(data_dir, split=split, shape=SHAPE, loading=LOADING, where=where),
         tokenize=None,
         captions=CaptionSettings(**settings),
@@ -128,14 +129,16 @@ def test_clips_are_those_of_a_plain_reading(
     if settings.get("each_caption"):
         clips = [(span, [row]) for span, rows in clips for row in sorted(rows)]
     samples = opened(data_dir, **settings)
-    spans, captions, table = samples.spans, samples.captions, read_captions(data_dir)
-    names = [samples.chunks.key(chunk).rpartition("_")[0] for chunk in spans.first_chunk.tolist()]
-    assert list(zip(names, spans.begin_us.tolist(), spans.end_us.tolist(), strict=True)) == [span for span, _ in clips]
-    entries = [captions.choice.entries(clip) for clip in range(len(clips))]
-    assert [captions.rows[one.start : one.stop].tolist() for one in entries] == [rows for _, rows in clips]
-    rows = pa.array(captions.rows)
-    assert captions.caption_ids.tolist() == table["caption_id"].take(rows).to_pylist()
-    assert samples.texts(np.arange(len(rows))) == table["text"].take(rows).to_pylist()
+    rows_of, table = samples.table.captions, read_captions(data_dir)
+    assert rows_of is not None and rows_of.text_row is not None
+    names = [samples.key(clip).rpartition("_")[0] for clip in range(len(samples))]
+    begin_us, end_us = (times.tolist() for times in samples.span_us(np.arange(len(samples))))
+    assert list(zip(names, begin_us, end_us, strict=True)) == [span for span, _ in clips]
+    entries = [rows_of.choice.entries(clip) for clip in range(len(clips))]
+    assert [rows_of.text_row[one.start : one.stop].tolist() for one in entries] == [rows for _, rows in clips]
+    rows = pa.array(rows_of.text_row)
+    assert rows_of.caption_id.tolist() == table["caption_id"].take(rows).to_pylist()
+    assert samples.captions.texts(np.arange(len(rows))) == table["text"].take(rows).to_pylist()
     assert len(rows) > 300
 
 
@@ -144,13 +147,13 @@ def test_a_table_in_place_of_the_manifest_gives_the_same_samples(
     data_dir: Path, each_caption: bool, where: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def of(table: pa.Table | None) -> list[Any]:
-        samples = VideoCaptions(
+        samples = open_captioned_clips(
             ClipQuery(data_dir, split="train", shape=SHAPE, loading=LOADING, where=where),
             tokenize=None,
             each_caption=each_caption,
             table=table,
         )
-        return [samples.fingerprint, samples.describe(), list(samples.all_texts())]
+        return [samples.fingerprint, samples.describe(), list(samples.captions.all_texts())]
 
     expected = of(None)
     monkeypatch.setattr(selection, "_BLOCK", 100)  # selected from in parts, the file as one
@@ -166,7 +169,7 @@ def test_texts_of_a_manifest_that_is_used_whole_are_not_read(tmp_path: Path, mon
     def fail(*_: object) -> None:
         pytest.fail("all texts are read")
 
-    monkeypatch.setattr("clipmill.train.data.opened_captions.used_texts", fail)
+    monkeypatch.setattr("clipmill.train.data.caption_rows.used_texts", fail)
     assert len(opened(tmp_path)) == 2 * 89
 
 
@@ -220,7 +223,10 @@ def test_captions_that_are_open_stay_those_of_their_manifest(tmp_path: Path) -> 
     write_captions(
         tmp_path, dict.fromkeys(names, "train"), [Caption(names[0], 0, 1, "now"), Caption(names[1], 0, 1, "x")]
     )
-    assert list(samples.all_texts()) == ["before"] and list(opened(tmp_path).all_texts()) == ["now", "x"]
+    assert list(samples.captions.all_texts()) == ["before"] and list(opened(tmp_path).captions.all_texts()) == [
+        "now",
+        "x",
+    ]
 
 
 def test_spans_are_in_order_and_hold_every_caption(data_dir: Path) -> None:

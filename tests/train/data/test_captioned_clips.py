@@ -1,6 +1,7 @@
 """Clips with what a captioner shall say of them: captions drawn without repeats, as likely as their sources say."""
 
 from collections import Counter
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import pytest
 
 from clipmill.train.config.data import CaptionSettings
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.tasks.caption.samples import CaptionedClips
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
+from clipmill.train.data.samples import Samples
+from clipmill.train.tasks.caption.samples import TargetCaptions
 from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer, train_tokenizer
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
@@ -36,22 +39,20 @@ def tokenizer() -> CaptionTokenizer:
     return train_tokenizer([*HUMAN, *MODEL], vocabulary_size=300)
 
 
-def opened(data_dir: Path, tokenizer: CaptionTokenizer, *, per_visit: int, **captions: Any) -> CaptionedClips:
-    return CaptionedClips(
+def opened(data_dir: Path, tokenizer: CaptionTokenizer, *, per_visit: int, **captions: Any) -> Samples[Any]:
+    return open_captioned_clips(
         ClipQuery(
             data_dir,
             split="train",
             shape=ClipShape(sampling=Sampling(num_frames=1), size_px=16),
             loading=LoaderSettings(batch=1, num_threads=1, num_ahead=4, seed=0),
         ),
-        make_tokenizer=lambda _: tokenizer,
-        max_tokens=24,
-        per_visit=per_visit,
         captions=CaptionSettings(**captions),
+        make_captions=partial(TargetCaptions, make_tokenizer=lambda _: tokenizer, max_tokens=24, per_visit=per_visit),
     )
 
 
-def said(samples: CaptionedClips, tokenizer: CaptionTokenizer, *, num_visits: int) -> list[list[str]]:
+def said(samples: Samples[Any], tokenizer: CaptionTokenizer, *, num_visits: int) -> list[list[str]]:
     """The captions of each visit of clip 0."""
     visits = (loaded.batch for loaded in islice(samples.batches(max_failures=0), 2 * num_visits))
     return [
@@ -76,7 +77,7 @@ def test_a_visit_has_all_captions_or_some_without_repeats(data_dir: Path, tokeni
 
 def test_sources_weigh_in_the_first_draw(data_dir: Path, tokenizer: CaptionTokenizer) -> None:
     samples = opened(data_dir, tokenizer, per_visit=1, sources="human=1,model=3")
-    assert samples.captions.choice.weights(0).tolist() == pytest.approx([1 / 12] * 3 + [3 / 8] * 2)
+    assert samples.captions.rows.choice.weights(0).tolist() == pytest.approx([1 / 12] * 3 + [3 / 8] * 2)
     counted = Counter(text for one in said(samples, tokenizer, num_visits=400) for text in one)
     assert sum(counted[text] for text in MODEL) / counted.total() == pytest.approx(0.75, abs=0.06)
 
@@ -84,6 +85,6 @@ def test_sources_weigh_in_the_first_draw(data_dir: Path, tokenizer: CaptionToken
 def test_captions_without_room_are_cut_and_counted(data_dir: Path, tokenizer: CaptionTokenizer) -> None:
     samples = opened(data_dir, tokenizer, per_visit=1)
     assert "1 cut to 24 tokens" in samples.describe()
-    assert samples.references(1) == [LONG]
+    assert samples.captions.texts_of(1) == [LONG]
     other = train_tokenizer([LONG], vocabulary_size=320)
     assert opened(data_dir, other, per_visit=1).fingerprint != samples.fingerprint

@@ -3,13 +3,15 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import MANIFEST_FOLDER, read_captions
-from clipmill.train.data.latents.loader import LatentLoader
 from clipmill.train.data.order import LoaderState
+from clipmill.train.data.producers.latent_segments import open_latent_segments
+from clipmill.train.data.samples import Samples
 from clipmill.train.models.text import load_tokenizer
 from tests.train.conftest import VIDEOS
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
@@ -55,9 +57,11 @@ def test_other_words_of_latents_are_noticed(tmp_path: Path, is_stored: bool) -> 
     data_dir = write_all(tmp_path / "data", SHARDS, CAPTIONS, without=WITHOUT_EMBEDDING).data_dir
     splits = dict.fromkeys((chunk.video_id for chunks in SHARDS for chunk in chunks), "train")
 
-    def opened(sources: str | None = None) -> LatentLoader:
+    def opened(sources: str | None = None) -> Samples[Any]:
         captions, tokenize = ("stored", None) if is_stored else ("words", load_tokenizer())
-        return LatentLoader(segments(data_dir, split="train", captions=captions, sources=sources), tokenize=tokenize)
+        return open_latent_segments(
+            segments(data_dir, split="train", captions=captions, sources=sources), tokenize=tokenize
+        )
 
     before = opened().fingerprint
     rewrite(data_dir, splits, [replace(one, text=one.text.replace("moment", "minute")) for one in CAPTIONS])
@@ -70,7 +74,10 @@ def test_words_of_sources_that_are_left_out_are_no_others(tmp_path: Path) -> Non
     captions = [*CAPTIONS, Caption("a", 0.0, 9.0, "as a model says", "model")]
     data_dir = write_all(tmp_path / "data", SHARDS, captions).data_dir
     splits = dict.fromkeys((chunk.video_id for chunks in SHARDS for chunk in chunks), "train")
-    before = LatentLoader(segments(data_dir, split="train", sources="test=1")).fingerprint
+    before = open_latent_segments(segments(data_dir, split="train", sources="test=1")).fingerprint
     rewrite(data_dir, splits, [*CAPTIONS, replace(captions[-1], text="as another model says")])
-    assert LatentLoader(segments(data_dir, split="train", sources="test=1")).fingerprint == before
-    assert LatentLoader(segments(data_dir, split="train")).fingerprint.partition("-")[2] != before.partition("-")[2]
+    assert open_latent_segments(segments(data_dir, split="train", sources="test=1")).fingerprint == before
+    assert (
+        open_latent_segments(segments(data_dir, split="train")).fingerprint.partition("-")[2]
+        != before.partition("-")[2]
+    )

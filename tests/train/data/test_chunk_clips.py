@@ -11,13 +11,14 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.chunk_clips import ChunkClips
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.decoding.decoders import ChunkDecoder, ChunkFrames
 from clipmill.train.data.decoding.reading import ChunkBytes
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.producers.chunk_clips import open_chunk_clips
+from clipmill.train.data.samples import Samples
 from tests.train.tiny_data import SIZE_PX, encode_chunk, video_sample, write_captions, write_shard
 
 # (video, begin in ms, number of the first frame, frames): two longer than 16 x 4 frames, one as long, two shorter.
@@ -44,14 +45,14 @@ def write_videos(data_dir: Path) -> Path:
 
 def chunk_clips(
     data_dir: Path, *, per_chunk: int = 1, same_frames: bool = False, shape: ClipShape = SHAPE, **loading: Any
-) -> ChunkClips:
-    return ChunkClips(
+) -> Samples[Any]:
+    return open_chunk_clips(
         ClipQuery(data_dir, split="train", shape=shape, loading=replace(LOADING, group=per_chunk, **loading)),
         same_frames=same_frames,
     )
 
 
-def shown(samples: ChunkClips, num_batches: int) -> list[tuple[dict[str, list[int]], np.ndarray]]:
+def shown(samples: Samples[Any], num_batches: int) -> list[tuple[dict[str, list[int]], np.ndarray]]:
     """Positions and clips of batches, and their numbers, read before their memory is used again."""
     taken = islice(samples.batches(max_failures=0), num_batches)
     names = ("position", "clip_id")
@@ -101,7 +102,7 @@ def test_samples_of_a_chunk_are_visited_in_a_row_and_decoded_once(
     monkeypatch.setattr(ChunkDecoder, "decode", noted)
     samples = chunk_clips(videos, per_chunk=3)
     assert samples.num_samples == len(samples) == 15 and samples.num_clips == 5
-    assert "3 clips of each in an epoch" in samples.describe()
+    assert "3 samples of each in an epoch" in samples.describe()
     batches = shown(samples, 3)
     assert 5 <= len(decoded) <= 5 + 2, "the loader may have begun what comes after"
     clip_ids = np.concatenate([ids["clip_id"] for ids, _ in batches]).reshape(5, 3)
@@ -157,4 +158,4 @@ def test_a_split_without_chunks_is_named(tmp_path: Path) -> None:
     write_shard(tmp_path, 0, [video_sample("a", 0, encode_chunk(0, 4))], split="train")
     write_captions(tmp_path, {"a": "train", "b": "val"}, [])
     with pytest.raises(UserError, match="no clip of split 'val' can be shown: 0 chunks of 0 videos"):
-        ChunkClips(ClipQuery(tmp_path, split="val", shape=SHAPE, loading=LOADING))
+        open_chunk_clips(ClipQuery(tmp_path, split="val", shape=SHAPE, loading=LOADING))

@@ -11,12 +11,13 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.data import CaptionSettings
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
 from clipmill.train.data.relevancy import Actions, relevancy_of_classes
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.samples import Samples
 from clipmill.train.models.text import load_tokenizer
 from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Written, write_text
@@ -59,9 +60,9 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(
     data_dir: Path, *, rank: int = 0, num_ranks: int = 1, batch: int = 1, stored: bool = False, **captions: Any
-) -> VideoCaptions:
+) -> Samples[Any]:
     loading = LoaderSettings(batch=batch, num_threads=1, num_ahead=4, seed=0, rank=rank, num_ranks=num_ranks)
-    return VideoCaptions(
+    return open_captioned_clips(
         ClipQuery(data_dir, split="train", shape=SHAPE, loading=loading),
         tokenize=None if stored else load_tokenizer(),
         captions=CaptionSettings(**captions),
@@ -69,7 +70,7 @@ def opened(
     )
 
 
-def visits(samples: VideoCaptions, count: int) -> list[tuple[int, int, int]]:
+def visits(samples: Samples[Any], count: int) -> list[tuple[int, int, int]]:
     """(position, clip, caption) of the first `count` samples."""
     batches = samples.batches(max_failures=0)
     found = [
@@ -205,7 +206,7 @@ def test_one_text_for_all_is_nothing_to_learn_from(tmp_path: Path) -> None:
 
 def test_an_evaluation_may_ask_for_every_caption(data_dir: Path) -> None:
     loading = LoaderSettings(batch=20, num_threads=1, num_ahead=4, seed=0)
-    samples = VideoCaptions(
+    samples = open_captioned_clips(
         ClipQuery(data_dir, split="train", shape=SHAPE, loading=loading), tokenize=load_tokenizer(), each_caption=True
     )
     [batch] = [loaded.batch for loaded in samples.evaluation_batches()]

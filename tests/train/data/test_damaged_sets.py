@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.data.clip_query import ClipQuery
-from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
+from clipmill.train.data.producers.latent_segments import open_latent_segments
 from clipmill.train.models.text import load_tokenizer
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Caption as LatentsCaption
@@ -27,7 +27,9 @@ def test_a_pipe_in_place_of_a_file_fails_its_own_samples_alone(tmp_path: Path, w
     captions = [Caption(video, at, at + 0.5, f"{video} at {at}") for video in ("a", "b") for at in (0, 0.5)]
     write_captions(tmp_path, {"a": "train", "b": "train"}, captions)
     loading = LoaderSettings(batch=2, num_threads=2, num_ahead=4, seed=0, stuck_after_s=20.0)
-    samples = VideoCaptions(ClipQuery(tmp_path, split="train", shape=SHAPE, loading=loading), tokenize=load_tokenizer())
+    samples = open_captioned_clips(
+        ClipQuery(tmp_path, split="train", shape=SHAPE, loading=loading), tokenize=load_tokenizer()
+    )
     [path] = tmp_path.glob(f"video/*/000000-*.{what}")
     path.unlink()
     os.mkfifo(path)
@@ -46,4 +48,4 @@ def test_a_pipe_in_place_of_a_file_of_latents_is_named(tmp_path: Path, what: str
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(UserError, match=f"{path.name} cannot be used: .*not a regular file"):
-        LatentLoader(segments(written.data_dir, split="train"))
+        open_latent_segments(segments(written.data_dir, split="train"))

@@ -1,19 +1,21 @@
 """A data folder behind a real HTTP server: the same clips, few bytes, patience, and nothing made up."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
 from clipmill.train.data.remote import RemoteTars
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.samples import Samples
 from clipmill.train.models.text import load_tokenizer
 from tests.train.data.http_folder import HttpFolder
 
@@ -21,14 +23,14 @@ LOADING = LoaderSettings(batch=2, num_threads=1, num_ahead=2, seed=0)
 SHAPE = ClipShape(sampling=Sampling(num_frames=1), size_px=32)
 
 
-def open_set(address: str, cache: Path | None = None) -> VideoCaptions:
+def open_set(address: str, cache: Path | None = None) -> Samples[Any]:
     folder = open_data_folder(address, cache=cache)
-    return VideoCaptions(
+    return open_captioned_clips(
         ClipQuery(folder.path, split="train", shape=SHAPE, loading=LOADING, tars=folder.tars), tokenize=load_tokenizer()
     )
 
 
-def tar_of(samples: VideoCaptions, served: Path) -> Path:
+def tar_of(samples: Samples[Any], served: Path) -> Path:
     [path] = served.glob("data/video/*/000000-*.tar")
     return path
 
@@ -39,7 +41,7 @@ def test_clips_of_a_remote_folder_are_those_of_the_local_one(
     remote, local = open_set(f"{served.address}/data", tmp_path / "cache"), open_set(str(data_dir))
     assert remote.fingerprint == local.fingerprint and remote.describe() == local.describe()
     for sample in range(len(local)):
-        [one], [other] = (samples.load([SampleRequest(sample, sample, 3)]) for samples in (remote, local))
+        [one], [other] = (samples.reader.load([SampleRequest(sample, sample, 3)]) for samples in (remote, local))
         assert not isinstance(one, FailedSample) and not isinstance(other, FailedSample)
         assert np.array_equal(one["video"], other["video"]) and one["key"] == other["key"]
 
@@ -50,7 +52,7 @@ def test_only_the_packets_that_are_needed_are_fetched(
     monkeypatch.setattr(RemoteTars, "gap_bytes", 0)
     samples = open_set(f"{served.address}/data", tmp_path / "cache")
     tar = tar_of(samples, tmp_path / "served")
-    [sample] = samples.load([SampleRequest(0, 0, None)])
+    [sample] = samples.reader.load([SampleRequest(0, 0, None)])
     assert not isinstance(sample, FailedSample)
     fetched = served.num_bytes["/" + tar.relative_to(tmp_path / "served").as_posix()]
     assert 0 < fetched < tar.stat().st_size / 20
@@ -61,9 +63,9 @@ def test_a_read_that_fails_twice_and_then_works_gives_the_right_bytes(served: Ht
     served.num_failures[dataset] = 2
     samples = open_set(f"{served.address}/data", tmp_path / "cache")
     tar = "/" + tar_of(samples, tmp_path / "served").relative_to(tmp_path / "served").as_posix()
-    [before] = samples.load([SampleRequest(0, 0, None)])
+    [before] = samples.reader.load([SampleRequest(0, 0, None)])
     served.num_failures[tar] = 2
-    [sample] = samples.load([SampleRequest(0, 0, None)])
+    [sample] = samples.reader.load([SampleRequest(0, 0, None)])
     assert served.num_failures[tar] == served.num_failures[dataset] == 0
     assert not isinstance(sample, FailedSample) and not isinstance(before, FailedSample)
     assert np.array_equal(sample["video"], before["video"])
@@ -82,7 +84,7 @@ def test_a_read_that_never_works_is_a_failed_sample(served: HttpFolder, tmp_path
         path.write_bytes(bytes(255 - byte for byte in path.read_bytes()))
     else:
         path.unlink()
-    [failed] = samples.load([SampleRequest(0, 5, None)])
+    [failed] = samples.reader.load([SampleRequest(0, 5, None)])
     reason = "checksum" if trouble == "is wrong" else "shard_unreadable"
     assert isinstance(failed, FailedSample) and failed.reason == reason and failed.position == 5
     assert (f"in {served.address}{tar} do not match" if trouble == "is wrong" else path.name) in failed.detail

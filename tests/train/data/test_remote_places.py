@@ -27,7 +27,7 @@ def test_a_clip_at_the_end_of_a_long_chunk_is_a_small_part_of_its_tar(tmp_path: 
     write_captions(folder, {"v": "train"}, [Caption("v", 14.5, 14.9, "its end")])
     server = HttpFolder(folder)
     samples = open_set(server.address, tmp_path / "cache")
-    [sample] = samples.load([SampleRequest(0, 0, None)])
+    [sample] = samples.reader.load([SampleRequest(0, 0, None)])
     server.close()
     [tar] = folder.rglob("*.tar")
     assert not isinstance(sample, FailedSample)
@@ -39,7 +39,7 @@ def test_a_server_without_ranges_is_named_and_not_asked_again(served: HttpFolder
     tar = tar_of(samples, tmp_path / "served")
     address = "/" + tar.relative_to(tmp_path / "served").as_posix()
     served.without_ranges.add(address)
-    [failed] = samples.load([SampleRequest(0, 0, None)])
+    [failed] = samples.reader.load([SampleRequest(0, 0, None)])
     assert isinstance(failed, FailedSample) and failed.reason == "shard_unreadable"
     assert "the server does not support ranges" in failed.detail
     assert served.num_bytes[address] == tar.stat().st_size
@@ -103,7 +103,7 @@ def test_a_copy_that_was_damaged_is_fetched_again(served: HttpFolder, tmp_path: 
     whole = index.read_bytes()
     index.write_bytes(whole[:-10] + bytes(10))
     opened = open_set(f"{served.address}/data", tmp_path / "cache")
-    clips = [opened.load([SampleRequest(number, number, 0)])[0] for number in range(len(opened))]
+    clips = [opened.reader.load([SampleRequest(number, number, 0)])[0] for number in range(len(opened))]
     assert not any(isinstance(clip, FailedSample) for clip in clips) and index.read_bytes() == whole
     captions = next((tmp_path / "cache").rglob(CAPTIONS_FILE))
     whole = captions.read_bytes()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from clipmill.shards.lists import finish_run
 from clipmill.shards.reader import Variant
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.outcomes import FailedSample
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.samples import Samples
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.server import S3Server
 from tests.train.data.test_remote import open_set
@@ -76,12 +77,12 @@ def num_requests(faults: Faults, work: Callable[[], object]) -> int:
 
 
 def test_opening_many_shards_takes_few_requests(many: Path, remote: Objects, faults: Faults, tmp_path: Path) -> None:
-    opened: list[VideoCaptions] = []
+    opened: list[Samples[Any]] = []
     assert num_requests(faults, lambda: opened.append(open_set(remote.address, tmp_path))) < 20
     [samples], local = opened, open_set(str(many))
     assert samples.fingerprint == local.fingerprint and len(samples) == NUM_SHARDS
     assert not list(tmp_path.rglob("*.index.arrow")) and not list(tmp_path.rglob("commits/**/*.json"))
-    [one], [other] = (its.load([SampleRequest(7, 7, None)]) for its in (samples, local))
+    [one], [other] = (its.reader.load([SampleRequest(7, 7, None)]) for its in (samples, local))
     assert not isinstance(one, FailedSample) and not isinstance(other, FailedSample)
     assert np.array_equal(one["video"], other["video"])
     assert len(list(tmp_path.rglob("*.index.arrow"))) == 1
@@ -93,7 +94,7 @@ def test_a_disk_that_fills_after_opening_is_named_and_no_sample_is_blamed(remote
     samples = open_set(remote.address, tiny_disk)
     fill(tiny_disk)
     with pytest.raises(UserError, match=r"cannot take a copy of s3://.*/000007-\w+\.index\.arrow: No space left"):
-        samples.load([SampleRequest(7, 7, None)])
+        samples.reader.load([SampleRequest(7, 7, None)])
 
 
 def test_an_index_that_a_bucket_refuses_fails_its_samples_and_is_no_damage(
@@ -101,7 +102,7 @@ def test_an_index_that_a_bucket_refuses_fails_its_samples_and_is_no_damage(
 ) -> None:
     samples = open_set(remote.address, tmp_path)
     faults.set(Fault("error", path=r"index\.arrow", status=403, code="AccessDenied"))
-    [failed] = samples.load([SampleRequest(7, 7, None)])
+    [failed] = samples.reader.load([SampleRequest(7, 7, None)])
     assert isinstance(failed, FailedSample) and failed.reason == "shard_unreadable" and "access denied" in failed.detail
 
 
@@ -116,10 +117,10 @@ def test_credentials_that_are_refused_fail_no_sample_and_end_the_reading(
             faults.set()
             samples = open_set(remote.address, path)
             if path.name == "by-tar":  # its index is here already
-                samples.load([SampleRequest(7, 7, None)])
+                samples.reader.load([SampleRequest(7, 7, None)])
             faults.set(Fault("error", status=status, code=code))
             with pytest.raises(AccessRefused, match=rf"s3://.*{said}.*{code}"):
-                samples.load([SampleRequest(7, 7, None)])
+                samples.reader.load([SampleRequest(7, 7, None)])
 
 
 def test_a_change_that_is_newer_than_the_tables_counts(many: Path, remote: Objects, tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def test_a_run_that_goes_on_costs_the_records_and_indexes_that_it_has_added(
 def test_without_tables_the_records_and_indexes_are_copied(
     many: Path, remote: Objects, faults: Faults, tmp_path: Path
 ) -> None:
-    opened: list[VideoCaptions] = []
+    opened: list[Samples[Any]] = []
     with without(remote, many, f"video/{VARIANT}/commits.arrow", f"video/{VARIANT}/chunks.arrow"):
         count = num_requests(faults, lambda: opened.append(open_set(remote.address, tmp_path)))
         assert 2 * NUM_SHARDS < count < 2 * NUM_SHARDS + 25

@@ -9,15 +9,16 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.shards.reader import Variant
 from clipmill.shards.scores import CHUNKS_FILE, publish_score_table
-from clipmill.train.data.chunk_clips import ChunkClips
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.interface import open_clips
 from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
+from clipmill.train.data.producers.chunk_clips import open_chunk_clips
 from clipmill.train.data.remote import RemoteTars
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.samples import Samples
 from tests.shards.made_scores import VARIANT, phash, write_scores
 from tests.train.data.http_folder import HttpFolder
 
@@ -43,12 +44,12 @@ def scored(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def captioned(folder: Path, where: str | None, *, tars: RemoteTars | None = None, **how: Any) -> VideoCaptions:
+def captioned(folder: Path, where: str | None, *, tars: RemoteTars | None = None, **how: Any) -> Samples[Any]:
     query = ClipQuery(folder, split="train", shape=SHAPE, loading=LOADING, where=where, tars=tars)
-    return VideoCaptions(query, tokenize=None, **how)
+    return open_captioned_clips(query, tokenize=None, **how)
 
 
-def shown(samples: VideoCaptions) -> list[str]:
+def shown(samples: Samples[Any]) -> list[str]:
     return [f"{samples.key(n)[0]} {samples.text(n)}" for n in range(len(samples))]
 
 
@@ -85,8 +86,8 @@ def test_duplicates_and_fields_of_videos_and_chunks(scored: Path) -> None:
 
 
 def test_whole_chunks_are_kept_by_their_own_scores(scored: Path) -> None:
-    def chunks(where: str | None) -> ChunkClips:
-        return ChunkClips(ClipQuery(scored, split="train", shape=SHAPE, loading=LOADING, where=where))
+    def chunks(where: str | None) -> Samples[Any]:
+        return open_chunk_clips(ClipQuery(scored, split="train", shape=SHAPE, loading=LOADING, where=where))
 
     samples = chunks("motion > 0.5")
     kept = {key for key, motion in MOTION.items() if (motion or 0) > 0.5}
@@ -155,7 +156,7 @@ def test_a_remote_folder_selects_as_a_local_one_and_copies_its_scores_once(score
     server = HttpFolder(scored)
     table = f"/scores/{VARIANT}/{CHUNKS_FILE}"
 
-    def opened(where: str) -> VideoCaptions:
+    def opened(where: str) -> Samples[Any]:
         folder = open_data_folder(server.address, cache=tmp_path)
         return captioned(folder.path, where, tars=folder.tars)
 

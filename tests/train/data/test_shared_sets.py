@@ -22,17 +22,19 @@ from clipmill.shards.chunk_table import update_chunk_table
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.open_maps import OPEN_MAPS
 from clipmill.shards.reader import Variant
-from clipmill.train.data import chunk_table, chunks, node_cache
-from clipmill.train.data.chunk_clips import ChunkClips
+from clipmill.train.data import caption_rows, chunk_table, chunks, node_cache
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.classes import ClassList
-from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
-from clipmill.train.data.labelled_clips import LabelledClips
-from clipmill.train.data.latents.loader import LatentLoader
-from clipmill.train.data.latents.mixed import MixedLatents
+from clipmill.train.data.latents import segment_table
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.mixed_samples import MixedSamples
+from clipmill.train.data.producers import chunk_clips
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
+from clipmill.train.data.producers.chunk_clips import open_chunk_clips
+from clipmill.train.data.producers.labelled_clips import open_labelled_clips
+from clipmill.train.data.producers.latent_segments import open_latent_segments
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Written, write_all
@@ -42,14 +44,16 @@ SHAPE = ClipShape(sampling=Sampling(num_frames=2), size_px=16)
 LOADING = LoaderSettings(batch=3, num_threads=1, num_ahead=3, seed=5)
 VIDEOS = {"a": "train", "b": "train", "c": "val", "d": "train"}
 OPEN: dict[str, Callable[[Path], Any]] = {
-    "captions": lambda data: VideoCaptions(ClipQuery(data, split="train", shape=SHAPE, loading=LOADING), tokenize=None),
-    "selected": lambda data: VideoCaptions(
-        ClipQuery(data, split="train", shape=SHAPE, loading=LOADING, where="words > 2 and video != 'd'"), tokenize=None
+    "captions": lambda data: open_captioned_clips(ClipQuery(data, split="train", shape=SHAPE, loading=LOADING)),
+    "selected": lambda data: open_captioned_clips(
+        ClipQuery(data, split="train", shape=SHAPE, loading=LOADING, where="words > 2 and video != 'd'")
     ),
-    "chunks": lambda data: ChunkClips(ClipQuery(data, split="train", shape=SHAPE, loading=LOADING), segment_us=400_000),
-    "latents": lambda data: LatentLoader(segments(data, split="train", captions="none", tails="pad", batch=3)),
-    "words": lambda data: LatentLoader(segments(data, split="train", captions="words", batch=3)),
-    "stored": lambda data: LatentLoader(segments(data, split="train", batch=3)),
+    "chunks": lambda data: open_chunk_clips(
+        ClipQuery(data, split="train", shape=SHAPE, loading=LOADING), segment_us=400_000
+    ),
+    "latents": lambda data: open_latent_segments(segments(data, split="train", captions="none", tails="pad", batch=3)),
+    "words": lambda data: open_latent_segments(segments(data, split="train", captions="words", batch=3)),
+    "stored": lambda data: open_latent_segments(segments(data, split="train", batch=3)),
 }
 OF_VIDEO = ("captions", "selected", "chunks")
 
@@ -78,11 +82,6 @@ def shared_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
     monkeypatch.setattr(node_cache, "_chosen", tmp_path / "cache")
     return tmp_path / "cache"
-
-
-def in_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed of captions is collected in files."""
-    monkeypatch.setattr(node_cache, "SCRATCH_BYTES", 1)
 
 
 def with_tables(data: Path) -> None:
@@ -117,7 +116,7 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
         with_tables(data)
         assert shown(OPEN[name](data)) == expected
         monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
-        in_files(monkeypatch)
+        monkeypatch.setattr(node_cache, "SCRATCH_BYTES", 1)  # what is computed of captions is collected in files
         assert shown(OPEN[name](data)) == expected
         assert list(shared_by_all.rglob("*"))
 
@@ -126,9 +125,10 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
 
         for module, function in (
             (chunks, "_open_chunks"),
-            ("clipmill.train.data.video_captions", "open_clip_captions"),
-            ("clipmill.train.data.chunk_clips", "_open_clips"),
-            ("clipmill.train.data.latents.opened_segments", "read_records"),
+            ("clipmill.train.data.producers.captioned_clips", "make_clip_table"),
+            ("clipmill.train.data.producers.chunk_clips", "_make_table"),
+            ("clipmill.train.data.latents.segment_table", "read_records"),
+            ("clipmill.train.data.producers.latent_segments", "make_segment_table"),
         ):
             target = module if isinstance(module, str) else module.__name__
             monkeypatch.setattr(f"{target}.{function}", fail)
@@ -141,11 +141,11 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
 def test_labels_are_shared_and_other_classes_are_other_samples(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = read_captions(videos)
     labelled = table.append_column("label_kind", pa.array([str(number % 3) for number in range(len(table))]))
-    monkeypatch.setattr("clipmill.train.data.labelled_clips.read_captions", lambda _: labelled)
+    monkeypatch.setattr("clipmill.train.data.producers.labelled_clips.read_captions", lambda _: labelled)
 
     def opened(names: str) -> list[Any]:
         classes = ClassList("kind", tuple(names))
-        samples = LabelledClips(ClipQuery(videos, split="train", shape=SHAPE, loading=LOADING), classes=classes)
+        samples = open_labelled_clips(ClipQuery(videos, split="train", shape=SHAPE, loading=LOADING), classes=[classes])
         return [samples.fingerprint, samples.describe(), samples.labels.tolist(), samples.video.tolist()]
 
     monkeypatch.setattr(node_cache, "MIN_ROWS", 1 << 40)
@@ -161,14 +161,14 @@ def test_data_that_changed_is_computed_again(videos: Path, tmp_path: Path) -> No
     before = OPEN["captions"](own)
     write_captions(own, VIDEOS, [Caption("a", 0.0, 1.0, "other words")])
     after = OPEN["captions"](own)
-    assert before.fingerprint != after.fingerprint and after.texts(np.array([0])) == ["other words"]
+    assert before.fingerprint != after.fingerprint and after.captions.texts(np.array([0])) == ["other words"]
 
 
 @pytest.mark.usefixtures("shared_by_all")
 def test_a_mixture_of_shared_sets_copies_the_bytes_of_each(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     def mixed() -> list[Any]:
         sets = [OPEN["stored"](written.data_dir) for _ in range(2)]
-        return shown(MixedLatents(sets, ["one", "two"], weights=None))
+        return shown(MixedSamples(sets, ["one", "two"], weights=None))
 
     monkeypatch.setattr(node_cache, "MIN_ROWS", 1 << 40)
     expected = mixed()
@@ -203,6 +203,52 @@ def test_a_damaged_file_of_the_cache_is_made_again(shared_by_all: Path, damage: 
     (path,) = (path for path in shared_by_all.rglob("set-*"))
     path.write_bytes(path.read_bytes()[:-64] if damage is None else damage)
     assert held(lambda: np.arange(1000) + 1).tolist() == list(range(1, 1001))
+
+
+def test_a_flipped_bit_is_noticed_and_the_table_made_again(
+    videos: Path, shared_by_all: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In each tenth of the file, whether the damage is in numbers, texts or the structure."""
+    expected = shown(OPEN["captions"](videos))
+    (path,) = shared_by_all.rglob("captions-*")
+    whole = path.read_bytes()
+    for number in range(10):
+        content = bytearray(whole)
+        content[len(content) * number // 10 + 3] ^= 1 << number % 8
+        path.write_bytes(content)
+        assert shown(OPEN["captions"](videos)) == expected
+        assert f"{path} is damaged, and is made again" in capsys.readouterr().err
+        assert path.read_bytes() == whole
+    assert shown(OPEN["captions"](videos)) == expected and not capsys.readouterr().err
+
+
+def test_a_table_is_an_arrow_file_whose_columns_have_names_and_types(videos: Path, shared_by_all: Path) -> None:
+    samples = OPEN["captions"](videos)
+    (path,) = shared_by_all.rglob("captions-*")
+    batch = pa.ipc.open_file(pa.BufferReader(path.read_bytes()[:-4])).get_batch(0)
+    columns = {name: batch.column(name).flatten() for name in batch.schema.names}
+    assert columns["begin_us"].type == pa.int64() and columns["begin_us"].to_pylist() == [0, 300_000] * 3
+    assert columns["captions.caption_id"].to_pylist() == samples.table.captions.caption_id.tolist()
+
+
+@pytest.mark.parametrize("name", ["captions", "chunks", "words"])
+def test_a_manifest_that_changes_while_a_table_is_made_is_refused(
+    name: str, videos: Path, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Path(shutil.copytree(videos if name in OF_VIDEO else written.data_dir, tmp_path / "data"))
+    module, function = {"captions": (caption_rows, "clips_of"), "chunks": (chunk_clips, "_spans")}.get(
+        name, (segment_table, "cut")
+    )
+    compute = getattr(module, function)
+
+    def change(*values: Any, **more: Any) -> Any:
+        write_captions(data, {**VIDEOS, "e": "train"}, [Caption("a", 0.0, 1.0, "other words")])
+        return compute(*values, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, function, change)
+        with pytest.raises(UserError, match="was replaced while it was read"):
+            OPEN[name](data)
 
 
 def test_a_cache_that_cannot_be_written_costs_time_and_is_said(
@@ -288,7 +334,7 @@ def test_tars_beyond_the_limit_are_mapped_when_needed(written: Written, monkeypa
 
 def test_a_tar_that_is_gone_after_opening_fails_its_samples(tmp_path: Path) -> None:
     own = write_all(tmp_path / "data", SHARDS, CAPTIONS)
-    samples = LatentLoader(segments(own.data_dir, split="train", captions="none", batch=2, can_keep=True))
+    samples = open_latent_segments(segments(own.data_dir, split="train", captions="none", batch=2, can_keep=True))
     gone = Variant.open(own.data_dir, column="latents").shards()[0].tar_path
     gone.unlink()
     batches = list(samples.evaluation_batches())
@@ -298,4 +344,4 @@ def test_a_tar_that_is_gone_after_opening_fails_its_samples(tmp_path: Path) -> N
     }
     assert {key[0] for loaded in batches if loaded.batch for key in loaded.batch["key"]} == {"c", "e"}
     with pytest.raises(UserError, match="cannot be used"):
-        LatentLoader(segments(own.data_dir, split="train", captions="none"))
+        open_latent_segments(segments(own.data_dir, split="train", captions="none"))

@@ -16,13 +16,13 @@ import webdataset as wds
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.frame_sampling import Sampling, SamplingRule
 from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
 from clipmill.train.data.remote import local_copy
 from clipmill.train.data.streams import stream
 from clipmill.train.data.streams import tars as order
-from clipmill.train.data.video_captions import VideoCaptions
 from tests.train.data.http_folder import HttpFolder
 from tests.train.data.test_streams import SHAPE, SIZE_PX, TOKENIZE, first, keys_of, numbers, open_stream
 from tests.train.tiny_data import Caption, chunks_of, encode_chunk, write_captions, write_shard
@@ -116,7 +116,7 @@ def test_a_stream_shows_the_frames_that_the_data_folder_shows(tmp_path: Path, ru
             writer.write({"__key__": sample.key, "mp4": sample.members["mp4"], "json": described})
     shape = replace(SHAPE, sampling=Sampling(num_frames=3, rule=rule, stride=2))
     loading = LoaderSettings(batch=3, num_threads=1, num_ahead=2, seed=0)
-    folder = VideoCaptions(ClipQuery(tmp_path, split="train", shape=shape, loading=loading), tokenize=TOKENIZE)
+    folder = open_captioned_clips(ClipQuery(tmp_path, split="train", shape=shape, loading=loading), tokenize=TOKENIZE)
     [from_tar] = open_stream(tmp_path / "0.tar", shape=shape).evaluation_batches()
     [from_folder] = folder.evaluation_batches()
     assert from_tar.batch["key"] == from_folder.batch["key"] == ["v_000000000", "v_000002000", "v_000002000"]

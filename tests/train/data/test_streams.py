@@ -101,7 +101,7 @@ def test_our_tar_gives_the_parts_of_captions_that_lie_in_each_chunk(ours: Path) 
     assert numbers(batch) == [[3, 11], [25, 28], [33, 39], [63, 71]]
     assert [stream.span_s(number) for number in (1, 2)] == [(0.8, 1.0), (0.0, 0.4)]
     assert batch.batch["key"] == ["v_000000000", "v_000000000", "v_000001000", "v_000002000"]
-    assert stream.num_shortened == 2
+    assert stream.reader.num_shortened == 2
 
 
 def test_an_epoch_holds_every_clip_once_in_an_order_of_its_own(foreign: Path) -> None:

@@ -14,16 +14,17 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.data import node_cache
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.classes import ClassList
-from clipmill.train.data.clip_query import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape, Views
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.images.query import ImageQuery, class_names_of_images, names_images
-from clipmill.train.data.images.samples import TarImages
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
-from clipmill.train.data.mixed_clips import MixedClips
+from clipmill.train.data.mixed_samples import MixedSamples
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
+from clipmill.train.data.producers.tar_images import open_tar_images
+from clipmill.train.data.samples import Samples
 from tests.train.data.http_folder import HttpFolder
 from tests.train.images.tars import COLOURS, encoded, picture, sample, write_tar, write_tars
 
@@ -36,11 +37,11 @@ def query(pattern: object, *, shape: ClipShape = SHAPE, cache: Path | None = Non
     return ImageQuery(str(pattern), shape, settings, cache=cache)
 
 
-def opened(pattern: object, *, cache: Path | None = None, shape: ClipShape = SHAPE, **loading: Any) -> TarImages:
-    return TarImages(query(pattern, shape=shape, cache=cache, **loading), has_captions=True)
+def opened(pattern: object, *, cache: Path | None = None, shape: ClipShape = SHAPE, **loading: Any) -> Samples[Any]:
+    return open_tar_images(query(pattern, shape=shape, cache=cache, **loading), has_captions=True)
 
 
-def taken(samples: TarImages | MixedClips, num_batches: int, **begin: Any) -> list[LoadedBatch]:
+def taken(samples: Samples[Any] | MixedSamples, num_batches: int, **begin: Any) -> list[LoadedBatch]:
     batches = samples.batches(max_failures=0, **begin)
     found = [
         LoadedBatch({**one.batch, "video": one.batch["video"].clone()}, one.failed, one.cursor)
@@ -54,8 +55,8 @@ def of_batches(batches: list[LoadedBatch], name: str) -> list[Any]:
     return [value for one in batches for value in one.batch[name]]  # type: ignore[literal-required]
 
 
-def loaded(samples: TarImages, number: int, *, seed: int | None = None) -> Any:
-    [one] = samples.load([SampleRequest(number, number, seed)])
+def loaded(samples: Samples[Any], number: int, *, seed: int | None = None) -> Any:
+    [one] = samples.reader.load([SampleRequest(number, number, seed)])
     return one
 
 
@@ -84,7 +85,7 @@ def test_crops_depend_on_seed_and_position_alone(tars: str) -> None:
     assert of_batches(once, "key") == of_batches(again, "key")
     pairs = zip(of_batches(once, "video"), of_batches(again, "video"), strict=True)
     assert all(bool((one == two).all()) for one, two in pairs)
-    [one], [two] = (samples.load([SampleRequest(0, 0, seed)]) for seed in (1, 2))
+    [one], [two] = (samples.reader.load([SampleRequest(0, 0, seed)]) for seed in (1, 2))
     assert not isinstance(one, FailedSample) and not isinstance(two, FailedSample)
     assert not np.array_equal(one["video"], two["video"])
 
@@ -120,11 +121,11 @@ def test_a_state_of_other_images_or_captions_is_refused(tars: str, tmp_path: Pat
 
 
 def test_classes_are_those_of_the_cls_members(tars: str) -> None:
-    samples = TarImages(query(tars), classes=CLASSES)
+    samples = open_tar_images(query(tars), classes=CLASSES)
     assert samples.labels.tolist() == [number % 3 for number in range(18)]
     batch = taken(samples, 1)[0].batch
     assert batch["label"].tolist() == [number % 3 for number in batch["clip_id"].tolist()]
-    some = TarImages(query(tars), classes=ClassList("class", ("0", "2")))
+    some = open_tar_images(query(tars), classes=ClassList("class", ("0", "2")))
     assert some.labels.tolist() == [0, 1] * 6 and len(some) == 12
     assert [loaded(some, number)["label"] for number in range(12)] == [0, 1] * 6
     assert "6 without one of the classes (the first: 00000.tar/000000001)" in some.describe()
@@ -136,7 +137,7 @@ def test_other_labels_are_keys_of_json(tmp_path: Path) -> None:
     samples = [{**sample(1), **({} if one is None else {"json": one})} for one in said]
     pattern = str(write_tar(tmp_path / "0.tar", ((str(number), one) for number, one in enumerate(samples))))
     assert class_names_of_images(pattern, label="noun", cache=None, cache_size=None) == {"dog", "7"}
-    found = TarImages(query(pattern), classes=ClassList("noun", ("7", "dog")))
+    found = open_tar_images(query(pattern), classes=ClassList("noun", ("7", "dog")))
     assert found.labels.tolist() == [1, 0, 1]
     assert [found.key(number) for number in range(3)] == ["0.tar/0", "0.tar/1", "0.tar/5"]
     assert "1 with an unreadable txt or json (the first: 0.tar/7)" in found.describe()
@@ -151,7 +152,7 @@ def test_an_image_fills_all_frames_of_its_clip_and_all_views(tars: str) -> None:
 
 
 def test_repeats_of_an_image_follow_one_another_with_crops_of_their_own(tars: str) -> None:
-    samples = TarImages(query(tars, batch=6, group=3), repeats=3)
+    samples = open_tar_images(query(tars, batch=6, group=3), repeats=3)
     batch = taken(samples, 1)[0].batch
     assert len(samples) == 54 and len(set(batch["clip_id"][:3].tolist())) == 1
     assert not bool((batch["video"][0] == batch["video"][1]).all())
@@ -272,10 +273,10 @@ def test_images_are_mixed_with_the_clips_of_a_data_folder(tars: str, data_dir: P
     shape = ClipShape(sampling=Sampling(num_frames=2), size_px=16)
     loading = LoaderSettings(batch=6, num_threads=2, num_ahead=8, seed=1)
 
-    def mixture() -> MixedClips:
-        clips = VideoCaptions(ClipQuery(data_dir, split="train", shape=shape, loading=loading), tokenize=None)
-        images = TarImages(ImageQuery(tars, shape, loading), has_captions=True)
-        return MixedClips([clips, images], [str(data_dir), tars], weights=[Fraction(1), Fraction(2)])
+    def mixture() -> MixedSamples:
+        clips = open_captioned_clips(ClipQuery(data_dir, split="train", shape=shape, loading=loading))
+        images = open_tar_images(ImageQuery(tars, shape, loading), has_captions=True)
+        return MixedSamples([clips, images], [str(data_dir), tars], weights=[Fraction(1), Fraction(2)])
 
     mixed = mixture()
     batches = taken(mixed, 6)
@@ -293,6 +294,6 @@ def test_images_are_mixed_with_the_clips_of_a_data_folder(tars: str, data_dir: P
     assert of_batches(taken(again, 3), "key") == of_batches(batches[3:], "key")
 
 
-def _after(samples: MixedClips, num_batches: int) -> Any:
+def _after(samples: MixedSamples, num_batches: int) -> Any:
     taken(samples, num_batches)
     return samples.state_dict()

@@ -12,15 +12,16 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.shards.commits import write_commit
 from clipmill.shards.reader import Variant
-from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.producers.latent_segments import open_latent_segments
+from clipmill.train.data.samples import Samples
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Caption, Chunk, Written, write_all, write_latents
 from tests.train.tiny_data import write_captions
 
 
-def opened(data_dir: Path, **settings: Any) -> LatentLoader:
-    return LatentLoader(segments(data_dir, split="train", **settings))
+def opened(data_dir: Path, **settings: Any) -> Samples[Any]:
+    return open_latent_segments(segments(data_dir, split="train", **settings))
 
 
 def tar(written: Written, column: str, shard_id: int = 0) -> Path:
@@ -152,10 +153,10 @@ def test_only_videos_of_the_split_are_shown(tmp_path: Path) -> None:
     captions = [Caption("a", 0, 9, "a"), Caption("b", 0, 9, "b")]
     written = write_all(tmp_path / "data", [chunks], captions, splits=splits)
     for split, key in (("train", "a_000000000"), ("val", "b_000000000")):
-        loader = LatentLoader(segments(written.data_dir, split=split))
+        loader = open_latent_segments(segments(written.data_dir, split=split))
         assert {key for loaded in loader.evaluation_batches() for key in loaded.batch["key"]} == {key}
     with pytest.raises(UserError, match="no videos of split 'test'"):
-        LatentLoader(segments(written.data_dir, split="test"))
+        open_latent_segments(segments(written.data_dir, split="test"))
 
 
 def test_a_split_without_captions_says_what_there_is(own: Written) -> None:

@@ -14,7 +14,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
 from clipmill.shards.reader import Variant
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
+from clipmill.train.data.producers.latent_segments import open_latent_segments
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Caption, Chunk, Written, write_all, write_captions, write_latents
@@ -23,7 +23,7 @@ T = 20
 
 
 def evaluation(written: Written, **settings: Any) -> list[Batch]:
-    loader = LatentLoader(segments(written.data_dir, split="train", **settings, can_keep=True))
+    loader = open_latent_segments(segments(written.data_dir, split="train", **settings, can_keep=True))
     return [loaded.batch for loaded in loader.evaluation_batches()]
 
 
@@ -79,10 +79,10 @@ def test_a_segment_is_shown_with_the_captions_that_overlap_it(written: Written) 
     for latents, place in zip(rows_of(batches, "latents"), wanted, strict=True):
         assert np.array_equal(bits(latents), segments_of(written)[place])
     drawn: dict[tuple[str, int], set[int]] = {place: set() for place in wanted}
-    loader = LatentLoader(segments(written.data_dir, split="train", batch=7, can_keep=True))
+    loader = open_latent_segments(segments(written.data_dir, split="train", batch=7, can_keep=True))
     places = list(wanted)
     by_bits = {latents.tobytes(): place for place, latents in segments_of(written).items()}
-    for loaded in islice(loader, 60):
+    for loaded in islice(loader.batches(), 60):
         batch = loaded.batch
         for latents, caption, text in zip(batch["latents"], batch["caption_id"], batch["text"], strict=True):
             drawn[by_bits[bits(latents).tobytes()]].add(int(caption))
@@ -97,7 +97,7 @@ def test_embeddings_come_as_they_were_written(written: Written) -> None:
 
 
 def test_the_log_says_what_is_left_out(written: Written) -> None:
-    line = LatentLoader(segments(written.data_dir, split="train")).describe()
+    line = open_latent_segments(segments(written.data_dir, split="train")).describe()
     num_segments = sum(1 for place in segments_of(written) if overlapping(*place))
     assert line.startswith(f"{num_segments} segments of 20 frames (2 x 4 x 4 float16 at 4 frames a second) in 7 chunks")
     assert "2 shorter tails left out" in line
@@ -120,10 +120,10 @@ def test_a_tail_is_filled_up_with_zeros_and_says_so(written: Written) -> None:
 
 
 def test_a_buffer_that_held_a_full_segment_shows_nothing_of_it_behind_a_tail(written: Written) -> None:
-    loader = LatentLoader(segments(written.data_dir, split="train", captions="none", tails="pad", batch=1))
+    loader = open_latent_segments(segments(written.data_dir, split="train", captions="none", tails="pad", batch=1))
     shown = [
         (int(loaded.batch["num_frames"]), loaded.batch["latents"][0].any(dim=(1, 2, 3)).tolist())
-        for loaded in islice(loader, 40)
+        for loaded in islice(loader.batches(), 40)
     ]
     assert {num for num, _ in shown} == {8, 12, 20}
     assert all(frames == [True] * num + [False] * (T - num) for num, frames in shown)
@@ -164,18 +164,18 @@ def test_sizes_that_fit_no_block_come_as_they_were_written(
 
 def test_a_segment_that_is_no_whole_number_of_frames_is_refused(written: Written) -> None:
     with pytest.raises(UserError, match=r"0\.3s' is 1\.2 frames at 4 frames"):
-        LatentLoader(segments(written.data_dir, split="train", segment="0.3s"))
+        open_latent_segments(segments(written.data_dir, split="train", segment="0.3s"))
     with pytest.raises(UserError, match="not a segment length"):
-        LatentLoader(segments(written.data_dir, split="train", segment="5 minutes"))
+        open_latent_segments(segments(written.data_dir, split="train", segment="5 minutes"))
 
 
 def test_segments_that_would_show_two_crops_are_refused(tmp_path: Path) -> None:
     captions = [Caption("a", 0, 1, "a")]
     written = write_all(tmp_path / "data", [[Chunk("a", 0, 60)]], captions, crop="random", segment="5s")
-    LatentLoader(segments(written.data_dir, split="train", segment="2.5s"))
+    open_latent_segments(segments(written.data_dir, split="train", segment="2.5s"))
     for segment in ("10s", "3s"):
         with pytest.raises(UserError, match="two crops"):
-            LatentLoader(segments(written.data_dir, split="train", segment=segment))
+            open_latent_segments(segments(written.data_dir, split="train", segment=segment))
 
 
 @pytest.mark.parametrize("captions", ["none", "stored"])
@@ -196,12 +196,13 @@ def test_a_video_has_at_most_so_many_segments_evenly_over_it(written: Written, c
         assert batch["caption_id"].tolist() == every["caption_id"][kept].tolist()
 
 
-def test_another_number_of_segments_is_another_set(written: Written) -> None:
+def test_other_segments_are_another_set(written: Written) -> None:
     sets = [
-        LatentLoader(segments(written.data_dir, split="train", captions="none", max_segments=most)).samples
+        open_latent_segments(segments(written.data_dir, split="train", captions="none", max_segments=most))
         for most in (None, 1, 2, 100)
     ]
-    assert len({one.fingerprint for one in sets}) == 4
+    every, first, second, all_of_them = (samples.fingerprint for samples in sets)
+    assert len({every, first, second}) == 3 and all_of_them == every
     assert "7 further segments of long videos left out" in sets[2].describe() and "further" not in sets[3].describe()
 
 
@@ -213,13 +214,15 @@ def test_compressed_latents_make_the_same_batches(written: Written, tmp_path: Pa
     shutil.rmtree(packed.latents_dir)
     write_latents(packed, SHARDS, is_compressed=True)  # the same noise
     given: dict[str, Any] = {"captions": captions, "tails": tails, "batch": 4, "can_keep": True, "seed": 3}
-    plain, compressed = (LatentLoader(segments(one.data_dir, split="train", **given)) for one in (written, packed))
-    assert compressed.samples.describe() == plain.samples.describe().replace(" a second", " a second, compressed")
-    for one, other in zip(islice(plain, 9), islice(compressed, 9), strict=True):
+    plain, compressed = (
+        open_latent_segments(segments(one.data_dir, split="train", **given)) for one in (written, packed)
+    )
+    assert compressed.describe() == plain.describe().replace(" a second", " a second, compressed")
+    for one, other in zip(islice(plain.batches(), 9), islice(compressed.batches(), 9), strict=True):
         assert one.batch["key"] == other.batch["key"] and one.cursor == other.cursor
         assert np.array_equal(bits(one.batch["latents"]), bits(other.batch["latents"]))
     folders = (written, packed) if captions == "stored" else ()
-    shown = [CaptionedLatents(segments(one.data_dir, split="train", **given)) for one in folders]
+    shown = [open_latent_segments(segments(one.data_dir, split="train", **given)) for one in folders]
     pictures = [np.stack(one.pictures(2, num_frames=3)) for one in shown]
     assert captions == "none" or np.array_equal(pictures[0], pictures[1])
 
@@ -233,7 +236,9 @@ def test_damaged_compressed_latents_are_failures_by_name(tmp_path: Path) -> None
     with shard.tar_path.open("r+b") as tar:
         tar.seek(shard.index["latents.npy.zst_offset"][0].as_py() + 100)
         tar.write(b"\x00\x01\x02\x03")
-    loaded = list(LatentLoader(segments(packed.data_dir, split="train", captions="none", batch=5)).evaluation_batches())
+    loaded = list(
+        open_latent_segments(segments(packed.data_dir, split="train", captions="none", batch=5)).evaluation_batches()
+    )
     failed = [one for part in loaded for one in part.failed]
     assert {one.key for one in failed} == {"a_000000000"} and {one.reason for one in failed} == {"checksum"}
     assert rows_of([part.batch for part in loaded], "key") == ["c_000000000"] * 2

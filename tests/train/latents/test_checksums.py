@@ -12,8 +12,9 @@ import pytest
 from clipmill.manifests import mapped_files
 from clipmill.manifests.keys import split_key
 from clipmill.shards.reader import Variant
-from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
 from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.data.producers.latent_segments import open_latent_segments
+from clipmill.train.data.samples import Samples
 from tests.forked import forked
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Caption, Chunk, Written, write_all
@@ -30,8 +31,8 @@ def flip(data_dir: Path, *, column: str, key: str) -> None:
         file.write(bytes([byte ^ 0x40]))
 
 
-def loader(written: Written, **settings: Any) -> LatentLoader:
-    return LatentLoader(segments(written.data_dir, split="train", **{"can_keep": True, "batch": 4, **settings}))
+def loader(written: Written, **settings: Any) -> Samples[Any]:
+    return open_latent_segments(segments(written.data_dir, split="train", **{"can_keep": True, "batch": 4, **settings}))
 
 
 def positions(batches: list[LoadedBatch]) -> list[int]:
@@ -54,7 +55,7 @@ def test_the_second_time_everything_comes_as_the_first_time(written: Written, ba
 @pytest.mark.parametrize(("column", "damaged"), [("latents", "b_000000000"), ("text", "b")])
 def test_a_flipped_byte_is_named_and_the_next_sample_takes_the_place(own: Written, column: str, damaged: str) -> None:
     flip(own.data_dir, column=column, key=damaged)
-    batches = list(islice(loader(own), 15))
+    batches = list(islice(loader(own).batches(), 15))
     failed = [failure for loaded in batches for failure in loaded.failed]
     assert failed and {(one.key, one.reason) for one in failed} == {("b_000000000", "checksum")}
     assert all(f"in the {column} column" in one.detail for one in failed)
@@ -140,7 +141,7 @@ def test_a_tar_that_is_cut_short_after_it_was_verified_ends_the_process_with_its
 
 
 def test_pictures_of_damaged_latents_are_not_shown(own: Written) -> None:
-    samples = CaptionedLatents(segments(own.data_dir, split="train", segment="5s", batch=2, seed=0))
+    samples = open_latent_segments(segments(own.data_dir, split="train", segment="5s", batch=2, seed=0))
     flip(own.data_dir, column="latents", key=samples.key(0))
     assert samples.pictures(0, num_frames=2) == []
     intact = next(at for at in range(len(samples)) if samples.key(at) != samples.key(0))

@@ -5,15 +5,18 @@ from typing import Any
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.producers.latent_segments import open_latent_segments
+from clipmill.train.data.samples import Samples
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Written
 
 SEED = 11
 
 
-def loader(written: Written, **settings: Any) -> LatentLoader:
-    return LatentLoader(segments(written.data_dir, split="train", **{"seed": SEED, "can_keep": True, **settings}))
+def loader(written: Written, **settings: Any) -> Samples[Any]:
+    return open_latent_segments(
+        segments(written.data_dir, split="train", **{"seed": SEED, "can_keep": True, **settings})
+    )
 
 
 def test_a_state_of_other_samples_or_another_order_is_refused(written: Written) -> None:
@@ -27,7 +30,7 @@ def test_a_state_of_other_samples_or_another_order_is_refused(written: Written) 
 def test_states_of_different_steps_do_not_belong_together(written: Written) -> None:
     running = loader(written, batch=2, num_ranks=2)
     states = [running.state_dict()]
-    next(iter(running))
+    next(running.batches())
     states.append(running.state_dict())
     with pytest.raises(UserError, match="are of different steps"):
         loader(written).load_state_dict(*states)

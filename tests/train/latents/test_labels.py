@@ -9,7 +9,8 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.classes import ClassList, read_classes
-from clipmill.train.data.latents.loader import LabelledLatents
+from clipmill.train.data.producers.latent_segments import open_latent_segments
+from clipmill.train.data.samples import Samples
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.tiny_data import Caption, write_captions
@@ -45,9 +46,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return made
 
 
-def opened(data_dir: Path, *, split: str = "train", also: tuple[ClassList, ...] = (), **ranks: Any) -> LabelledLatents:
+def opened(data_dir: Path, *, split: str = "train", also: tuple[ClassList, ...] = (), **ranks: Any) -> Samples[Any]:
     query = segments(data_dir, split=split, classes=(MOTION, *also), captions="none", batch=4, **ranks)
-    return LabelledLatents(query)
+    return open_latent_segments(query)
 
 
 def test_a_segment_has_the_label_of_the_caption_that_shares_most_time_with_it(written: Written) -> None:
@@ -107,8 +108,9 @@ def test_a_split_without_labels_has_nothing_to_show(written: Written) -> None:
 
 def test_labels_stay_with_their_segments_where_a_video_has_too_many(written: Written) -> None:
     every, some = (opened(written.data_dir, max_segments=most) for most in (None, 2))
-    kept = some.samples.rows_of(np.arange(len(some)))
-    assert 0 < len(some) < len(every)
+    spans = np.stack([every.video, *every.span_us(np.arange(len(every)))], axis=1).tolist()
+    kept = [spans.index(span) for span in np.stack([some.video, *some.span_us(np.arange(len(some)))], axis=1).tolist()]
+    assert 0 < len(some) < len(every) and kept == sorted(set(kept))
     assert some.labels.tolist() == every.labels[kept].tolist() and some.video.tolist() == every.video[kept].tolist()
     [batch] = [loaded.batch for loaded in some.evaluation_batches()]
     assert batch["label"].tolist() == some.labels.tolist()

@@ -14,10 +14,11 @@ from clipmill.manifests.storage.objects import Objects
 from clipmill.shards.reader import Variant
 from clipmill.train.data.folders import DataFolder, open_data_folder
 from clipmill.train.data.interface import open_latents
-from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
 from clipmill.train.data.outcomes import LoadedBatch
+from clipmill.train.data.producers.latent_segments import open_latent_segments
 from clipmill.train.data.remote import open_cache
 from clipmill.train.data.remote_maps import RemoteMaps
+from clipmill.train.data.samples import Samples
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.upload import upload
 from tests.train.full_disk import fill
@@ -42,11 +43,11 @@ def opened(address: str, cache: Path, *, size: str = ALL) -> DataFolder:
 GIVEN: dict[str, Any] = {"split": "train", "batch": 3, "seed": 5, "can_keep": True}
 
 
-def loader(folder: DataFolder, **settings: Any) -> CaptionedLatents:
-    return CaptionedLatents(segments(folder.path, tars=folder.tars, **{**GIVEN, **settings}))
+def loader(folder: DataFolder, **settings: Any) -> Samples[Any]:
+    return open_latent_segments(segments(folder.path, tars=folder.tars, **{**GIVEN, **settings}))
 
 
-def shown(samples: LatentLoader) -> Iterator[LoadedBatch]:
+def shown(samples: Samples[Any]) -> Iterator[LoadedBatch]:
     batches = samples.batches()
     yield from islice(batches, NUM_BATCHES)
     batches.close()
@@ -68,9 +69,9 @@ def content(batches: Iterator[LoadedBatch]) -> list[Any]:
     return found
 
 
-def maps_of(samples: LatentLoader) -> RemoteMaps:
-    assert isinstance(samples.samples.tars, RemoteMaps)
-    return samples.samples.tars
+def maps_of(samples: Samples[Any]) -> RemoteMaps:
+    assert isinstance(samples.reader.segments.maps, RemoteMaps)
+    return samples.reader.segments.maps
 
 
 def size_of_text(written: Written) -> int:
@@ -82,7 +83,7 @@ def copies_of(written: Written, cache: Path) -> list[Path]:
     return sorted(path for path in (cache / "objects").iterdir() if path.name.partition("-")[2] in names)
 
 
-def fetch_all(samples: LatentLoader) -> None:
+def fetch_all(samples: Samples[Any]) -> None:
     maps = maps_of(samples)
     for number in range(len(maps.starts)):
         maps.fetch(number, waits=True)
@@ -137,7 +138,7 @@ def test_a_copy_that_is_damaged_is_mended_and_fetched_again_by_the_next_run(
             file.seek(1500)
             file.write(bytes([path.read_bytes()[1500] ^ 1]))
     samples = loader(opened(remote.address, tmp_path))
-    assert maps_of(samples).are_mapped(samples.samples.records.array_place)
+    assert maps_of(samples).are_mapped(samples.reader.segments.records.array_place)
     # In order, so that all are seen.
     assert content(samples.evaluation_batches()) == content(loader(DataFolder(written.data_dir)).evaluation_batches())
     assert not copies_of(written, tmp_path)

@@ -8,7 +8,8 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.data.interface import open_latents
-from clipmill.train.data.latents.loader import CaptionedLatents
+from clipmill.train.data.producers.latent_segments import open_latent_segments
+from clipmill.train.data.samples import Samples
 from tests.shards.made_scores import write_scores
 from tests.train.latents.conftest import SHARDS
 from tests.train.latents.querying import segments
@@ -26,8 +27,8 @@ def scored(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def opened(data_dir: Path, where: str | None, **how: Any) -> CaptionedLatents:
-    return CaptionedLatents(segments(data_dir, split="train", where=where, captions="words", batch=2, **how))
+def opened(data_dir: Path, where: str | None, **how: Any) -> Samples[Any]:
+    return open_latent_segments(segments(data_dir, split="train", where=where, captions="words", batch=2, **how))
 
 
 def test_segments_of_selected_chunks_with_selected_captions_are_kept(scored: Path) -> None:

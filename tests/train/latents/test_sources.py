@@ -4,12 +4,14 @@ from collections import Counter
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
 from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.producers.latent_segments import open_latent_segments
+from clipmill.train.data.samples import Samples
 from clipmill.train.models.text import load_tokenizer
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Caption, Chunk, Written, write_all
@@ -31,16 +33,16 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return write_all(tmp_path_factory.mktemp("sources"), [[Chunk("a", 0, 60)]], CAPTIONS)
 
 
-def drawn(loader: LatentLoader, count: int) -> list[tuple[int, int, int]]:
+def drawn(loader: Samples[Any], count: int) -> list[tuple[int, int, int]]:
     return [
         (int(one.batch["position"][0]), int(one.batch["clip_id"][0]), int(one.batch["caption_id"][0]))
-        for one in islice(loader, count)
+        for one in islice(loader.batches(), count)
     ]
 
 
 def test_sources_are_drawn_by_weight_and_segments_are_clips(spoken: Written) -> None:
     query = segments(spoken.data_dir, split="train", sources="rephraser=3,human=1", batch=1, can_keep=True)
-    loader = LatentLoader(query)
+    loader = open_latent_segments(query)
     assert (len(loader), loader.num_clips, loader.num_caption_ids) == (2, 2, 5)
     found = drawn(loader, 4000)
     assert all(sorted(clip for _, clip, _ in found[at : at + 2]) == [0, 1] for at in range(0, 4000, 2))
@@ -48,18 +50,18 @@ def test_sources_are_drawn_by_weight_and_segments_are_clips(spoken: Written) -> 
     wanted = {(0, 0): 500, (0, 2): 500, (0, 3): 500, (0, 4): 500, (1, 1): 500, (1, 2): 1500}
     assert counts.keys() == wanted.keys()
     assert all(abs(counts[key] - wanted[key]) < 4 * np.sqrt(wanted[key]) for key in wanted)
-    [first] = [one.batch for one in LatentLoader(replace(query, loading=LoaderSettings())).evaluation_batches()]
+    [first] = [one.batch for one in open_latent_segments(replace(query, loading=LoaderSettings())).evaluation_batches()]
     assert first["caption_id"].tolist() == [2, 2]
     assert "1 caption of other sources left out" in loader.describe()
 
 
 def test_by_default_all_sources_weigh_alike_and_the_first_of_the_alphabet_is_shown(spoken: Written) -> None:
-    loader = LatentLoader(segments(spoken.data_dir, split="train", batch=3, can_keep=True))
+    loader = open_latent_segments(segments(spoken.data_dir, split="train", batch=3, can_keep=True))
     [shown] = [one.batch for one in loader.evaluation_batches()]
     assert shown["clip_id"].tolist() == [0, 1, 2] and shown["caption_id"].tolist() == [0, 1, 5]
     counts = Counter(
         (clip, caption)
-        for one in islice(loader, 1000)
+        for one in islice(loader.batches(), 1000)
         for clip, caption in zip(one.batch["clip_id"].tolist(), one.batch["caption_id"].tolist(), strict=True)
     )
     assert set(counts) == {(clip, caption) for clip, captions in enumerate(SEGMENTS) for caption in captions}
@@ -69,9 +71,11 @@ def test_by_default_all_sources_weigh_alike_and_the_first_of_the_alphabet_is_sho
 def test_captions_come_as_words_where_a_tokenizer_is_given(spoken: Written, tmp_path: Path) -> None:
     for name in ("manifest", "latents", "dataset.json"):
         (tmp_path / name).symlink_to(spoken.data_dir / name)  # and no column of text
-    samples = CaptionedLatents(segments(tmp_path, split="train", captions="words", batch=3), tokenize=load_tokenizer())
+    samples = open_latent_segments(
+        segments(tmp_path, split="train", captions="words", batch=3), tokenize=load_tokenizer()
+    )
     assert samples.text_width is None and samples.text(1) == "said later"
-    for one in islice(samples, 5):
+    for one in islice(samples.batches(), 5):
         assert "text" not in one.batch
         for tokens, caption in zip(one.batch["tokens"], one.batch["caption_id"].tolist(), strict=True):
             assert tokens.tolist() == load_tokenizer()(CAPTIONS[caption].text).tolist()

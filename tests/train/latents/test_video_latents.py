@@ -11,7 +11,7 @@ import torch
 from clipmill import open_latents
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
-from clipmill.train.data.latents.loader import CaptionedLatents, LatentLoader
+from clipmill.train.data.producers.latent_segments import open_latent_segments
 from tests.train.latents.columns import FRAME, WIDTH, pattern_and_noise, unit_vector
 from tests.train.latents.querying import segments
 from tests.train.latents.test_batches import bits
@@ -54,7 +54,7 @@ def test_a_segment_is_read_as_it_was_stored(written: Written) -> None:
 
 
 def test_models_see_frames_first(written: Written) -> None:
-    loader = CaptionedLatents(segments(written.data_dir, split="train", segment="2s", batch=4, can_keep=True))
+    loader = open_latent_segments(segments(written.data_dir, split="train", segment="2s", batch=4, can_keep=True))
     latents = next(loader.evaluation_batches()).batch["latents"]
     assert latents.shape == (4, T, *FRAME)
     assert torch.equal(
@@ -70,7 +70,7 @@ def test_models_see_frames_first(written: Written) -> None:
 @pytest.mark.parametrize("segment", ["1s", "4s", "2.1s"])
 def test_a_segment_is_not_cut_out_of_another(written: Written, segment: str) -> None:
     with pytest.raises(UserError, match="encoded segments of 2 s as a whole") as caught:
-        LatentLoader(segments(written.data_dir, split="train", segment=segment))
+        open_latent_segments(segments(written.data_dir, split="train", segment=segment))
     assert caught.value.hint is not None and "use 2s" in caught.value.hint
 
 

@@ -15,10 +15,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.shards.reader import Variant
 from clipmill.train.data.batch import Batch, BatchRing, to_device
 from clipmill.train.data.loader import SampleRequest
-from clipmill.train.data.mixed_clips import MixedClips
+from clipmill.train.data.mixed_samples import MixedSamples
 from clipmill.train.data.order import Cursor
-from clipmill.train.data.outcomes import LoadedBatch
-from clipmill.train.data.video_captions import VideoCaptions
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch
+from clipmill.train.data.samples import Samples
 from clipmill.train.device.precision import open_precision
 from clipmill.train.device.transfer import StepGuard
 from clipmill.train.distributed.world import World
@@ -44,9 +44,9 @@ def task_on(*folders: Path, **more: Any) -> DualEncoderTask:
     return DualEncoderTask(settings, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
 
 
-def mixture(*folders: Path, world: World = ONE, **more: Any) -> MixedClips:
+def mixture(*folders: Path, world: World = ONE, **more: Any) -> MixedSamples:
     samples = task_on(*folders, **more).training_set(world)
-    assert isinstance(samples, MixedClips)
+    assert isinstance(samples, MixedSamples)
     return samples
 
 
@@ -71,9 +71,9 @@ def test_each_sample_is_that_of_its_own_folder(near: Path, far: Path) -> None:
             sample = int(order.at(np.array([position]))[0])
             folder = int(order.folder_of(np.array([sample]))[0])
             own = alone[folder]
-            assert isinstance(own, VideoCaptions)
+            assert isinstance(own, Samples)
             request = SampleRequest(sample - int(order.offsets[folder]), position, SETTINGS.seed)
-            (expected,) = own.load([request])
+            (expected,) = own.reader.load([request])
             assert isinstance(expected, dict)
             assert np.array_equal(batch["video"][row].numpy(), expected["video"])
             assert batch["tokens"][row].tolist() == expected["tokens"].tolist()
@@ -130,7 +130,7 @@ def test_failures_name_their_folder_and_a_run_goes_on_after_them(near: Path, far
     assert rows(list(islice(again.batches(max_failures=100), 4))) == rows(found[4:])
 
 
-def moved(state: State, batch: Batch, task: DualEncoderTask, samples: MixedClips | VideoCaptions) -> None:
+def moved(state: State, batch: Batch, task: DualEncoderTask, samples: MixedSamples | Samples[Any]) -> None:
     """One optimizer step on a batch."""
     settings = task._settings
     step = next_step(state, samples, settings, world=ONE)
@@ -145,12 +145,15 @@ def test_state_per_sample_is_that_of_the_same_samples_in_one_folder(near: Path, 
     loss = Loss(kind="isogclr")
     mixed_task, merged_task = task_on(near, far, loss=loss), task_on(merged, loss=loss)
     mixed, whole = mixed_task.training_set(ONE), merged_task.training_set(ONE)
-    assert isinstance(mixed, MixedClips) and isinstance(whole, VideoCaptions)
+    assert isinstance(mixed, MixedSamples) and isinstance(whole, Samples)
     states = [
         new_state(task, samples, task._settings, world=ONE, device=CPU)
         for task, samples in ((mixed_task, mixed), (merged_task, whole))
     ]
-    in_whole = {whole.text(clip): (clip, whole.caption_id(whole._first_entry(clip))) for clip in range(len(whole))}
+    in_whole = {
+        whole.text(clip): (clip, whole.captions.caption_id(whole.captions.first_entry(clip)))
+        for clip in range(len(whole))
+    }
     pairs: dict[str, set[tuple[int, int]]] = {"clips": set(), "captions": set()}
     ring = BatchRing(4, pin=False)
     for loaded in islice(mixed.batches(max_failures=0), 6):
@@ -160,13 +163,12 @@ def test_state_per_sample_is_that_of_the_same_samples_in_one_folder(near: Path, 
             *(loaded.batch[name].tolist() for name in ("position", "clip_id", "caption_id")),  # type: ignore[literal-required]
             strict=True,
         ):
-            own = mixed._sets[0 if clip < 6 else 1]
-            assert isinstance(own, VideoCaptions)
+            own = mixed.parts[0 if clip < 6 else 1]
             clip_there, caption_there = in_whole[own.text(clip - (0 if clip < 6 else 6))]
             pairs["clips"].add((clip, clip_there))
             pairs["captions"].add((caption, caption_there))
             wanted.append(SampleRequest(clip_there, position, SETTINGS.seed))
-        same = [one for one in whole.load(wanted) if isinstance(one, dict)]
+        same = [one for one in whole.reader.load(wanted) if not isinstance(one, FailedSample)]
         moved(states[1], ring.collate(same), merged_task, whole)
     objectives = [state.objective for state in states]
     for name, its in pairs.items():

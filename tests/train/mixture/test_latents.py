@@ -3,7 +3,7 @@
 import shutil
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,9 +13,12 @@ from clipmill import open_latents
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.shards import DataSettings
 from clipmill.train.data.inputs import open_mixed
-from clipmill.train.data.latents.loader import CaptionedLatents
-from clipmill.train.data.latents.mixed import MixedLatents
+from clipmill.train.data.latents.mixed import MixedLatentReader
+from clipmill.train.data.loader import Block
+from clipmill.train.data.mixed_samples import MixedSamples
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
+from clipmill.train.data.producers.latent_segments import open_latent_segments
+from clipmill.train.data.samples import Samples
 from tests.train.latents.querying import segments
 from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Caption, Chunk, Written, write_all, write_latents
@@ -46,33 +49,35 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Written, Written]:
     return write(base / "near"), write(base / "far")
 
 
-def mixed_of(*folders: Path, mix: str | None = "1,1", **more: Any) -> MixedLatents:
+def mixed_of(*folders: Path, mix: str | None = "1,1", **more: Any) -> MixedSamples:
     settings = DataSettings(shards=tuple(map(str, folders)), mix=mix)
-    found = open_mixed(lambda one: CaptionedLatents(segments(Path(one), **{**GIVEN, **more})), settings)
-    assert isinstance(found, MixedLatents)
+    found = open_mixed(lambda one: open_latent_segments(segments(Path(one), **{**GIVEN, **more})), settings)
+    assert isinstance(found, MixedSamples)
     return found
 
 
 GIVEN: dict[str, Any] = {"split": "train", "segment": "5s", "batch": 4, "seed": 1, "can_keep": True}
 
 
-def compare(mixed: MixedLatents, alone: list[CaptionedLatents], loaded: LoadedBatch) -> None:
+def compare(mixed: MixedSamples, alone: list[Samples[Any]], loaded: LoadedBatch) -> None:
     """Each row with the batch of one that its own folder has at that position."""
     batch, order = loaded.batch, mixed.folders.order
     for row, (position, clip) in enumerate(zip(batch["position"].tolist(), batch["clip_id"].tolist(), strict=True)):
         folder = int(order.folder_of(np.array([clip]))[0])
         own, sample = alone[folder], np.array([clip - int(order.offsets[folder])])
-        [alike] = own._read(sample, np.array([position]), seed=1)
+        [alike] = own.reader.read(Block(sample, np.array([position]), 1), own.loader.loading)
         assert not isinstance(alike, FailedSample)
-        expected = own._collate()([alike])
+        expected = own.reader.collate(own.loader.loading)([alike])
         assert torch.equal(batch["latents"][row].view(torch.int16), expected["latents"][0].view(torch.int16))
         assert batch["key"][row] == expected["key"][0]
         if "text" in expected:
             assert torch.equal(batch["text"][row].view(torch.int16), expected["text"][0].view(torch.int16))
         if "caption_id" in expected:
-            assert mixed.texts_of(batch["caption_id"][row : row + 1].numpy()) == own.texts_of(
-                expected["caption_id"].numpy()
-            )
+            captions = cast(MixedLatentReader, mixed.loader.reader).captions
+            assert captions is not None
+            if "text_row" in expected:
+                text_rows = batch["text_row"][row : row + 1].numpy()
+                assert captions.texts_at(text_rows) == own.captions.texts_at(expected["text_row"].numpy())
         if "num_frames" in expected:
             assert int(batch["num_frames"][row]) == int(expected["num_frames"][0])
 
@@ -83,7 +88,7 @@ def compare(mixed: MixedLatents, alone: list[CaptionedLatents], loaded: LoadedBa
 def test_each_row_is_that_of_its_own_folder(pair: tuple[Written, Written], more: dict[str, Any]) -> None:
     folders = [one.data_dir for one in pair]
     mixed = mixed_of(*folders, **more)
-    alone = [CaptionedLatents(segments(one, **{**GIVEN, **more, "batch": 1})) for one in folders]
+    alone = [open_latent_segments(segments(one, **{**GIVEN, **more, "batch": 1})) for one in folders]
     assert mixed.num_samples == sum(map(len, alone)) and mixed.num_caption_ids == sum(
         one.num_caption_ids for one in alone
     )

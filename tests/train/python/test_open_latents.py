@@ -15,7 +15,7 @@ from clipmill import Batches, open_latents
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.batches import LateBatch
-from clipmill.train.data.latents.loader import LatentLoader
+from clipmill.train.data.producers.latent_segments import open_latent_segments
 from tests.train.latents.conftest import CAPTIONS, SHARDS
 from tests.train.latents.querying import segments as latent_query
 from tests.train.latents.written import Caption, Chunk, Written, write_all
@@ -35,10 +35,10 @@ def opened(written: Written, **changes: Any) -> Batches:
 
 
 def test_batches_are_those_of_the_latent_loader(written: Written) -> None:
-    expected = LatentLoader(latent_query(written.data_dir, split="train", batch=3, seed=5))
+    expected = open_latent_segments(latent_query(written.data_dir, split="train", batch=3, seed=5))
     with opened(written, seed=5, captions="embedding") as segments:
         assert len(segments) == len(expected) // 3
-        for loaded, batch in zip(islice(expected, len(segments)), segments, strict=True):
+        for loaded, batch in zip(islice(expected.batches(), len(segments)), segments, strict=True):
             for name in ("position", "clip_id", "caption_id", "latents", "text"):
                 assert torch.equal(loaded.batch[name], batch[name]), name  # type: ignore[literal-required]
             assert batch["key"] == list(loaded.batch["key"]) and "caption" not in batch

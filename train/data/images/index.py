@@ -104,7 +104,8 @@ class ImageTars:
         label: whose classes are read.
 
     Attributes:
-        indexes: of each tar.
+        indexes: Index of each tar.
+        offset, size: int64, bytes of the images of all tars.
 
     Raises:
         UserError: a tar cannot be read, or is compressed.
@@ -124,6 +125,28 @@ class ImageTars:
                     raise UserError(f"{tar}: {found}", hint="see whether its storage answers")
                 self.indexes.append(found)
                 add(1)
+
+        self._first: NDArray[np.int64] = np.cumsum([0, *map(len, self.indexes)])  # image of each tar, then their number
+        self.offset: NDArray[np.int64] = np.concatenate([index.offset for index in self.indexes])
+        self.size: NDArray[np.int64] = np.concatenate([index.size for index in self.indexes])
+        self._keys = pa.chunked_array([index.keys for index in self.indexes])
+
+    @property
+    def num_images(self) -> int:
+        """Number of images of all tars."""
+        return len(self.offset)
+
+    def name(self, tar: int) -> str:
+        """The file name of a tar."""
+        return self.tars[tar].rpartition("/")[2]
+
+    def tar_of(self, image: int) -> int:
+        """The tar that holds an image."""
+        return int(np.searchsorted(self._first, image, side="right")) - 1
+
+    def key(self, image: int) -> str:
+        """The tar of an image and its key there."""
+        return f"{self.name(self.tar_of(image))}/{self._keys[image].as_py()}"
 
     @property
     def has_remote(self) -> bool:

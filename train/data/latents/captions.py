@@ -6,86 +6,57 @@ its sources takes twelve more.
 """
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.caption_spans import CaptionSpans
-from clipmill.train.data.caption_choice import CaptionChoice, Sources, caption_choice, smallest
+from clipmill.manifests.quoting import counted
+from clipmill.train.data.caption_choice import caption_choice, same_text, smallest
+from clipmill.train.data.caption_rows import SplitCaptions, captions_of_split, used_texts
 from clipmill.train.data.frame_sampling import US_PER_S
+from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.latents.segments import LatentRecords, Segments, times_us
-from clipmill.train.data.opened_captions import SplitCaptions, captions_of_split, used_texts
 from clipmill.train.data.selection import Selection
 from clipmill.train.data.stored_text import TextRows
+from clipmill.train.data.table import RowCaptions
 
 _BLOCK = 1 << 16  # pairs processed at a time
 
 
-@dataclass(frozen=True)
-class SegmentCaptions:
-    """The segments that have captions, and their captions.
-
-    Attributes:
-        segment: [S] numbers of the segments, ascending.
-        choice: of an entry of `pair_caption` for each of these segments.
-        pair_caption: [P] indices into the next two arrays; grouped by segment, then by source, ascending by id.
-        caption_id: [C] the captions.
-        place: [C] where their embeddings lie (clipmill.train.data.mapped_tars); None without them.
-        num_tokens: [C] lengths of their sequences; None without sequences.
-        words_sha256: digest of the texts of the captions, by source.
-        num_captions: captions of the split in the manifest.
-        num_other_sources: those whose source is excluded.
-        num_not_embedded: of the rest, those that the text column lacks.
-        num_not_selected: of the rest, those that --where does not select.
-        num_not_shown: of the rest, those that overlap no segment.
-    """
-
-    segment: NDArray[np.int64]
-    choice: CaptionChoice
-    pair_caption: NDArray[np.int32]
-    caption_id: NDArray[np.int64]
-    place: NDArray[np.int64] | None
-    sources: Sources
-    words_sha256: str
-    num_captions: int
-    num_other_sources: int
-    num_not_embedded: int
-    num_not_selected: int
-    num_not_shown: int
-    num_tokens: NDArray[np.int32] | None = None
-
-
 def pair_captions(
-    data_dir: Path,
+    query: SegmentQuery,
+    stored: CaptionSpans,
     *,
-    split: str,
     records: LatentRecords,
     segments: Segments,
     text: TextRows | None,
     video_ids: pa.Array,
-    wanted_sources: str | None,
     selection: Selection,
-) -> SegmentCaptions:
-    """Read the captions of the videos `video_ids`, those of a split, and find the segments of each.
+    keep: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+) -> tuple[NDArray[np.int64], RowCaptions, list[str]]:
+    """Read the captions of the videos `video_ids`, which are of the split of a query, and find the segments of each.
 
     Args:
-        text: the stored embeddings; None if captions need none.
-        wanted_sources: see `choose_sources`.
-        selection: which captions are selected.
+        stored: The captions of the manifest.
+        text: The stored embeddings; None if captions need none.
+        selection: Which captions are selected.
+        keep: Chooses among the segments with captions, ascending.
+
+    Returns:
+        The segments, ascending; their captions, grouped by segment, then by source, ascending by id; and remarks.
 
     Raises:
         UserError: a caption belongs to another video in the text column than in the manifest, or a source is missing,
             or no caption is selected.
     """
-    stored = open_stored_captions(data_dir)
     stored.verify()
-    of_split = captions_of_split(stored, data_dir, split=split, video_ids=video_ids, wanted_sources=wanted_sources)
+    of_split = captions_of_split(
+        stored, query.data_dir, split=query.split, video_ids=video_ids, wanted_sources=query.sources
+    )
     selected = selection.of_captions()
     span = SegmentSpans(records, segments)
     none = np.empty(0, np.int64)
@@ -122,34 +93,44 @@ def pair_captions(
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
     # Ascending indices of captions are then ascending ids, source by source.
     order = np.lexsort((joined["id"], joined["rank"]))
-    rank = joined["rank"][order]
+    rank, text_row = joined["rank"][order], joined["row"][order].astype(np.int32)
     counts, pair_caption = _pairs(joined["first"][order], joined["last"][order], num_segments=len(segments))
-    segment = np.flatnonzero(counts)
+    shown = np.flatnonzero(counts)
+    segment = keep(shown)
+    if len(segment) < len(shown):
+        is_kept = np.zeros(len(segments), bool)
+        is_kept[segment] = True
+        pair_caption = pair_caption[np.repeat(is_kept, counts)]
     choice = caption_choice(
         np.repeat(np.arange(len(segment)), counts[segment]),
         rank[pair_caption],
         num_clips=len(segment),
         weights=of_split.sources.weights,
     )
-    return SegmentCaptions(
-        segment=smallest(segment),
+    captions = RowCaptions(
         choice=choice,
-        pair_caption=pair_caption,
+        sources=of_split.sources,
+        texts_sha256=_words_sha256(stored, text_row, rank=rank, of_split=of_split),
+        caption=pair_caption,
+        text_row=text_row,
+        same_text=same_text(stored.texts, np.sort(text_row)) if len(text_row) else None,
         caption_id=smallest(joined["id"][order]),
         place=None if text is None else joined["place"][order],
         num_tokens=None if text is None or text.num_tokens is None else joined["tokens"][order],
-        sources=of_split.sources,
-        words_sha256=_words_sha256(stored, joined["row"][order], rank=rank, of_split=of_split),
-        num_captions=of_split.num_captions,
-        num_other_sources=of_split.num_other_sources,
-        num_not_embedded=of_split.num_captions - of_split.num_other_sources - num_embedded,
-        num_not_selected=num_embedded - num_selected,
-        num_not_shown=num_selected - len(order),
     )
+    num_asked_for = of_split.num_captions - of_split.num_other_sources
+    remarks = {
+        f"{counted(len(segments) - len(shown), 'segment')} without captions left out": len(segments) - len(shown),
+        of_split.sources.describe_excluded(of_split.num_other_sources): of_split.num_other_sources,
+        f"{counted(num_asked_for - num_embedded, 'caption')} without embedding": num_asked_for - num_embedded,
+        f"{counted(num_embedded - num_selected, 'caption')} not selected": num_embedded - num_selected,
+        f"{counted(num_selected - len(order), 'caption')} outside of all segments": num_selected - len(order),
+    }
+    return segment, captions, [remark for remark, count in remarks.items() if count]
 
 
 def _words_sha256(
-    captions: CaptionSpans, rows: NDArray[np.int64], *, rank: NDArray[np.int16], of_split: SplitCaptions
+    captions: CaptionSpans, rows: NDArray[np.int32], *, rank: NDArray[np.int16], of_split: SplitCaptions
 ) -> str:
     """Digest of the texts of `rows`, source by source."""
     each = []

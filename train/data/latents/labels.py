@@ -7,38 +7,19 @@ Suffixes: N segments, C captions, L labels.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.classes import ClassList, labelled_rows
 from clipmill.train.data.latents.captions import SegmentSpans
 from clipmill.train.data.latents.segments import LatentRecords, Segments
 from clipmill.train.data.selection import Selection
-
-
-@dataclass(frozen=True)
-class SegmentLabels:
-    """The segments that have at least one of some labels.
-
-    Attributes:
-        segment: int64 [S], their numbers, ascending.
-        label: int64 [S, L], the class in each class list; -1 if a segment has none of them.
-        mean_share: share of a segment that the caption with its label covers, averaged over segments and labels.
-        num_captions: of the split.
-        remarks: excluded captions, by reason.
-    """
-
-    segment: NDArray[np.int64]
-    label: NDArray[np.int64]
-    mean_share: float
-    num_captions: int
-    remarks: tuple[str, ...]
 
 
 def label_segments(
@@ -49,8 +30,12 @@ def label_segments(
     video_ids: pa.Array,
     classes: Sequence[ClassList],
     selection: Selection,
-) -> SegmentLabels:
+) -> tuple[NDArray[np.int64], NDArray[np.int64], list[str]]:
     """Read the labels of the captions of the videos `video_ids` and find the segments that have them.
+
+    Returns:
+        The segments with at least one of the labels, ascending; int64 [N, L] the class of each in each class list, -1
+        if it has none; and remarks.
 
     Raises:
         UserError: the captions have no such label, can have several values of it, or none is selected.
@@ -72,10 +57,12 @@ def label_segments(
         label_NL[found, column] = label_C[has_label[caption_N[found]]]
         share_NL[found, column] = shared_us_N[found] / spans.lengths_us[found]
     is_labelled = (label_NL >= 0).any(axis=1)
-    return SegmentLabels(
-        segment=np.flatnonzero(is_labelled),
-        label=label_NL[is_labelled],
-        mean_share=float(share_NL[label_NL >= 0].mean()) if is_labelled.any() else 0.0,
-        num_captions=labelled.num_captions,
-        remarks=tuple(labelled.remarks()),
-    )
+    segment = np.flatnonzero(is_labelled)
+    remarks = [", ".join(its.describe(label) for its, label in zip(classes, label_NL[is_labelled].T, strict=True))]
+    if num_without := len(segments) - len(segment):
+        remarks.append(f"{counted(num_without, 'segment')} without label left out")
+    if of_captions := labelled.remarks():
+        remarks.append(f"captions: {', '.join(of_captions)}")
+    mean_share = float(share_NL[label_NL >= 0].mean()) if len(segment) else 0.0
+    remarks.append(f"the caption that gives the label covers {mean_share:.0%} of a segment on average")
+    return segment, label_NL[is_labelled], remarks

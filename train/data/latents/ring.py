@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.train.data.batch import Batch, BatchMemory
+from clipmill.train.data.captions import Captions
 from clipmill.train.data.latents.reading import LatentSample
-from clipmill.train.data.latents.segment_set import SegmentSet
+from clipmill.train.data.latents.segments import LatentSegments
+from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.mapped_tars import Part
 
 if TYPE_CHECKING:
@@ -24,27 +26,24 @@ class LatentRing:
     """Makes batches of the samples of a set, or of sets that are alike.
 
     Args:
-        batch: number of samples in the largest batch.
-        pin: use pinned memory, for copies to a GPU.
-        can_keep: never overwrite a batch that is in use; otherwise the second batch after it overwrites it.
-        keys_of: keys of the chunks that clips are in.
-        tokenize: from ids of captions, int64 [B], to tokens, int64 [B, L]; None if captions are embeddings.
+        loading: Size of the largest batch, and its memory.
+        keys_of: Gives the keys of the chunks that clips are in.
+        captions: Captions of the segments, for their tokens; None without.
     """
 
     def __init__(
         self,
-        samples: SegmentSet,
+        segments: LatentSegments,
+        loading: LoaderSettings,
         *,
-        batch: int,
-        pin: bool,
-        can_keep: bool,
         keys_of: Callable[[NDArray[np.int64]], list[str]],
-        tokenize: "Callable[[torch.Tensor], torch.Tensor] | None" = None,
+        captions: Captions | None = None,
     ) -> None:
         import torch
 
-        shape = samples.records.shape
-        num_frames, picture = samples.segments.num_frames, (shape.height, shape.width)
+        batch, pin, can_keep = loading.batch, loading.pin, loading.can_keep
+        shape, text = segments.records.shape, segments.text
+        num_frames, picture = segments.num_frames, (shape.height, shape.width)
         # A VAE of videos puts the channels before the frames; the batch is a view with the frames first.
         self._channels_first = shape.segment_frames > 0
         row_shape = (num_frames, shape.channels, *picture)
@@ -52,11 +51,11 @@ class LatentRing:
             row_shape = (shape.channels, num_frames, *picture)
         self._latents = _Rows((batch, *row_shape), getattr(torch, shape.dtype), pin=pin, can_keep=can_keep)
         self._text = None
-        if samples.text is not None:
-            tokens = (samples.text.max_tokens,) if samples.text.max_tokens else ()
-            self._text = _Rows((batch, *tokens, samples.text.width), torch.float16, pin=pin, can_keep=can_keep)
-            self._arange = torch.arange(samples.text.max_tokens)
-        self._keys_of, self._tokenize, self._from_numpy = keys_of, tokenize, torch.from_numpy
+        if text is not None:
+            tokens = (text.max_tokens,) if text.max_tokens else ()
+            self._text = _Rows((batch, *tokens, text.width), torch.float16, pin=pin, can_keep=can_keep)
+            self._arange = torch.arange(text.max_tokens)
+        self._keys_of, self._captions, self._from_numpy = keys_of, captions, torch.from_numpy
 
     def collate(self, samples: Sequence[LatentSample]) -> Batch:
         """The batch of `samples`, in their order."""
@@ -74,8 +73,9 @@ class LatentRing:
             values = column[first:end] if is_slice else np.array([of[name][row] for of, row, _, _ in samples])
             batch[name] = self._from_numpy(values)  # type: ignore[literal-required]
         batch["key"] = Keys(batch["clip_id"], self._keys_of)
-        if self._tokenize is not None:
-            batch["tokens"] = self._tokenize(batch["caption_id"])
+        if self._captions is not None and (tokenize := self._captions.tokenize) is not None:
+            captions = self._captions.texts_at(batch.pop("text_row").numpy())
+            batch["tokens"] = self._from_numpy(np.stack([tokenize(text) for text in captions]))
         if self._text is not None:
             batch["text"] = self._text.filled(texts)
             if (num_tokens := batch.pop("num_tokens", None)) is not None:

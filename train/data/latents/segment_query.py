@@ -12,7 +12,7 @@ from clipmill.train.data.loader import LoaderSettings
 if TYPE_CHECKING:
     from clipmill.train.data.remote import RemoteTars
 
-Captions = Literal["none", "stored", "words"]
+ShownCaptions = Literal["none", "stored", "words"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class SegmentQuery:
     data_dir: Path = field(kw_only=False)
     split: str
     segment: str | None = None
-    captions: Captions = "stored"
+    captions: ShownCaptions = "stored"
     loading: LoaderSettings = field(default_factory=LoaderSettings)
     tails: Tails = "drop"
     sources: str | None = None

@@ -8,7 +8,7 @@ segments that it encoded, and no tails; a frame is then a latent frame, and thei
 import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -21,8 +21,11 @@ from clipmill.shards.columns import LATENTS, command_for
 from clipmill.shards.reader import Variant
 from clipmill.train.data.chunk_table import index_in, own_in_order
 from clipmill.train.data.frame_sampling import US_PER_S
-from clipmill.train.data.mapped_tars import Payload
+from clipmill.train.data.mapped_tars import MappedTars, Payload
 from clipmill.train.data.member_rows import member_rows, places_of
+
+if TYPE_CHECKING:
+    from clipmill.train.data.stored_text import TextMembers
 
 Tails = Literal["drop", "pad"]
 
@@ -30,6 +33,7 @@ _COMPRESSED = "latents.npy.zst"
 _ITEM_BYTES = 2  # of float16 and of bfloat16
 _SHAPE_COLUMNS = ("channels", "height", "width", "dtype", "fps_num", "fps_den")
 DEFAULT_SEGMENT = "5s"
+FALSE_COLOUR_STDS = 2.0  # range of false colours: standard deviations on either side of grey
 _SAME_S = 1e-3  # a decimal number may not be exact, as 80 frames at 30000/1001 per second
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
 
@@ -214,8 +218,16 @@ def times_us(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Start and end of segments in their videos, microseconds, rounded down; a tail ends with its last frame."""
     chunk = segments.chunk_of(numbers)
-    begin = (numbers - segments.first[chunk]) * segments.num_frames
-    end = np.minimum(begin + segments.num_frames, records.num_frames[chunk])
+    frame = (numbers - segments.first[chunk]) * segments.num_frames
+    return frame_times_us(records, chunk, frame, num_frames=segments.num_frames)
+
+
+def frame_times_us(
+    records: LatentRecords, chunk: NDArray[np.integer], begin: NDArray[np.integer], *, num_frames: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """`times_us` of segments that begin with some frames of their chunks."""
+    begin = begin.astype(np.int64)
+    end = np.minimum(begin + num_frames, records.num_frames[chunk])
     fps = records.shape.fps
     start_us = records.start_ms[chunk] * 1000
     frame_us = US_PER_S * fps.denominator
@@ -253,3 +265,38 @@ def seconds_of(segment: str) -> Fraction:
     if match is None:
         raise UserError(f"{segment!r} is not a segment length", hint="give seconds, such as 5s")
     return Fraction(match[1])
+
+
+@dataclass(frozen=True)
+class StoredLatents:
+    """The chunks with latents of the videos of a split."""
+
+    video_ids: pa.Array
+    records: LatentRecords
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSegments:
+    """What segments are read from.
+
+    Attributes:
+        records: Chunks with latents, the parts of a table of segments.
+        video_ids: Videos of the split.
+        maps: Tars of latents and stored texts.
+        text: Members that hold stored texts; None without.
+        num_frames: Number of frames of a full segment.
+        has_tails: Whether shorter segments are samples too.
+        made_of: Remark about the chunks that the latents were made of; usually empty.
+    """
+
+    records: LatentRecords
+    video_ids: pa.Array
+    maps: MappedTars
+    text: "TextMembers | None"
+    num_frames: int
+    has_tails: bool
+    made_of: str
+
+    def key(self, chunk: int) -> str:
+        """Key of a chunk."""
+        return self.records.key(chunk, self.video_ids)

@@ -1,7 +1,7 @@
 """Probes of frozen features: of a trained run and of random weights, and in the training loop by all ranks together."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from clipmill.train.evaluation.probe.spec import METHOD_TITLES, ProbeFlags
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, split_metrics
 
 if TYPE_CHECKING:
-    from clipmill.train.evaluation.probe.sets import Labelled
+    from clipmill.train.data.samples import Samples
 
 
 class LoopProbe:
@@ -49,7 +49,7 @@ class LoopProbe:
         self._sets = open_sets(settings, wanted, bank_split=settings.split, world=world, device=device)
 
     @property
-    def queries(self) -> "Labelled":
+    def queries(self) -> "Samples[Any]":
         """This rank's part of the clips that are scored."""
         return self._sets.queries
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,10 +23,7 @@ from clipmill.train.evaluation.runner import every_for
 from clipmill.train.run.counted_batches import counted_batches
 
 if TYPE_CHECKING:
-    from clipmill.train.data.labelled_clips import LabelledClips
-    from clipmill.train.data.latents.loader import LabelledLatents
-
-    Labelled = LabelledClips | LabelledLatents
+    from clipmill.train.data.samples import Samples
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,8 @@ class ProbeSets:
     """
 
     classes: tuple[ClassList, ...]
-    queries: "Labelled"
-    bank: "Labelled"
+    queries: "Samples[Any]"
+    bank: "Samples[Any]"
     queries_every: int = 1
     bank_every: int = 1
 
@@ -67,7 +64,7 @@ class ProbeSets:
         return _labelled(queries, self.queries), _labelled(bank, self.bank), queries, bank
 
 
-def _labelled(found: ClipFeatures, samples: "Labelled") -> list[LabelledFeatures]:
+def _labelled(found: ClipFeatures, samples: "Samples[Any]") -> list[LabelledFeatures]:
     """The features of each tower, with labels and videos of their clips."""
     rows = found.sample.cpu().numpy()
     label_NL = torch.from_numpy(samples.all_labels[rows]).to(found.sample.device)
@@ -122,12 +119,12 @@ def open_sets(
 
 def _open_labelled(
     settings: ClipSettings, *, split: str, classes: Sequence[ClassList], world: World, device: torch.device
-) -> "Labelled":
+) -> "Samples[Any]":
     """This rank's part of the clips of a split, pixels or latents, that have any of the labels, each once."""
     # A batch of training fits into memory; an autoencoder sees all cubes here, but keeps no activations.
     batch = settings.microbatch or world.share(settings.batch)
     loading = replace(loader_settings(settings, world, device=device), batch=batch, group=1)
-    samples: Labelled = open_samples(
+    samples: Samples[Any] = open_samples(
         DataQuery(
             settings=settings,
             content="labels",

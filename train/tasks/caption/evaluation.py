@@ -9,6 +9,8 @@ import numpy as np
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import publish_json
 from clipmill.manifests.quoting import counted
+from clipmill.train.data.clip_reader import ClipReader
+from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for
@@ -24,7 +26,6 @@ from clipmill.train.tasks.caption.metrics.scores import (
     score_captions,
 )
 from clipmill.train.tasks.caption.page import PLAYED, ScoredCaptions, write_captions_page
-from clipmill.train.tasks.caption.samples import CaptionedClips
 from clipmill.train.tasks.caption.settings import (
     CaptionerSettings,
     DecodingSettings,
@@ -81,7 +82,7 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
     names = clip_names(samples, sorted(found.captions))
     captions, references, left_out = comparable(
         {name: found.captions[index] for index, name in names.items()},
-        {name: samples.references(index) for index, name in names.items()},
+        {name: samples.captions.texts_of(index) for index, name in names.items()},
     )
     constant, chosen = _constant(task, settings, references)
     with Meteor() as meteor:
@@ -147,7 +148,7 @@ def write_coco_results(path: Path, captions: Mapping[str, str]) -> None:
     publish_json(path, [{"image_id": video_id, "caption": caption} for video_id, caption in captions.items()])
 
 
-def clip_names(samples: CaptionedClips, indices: Sequence[int]) -> dict[int, str]:
+def clip_names(samples: Samples[ClipReader], indices: Sequence[int]) -> dict[int, str]:
     """Names of clips: the video, and the times as well if a video has several clips of the split."""
     videos = {index: samples.key(index).rpartition("_")[0] for index in range(len(samples))}
     is_alone = len(set(videos.values())) == len(videos)
@@ -185,15 +186,15 @@ def _constant(
         reason = f"{CONSTANT_RULE}: of the references themselves, as there is nothing of split {split!r}: {error}"
         return best_constant(references), reason
     every = every_for(len(training_set), at_most=_MAX_CLIPS_OF_CONSTANT)
-    known = {str(index): training_set.references(index) for index in range(0, len(training_set), every)}
+    known = {str(index): training_set.captions.texts_of(index) for index in range(0, len(training_set), every)}
     rule = f"{CONSTANT_RULE}: of split {split!r}, {counted(len(known), 'clip')} spread evenly over it"
     return best_constant(known), rule
 
 
-def _left_out(samples: CaptionedClips, *, every: int) -> list[str]:
+def _left_out(samples: Samples[ClipReader], *, every: int) -> list[str]:
     """Which videos of a split have no captions, and how many clips --max-samples leaves out."""
-    chunks = samples.chunks
-    captioned = np.unique(chunks.table.video_row[samples.spans.first_chunk])
+    chunks = samples.reader.chunks
+    captioned = np.unique(samples.video)
     remarks = []
     if num_without := len(chunks.video_ids) - len(captioned):
         have = "video of it has" if num_without == 1 else "videos of it have"

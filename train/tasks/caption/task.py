@@ -13,9 +13,10 @@ from torch import nn
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.tuning import Tower
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.clip_query import clip_query
+from clipmill.train.data.chunks import clip_query
 from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.prefetch import batches_on_all_stages
+from clipmill.train.data.producers.captioned_clips import open_captioned_clips
 from clipmill.train.data.query import loader_settings
 from clipmill.train.distributed.stages import LayerCost
 from clipmill.train.distributed.world import World
@@ -38,7 +39,7 @@ from clipmill.train.tasks.caption.language.opening import LanguageDecoder
 from clipmill.train.tasks.caption.metrics.java import require_java
 from clipmill.train.tasks.caption.model import AnyCaptioner, build_captioner, start_of_captioner
 from clipmill.train.tasks.caption.objective import CaptionLoss
-from clipmill.train.tasks.caption.samples import CaptionedClips
+from clipmill.train.tasks.caption.samples import TargetCaptions
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
 from clipmill.train.tasks.caption.stages import layers_of, part_of, whole_captioner
 from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer
@@ -46,12 +47,14 @@ from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.source import Say, Source
 
 if TYPE_CHECKING:
-    from clipmill.train.data.inputs import Mixture
+    from clipmill.train.data.clip_reader import ClipReader
+    from clipmill.train.data.mixed_samples import MixedSamples
+    from clipmill.train.data.samples import Samples
 
-    Samples = CaptionedClips | Mixture
+    AnySamples = Samples[ClipReader] | MixedSamples
 
 
-class CaptionTask(ClipTask[CaptionerSettings, "Samples | None", AnyCaptioner]):
+class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]):
     """The task of `train caption`.
 
     Args:
@@ -72,7 +75,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "Samples | None", AnyCaptioner]):
         super().__init__(settings, **opened)
         self._say = say
         self._decoder, self._is_of_run = decoder, decoder is not None
-        self._held_out: dict[str, CaptionedClips] = {}
+        self._held_out: dict[str, Samples[ClipReader]] = {}
         self._captions_per_clip: str | None = None  # of the training set
 
     @property
@@ -93,26 +96,26 @@ class CaptionTask(ClipTask[CaptionerSettings, "Samples | None", AnyCaptioner]):
         """Tokenizer, and configuration of a language model, which the weights cannot be used without."""
         return decoder_files(self.decoder)
 
-    def training_set(self, world: World) -> "Samples":
+    def training_set(self, world: World) -> "AnySamples":
         """This rank's part of the clips and captions of the split that the settings name.
 
         Raises:
             UserError: there are none, or the named decoder is not available or has too short a context.
         """
         settings = self._settings
-        sets: list[CaptionedClips] = []
+        sets: list[Samples[ClipReader]] = []
 
-        def open_one(task: CaptionTask) -> CaptionedClips:
+        def open_one(task: CaptionTask) -> "Samples[ClipReader]":
             # The words of all folders decide about the tokens of each.
             def tokenizer(_: Iterable[str]) -> CaptionTokenizer:
-                return self._tokenizer(text for one in sets for text in one.all_texts())
+                return self._tokenizer(text for one in sets for text in one.captions.all_texts())
 
             sets.append(task._open(settings.split, world, make_tokenizer=tokenizer))
             return sets[-1]
 
         samples = self.mixed(open_one)
-        _ = sets[0].tokenizer  # made now, as the decoder depends on it
-        self._captions_per_clip = f"{sum(one.num_references for one in sets) / sum(map(len, sets)):.3g}"
+        _ = sets[0].captions.tokenizer  # made now, as the decoder depends on it
+        self._captions_per_clip = f"{sum(one.captions.num_entries for one in sets) / sum(map(len, sets)):.3g}"
         # Checked now, so that a mistake in --decoding is reported before training starts.
         self.decoding()
         if settings.evaluate.every and settings.evaluate.java:
@@ -124,30 +127,33 @@ class CaptionTask(ClipTask[CaptionerSettings, "Samples | None", AnyCaptioner]):
                 self.note_evaluation(one, found)
         return samples
 
-    def samples(self, split: str, world: World) -> CaptionedClips:
+    def samples(self, split: str, world: World) -> "Samples[ClipReader]":
         """This rank's part of the clips and captions of any split.
 
         Raises:
             UserError: there are none, or the named decoder is not available.
         """
-        found = self._open(split, world, make_tokenizer=self._tokenizer)
-        _ = found.tokenizer  # made now, as the decoder depends on it
-        return found
+        samples = self._open(split, world, make_tokenizer=self._tokenizer)
+        _ = samples.captions.tokenizer  # made now, as the decoder depends on it
+        return samples
 
     def _open(
         self, split: str, world: World, *, make_tokenizer: Callable[[Iterable[str]], CaptionTokenizer]
-    ) -> CaptionedClips:
+    ) -> "Samples[ClipReader]":
         settings = self._settings
         folder = open_folder(settings, reason="train caption reads data folders")
-        return CaptionedClips(
+        return open_captioned_clips(
             clip_query(settings, folder, split=split, loading=loader_settings(settings, world, device=self._device)),
-            make_tokenizer=make_tokenizer,
-            max_tokens=settings.decoder.max_tokens,
-            per_visit=settings.captions_per_visit,
             captions=settings.captions,
+            make_captions=partial(
+                TargetCaptions,
+                make_tokenizer=make_tokenizer,
+                max_tokens=settings.decoder.max_tokens,
+                per_visit=settings.captions_per_visit,
+            ),
         )
 
-    def new_model(self, samples: "Samples | None" = None) -> AnyCaptioner:
+    def new_model(self, samples: "AnySamples | None" = None) -> AnyCaptioner:
         """A captioner with new weights, and those of `--decoder.weights`."""
         return build_captioner(self._settings, self.decoder, attend=self._attention.attend)
 
@@ -159,7 +165,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "Samples | None", AnyCaptioner]):
         """Fit tower and decoder to a captioner's weights."""
         return start_of_captioner(model, source, allow=(), say=say)
 
-    def build_model(self, samples: "Samples | None" = None) -> AnyCaptioner:
+    def build_model(self, samples: "AnySamples | None" = None) -> AnyCaptioner:
         """A captioner with the weights to start from, and frozen parts."""
         return super().build_model(samples)
 
@@ -180,7 +186,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "Samples | None", AnyCaptioner]):
         own = super().units(model)
         return [*own, *language_blocks(model.decoder)] if isinstance(model, LanguageCaptioner) else own
 
-    def build_objective(self, samples: "Samples", world: World) -> Objective:
+    def build_objective(self, samples: "AnySamples", world: World) -> Objective:
         """Cross-entropy of tokens."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
         decoder = self.decoder
@@ -215,7 +221,9 @@ class CaptionTask(ClipTask[CaptionerSettings, "Samples | None", AnyCaptioner]):
             found |= {**split_metrics(name, metrics), f"{name}/loss of each batch": losses}
         return found
 
-    def _said(self, model: nn.Module, samples: CaptionedClips, world: World) -> tuple[dict[str, float], list[float]]:
+    def _said(
+        self, model: nn.Module, samples: "Samples[ClipReader]", world: World
+    ) -> tuple[dict[str, float], list[float]]:
         most = self._settings.evaluate.max_samples
         batches = samples.evaluation_batches(every=every_for(len(samples), at_most=most))
         own = captions_of(
@@ -229,7 +237,9 @@ class CaptionTask(ClipTask[CaptionerSettings, "Samples | None", AnyCaptioner]):
         parts, how = world.gather_objects(own), self._settings.evaluate
 
         def metrics() -> dict[str, float]:
-            return metrics_of(parts, references=samples.references, with_java=how.java, spice_jars=how.spice_jars)
+            return metrics_of(
+                parts, references=samples.captions.texts_of, with_java=how.java, spice_jars=how.spice_jars
+            )
 
         losses = [loss for part in parts for loss in part.batch_losses]
         # One program of Java, not one for each process.

@@ -35,16 +35,13 @@ from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.source import Say, Source
 
 if TYPE_CHECKING:
-    from clipmill.train.data.images.samples import TarImages
-    from clipmill.train.data.inputs import Mixture
-    from clipmill.train.data.labelled_clips import LabelledClips
-    from clipmill.train.data.latents.loader import LabelledLatents
+    from clipmill.train.data.mixed_samples import MixedSamples
+    from clipmill.train.data.samples import Samples
 
-    OneFolder = LabelledClips | TarImages | LabelledLatents
-    Samples = OneFolder | Mixture
+    AnySamples = Samples[Any] | MixedSamples
 
 
-class ClassifyTask(ClipTask[ClassifySettings, "Samples", VideoClassifier]):
+class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
     """The task of `train classify`.
 
     Args:
@@ -56,7 +53,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "Samples", VideoClassifier]):
     def __init__(self, settings: ClassifySettings, *, classes: ClassList | None = None, **opened: Any) -> None:
         super().__init__(settings, **opened)
         self._classes = classes
-        self._held_out: dict[str, OneFolder] = {}
+        self._held_out: dict[str, Samples[Any]] = {}
         self.columns: tuple[str, ...] = (LATENTS,) if settings.reads_latents else (VIDEO,)
 
     @property
@@ -69,7 +66,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "Samples", VideoClassifier]):
         """Entries of run.json."""
         return {"classes": self.classes.as_json(), **super().facts()}
 
-    def training_set(self, world: World) -> "Samples":
+    def training_set(self, world: World) -> "AnySamples":
         """This rank's part of the labelled clips, or segments of latents, of the split that the settings name.
 
         Raises:
@@ -95,7 +92,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "Samples", VideoClassifier]):
                 self.note_evaluation(one, found)
         return samples
 
-    def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> "OneFolder":
+    def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> "Samples[Any]":
         """This rank's part of the labelled samples of any split.
 
         Args:
@@ -120,14 +117,14 @@ class ClassifyTask(ClipTask[ClassifySettings, "Samples", VideoClassifier]):
             classes=(self.classes,),
             repeats=repeats,
         )
-        samples: OneFolder = open_samples(query)
+        samples: Samples[Any] = open_samples(query)
         return samples
 
     def fit_weights(self, model: VideoClassifier, source: Source, *, say: Say) -> Loaded:
         """Fit weights to the tower; the last layer is always new."""
         return start_of_classifier(model, source, allow=self._settings.init.allow, say=say)
 
-    def build_objective(self, samples: "Samples", world: World) -> Objective:
+    def build_objective(self, samples: "AnySamples", world: World) -> Objective:
         """Cross-entropy with mixed targets."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
         return SoftCrossEntropy(
@@ -161,7 +158,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "Samples", VideoClassifier]):
         return metrics
 
     def score(
-        self, model: nn.Module, samples: "OneFolder", world: World, *, views: Views, every: int = 1
+        self, model: nn.Module, samples: "Samples[Any]", world: World, *, views: Views, every: int = 1
     ) -> ClassResult:
         """Score a model in evaluation mode on samples that were opened with `views`; collective."""
         return score_classifier(
@@ -174,7 +171,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "Samples", VideoClassifier]):
             device=self._device,
         )
 
-    def new_model(self, samples: "Samples") -> VideoClassifier:
+    def new_model(self, samples: "AnySamples") -> VideoClassifier:
         """A tower for clips as `samples` has them, and a new last layer."""
         settings = self._settings
         if self._shape is not None:

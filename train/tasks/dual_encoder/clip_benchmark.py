@@ -9,6 +9,7 @@ Two classes may have the same name (ImageNet has two "sunglasses"): they are tol
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,7 @@ from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.images.index import LABEL
-from clipmill.train.data.images.samples import TarImages
+from clipmill.train.data.samples import Samples
 from clipmill.train.data.streams.tars import expand
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation
 from clipmill.train.tasks.dual_encoder.zero_shot import PLAIN_TEMPLATE, ClassPrompts, read_templates
@@ -39,7 +40,7 @@ def class_numbers(pattern: str, classes: Path | None) -> ClassList:
     return ClassList(LABEL, tuple(map(str, range(len(_class_names(pattern, classes))))))
 
 
-def class_prompts(samples: TarImages, pattern: str, wanted: DualEncoderEvaluation) -> ClassPrompts:
+def class_prompts(samples: Samples[Any], pattern: str, wanted: DualEncoderEvaluation) -> ClassPrompts:
     """The classes of images that were opened with `class_numbers`; for the errors see there.
 
     Raises:
@@ -56,7 +57,7 @@ def class_prompts(samples: TarImages, pattern: str, wanted: DualEncoderEvaluatio
     return ClassPrompts(tuple((name,) for name in names), wordings, ids, samples.labels, source, 0)
 
 
-def image_captions(samples: TarImages) -> pa.Table:
+def image_captions(samples: Samples[Any]) -> pa.Table:
     """Every line of every image's text, as the captions of a protocol; ids are those of the images."""
     texts = [[line for line in samples.text(image).splitlines() if line.strip()] for image in range(len(samples))]
     image_M = np.repeat(np.arange(len(texts)), list(map(len, texts)))

@@ -19,7 +19,7 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import spread_frames
-from clipmill.train.data.inputs import first_of, picture_size
+from clipmill.train.data.inputs import picture_size
 from clipmill.train.data.query import (
     TARS_SPLIT,
     Content,
@@ -38,18 +38,16 @@ from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, Du
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
 
 if TYPE_CHECKING:
-    from clipmill.train.data.images.samples import TarImages
-    from clipmill.train.data.inputs import Mixture
-    from clipmill.train.data.latents.loader import CaptionedLatents
+    from clipmill.train.data.mixed_samples import MixedSamples
+    from clipmill.train.data.samples import Samples
     from clipmill.train.data.streams.stream import VideoStream
-    from clipmill.train.data.video_captions import VideoCaptions
     from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
 
-    OneFolder = VideoCaptions | TarImages | VideoStream | CaptionedLatents
-    Samples = OneFolder | Mixture
+    OneFolder = Samples[Any] | VideoStream
+    AnySamples = OneFolder | MixedSamples
 
 
-class DualEncoderTask(ClipTask[DualEncoderSettings, "Samples", DualEncoder]):
+class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
     """The task of `train dual-encoder`."""
 
     name = "dual-encoder"
@@ -60,7 +58,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "Samples", DualEncoder]):
         pictures = LATENTS if settings.reads_latents else VIDEO
         self.columns: tuple[str, ...] = (pictures, TEXT) if settings.text_tower == "frozen" else (pictures,)
 
-    def training_set(self, world: World) -> "Samples":
+    def training_set(self, world: World) -> "AnySamples":
         """This rank's part of the clips and captions of the split that the settings name."""
         samples = self.mixed(lambda task: task._with_different_texts(world))
         if self._settings.evaluate.every:
@@ -125,7 +123,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "Samples", DualEncoder]):
 
         Args:
             num_clips: temporal views of each clip in an evaluation.
-            each_caption: see `VideoCaptions`.
+            each_caption: see `open_captioned_clips`.
             table: captions of a protocol, in place of the manifest's.
 
         Raises:
@@ -165,7 +163,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "Samples", DualEncoder]):
                 hint=f"run {how_to_make(TEXT, settings.folder)}, or train a text tower: --text-tower trained",
             )
 
-    def new_model(self, samples: "Samples") -> DualEncoder:
+    def new_model(self, samples: "AnySamples") -> DualEncoder:
         """The two towers in the size that the settings name, for clips as `samples` has them."""
         settings, shape = self._settings, self._shape or self._shape_for(samples)
         return DualEncoder(
@@ -177,11 +175,11 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "Samples", DualEncoder]):
             has_text_tower=settings.text_tower == "trained",
         )
 
-    def _shape_for(self, samples: "Samples") -> ModelShape:
+    def _shape_for(self, samples: "AnySamples") -> ModelShape:
         settings = self._settings
         size = size_of(settings.model, settings.towers)
         video, image_px = picture_size(samples, settings)
-        width = first_of(samples).text_width or size.embedding_width
+        width = samples.text_width or size.embedding_width
         return ModelShape(size=replace(size, video=video, embedding_width=width), image_px=image_px)
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,7 +203,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "Samples", DualEncoder]):
             return latents_BTCHW.float().transpose(1, 2)
         return self.pixels(batch, slice(None), mean=CLIP_MEAN, std=CLIP_STD, is_training=is_training)
 
-    def build_objective(self, samples: "Samples", world: World) -> Objective:
+    def build_objective(self, samples: "AnySamples", world: World) -> Objective:
         """The loss that `--loss.*` names."""
         inputs = self._training_inputs
         dataset = _dataset_size(samples, self._settings)
@@ -229,7 +227,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "Samples", DualEncoder]):
         return found
 
 
-def _dataset_size(samples: "Samples", settings: DualEncoderSettings) -> DatasetSize | None:
+def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> DatasetSize | None:
     """Size of the training set, for losses that keep state for each of its samples.
 
     Raises:

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.shards.pages.media import evenly_spaced, evenly_within, jpeg_uri, png_uri
-from clipmill.train.data.chunk_clips import ChunkClips
-from clipmill.train.data.images.samples import TarImages
-from clipmill.train.data.latents.loader import FALSE_COLOUR_STDS, LatentLoader
+from clipmill.train.data.latents.segments import FALSE_COLOUR_STDS
+from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, evaluate, every_for
 from clipmill.train.models.video_vit import CubeGrid
@@ -43,7 +42,6 @@ _PICTURES = {
     "contain; the pictures take both from visible cubes, weighted by distance. Cubes whose colour is wrong as "
     "a whole are therefore due to this rule.",
 }
-Samples = ChunkClips | TarImages | LatentLoader
 
 
 def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "") -> Score:
@@ -135,7 +133,7 @@ def _to_display(settings: MaeSettings) -> ToDisplay:
     return lambda pixels: pixels * std_C111.to(pixels.device) + mean_C111.to(pixels.device)
 
 
-def _figures(clips: Sequence[ReconstructedClip], samples: Samples, *, num_frames: int) -> list[dict[str, Any]]:
+def _figures(clips: Sequence[ReconstructedClip], samples: Samples[Any], *, num_frames: int) -> list[dict[str, Any]]:
     """Clips as plain values, in the order of the split."""
     figures = []
     for clip in sorted(clips, key=lambda clip: clip.sample):

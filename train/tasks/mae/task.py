@@ -34,16 +34,13 @@ from clipmill.train.weights.loading import Loaded, fit_to
 from clipmill.train.weights.source import Say, Source
 
 if TYPE_CHECKING:
-    from clipmill.train.data.chunk_clips import ChunkClips
-    from clipmill.train.data.images.samples import TarImages
-    from clipmill.train.data.inputs import Mixture
-    from clipmill.train.data.latents.loader import LatentLoader
+    from clipmill.train.data.mixed_samples import MixedSamples
+    from clipmill.train.data.samples import Samples
 
-    OneFolder = ChunkClips | TarImages | LatentLoader
-    Samples = OneFolder | Mixture
+    AnySamples = Samples[Any] | MixedSamples
 
 
-class MaeTask(ClipTask[MaeSettings, "Samples", MaskedAutoencoder]):
+class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
     """The task of `train mae`."""
 
     name = "mae"
@@ -53,7 +50,7 @@ class MaeTask(ClipTask[MaeSettings, "Samples", MaskedAutoencoder]):
         self._probes: list[LoopProbe] = []
         self.columns: tuple[str, ...] = (LATENTS,) if settings.reads_latents else (VIDEO,)
 
-    def training_set(self, world: World) -> "Samples":
+    def training_set(self, world: World) -> "AnySamples":
         """This rank's part of the chunks, or of the segments of latents, of the split that the settings name.
 
         Raises:
@@ -86,7 +83,7 @@ class MaeTask(ClipTask[MaeSettings, "Samples", MaskedAutoencoder]):
         self.note_evaluation(one, probe.queries)
         return probe
 
-    def samples(self, split: str, world: World, *, per_chunk: int = 1) -> "OneFolder":
+    def samples(self, split: str, world: World, *, per_chunk: int = 1) -> "Samples[Any]":
         """This rank's part of the samples of any split.
 
         Args:
@@ -104,16 +101,16 @@ class MaeTask(ClipTask[MaeSettings, "Samples", MaskedAutoencoder]):
             repeats=per_chunk,
             same_frames=settings.repeat == "masks",
         )
-        samples: OneFolder = open_samples(query)
+        samples: Samples[Any] = open_samples(query)
         if (shape := samples.frame_shape) is not None:
             check_mask(settings.mask_ratio, num_places=(shape.height // LATENT_PATCH) ** 2)
         return samples
 
-    def build_objective(self, samples: "Samples", world: World) -> Objective:
+    def build_objective(self, samples: "AnySamples", world: World) -> Objective:
         """Reconstruction error of masked cubes."""
         return MaskedReconstruction(self.masked_clips(samples, is_training=True))
 
-    def masked_clips(self, samples: "Samples", *, is_training: bool = False) -> MaskedClips:
+    def masked_clips(self, samples: "AnySamples", *, is_training: bool = False) -> MaskedClips:
         """Clips as `samples` has them, with masks."""
         settings = self._settings
         return MaskedClips(
@@ -124,11 +121,11 @@ class MaeTask(ClipTask[MaeSettings, "Samples", MaskedAutoencoder]):
             std=None if settings.reads_latents else settings.init.pixel_std or IMAGENET_STD,
         )
 
-    def size(self, samples: "Samples") -> VideoViTSize:
+    def size(self, samples: "AnySamples") -> VideoViTSize:
         """The size of the encoder, for clips as `samples` has them."""
         return self._shape.size.video if self._shape is not None else picture_size(samples, self._settings)[0]
 
-    def masking(self, samples: "Samples") -> Masking:
+    def masking(self, samples: "AnySamples") -> Masking:
         """The masks of clips as `samples` has them."""
         settings, size = self._settings, self.size(samples)
         side = self._side(samples) // size.patch_px
@@ -163,7 +160,7 @@ class MaeTask(ClipTask[MaeSettings, "Samples", MaskedAutoencoder]):
         """Metrics of the probes that the settings name, as `<name>/<metric>`."""
         return {name: value for probe in self._probes for name, value in probe(model, world).items()}
 
-    def new_model(self, samples: "Samples") -> MaskedAutoencoder:
+    def new_model(self, samples: "AnySamples") -> MaskedAutoencoder:
         """Encoder and decoder, for clips as `samples` has them."""
         settings = self._settings
         return MaskedAutoencoder(
@@ -175,7 +172,7 @@ class MaeTask(ClipTask[MaeSettings, "Samples", MaskedAutoencoder]):
             towers=settings.towers,
         )
 
-    def _side(self, samples: "Samples") -> int:
+    def _side(self, samples: "AnySamples") -> int:
         return self._shape.image_px if self._shape is not None else picture_size(samples, self._settings)[1]
 
 

@@ -10,11 +10,12 @@ from torch import nn
 
 from clipmill.train.augment.pictures import to_model_input
 from clipmill.train.data.batch import Batch, to_device
-from clipmill.train.data.chunk_clips import ChunkClips
-from clipmill.train.data.clip_query import ClipQuery
+from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.inputs import open_folder
+from clipmill.train.data.producers.chunk_clips import open_chunk_clips
 from clipmill.train.data.query import clip_shape, loader_settings
+from clipmill.train.data.samples import Samples
 from clipmill.train.device.random import uniform
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.step import Step
@@ -68,13 +69,13 @@ class FrameOrderTask:
     def files(self) -> dict[str, bytes]:
         return {}
 
-    def training_set(self, world: World) -> ChunkClips:
+    def training_set(self, world: World) -> Samples:
         return self.samples(self._settings.split, world)
 
-    def samples(self, split: str, world: World, *, shards: str | None = None) -> ChunkClips:
+    def samples(self, split: str, world: World, *, shards: str | None = None) -> Samples:
         settings = replace(self._settings, shards=shards or self._settings.shards)
         folder = open_folder(settings, reason="train frame-order reads data folders")
-        return ChunkClips(
+        return open_chunk_clips(
             ClipQuery(
                 folder.path,
                 where=settings.where,
@@ -130,7 +131,7 @@ class FrameOrderTask:
         return found
 
     @torch.no_grad()
-    def score(self, model: nn.Module, samples: ChunkClips, *, every: int) -> tuple[int, int, list[Any]]:
+    def score(self, model: nn.Module, samples: Samples, *, every: int) -> tuple[int, int, list[Any]]:
         """How many clips are told right, of how many, and what could not be decoded."""
         right = count = 0
         failed: list[Any] = []

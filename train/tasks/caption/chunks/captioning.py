@@ -22,12 +22,13 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.pseudo_captions import PSEUDO_CAPTIONS, SCHEMA
 from clipmill.manifests.publish import remove_temporaries, target_of
 from clipmill.train.data.batch import BatchRing, Sample
-from clipmill.train.data.chunk_clips import ChunkClips
-from clipmill.train.data.chunks import ChunkSet
-from clipmill.train.data.clip_query import clip_query
+from clipmill.train.data.chunks import ChunkSet, clip_query
+from clipmill.train.data.clip_reader import ClipReader
 from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.data.producers.chunk_clips import open_chunk_clips
+from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.run.environment import installed_version
 from clipmill.train.run.folder import held_folder
@@ -61,7 +62,7 @@ class CaptionWork:
     """
 
     captioner: TrainedCaptioner
-    samples: ChunkClips
+    samples: Samples[ClipReader]
     decoding: ChunkDecoding
     batch: int
     plan: dict[str, Any]
@@ -84,7 +85,7 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
     settings = replace(captioner.trained.settings, shards=request.shards, where=request.where)
     decoding = within(request.decoding.effective(), captioner.task.decoder.context_length)
     folder = open_folder(settings, reason="train caption-chunks captions the chunks of a data folder")
-    samples = ChunkClips(
+    samples = open_chunk_clips(
         clip_query(
             settings,
             folder,
@@ -105,8 +106,8 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
         "kind": PSEUDO_CAPTIONS,
         "weights": captioner.name,
         "weights_sha256": captioner.weights_sha256,
-        "video_variant": samples.chunks.variant_name,
-        "chunks_sha256": _chunks_sha256(samples.chunks),
+        "video_variant": samples.reader.chunks.variant_name,
+        "chunks_sha256": _chunks_sha256(samples.reader.chunks),
         "settings": {
             "split": request.split,
             "where": request.where,
@@ -202,12 +203,12 @@ def _caption_part(
 
 def _captioned(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -> pa.Table:
     """The rows of a batch of clips."""
-    spans, chunks, count = work.samples.spans, work.samples.chunks, work.decoding.num_samples or 1
+    samples, chunks, count = work.samples, work.samples.reader.chunks, work.decoding.num_samples or 1
     rows = np.array([clip["position"] for clip in clips])
-    begins_us = spans.begin_us[rows].tolist()
+    begin_us, end_us = samples.span_us(rows)
     numbers = [
-        draw_number(clip["key"], begin_us=begin_us, sample=sample)
-        for clip, begin_us in zip(clips, begins_us, strict=True)
+        draw_number(clip["key"], begin_us=begins_us, sample=sample)
+        for clip, begins_us in zip(clips, begin_us.tolist(), strict=True)
         for sample in range(count)
     ]
     texts, likelihoods = work.captioner.captions(
@@ -215,12 +216,12 @@ def _captioned(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -> p
     )
     if not np.isfinite(likelihoods).all():
         raise FailedWork("likelihoods of captions are not finite: the weights have diverged")
-    videos = chunks.video_ids.take(pa.array(chunks.table.video_row[spans.first_chunk[rows]])).cast(pa.string())
+    videos = chunks.video_ids.take(pa.array(chunks.table.video_row[samples.table.first_part[rows]])).cast(pa.string())
     table = pa.table(
         [
             np.repeat(videos.to_numpy(zero_copy_only=False), count),
-            np.repeat(spans.begin_us[rows] / 1e6, count),
-            np.repeat(spans.end_us[rows] / 1e6, count),
+            np.repeat(begin_us / 1e6, count),
+            np.repeat(end_us / 1e6, count),
             texts,
             [work.captioner.source] * len(texts),
             likelihoods,

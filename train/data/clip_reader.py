@@ -1,4 +1,4 @@
-"""Clips of spans of videos, decoded from chunks, and what all sample sets of clips have in common."""
+"""`ClipReader`: the clips of a table, decoded from chunks."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.manifests.errors import UserError
 from clipmill.train.data.batch import Sample
+from clipmill.train.data.captions import Annotations
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.decoding.clip import Clip, ClipBuilder, ClipShape, make_clip
 from clipmill.train.data.decoding.decoders import ChunkFrames
 from clipmill.train.data.decoding.pictures import rgb_pictures
 from clipmill.train.data.decoding.reading import ChunkBytes
 from clipmill.train.data.frame_sampling import US_PER_S, frame_indices
-from clipmill.train.data.loader import Loader, LoaderSettings, ReadAhead, SampleRequest
+from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
-from clipmill.train.data.usable_captions import Spans
+from clipmill.train.data.table import SampleTable
+from clipmill.train.data.workers import ReadAhead, ThreadedReader
 
 if TYPE_CHECKING:
     import av
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class ClipPlan:
     """The frames of a requested clip, as (chunk, frame); `rng` draws the crop.
 
-    `request.sample` is the number of the clip, and `key` its first chunk.
+    `request.sample` is the row of the clip, and `key` its first chunk.
     """
 
     request: SampleRequest
@@ -59,113 +60,84 @@ class ReadClips:
     own: list[dict[int, ChunkBytes | SampleFailed]]
 
 
-class ClipSamples(Loader):
-    """Clips of `spans`, decoded from chunks, and the loader of their batches; sample i shows clip i // repeats.
+class ClipReader(ThreadedReader):
+    """Reads the clips of a table from chunks: the frames of their spans, decoded and cropped. Thread-safe.
 
-    The base of sample sets; thread-safe. A subclass sets what `describe` needs before it calls `__init__`.
+    Sample i shows row i // repeats.
 
     Args:
-        spans: of the distinct clips.
-        shape: how clips are made.
-        split: of the manifest.
-        repeats: samples of a clip in an epoch. They follow one another, so that loaded as a group their chunks are read
+        chunks: The chunks, which are the parts of the table.
+        shape: How clips are made.
+        annotations: What samples get beside frames.
+        repeats: Samples of a clip in an epoch. They follow one another, so that loaded as a group their chunks are read
             and decoded once.
-        same_frames: number of consecutive requests, of one clip, that draw the same moments in training.
-
-    Raises:
-        UserError: there are no samples.
+        same_frames: Number of consecutive requests, of one clip, that draw the same moments in training.
     """
 
     def __init__(
         self,
         chunks: ChunkSet,
-        spans: Spans,
+        table: SampleTable,
         shape: ClipShape,
         *,
-        split: str,
-        loading: LoaderSettings,
+        annotations: Sequence[Annotations] = (),
         repeats: int = 1,
         same_frames: int = 1,
     ) -> None:
-        self.chunks, self.spans, self._shape, self.split = chunks, spans, shape, split
-        self._group, self._repeats, self._of_same_frames = loading.group, repeats, same_frames
-        if not len(self):
-            raise UserError(
-                f"no clip of split {split!r} can be shown: {self.describe()}",
-                hint="see prep status; captions and labels come from prep manifest"
-                if not chunks.selection.text
-                else "use a weaker condition: it must hold for all chunks that a clip touches, which are those of the "
-                "whole video for a caption without times",
-            )
-        super().__init__(self, loading, ahead=self.ahead)
-
-    def __len__(self) -> int:
-        return len(self.spans) * self._repeats
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples in an epoch."""
-        return len(self)
-
-    @property
-    def num_clips(self) -> int:
-        """Number of distinct clips; ids of clips are in [0, num_clips)."""
-        return len(self.spans)
-
-    @property
-    def num_caption_ids(self) -> int:
-        """Ids of captions are in [0, num_caption_ids); 0 in a set without captions."""
-        return 0
-
-    @property
-    def mixing_facts(self) -> dict[str, str]:
-        """What has to be the same in all sets of a mixture. Clips of any size and frame rate become alike."""
-        return {}
-
-    @property
-    def variant_name(self) -> str:
-        """The variants that the samples come from."""
-        return self.chunks.variant_name
-
-    def describe(self) -> str:
-        """One line for the log: what the set contains, what was excluded and why."""
-        raise NotImplementedError
-
-    def complete(self, sample: Sample, request: SampleRequest) -> None:
-        """Add what a sample holds beside frames and names; `request.sample` is the number of the clip."""
-
-    def sample(self, plan: ClipPlan, clip: Clip) -> Sample:
-        """The sample of a clip."""
-        request = plan.request
-        sample = Sample(
-            position=request.position, key=plan.key, clip_id=request.sample, video=clip.video, colour=clip.colour
-        )
-        self.complete(sample, request)
-        return sample
+        assert table.begin_us is not None and table.end_us is not None
+        self.chunks, self.decoder = chunks, chunks.decoder
+        self._shape, self._annotations = shape, annotations
+        self._begin_us, self._end_us, self._first_chunk = table.begin_us, table.end_us, table.first_part
+        self._last_chunk = table.first_part if table.last_part is None else table.last_part
+        self._repeats, self._of_same_frames = repeats, same_frames
 
     def key(self, sample: int) -> str:
         """The chunk in which the clip begins."""
-        return self.chunks.key(int(self.spans.first_chunk[sample // self._repeats]))
+        return self.chunks.key(int(self._first_chunk[sample // self._repeats]))
 
-    def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Start and end of clips in their videos, microseconds."""
-        return self.spans.begin_us[clips], self.spans.end_us[clips]
+        return self._begin_us[rows], self._end_us[rows]
 
-    def span_s(self, sample: int) -> tuple[float, float]:
-        """Start and end of the clip in its video, seconds."""
-        clip = sample // self._repeats
-        return float(self.spans.begin_us[clip]) / 1e6, float(self.spans.end_us[clip]) / 1e6
+    def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of the videos of clips."""
+        return self.chunks.table.video_row[self._first_chunk[rows]].astype(np.int64)
+
+    def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
+        """Start of the first and end of the last frame of an evaluated clip in its video, seconds."""
+        frames = self.plan(SampleRequest(sample, sample, None)).frames
+        times = [(self.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])]
+        (first, first_frame), (last, last_frame) = times
+        return (
+            first.start_ms / 1000 + first_frame * first.fps_den / first.fps_num,
+            last.start_ms / 1000 + (last_frame + 1) * last.fps_den / last.fps_num,
+        )
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the clip cannot be read or decoded."""
         try:
-            shown = self._make(self.plan(SampleRequest(sample, sample, None)), {}, {})
+            clip = self._make(self.plan(SampleRequest(sample, sample, None)), {}, {})
         except SampleFailed:
             return []
-        pictures = shown.video
+        pictures = clip.video
         if not self._shape.rgb:
-            pictures = rgb_pictures(shown.video, shown.colour, size_px=self._shape.size_px)
+            pictures = rgb_pictures(clip.video, clip.colour, size_px=self._shape.size_px)
         return list(pictures)[:num_frames]
+
+    def describe(self) -> list[str]:
+        """What deviates from the settings, with numbers."""
+        parts = [self.chunks.describe()]
+        if self._repeats > 1:
+            noun = "crops of the same frames" if self._of_same_frames > 1 else "samples"
+            parts.append(f"{self._repeats} {noun} of each in an epoch")
+        sampling, table = self._shape.sampling, self.chunks.table
+        if sampling.rule == "stride":
+            fps_den = table.fps_den[self._first_chunk].astype(np.int64)
+            window = sampling.num_frames * sampling.stride * US_PER_S * fps_den
+            is_shrunk = (self._end_us - self._begin_us) * table.fps_num[self._first_chunk] < window
+            if num_shrunk := int(is_shrunk.sum()):
+                parts.append(f"{num_shrunk:,} shorter than {sampling.window}, with a smaller stride")
+        return parts
 
     @property
     def ahead(self) -> ReadAhead | None:
@@ -197,7 +169,7 @@ class ClipSamples(Loader):
         for number, plan in enumerate(plans):
             there = {} if read is None else {**read.shared, **read.own[number]}
             try:
-                loaded.append(self.sample(plan, self._make(plan, shared, there)))
+                loaded.append(self._sample(plan, self._make(plan, shared, there)))
             except SampleFailed as error:
                 loaded.append(error.at(plan.request.position))
         return loaded
@@ -205,10 +177,10 @@ class ClipSamples(Loader):
     def plan(self, request: SampleRequest) -> ClipPlan:
         """Choose the frames of a requested sample."""
         request = replace(request, sample=request.sample // self._repeats) if self._repeats > 1 else request
-        spans, clip = self.spans, request.sample
-        first, last = int(spans.first_chunk[clip]), int(spans.last_chunk[clip])
+        row = request.sample
+        first, last = int(self._first_chunk[row]), int(self._last_chunk[row])
         chunks = [self.chunks.table.times(chunk) for chunk in range(first, last + 1)]
-        begin_us, end_us = int(spans.begin_us[clip]), int(spans.end_us[clip])
+        begin_us, end_us = int(self._begin_us[row]), int(self._end_us[row])
         num_views = self._shape.views.num_clips
         rng = request.generator("frames", num_alike=self._of_same_frames)
         frames = frame_indices(begin_us, end_us, self._shape.sampling, chunks, rng=rng, num_views=num_views)
@@ -221,17 +193,18 @@ class ClipSamples(Loader):
         in_graph = self.chunks.rule == "filter"
         return make_clip(pictures, self._shape, rng=plan.rng, in_graph=in_graph, key=plan.key)
 
-    def deviations(self) -> list[str]:
-        """What deviates from the settings, with numbers."""
-        parts = [self.chunks.describe()] if self.chunks.describe() else []
-        sampling, spans, table = self._shape.sampling, self.spans, self.chunks.table
-        if sampling.rule == "stride":
-            fps_den = table.fps_den[spans.first_chunk].astype(np.int64)
-            window = sampling.num_frames * sampling.stride * US_PER_S * fps_den
-            num_shrunk = int(((spans.end_us - spans.begin_us) * table.fps_num[spans.first_chunk] < window).sum())
-            if num_shrunk:
-                parts.append(f"{num_shrunk:,} shorter than {sampling.window}, with a smaller stride")
-        return parts
+    def annotate(self, sample: Sample, request: SampleRequest) -> None:
+        """Add to a sample what it has beside frames."""
+        for annotations in self._annotations:
+            annotations.add(sample, request)
+
+    def _sample(self, plan: ClipPlan, clip: Clip) -> Sample:
+        request = plan.request
+        sample = Sample(
+            position=request.position, key=plan.key, clip_id=request.sample, video=clip.video, colour=clip.colour
+        )
+        self.annotate(sample, request)
+        return sample
 
     def _make(
         self, plan: ClipPlan, shared: Mapping[int, ChunkFrames], read: Mapping[int, ChunkBytes | SampleFailed]
@@ -241,7 +214,7 @@ class ClipSamples(Loader):
         chunks = self.chunks
         if chunks.rule == "filter":
             decoded = {
-                chunk: shared.get(chunk) or chunks.decoder.decode(self._bytes(chunk, frames, read))
+                chunk: shared.get(chunk) or self.decoder.decode(self._bytes(chunk, frames, read))
                 for chunk, frames in plan.by_chunk.items()
             }
             return self.clip(plan, decoded)
@@ -255,7 +228,7 @@ class ClipSamples(Loader):
                 for frame in indices:
                     add(frame, shared[chunk][frame])
             else:
-                chunks.decoder.decode_each(self._bytes(chunk, indices, read), add)
+                self.decoder.decode_each(self._bytes(chunk, indices, read), add)
         return building.clip()
 
     def _decode_shared(self, plans: Sequence[ClipPlan], read: ReadClips | None) -> dict[int, ChunkFrames]:
@@ -264,7 +237,7 @@ class ClipSamples(Loader):
         for chunk, needed in _shared_chunks(plans).items():
             try:
                 content = self._bytes(chunk, needed, {} if read is None else read.shared)
-                shared[chunk] = self.chunks.decoder.decode(content)
+                shared[chunk] = self.decoder.decode(content)
             except SampleFailed:
                 continue
         return shared

@@ -1,0 +1,319 @@
+"""The captions of a split, grouped into clips: the table of captioned clips.
+
+Captions come in the order of videos and times (clipmill.manifests.caption_spans), so that spans are searched rather
+than captions, and texts stay where they are. What is kept of them is collected in `scratch`: tens of millions take
+little memory.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from clipmill.manifests.caption_digest import TextDigest
+from clipmill.manifests.caption_reader import rows_of_split
+from clipmill.manifests.caption_spans import CaptionSpans, SpanBlock
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.quoting import counted
+from clipmill.train.data.caption_choice import CaptionChoice, Sources, choice_of, choose_sources, runs_of, same_text
+from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.node_cache import Rows, index_type, scratch
+from clipmill.train.data.outcomes import Unusable, remarks_of
+from clipmill.train.data.table import RowCaptions, SampleTable
+from clipmill.train.data.usable_captions import Spans, UsableCaptions, spans_at, usable_captions
+
+if TYPE_CHECKING:
+    from clipmill.train.data.stored_text import StoredText
+
+
+@dataclass(frozen=True)
+class SplitCaptions:
+    """What is known of the captions of a split before they are read one by one.
+
+    Attributes:
+        video_row: for each video of the manifest its row among those of the split, else -1.
+        rank_of_code: int16, rank in `sources` of each source of the manifest; -1 for those that are left out.
+        num_by_code: int64, captions of the split by source of the manifest.
+        max_id: of a caption.
+    """
+
+    video_row: NDArray[np.int32]
+    sources: Sources
+    rank_of_code: NDArray[np.int16]
+    num_by_code: NDArray[np.int64]
+    max_id: int
+
+    @property
+    def num_captions(self) -> int:
+        """Number of captions."""
+        return int(self.num_by_code.sum())
+
+    @property
+    def num_other_sources(self) -> int:
+        """Captions of sources that are left out."""
+        return int(self.num_by_code[self.rank_of_code < 0].sum())
+
+
+def captions_of_split(
+    spans: CaptionSpans, data_dir: Path, *, split: str, video_ids: pa.Array, wanted_sources: str | None
+) -> SplitCaptions:
+    """Count the captions of a split, and choose among their sources.
+
+    Args:
+        video_ids: the videos of the split.
+        wanted_sources: see `choose_sources`.
+    """
+    video_row = rows_of_split(data_dir, split, video_ids=video_ids)
+    count, max_id = np.zeros(len(spans.sources), np.int64), -1
+    for block in spans.blocks(video_row):
+        count += np.bincount(block.source, minlength=len(count))
+        max_id = max(max_id, int(block.caption_id.max(initial=-1)))
+    used = np.flatnonzero(count)  # of the others, all captions are of other splits
+    sources = choose_sources([spans.sources[code] for code in used], wanted=wanted_sources, elsewhere=spans.sources)
+    rank_of_code = np.full(len(count), -1, np.int16)
+    rank_of_code[used] = sources.rank
+    return SplitCaptions(video_row, sources, rank_of_code, count, max_id)
+
+
+def make_clip_table(
+    spans: CaptionSpans,
+    chunks: ChunkSet,
+    *,
+    data_dir: Path,
+    split: str,
+    wanted_sources: str | None,
+    stored_text: "StoredText | None",
+    each_caption: bool,
+    table: pa.Table | None,
+) -> SampleTable:
+    """Group the captions of a split that can be shown into clips.
+
+    Args:
+        spans: Captions of the videos of `data_dir`.
+        wanted_sources: See `choose_sources`.
+        stored_text: Captions without an embedding there are left out; None to take all.
+        each_caption: Make a clip of each caption rather than of each span.
+        table: The captions as a table, if they are not the manifest's.
+
+    Raises:
+        UserError: the split has no captions, or none is selected.
+    """
+    of_split = captions_of_split(
+        spans, data_dir, split=split, video_ids=chunks.video_ids, wanted_sources=wanted_sources
+    )
+    if not of_split.num_captions:
+        raise no_captions(data_dir, split)
+    selected = chunks.selection.of_captions(table)
+    groups = ClipGroups(
+        of_split.sources,
+        num_captions=of_split.num_captions,
+        num_chunks=len(chunks.table),
+        max_id=of_split.max_id,
+    )
+    num_unusable = Counter[Unusable]()
+    num_not_embedded = num_shortened = 0
+    for stored in spans.blocks(of_split.video_row):
+        block = stored.each_caption() if each_caption or selected is not None else stored
+        rank = of_split.rank_of_code[block.source]
+        if stored_text is not None:
+            video_row = np.repeat(block.video, block.counts).astype(np.int64)
+            has_text = stored_text.has(block.caption_id, video_row=video_row)
+            num_not_embedded += int(np.count_nonzero(~has_text & (rank >= 0)))
+            rank[~has_text] = -1
+        first_chunk, own_chunks = chunks.table.of_videos(int(block.video[0]), int(block.video[-1]) + 1)
+        selected_chunks = chunks.selection.chunks
+        usable = usable_captions(
+            video_row=block.video.astype(np.int64),
+            begin_s=block.begin_s,
+            end_s=block.end_s,
+            chunks=own_chunks,
+            selected=None if selected is None else selected[block.row],
+            selected_chunks=None
+            if selected_chunks is None
+            else selected_chunks[first_chunk : first_chunk + len(own_chunks)],
+            counts=block.counts,
+        )
+        num_unusable.update(usable.num_unusable)
+        num_shortened += usable.num_shortened
+        groups.add(clips_of(usable, block, rank, each_caption=each_caption), first_chunk=first_chunk)
+    captions = groups.joined()
+    is_used = scratch(len(spans.texts), np.bool_)
+    is_used[:] = False
+    is_used[captions.rows] = True
+    if is_used.all():
+        texts_sha256, text = spans.texts_sha256, same_text(spans.texts) if len(is_used) else None
+    else:
+        texts_sha256, text = used_texts(spans.texts, is_used)
+    chunks.require_same_manifest()
+    clips, rows, sources = len(captions.spans), captions.rows, of_split.sources
+    num_used = f"{len(rows):,} of {counted(of_split.num_captions, 'caption')} of split {split!r}"
+    if len(rows) != clips:
+        num_used += f", one at a time for each of {clips:,} clips"
+    remarks = [num_used]
+    if len(sources.names) > 1 or wanted_sources is not None:
+        remarks.append(sources.describe(captions.rank_counts))
+    remarks.append(sources.describe_excluded(of_split.num_other_sources))
+    if num_not_embedded:
+        remarks.append(f"{num_not_embedded:,} without embedding")
+    remarks += remarks_of({why: num_unusable[why] for why in get_args(Unusable) if num_unusable[why]}, num_shortened)
+    return SampleTable(
+        **vars(captions.spans),
+        captions=RowCaptions(
+            choice=captions.choice,
+            sources=sources,
+            texts_sha256=texts_sha256,
+            caption_id=captions.caption_ids,
+            text_row=rows,
+            same_text=text,
+        ),
+        remarks=(*remarks, *chunks.selection.remarks()),
+    )
+
+
+def no_captions(data_dir: Path, split: str) -> UserError:
+    """The error for a split without captions."""
+    return UserError(
+        f"the manifest of {data_dir} has no captions of split {split!r}",
+        hint="run prep manifest with annotations that have captions of this split",
+    )
+
+
+def used_texts(texts: pa.ChunkedArray, is_used: NDArray[np.bool_]) -> tuple[str, str | None]:
+    """`TextDigest` of the texts in use, and the text if all of them have the same."""
+    digest, begin, same = TextDigest(), 0, set[str | None]()
+    for chunk in texts.chunks:
+        used = chunk.filter(pa.array(is_used[begin : begin + len(chunk)]))
+        begin += len(chunk)
+        digest.add(used)
+        if len(used) and len(same) < 2:
+            same |= {same_text(pa.chunked_array([used])), used[0].as_py()}
+    return digest.hexdigest(), same.pop() if len(same) == 1 else None
+
+
+@dataclass(frozen=True)
+class ClipCaptions:
+    """Clips and their captions: 24 bytes per clip, 8 to 28 per caption.
+
+    Attributes:
+        choice: of a caption of a clip, as an entry of the next two arrays.
+        rows: [P] of the text of each caption; grouped by clip, then by source.
+        caption_ids: [P] likewise.
+        rank_counts: int64, number of captions by source.
+    """
+
+    spans: Spans
+    choice: CaptionChoice
+    rows: NDArray[np.int32]
+    caption_ids: NDArray[Any]
+    rank_counts: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Clips:
+    """Clips in order of videos and time, and for each of their captions clip, rank of the source, row and id."""
+
+    spans: Spans
+    clip: NDArray[np.int64]
+    rank: NDArray[np.int16]
+    row: NDArray[np.int32]
+    caption_id: NDArray[np.int64]
+
+
+def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], *, each_caption: bool = False) -> Clips:
+    """Make one clip of all captions whose spans are the same in microseconds.
+
+    Args:
+        usable: of the spans of `block`.
+        rank: [captions], that of the source of each; captions with -1 are left out.
+        each_caption: make one clip of each caption instead; `block` then has a span for each.
+    """
+    # The first chunk identifies the video.
+    keys: tuple[NDArray[np.integer], ...] = (usable.end_us, usable.begin_us, usable.first_chunk)
+    if each_caption:
+        keys = (block.row[usable.caption], *keys)
+    order = None if _ascend(keys) else np.lexsort(keys)
+    spans = usable.caption
+    if order is not None:
+        spans, keys = spans[order], tuple(key[order] for key in keys)
+    is_new = np.ones(len(spans), bool)
+    is_new[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    counts = block.counts[spans]
+    which: Any = slice(None)
+    if len(spans) < len(block.counts) or order is not None:
+        first = np.cumsum(block.counts) - block.counts
+        which = np.repeat(first[spans] - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+    number = np.repeat(np.arange(len(spans), dtype=np.int32), counts)  # of each caption's span in `spans`
+    clip, own_rank, row = np.repeat(np.cumsum(is_new, dtype=np.int32) - 1, counts), rank[which], block.row[which]
+    caption_id = block.caption_id[which]
+    is_used = own_rank >= 0
+    if not is_used.all():
+        clip, own_rank, row, caption_id, number = (
+            array[is_used] for array in (clip, own_rank, row, caption_id, number)
+        )
+    if not _ascend((row, own_rank, clip)):  # spans that round to the same, or sources in another order
+        by_clip = np.lexsort((row, own_rank, clip))
+        clip, own_rank, row, caption_id, number = (
+            array[by_clip] for array in (clip, own_rank, row, caption_id, number)
+        )
+    begins = np.ones(len(clip), bool)
+    begins[1:] = clip[1:] != clip[:-1]
+    first_of_clip = number[begins].astype(np.int64)
+    found = spans_at(usable, first_of_clip if order is None else order[first_of_clip])
+    return Clips(found, np.cumsum(begins) - 1, own_rank, row, caption_id)
+
+
+def _ascend(keys: tuple[NDArray[Any], ...]) -> bool:
+    """Whether rows are in the order of `np.lexsort(keys)`."""
+    num_pairs = max(0, len(keys[0]) - 1)
+    is_less, is_same = np.zeros(num_pairs, bool), np.ones(num_pairs, bool)
+    for key in keys[::-1]:
+        is_less = is_less | (is_same & (key[1:] < key[:-1]))
+        is_same = is_same & (key[1:] == key[:-1])
+    return not np.any(is_less)
+
+
+class ClipGroups:
+    """Collects the clips of blocks of videos.
+
+    Args:
+        num_captions: limit of their captions.
+        max_id: of the captions.
+    """
+
+    def __init__(self, sources: Sources, *, num_captions: int, num_chunks: int, max_id: int) -> None:
+        of_chunk, of_caption = index_type(num_chunks), index_type(num_captions)
+        self._sources = sources
+        self._spans = {name: Rows(num_captions, np.int64) for name in ("begin_us", "end_us")}
+        self._spans |= {name: Rows(num_captions, of_chunk) for name in ("first_part", "last_part")}
+        self._first_entry, self._num_runs = Rows(num_captions + 1, of_caption), Rows(num_captions, of_caption)
+        self._rank, self._rows = Rows(num_captions, np.int16), Rows(num_captions, np.int32)
+        self._caption_ids = Rows(num_captions, index_type(max_id))
+        self._rank_counts = np.zeros(len(sources.names), np.int64)
+
+    def add(self, part: Clips, *, first_chunk: int = 0) -> None:
+        """Add a block whose chunks are those from `first_chunk` on."""
+        for name, rows in self._spans.items():
+            rows.add(getattr(part.spans, name) + (first_chunk if name.endswith("part") else 0))
+        runs = runs_of(part.clip, part.rank, num_clips=len(part.spans))
+        self._first_entry.add(runs.first_entry + len(self._rows))
+        self._rank.add(runs.rank)
+        self._num_runs.add(runs.num_runs)
+        self._rows.add(part.row)
+        self._caption_ids.add(part.caption_id)
+        self._rank_counts += np.bincount(part.rank, minlength=len(self._rank_counts))
+
+    def joined(self) -> ClipCaptions:
+        """All of them."""
+        self._first_entry.add(np.array([len(self._rows)]))
+        choice = choice_of(
+            self._first_entry.array,
+            rank=self._rank.array,
+            num_runs=self._num_runs.array,
+            weights=self._sources.weights,
+        )
+        spans = Spans(**{name: rows.array for name, rows in self._spans.items()})
+        return ClipCaptions(spans, choice, self._rows.array, self._caption_ids.array, self._rank_counts)

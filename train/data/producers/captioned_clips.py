@@ -1,0 +1,123 @@
+"""Captioned clips: spans of videos with all their captions, from the manifest; frames from the `video` column."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from clipmill.manifests.caption_reader import open_stored_captions
+from clipmill.manifests.caption_spans import CaptionSpans
+from clipmill.manifests.store import num_captions_of, read_captions, read_videos
+from clipmill.train.config.data import CaptionSettings
+from clipmill.train.data.caption_rows import make_clip_table
+from clipmill.train.data.captions import Captions
+from clipmill.train.data.chunks import ClipQuery, query_clips
+from clipmill.train.data.clip_reader import ClipReader
+from clipmill.train.data.query import DataQuery
+from clipmill.train.data.samples import Samples, Source
+from clipmill.train.data.table import RowCaptions, SampleTable, open_fingerprint, open_table
+from clipmill.train.models.text import Tokenize
+
+if TYPE_CHECKING:
+    from clipmill.train.data.relevancy import RelevantCaptions
+    from clipmill.train.data.stored_text import StoredText
+
+ALL_CAPTIONS = CaptionSettings()
+MakeCaptions = Callable[[RowCaptions, pa.ChunkedArray], Captions]
+
+
+def open_captioned_clips(
+    query: ClipQuery,
+    *,
+    tokenize: Tokenize | None = None,
+    captions: CaptionSettings = ALL_CAPTIONS,
+    has_stored_text: bool = False,
+    each_caption: bool = False,
+    table: pa.Table | None = None,
+    make_captions: MakeCaptions | None = None,
+) -> Samples[ClipReader]:
+    """Open the captioned clips of a split: sample i is a span of a video with all its captions.
+
+    Training shows one of the captions at a time (clipmill.train.data.captions), an evaluation the first one of the
+    first source. Batches have `tokens`, `text` with stored embeddings, or else `caption`.
+
+    Args:
+        query: Its conditions on captions are those that a clip may be shown with.
+        tokenize: Tokenizer of captions.
+        captions: Which captions of a clip are shown.
+        has_stored_text: Use the embeddings that prep text made as captions; captions without one are left out.
+        each_caption: Make a clip of each caption rather than of each span, for evaluations that score every caption.
+        table: Captions in place of the manifest's, with its columns.
+        make_captions: Gives what samples get of their captions, in place of tokens, texts and embeddings.
+
+    Raises:
+        UserError: there is no such data, or no clip that can be shown.
+    """
+    data_dir, chunks = query.data_dir, query.open_chunks(has_captions=True)
+    stored_text: StoredText | None = None
+    if has_stored_text:
+        from clipmill.train.data import stored_text as stored_texts
+
+        stored_text = stored_texts.StoredText(data_dir, chunks.video_ids, videos=chunks.videos, tars=query.tars)
+    spans = (
+        open_stored_captions(data_dir)
+        if table is None
+        else CaptionSpans.of_table(table, read_videos(data_dir, columns=["video_id"])["video_id"].combine_chunks())
+    )
+
+    def make() -> SampleTable:
+        spans.verify()
+        return make_clip_table(
+            spans,
+            chunks,
+            data_dir=data_dir,
+            split=query.split,
+            wanted_sources=captions.sources,
+            stored_text=stored_text,
+            each_caption=each_caption,
+            table=table,
+        )
+
+    of_text = () if stored_text is None else stored_text.depends_on
+    depends_on = (*chunks.depends_on, *chunks.selection.depends_on, of_text, captions, each_caption, spans.mark)
+    num_rows = chunks.num_rows + num_captions_of(data_dir) if table is None else 0
+    opened = open_table("captions", make, depends_on=depends_on, num_rows=num_rows)
+    assert opened.captions is not None
+    relevant: RelevantCaptions | None = None
+    if captions.min_relevancy is not None and len(opened):
+        from clipmill.train.data import relevancy
+
+        labelled = read_captions(data_dir) if table is None else table
+        relevant = relevancy.RelevantCaptions(opened.captions, labelled, min_relevancy=captions.min_relevancy)
+    if make_captions is None:
+        make_captions = partial(Captions, tokenize=tokenize, stored_text=stored_text, relevant=relevant)
+    shown = make_captions(opened.captions, spans.texts)  # of files that are verified by now
+    variant_name = chunks.variant_name
+    if stored_text is not None:
+        variant_name = f"{variant_name} and {stored_text.variant_name}"
+    facts = (variant_name, query.loading.group, captions.min_relevancy, chunks.selection.text)
+    source = Source(
+        split=query.split,
+        variant_name=variant_name,
+        fingerprint=lambda: open_fingerprint(
+            opened, (*facts, *shown.facts()), depends_on=depends_on, num_rows=num_rows
+        ),
+        nothing=query.nothing(chunks),
+        alike={} if stored_text is None else {"text embeddings": stored_text.encoder},
+        text_width=None if stored_text is None else stored_text.width,
+    )
+    reader = ClipReader(chunks, opened, query.shape, annotations=[shown])
+    return Samples(opened, reader, source, query.loading, captions=shown)
+
+
+def open_captions(query: DataQuery) -> Samples[ClipReader]:
+    """Open the captioned clips that a task asks for; raises UserError like `open_captioned_clips`."""
+    return open_captioned_clips(
+        query_clips(query),
+        tokenize=query.tokenize,
+        captions=query.captions if query.table is None else ALL_CAPTIONS,
+        table=query.table,
+        has_stored_text=query.has_stored_text,
+        each_caption=query.each_caption,
+    )

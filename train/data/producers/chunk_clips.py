@@ -1,0 +1,93 @@
+"""Whole chunks of a split, or segments of them: frames alone, without captions."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clipmill.manifests.quoting import counted
+from clipmill.train.data.chunk_table import ChunkTable
+from clipmill.train.data.chunks import ChunkSet, ClipQuery, query_clips
+from clipmill.train.data.clip_reader import ClipReader
+from clipmill.train.data.query import DataQuery
+from clipmill.train.data.samples import Samples, Source
+from clipmill.train.data.table import SampleTable, open_fingerprint, open_table
+
+
+def open_chunk_clips(
+    query: ClipQuery, *, same_frames: bool = False, segment_us: int | None = None
+) -> Samples[ClipReader]:
+    """Open clips of whole chunks; batches have `video`, `colour`, and the number of the chunk as `clip_id`.
+
+    Args:
+        query: The `group` of its loading is the number of samples of each chunk in an epoch.
+        same_frames: Let the samples of a chunk show the same moments, each cropped in its own way.
+        segment_us: Length of the clips that each chunk is divided into, instead of one of the whole chunk. A remainder
+            shorter than a quarter of it is added to the last one.
+
+    Raises:
+        UserError: there is no such data, or the split has no chunks.
+    """
+    chunks, repeats = query.open_chunks(), query.loading.group
+    depends_on = (*chunks.depends_on, *chunks.selection.depends_on, segment_us)
+    table = open_table(
+        "clips",
+        lambda: _make_table(chunks, split=query.split, segment_us=segment_us),
+        depends_on=depends_on,
+        num_rows=chunks.num_rows,
+    )
+
+    def identify_chunks() -> list[NDArray[np.int64]]:
+        rows = chunks.selection.rows
+        ids = np.frombuffer("\n".join(chunks.video_ids.to_pylist()).encode(), np.uint8)
+        names = ("video_row", "start_ms", "num_frames")
+        return [ids, *(getattr(chunks.table, name)[rows].astype(np.int64) for name in names)]
+
+    facts = (chunks.variant_name, repeats, same_frames, segment_us, chunks.selection.text)
+    reader = ClipReader(chunks, table, query.shape, repeats=repeats, same_frames=repeats if same_frames else 1)
+    source = Source(
+        split=query.split,
+        variant_name=chunks.variant_name,
+        fingerprint=partial(
+            open_fingerprint, table, facts, identify_chunks, depends_on=depends_on, num_rows=chunks.num_rows
+        ),
+        nothing=query.nothing(chunks),
+    )
+    return Samples(table, reader, source, query.loading, repeats=repeats)
+
+
+def open_frames(query: DataQuery) -> Samples[ClipReader]:
+    """Open the chunks that a task asks for; raises UserError like `open_chunk_clips`."""
+    return open_chunk_clips(query_clips(query), same_frames=query.same_frames)
+
+
+def _make_table(chunks: ChunkSet, *, split: str, segment_us: int | None) -> SampleTable:
+    parts, rows = chunks.table, chunks.selection.rows
+    spans = _spans(parts, rows, segment_us=segment_us)
+    chunks.require_same_manifest()
+    num_chunks, num_videos = counted(len(rows), "chunk"), _num_different(parts.video_row[rows])
+    if segment_us is not None:
+        num_chunks = f"{counted(len(spans['first_part']), 'segment')} of {num_chunks}"
+    remarks = [f"{num_chunks} of {counted(num_videos, 'video')} of split {split!r}"]
+    if num_without := len(chunks.video_ids) - _num_different(parts.video_row):
+        remarks.append(f"{counted(num_without, 'video')} without chunks")
+    if num_single := int((parts.num_frames[rows] == 1).sum()):
+        remarks.append(f"{num_single:,} of a single frame, which is repeated")
+    return SampleTable(**spans, remarks=(*remarks, *chunks.selection.remarks()))
+
+
+def _num_different(ascending: NDArray[np.integer]) -> int:
+    return int(np.count_nonzero(ascending[1:] != ascending[:-1])) + bool(len(ascending))
+
+
+def _spans(parts: ChunkTable, chunks: NDArray[np.int64], *, segment_us: int | None) -> dict[str, Any]:
+    begin_us, end_us = parts.start_ms[chunks] * 1000, parts.end_us_of(chunks)
+    if segment_us is not None:
+        full, rest_us = np.divmod(end_us - begin_us, segment_us)
+        counts = np.maximum(1, full + (4 * rest_us >= segment_us))
+        chunk_of = np.repeat(np.arange(len(chunks)), counts)
+        number = np.arange(len(chunk_of)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begin_us, chunks = begin_us[chunk_of] + number * segment_us, chunks[chunk_of]
+        end_us = np.where(number + 1 == counts[chunk_of], end_us[chunk_of], begin_us + segment_us)
+    return {"begin_us": begin_us, "end_us": end_us, "first_part": chunks}

@@ -1,0 +1,95 @@
+"""Labelled clips: each labelled caption of a split is a clip of its own, even if two have the same span."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.store import num_captions_of, read_captions
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.chunk_table import rows_of
+from clipmill.train.data.chunks import ChunkSet, ClipQuery, query_clips
+from clipmill.train.data.classes import ClassList, labelled_rows
+from clipmill.train.data.clip_reader import ClipReader
+from clipmill.train.data.loader import SampleRequest
+from clipmill.train.data.query import DataQuery
+from clipmill.train.data.samples import Samples, Source
+from clipmill.train.data.table import SampleTable, open_fingerprint, open_table
+from clipmill.train.data.usable_captions import spans_of_captions, usable_captions
+
+
+class Labels:
+    """Class and caption id of each row."""
+
+    def __init__(self, table: SampleTable) -> None:
+        assert table.label is not None and table.caption_id is not None
+        self._label_N, self._caption_id_N = table.label[:, 0], table.caption_id
+
+    def add(self, sample: Sample, request: SampleRequest) -> None:
+        """Add them to a sample."""
+        sample["caption_id"] = int(self._caption_id_N[request.sample])
+        sample["label"] = int(self._label_N[request.sample])
+
+
+def open_labelled_clips(query: ClipQuery, *, classes: Sequence[ClassList], repeats: int = 1) -> Samples[ClipReader]:
+    """Open the labelled clips of a split.
+
+    Args:
+        classes: Number the labels; captions of other classes are left out and counted. The samples of several class
+            lists have at least one of the labels.
+        repeats: Samples of a clip in an epoch (repeated augmentation, Hoffer et al. 2020); divides the loader's group.
+
+    Raises:
+        UserError: there is no such data, or no clip that can be shown.
+    """
+    chunks, data_dir = query.open_chunks(has_captions=True), query.data_dir
+    num_rows = chunks.num_rows + num_captions_of(data_dir)
+    names = [its.as_json() for its in classes]
+    depends_on = (*chunks.depends_on, *chunks.selection.depends_on, names)
+    table = open_table(
+        "labels",
+        lambda: _make_table(data_dir, chunks, classes, split=query.split),
+        depends_on=depends_on,
+        num_rows=num_rows,
+    )
+    facts = (chunks.variant_name, query.loading.group, repeats, names, chunks.selection.text)
+    reader = ClipReader(chunks, table, query.shape, annotations=[Labels(table)], repeats=repeats)
+    source = Source(
+        split=query.split,
+        variant_name=chunks.variant_name,
+        fingerprint=partial(open_fingerprint, table, facts, depends_on=depends_on, num_rows=num_rows),
+        nothing=query.nothing(chunks),
+    )
+    return Samples(table, reader, source, query.loading, repeats=repeats)
+
+
+def open_labels(query: DataQuery) -> Samples[ClipReader]:
+    """Open the labelled clips that a task asks for; raises UserError like `open_labelled_clips`."""
+    return open_labelled_clips(query_clips(query), classes=query.classes, repeats=query.repeats)
+
+
+def _make_table(data_dir: Path, chunks: ChunkSet, classes: Sequence[ClassList], *, split: str) -> SampleTable:
+    captions, selection = read_captions(data_dir), chunks.selection
+    video_row = rows_of(captions["video_id"], chunks.video_ids)
+    labelled = labelled_rows(captions, is_of_split=video_row >= 0, classes=classes)
+    rows, selected = labelled.row, selection.of_captions(captions)
+    usable = usable_captions(
+        video_row=video_row[rows],
+        begin_s=captions["begin_s"].to_numpy()[rows],
+        end_s=captions["end_s"].to_numpy()[rows],
+        chunks=chunks.table,
+        selected=None if selected is None else selected[rows],
+        selected_chunks=selection.chunks,
+    )
+    spans, caption = spans_of_captions(usable)
+    chunks.require_same_manifest()
+    label = labelled.label[caption]
+    num = f"{len(caption):,} of {counted(labelled.num_captions, 'caption')} of split {split!r}"
+    described = [its.describe(of_label) for its, of_label in zip(classes, label.T, strict=True)]
+    remarks = (", ".join([num, *described]), *labelled.remarks(), *usable.remarks(), *selection.remarks())
+    return SampleTable(
+        **vars(spans),
+        label=label,
+        caption_id=captions["caption_id"].to_numpy()[rows[caption]],
+        remarks=remarks,
+    )

@@ -1,0 +1,247 @@
+"""Segments of the latents of a split, with the captions or labels that they have, or alone."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from clipmill.manifests.caption_reader import open_stored_captions
+from clipmill.manifests.data_location import resolved_folder
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import num_captions_of
+from clipmill.shards.columns import LATENTS, TEXT, VIDEO
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.merged_table import merged_mark
+from clipmill.shards.reader import Variant
+from clipmill.train.config.clips import LatentSettings
+from clipmill.train.config.shards import names_tars
+from clipmill.train.data.captions import Captions
+from clipmill.train.data.chunks import manifest_mark
+from clipmill.train.data.latents.reader import LatentReader
+from clipmill.train.data.latents.segment_query import SegmentQuery, ShownCaptions
+from clipmill.train.data.latents.segment_table import make_segment_table, read_latents, read_text, require_whole_crops
+from clipmill.train.data.latents.segments import (
+    FrameShape,
+    LatentRecords,
+    LatentSegments,
+    StoredLatents,
+    frames_of,
+)
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.node_cache import shared
+from clipmill.train.data.query import LATENT_PATCH, DataQuery
+from clipmill.train.data.remote_maps import open_maps
+from clipmill.train.data.samples import Samples, Source
+from clipmill.train.data.selection import ChunkRows, Selection, selection_mark
+from clipmill.train.data.stored_text import encoder_of, require_embeddings
+from clipmill.train.data.table import open_fingerprint, open_table
+
+if TYPE_CHECKING:
+    from clipmill.train.models.text import Tokenize
+
+
+def open_latent_segments(
+    query: SegmentQuery, *, tokenize: "Tokenize | None" = None, needs_embeddings: bool = False
+) -> Samples[LatentReader]:
+    """Open the segments of latents of a split, for one rank.
+
+    A sample is a segment of a chunk's latents with one of the captions that overlap it: in training one drawn by a pure
+    function of (seed, position), in evaluation the one with the lowest id. clipmill.train.data.batch documents the
+    batches.
+
+    Every array is verified against its checksum when it is first needed, so that only the first epoch takes longer. An
+    array that does not match is a failed sample (clipmill.train.data.outcomes).
+
+    Memory: 40 bytes per chunk and 8 per segment; with text also 4 per segment with captions, 12 per caption and 4 per
+    pair of segment and caption.
+
+    Args:
+        tokenize: Makes tokens of captions that are words; without it, batches have ids of captions alone.
+        needs_embeddings: Refuse stored texts that are sequences.
+
+    Raises:
+        UserError: there is nothing to show, the columns do not belong together, or a tar is missing or truncated.
+    """
+    data_dir, tars, has_text = query.data_dir, query.tars, query.captions == "stored"
+    if not resolved_folder(data_dir).is_dir():
+        raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
+    if tars is not None:
+        for column in (LATENTS, TEXT) if has_text else (LATENTS,):
+            tars.files.copy_column(column)
+    latents = Variant.open(data_dir, column=LATENTS, tars=tars).whole()
+    text = Variant.open(data_dir, column=TEXT, tars=tars).whole() if has_text else None
+    if text is not None and needs_embeddings:
+        require_embeddings(text, data_dir)
+    variants = [latents] if text is None else [latents, text]
+    maps = open_maps(variants, tars, whole=text)
+    marks = [merged_mark(variant.directory, variant.commits) for variant in variants]
+    of_split = (query.split, *manifest_mark(data_dir))
+    stored = shared(
+        lambda: read_latents(latents, data_dir, split=query.split, maps=maps),
+        of=(LATENTS, *of_split, marks[0]),
+        num_rows=latents.num_samples,
+        types=(StoredLatents, LatentRecords, FrameShape),
+        column=LATENTS,
+    )
+    members, text_rows = (
+        (None, None)
+        if text is None
+        else read_text(text, stored, maps, data_dir=data_dir, split=query.split, depends_on=(*of_split, *marks))
+    )
+    records = stored.records
+    num_frames = frames_of(query.segment, records.shape)
+    require_whole_crops(latents, records.shape, segment=query.segment, num_frames=num_frames)
+    selection = Selection(
+        query.where,
+        data_dir,
+        split=query.split,
+        chunks=ChunkRows(stored.video_ids, records.video_row, records.start_ms),
+        has_captions=query.captions != "none" or bool(query.classes),
+        depends_on=(*of_split, marks[0]),
+    )
+    settings = (query.captions, query.tails, query.sources, [its.as_json() for its in query.classes])
+    where = selection_mark(query.where, data_dir, tars=tars)
+    stored_captions = None if query.captions == "none" else open_stored_captions(data_dir)
+    of_captions = () if stored_captions is None else stored_captions.mark
+    depends_on = (*of_split, *marks, num_frames, *settings, query.max_segments, *where, of_captions)
+    num_rows = latents.num_samples
+    if query.captions != "none" or query.classes:
+        num_rows += num_captions_of(data_dir)
+    table = open_table(
+        "segments",
+        lambda: make_segment_table(
+            query, stored, selection, stored_captions, text_rows, num_frames=num_frames, manifest=of_split[1:]
+        ),
+        depends_on=depends_on,
+        num_rows=num_rows,
+    )
+    maps.want(records.array_place[np.unique(table.first_part)])
+    captions: Captions | None = None
+    if table.captions is not None and stored_captions is not None:
+        captions = Captions(table.captions, stored_captions.texts, tokenize=tokenize)
+    # Arrow would keep the memory that reading indexes and captions took.
+    pa.default_memory_pool().release_unused()
+    names = [variant.directory.name for variant in variants]
+
+    def identify_chunks() -> list[NDArray[Any]]:
+        ids = np.frombuffer("\n".join(stored.video_ids.to_pylist()).encode(), np.uint8)
+        return [ids, records.video_row[table.first_part], records.start_ms[table.first_part]]
+
+    has_segments = bool((records.num_frames >= num_frames).any())
+    source = Source(
+        split=query.split,
+        variant_name=" and ".join(names),
+        fingerprint=partial(
+            open_fingerprint,
+            table,
+            (*names, selection.text, num_frames, *settings),
+            identify_chunks,
+            depends_on=depends_on,
+            num_rows=num_rows,
+        ),
+        nothing=(
+            f"no segment of split {query.split!r} can be shown",
+            "labels of captions come from prep manifest"
+            if query.classes and has_segments
+            else "use a shorter segment" + (", or data with captions" if query.captions != "none" else ""),
+        ),
+        alike=_alike(latents, records.shape, text),
+        frame_shape=records.shape,
+        text_width=None if members is None else members.width,
+    )
+    segments = LatentSegments(
+        records=records,
+        video_ids=stored.video_ids,
+        maps=maps,
+        text=members,
+        num_frames=num_frames,
+        has_tails=query.tails == "pad",
+        made_of=_other_video_variant(latents, data_dir),
+    )
+    import torch
+
+    loading = replace(query.loading, pin=not query.loading.can_keep and torch.cuda.is_available())
+    return Samples(table, LatentReader(segments, table, captions), source, loading, captions=captions)
+
+
+def open_captions(query: DataQuery) -> Samples[LatentReader]:
+    """Open segments with captions; raises UserError like `open_frames`, or if there are no captions."""
+    shown: ShownCaptions = "stored" if query.has_stored_text else "words"
+    segments = replace(_query(query), captions=shown, sources=query.captions.sources)
+    return _require_fitting(query, open_latent_segments(segments, tokenize=query.tokenize, needs_embeddings=True))
+
+
+def open_labels(query: DataQuery) -> Samples[LatentReader]:
+    """Open segments with labels; raises UserError like `open_frames`, or if there are no labels."""
+    segments = replace(_query(query), captions="none", classes=tuple(query.classes))
+    return _require_fitting(query, open_latent_segments(segments))
+
+
+def open_frames(query: DataQuery) -> Samples[LatentReader]:
+    """Open segments alone.
+
+    Raises:
+        UserError: there are none, they are not on this machine, or they do not fit the settings.
+    """
+    return _require_fitting(query, open_latent_segments(replace(_query(query), captions="none")))
+
+
+def _query(query: DataQuery) -> SegmentQuery:
+    settings, loading, views = query.settings, query.loading, query.views
+    assert isinstance(settings, LatentSettings)
+    if len(views) > 1:
+        raise UserError(
+            f"{views.num_clips} clips x {views.num_crops} crops apply to frames in pixels, not to latents",
+            hint="leave --clips and --crops out with --input latents",
+        )
+    if names_tars(settings.folder):
+        raise UserError(
+            f"--input latents cannot be read from {settings.folder}: latents need the index of their tars",
+            hint="name the data folder that prep made",
+        )
+    folder = query.open_folder(column=LATENTS)
+    return SegmentQuery(
+        folder.path,
+        split=query.split,
+        segment=settings.segment,
+        # Reading takes no decoding threads and no groups.
+        loading=LoaderSettings(batch=loading.batch, seed=loading.seed, rank=loading.rank, num_ranks=loading.num_ranks),
+        max_segments=None if query.has_all_segments or query.split != settings.split else settings.max_segments,
+        where=settings.selection,
+        tars=folder.tars,
+    )
+
+
+def _require_fitting(query: DataQuery, samples: Samples[LatentReader]) -> Samples[LatentReader]:
+    settings, shape, reader = query.settings, samples.frame_shape, samples.reader
+    if settings.num_frames > reader.num_frames:
+        raise UserError(
+            f"--num-frames {settings.num_frames}: a segment of {reader.segment_s:g}s has {reader.num_frames} frames",
+            hint=f"use --num-frames {reader.num_frames} or fewer, or a longer --segment",
+        )
+    if shape.height != shape.width or shape.height % LATENT_PATCH:
+        raise UserError(
+            f"latents of {shape.height} x {shape.width} cannot be cut into squares of {LATENT_PATCH}",
+            hint=f"make them with a --size that gives an even side: {samples.variant_name}",
+        )
+    return samples
+
+
+def _alike(latents: Variant, shape: FrameShape, text: Variant | None) -> dict[str, str]:
+    """Shape and VAE of the latents, and the encoder of stored embeddings, which all folders of a mixture share."""
+    recipe = latents.recipe
+    name, weights = recipe.get("vae"), str(recipe.get("vae_sha256"))[:8]
+    scaled = f"(x - {recipe.get('shift_factor') or 0}) * {recipe.get('scaling_factor')}"
+    alike = {"latents": str(shape), "VAE": f"{name} {weights}, scaled as {scaled}"}
+    return alike if text is None else {**alike, "text embeddings": encoder_of(text)}
+
+
+def _other_video_variant(latents: Variant, data_dir: Path) -> str:
+    made_of, current = latents.recipe.get(VIDEO), current_variant(data_dir, VIDEO)
+    if made_of is None or current is None or made_of == current:
+        return ""
+    return f"made of the chunks of {made_of}, and {current} is the current variant"
