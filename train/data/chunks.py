@@ -201,8 +201,8 @@ def evenly_of_each(videos: NDArray[np.int64], *, at_most: int) -> NDArray[np.int
     """Rows of at most `at_most` samples of each video, spread evenly; `videos` are those of the samples, ascending."""
     _, first, count = np.unique(videos, return_index=True, return_counts=True)
     count, number = np.repeat(count, count), np.arange(len(videos)) - np.repeat(first, count)
-    wanted = np.minimum(count, at_most)
-    return np.flatnonzero((number + 1) * wanted // count > number * wanted // count)
+    num_taken = np.minimum(count, at_most)
+    return np.flatnonzero((number + 1) * num_taken // count > number * num_taken // count)
 
 
 @dataclass(frozen=True)

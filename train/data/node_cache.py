@@ -74,25 +74,25 @@ def shared(
         try:
             path = _folder() / f"{column}-{key}"
             held.enter_context(locked(path.with_name(f".{key}.lock")))
-            found = _open(path, by_name)
+            opened = _open(path, by_name)
         except OSError as error:
             _warn(error)
             return compute()
-        if found is not None:
-            return found  # type: ignore[no-any-return]
+        if opened is not None:
+            return opened  # type: ignore[no-any-return]
         computed = compute()
         try:
             with published(path) as temporary:
                 _write(computed, temporary)
             _make_room(path.parent, keep=path)
-            found = _open(path, by_name)
+            opened = _open(path, by_name)
         except OSError as error:
             _warn(error)
-        if found is None:
+        if opened is None:
             return computed
         del computed
         _give_back_memory()
-        return found  # type: ignore[no-any-return]
+        return opened  # type: ignore[no-any-return]
 
 
 def _warn(error: OSError) -> None:
@@ -244,9 +244,9 @@ def _verify(path: Path, content: memoryview, *, checksum: memoryview) -> None:
 
 def _state(path: Path) -> str:
     """What changes whenever a file may have changed: the start of the machine, and size and time of the file."""
-    found = path.stat()
+    state = path.stat()
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else str(time.monotonic_ns())
-    return f"{boot} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
+    return f"{boot} {state.st_ino} {state.st_size} {state.st_mtime_ns}"
 
 
 def _decode(value: Any, batch: pa.RecordBatch, types: dict[str, type]) -> Any:

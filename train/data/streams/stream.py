@@ -229,7 +229,8 @@ class StreamReader:
     def _sample(self, clip: StreamedClip, request: SampleRequest) -> Sample:
         try:
             video = PlainVideo(clip.content)
-            frames = frames_on_screen(video, clip, self._shape.sampling, rng=request.generator("frames"))
+            rng, num_views = request.generator("frames"), self._shape.views.num_clips
+            frames = frames_on_screen(video, clip, self._shape.sampling, rng=rng, num_views=num_views)
             decoded = video.decode(frames)
             require_frames(set(frames) - decoded.keys(), key=clip.key)
             pictures, crop = [decoded[frame] for frame in frames], request.generator("crop")
