@@ -108,6 +108,7 @@ def make_clip_table(
     if not of_split.num_captions:
         raise no_captions(data_dir, split)
     selected = chunks.selection.of_captions(table)
+    chunks.require_same_manifest()  # from which both rows and selected rows are read
     groups = ClipGroups(
         of_split.sources,
         num_captions=of_split.num_captions,

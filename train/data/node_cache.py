@@ -84,6 +84,7 @@ def shared(
         try:
             with published(path) as temporary:
                 _write(computed, temporary)
+            _mark_of(path).write_text(_state(path))  # its checksum was computed of what was written
             _make_room(path.parent, keep=path)
             opened = _open(path, by_name)
         except OSError as error:
@@ -232,14 +233,18 @@ def _verify(path: Path, content: memoryview, *, checksum: memoryview) -> None:
     Raises:
         ValueError: they differ.
     """
-    mark = path.with_name(f".{path.name}.verified")
-    if not (mark.exists() and mark.read_text() == _state(path)) and zlib.crc32(content) != int.from_bytes(
-        checksum, "little"
-    ):
+    mark = _mark_of(path)
+    is_verified = mark.exists() and mark.read_text() == _state(path)
+    if not is_verified and zlib.crc32(content) != int.from_bytes(checksum, "little"):
         raise ValueError(f"{path} differs from its checksum")
     with suppress(OSError):
         os.utime(path)
         mark.write_text(_state(path))
+
+
+def _mark_of(path: Path) -> Path:
+    """The file that says in which state a file was verified."""
+    return path.with_name(f".{path.name}.verified")
 
 
 def _state(path: Path) -> str:

@@ -162,6 +162,17 @@ def test_a_late_epoch_is_reached_by_way_of_the_first_alone(
     assert epochs == [0, 9]
 
 
+def test_a_stream_is_the_same_by_any_path_and_another_one_when_its_tars_change(
+    tmp_path: Path, payload: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tar = write_tar(tmp_path / "0.tar", payload, ["a", "b"])
+    expected = open_stream(tar).fingerprint
+    monkeypatch.chdir(tmp_path)
+    assert open_stream(Path("0.tar")).fingerprint == expected
+    write_tar(tar, payload, ["a", "b", "c"])
+    assert open_stream(tar).fingerprint != expected
+
+
 def test_a_window_of_large_videos_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "_WINDOW_BYTES", 1000)
     held: list[int] = []

@@ -110,6 +110,8 @@ def make_segment_table(
     label: NDArray[np.int64] | None = None
     remarks: list[str] = []
     if stored_captions is not None:
+        selected = selection.of_captions()
+        require_same_manifest(query.data_dir, manifest)  # from which both rows and selected rows are read
         segment, captions, remarks = pair_captions(
             query,
             stored_captions,
@@ -117,7 +119,7 @@ def make_segment_table(
             segments=segments,
             text=text,
             video_ids=stored.video_ids,
-            selection=selection,
+            selected=selected,
             keep=keep,
         )
     elif query.classes:
