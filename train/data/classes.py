@@ -81,8 +81,7 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Co
     if len(found) < 2:
         values = f"only the value {min(found)!r}" if found else "no value"
         raise UserError(
-            f"the data of split {' and '.join(sorted(set(splits)))} have {values} of {label!r}: there is nothing to tell "
-            "apart",
+            f"the data of split {' and '.join(sorted(set(splits)))} have {values} of {label!r}: nothing to tell apart",
             hint="use a dataset with labels (see docs/classification.md), or another --label",
         )
     are_numbers = all(name.removeprefix("-").isdecimal() for name in found)

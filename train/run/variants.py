@@ -56,7 +56,7 @@ def _variants_of(
     paths = [None if names_tars(one) else folder_path(one, cache=cache) for one in folders]
     return [
         {
-            name: {"name": variant, "recipe": Variant(variant_dir(path, name, variant)).recipe}
+            name: {"name": variant, "recipe": _verified_recipe(variant_dir(path, name, variant))}
             for name in names
             if path is not None and (variant := current_variant(path, name)) is not None
         }
@@ -196,6 +196,11 @@ def _how_to_make_again(
 
 def _shown(value: object) -> str:
     return "not set" if value is None else str(value)
+
+
+def _verified_recipe(directory: Path) -> dict[str, Any]:
+    """The recipe of a variant; {} if it has none. Raises UserError if it is damaged."""
+    return Variant(directory).recipe if (directory / RECIPE_FILE).exists() else {}
 
 
 def _recipe(path: Path, column: str, variant: str) -> dict[str, Any]:
