@@ -211,7 +211,7 @@ def open_as_rank(data: Path, name: str) -> None:
     elif name == "captions":
         samples = open_captioned_clips(ClipQuery(data, split="train", shape=shape, loading=loading))
         samples.require_different_texts()
-        samples.texts(np.arange(8))
+        samples.captions.texts(np.arange(8))
     elif name == "labels":
         classes = ClassList("class", tuple(f"{number:03d}" for number in range(400)))
         samples = open_labelled_clips(ClipQuery(data, split="train", shape=shape, loading=loading), classes=[classes])

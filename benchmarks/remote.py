@@ -170,7 +170,7 @@ def _clip_ways(
         )
         task = DualEncoderTask(settings, attention=open_attention("auto", device_type="cpu"), device=CPU)
         samples = task.training_set(World())
-        tars = samples.chunks.tars  # type: ignore[union-attr]
+        tars = samples.reader.chunks.tars  # type: ignore[union-attr]
         return samples, None if tars is None else tars.objects
 
     ways = {

@@ -47,7 +47,7 @@ class FirstVisits(OurLoader):
 
     def epoch(self, number: int) -> Batches:
         """See `PeerLoader.epoch`."""
-        self._loader.__dict__.pop("reader", None)
+        self._loader.reader.__dict__.pop("segment_reader", None)
         self._batches, self._rest = self._loader.batches(position=number * len(self._loader)), None
         yield from super().epoch(number)
 

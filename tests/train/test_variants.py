@@ -95,6 +95,15 @@ def test_a_variant_is_chosen_by_name(data: Path, tmp_path: Path, capsys: pytest.
     assert variant_of(run) == OTHER
 
 
+def test_a_variant_whose_recipe_is_damaged_is_not_trained_on(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = data / "video" / VARIANT / "recipe.json"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert train("dual-encoder", *SMALL, *STEPS, "--shards", data, "--out", tmp_path / "run") == 2
+    assert "recipe.json cannot be read" in two_lines(capsys)[0]
+
+
 def test_a_variant_in_a_bucket_is_chosen_by_name(data: Path, s3: S3Server, bucket: str, tmp_path: Path) -> None:
     upload(data, bucket)
     run, cache = tmp_path / "run", tmp_path / "cache"

@@ -108,6 +108,7 @@ def make_clip_table(
     if not of_split.num_captions:
         raise no_captions(data_dir, split)
     selected = chunks.selection.of_captions(table)
+    chunks.require_same_manifest()  # from which both rows and selected rows are read
     groups = ClipGroups(
         of_split.sources,
         num_captions=of_split.num_captions,
@@ -124,17 +125,17 @@ def make_clip_table(
             has_text = stored_text.has(block.caption_id, video_row=video_row)
             num_not_embedded += int(np.count_nonzero(~has_text & (rank >= 0)))
             rank[~has_text] = -1
-        first_chunk, own_chunks = chunks.table.of_videos(int(block.video[0]), int(block.video[-1]) + 1)
+        first_chunk, chunks_of_block = chunks.table.of_videos(int(block.video[0]), int(block.video[-1]) + 1)
         selected_chunks = chunks.selection.chunks
         usable = usable_captions(
             video_row=block.video.astype(np.int64),
             begin_s=block.begin_s,
             end_s=block.end_s,
-            chunks=own_chunks,
+            chunks=chunks_of_block,
             selected=None if selected is None else selected[block.row],
             selected_chunks=None
             if selected_chunks is None
-            else selected_chunks[first_chunk : first_chunk + len(own_chunks)],
+            else selected_chunks[first_chunk : first_chunk + len(chunks_of_block)],
             counts=block.counts,
         )
         num_unusable.update(usable.num_unusable)
@@ -247,23 +248,23 @@ def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], 
         first = np.cumsum(block.counts) - block.counts
         which = np.repeat(first[spans] - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
     number = np.repeat(np.arange(len(spans), dtype=np.int32), counts)  # of each caption's span in `spans`
-    clip, own_rank, row = np.repeat(np.cumsum(is_new, dtype=np.int32) - 1, counts), rank[which], block.row[which]
+    clip, rank_of_caption, row = np.repeat(np.cumsum(is_new, dtype=np.int32) - 1, counts), rank[which], block.row[which]
     caption_id = block.caption_id[which]
-    is_used = own_rank >= 0
+    is_used = rank_of_caption >= 0
     if not is_used.all():
-        clip, own_rank, row, caption_id, number = (
-            array[is_used] for array in (clip, own_rank, row, caption_id, number)
+        clip, rank_of_caption, row, caption_id, number = (
+            array[is_used] for array in (clip, rank_of_caption, row, caption_id, number)
         )
-    if not _ascend((row, own_rank, clip)):  # spans that round to the same, or sources in another order
-        by_clip = np.lexsort((row, own_rank, clip))
-        clip, own_rank, row, caption_id, number = (
-            array[by_clip] for array in (clip, own_rank, row, caption_id, number)
+    if not _ascend((row, rank_of_caption, clip)):  # spans that round to the same, or sources in another order
+        by_clip = np.lexsort((row, rank_of_caption, clip))
+        clip, rank_of_caption, row, caption_id, number = (
+            array[by_clip] for array in (clip, rank_of_caption, row, caption_id, number)
         )
     begins = np.ones(len(clip), bool)
     begins[1:] = clip[1:] != clip[:-1]
     first_of_clip = number[begins].astype(np.int64)
-    found = spans_at(usable, first_of_clip if order is None else order[first_of_clip])
-    return Clips(found, np.cumsum(begins) - 1, own_rank, row, caption_id)
+    spans_of_clips = spans_at(usable, first_of_clip if order is None else order[first_of_clip])
+    return Clips(spans_of_clips, np.cumsum(begins) - 1, rank_of_caption, row, caption_id)
 
 
 def _ascend(keys: tuple[NDArray[Any], ...]) -> bool:

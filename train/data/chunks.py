@@ -63,7 +63,7 @@ def _open_chunks(variant: Variant, data_dir: Path, *, split: str) -> _OpenedChun
     try:
         table, open_gops = chunk_table(variant, video_ids)
     except (Damaged, OSError) as error:
-        raise UserError(str(error), hint=how_to_repair(VIDEO)) from error
+        raise UserError(str(error), hint=how_to_repair(VIDEO, what="the table or shard")) from error
     return _OpenedChunks(video_ids, table, None if open_gops is None else len(open_gops))
 
 
@@ -201,8 +201,8 @@ def evenly_of_each(videos: NDArray[np.int64], *, at_most: int) -> NDArray[np.int
     """Rows of at most `at_most` samples of each video, spread evenly; `videos` are those of the samples, ascending."""
     _, first, count = np.unique(videos, return_index=True, return_counts=True)
     count, number = np.repeat(count, count), np.arange(len(videos)) - np.repeat(first, count)
-    wanted = np.minimum(count, at_most)
-    return np.flatnonzero((number + 1) * wanted // count > number * wanted // count)
+    num_taken = np.minimum(count, at_most)
+    return np.flatnonzero((number + 1) * num_taken // count > number * num_taken // count)
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,9 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Co
         names = class_names_of(captions, label=label, of=of).filter(is_own)
         found.update(pc.unique(names.drop_null()).to_pylist())
     if len(found) < 2:
+        values = f"only the value {min(found)!r}" if found else "no value"
         raise UserError(
-            f"captions of {' and '.join(sorted(set(splits)))} have {len(found)} different values of {label!r}: "
-            "there is nothing to tell apart",
+            f"the data of split {' and '.join(sorted(set(splits)))} have {values} of {label!r}: nothing to tell apart",
             hint="use a dataset with labels (see docs/classification.md), or another --label",
         )
     are_numbers = all(name.removeprefix("-").isdecimal() for name in found)

@@ -13,7 +13,6 @@ from clipmill.train.data.captions import Annotations
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.decoding.clip import Clip, ClipBuilder, ClipShape, make_clip
 from clipmill.train.data.decoding.decoders import ChunkFrames
-from clipmill.train.data.decoding.pictures import rgb_pictures
 from clipmill.train.data.decoding.reading import ChunkBytes
 from clipmill.train.data.frame_sampling import US_PER_S, frame_indices
 from clipmill.train.data.loader import SampleRequest
@@ -51,13 +50,13 @@ class ReadClips:
     """The clips of a group of requests, read ahead of decoding: bytes, or why they cannot be read, by chunk.
 
     Attributes:
-        shared: of the chunks that several of the clips need.
-        own: of each clip, its other chunks.
+        shared: Chunks that several of the clips need.
+        others: Other chunks of each clip.
     """
 
     plans: list[ClipPlan]
     shared: dict[int, ChunkBytes | SampleFailed]
-    own: list[dict[int, ChunkBytes | SampleFailed]]
+    others: list[dict[int, ChunkBytes | SampleFailed]]
 
 
 class ClipReader(ThreadedReader):
@@ -113,18 +112,7 @@ class ClipReader(ThreadedReader):
             last.start_ms / 1000 + (last_frame + 1) * last.fps_den / last.fps_num,
         )
 
-    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the clip cannot be read or decoded."""
-        try:
-            clip = self._make(self.plan(SampleRequest(sample, sample, None)), {}, {})
-        except SampleFailed:
-            return []
-        pictures = clip.video
-        if not self._shape.rgb:
-            pictures = rgb_pictures(clip.video, clip.colour, size_px=self._shape.size_px)
-        return list(pictures)[:num_frames]
-
-    def describe(self) -> list[str]:
+    def deviations(self) -> list[str]:
         """What deviates from the settings, with numbers."""
         parts = [self.chunks.describe()]
         if self._repeats > 1:
@@ -153,11 +141,11 @@ class ClipReader(ThreadedReader):
         """Read the bytes of the clips of a group of requests, for `load_read`."""
         plans = [self.plan(request) for request in requests]
         shared = {chunk: self._try_read(chunk, frames) for chunk, frames in _shared_chunks(plans).items()}
-        own = [
+        others = [
             {chunk: self._try_read(chunk, frames) for chunk, frames in plan.by_chunk.items() if chunk not in shared}
             for plan in plans
         ]
-        return ReadClips(plans, shared, own)
+        return ReadClips(plans, shared, others)
 
     def load_read(self, read: ReadClips) -> list[Sample | FailedSample]:
         """Decode and crop clips that were read: those that `load` gives."""
@@ -167,9 +155,9 @@ class ClipReader(ThreadedReader):
         shared = self._decode_shared(plans, read) if len(plans) > 1 else {}
         loaded: list[Sample | FailedSample] = []
         for number, plan in enumerate(plans):
-            there = {} if read is None else {**read.shared, **read.own[number]}
+            contents = {} if read is None else {**read.shared, **read.others[number]}
             try:
-                loaded.append(self._sample(plan, self._make(plan, shared, there)))
+                loaded.append(self._sample(plan, self._make(plan, shared, contents)))
             except SampleFailed as error:
                 loaded.append(error.at(plan.request.position))
         return loaded
@@ -184,7 +172,7 @@ class ClipReader(ThreadedReader):
         num_views = self._shape.views.num_clips
         rng = request.generator("frames", num_alike=self._of_same_frames)
         frames = frame_indices(begin_us, end_us, self._shape.sampling, chunks, rng=rng, num_views=num_views)
-        places = tuple((first + one.chunk, one.frame) for one in frames)
+        places = tuple((first + place.chunk, place.frame) for place in frames)
         return ClipPlan(request, self.chunks.key(first), places, request.generator("crop"))
 
     def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
@@ -249,16 +237,16 @@ class ClipReader(ThreadedReader):
             return error
 
     def _bytes(self, chunk: int, frames: Collection[int], read: Mapping[int, ChunkBytes | SampleFailed]) -> ChunkBytes:
-        found = read[chunk] if chunk in read else self.chunks.read(chunk, frames)
-        if isinstance(found, SampleFailed):
-            raise found
-        return found
+        content = read[chunk] if chunk in read else self.chunks.read(chunk, frames)
+        if isinstance(content, SampleFailed):
+            raise content
+        return content
 
 
 def _shared_chunks(plans: Sequence[ClipPlan]) -> dict[int, set[int]]:
     """The chunks that several plans need, and the frames that all of them need of each."""
-    wanted: dict[int, set[int]] = {}
+    needed: dict[int, set[int]] = {}
     for plan in plans:
         for chunk, frames in plan.by_chunk.items():
-            wanted.setdefault(chunk, set()).update(frames)
-    return {chunk: frames for chunk, frames in wanted.items() if sum(chunk in plan.by_chunk for plan in plans) > 1}
+            needed.setdefault(chunk, set()).update(frames)
+    return {chunk: frames for chunk, frames in needed.items() if sum(chunk in plan.by_chunk for plan in plans) > 1}

@@ -226,14 +226,13 @@ class Loader:
             old_order, _, old_content = state["samples"].partition(SEPARATOR)
             if old_order == order and old_content != content:
                 raise UserError(
-                    f"the captions of {self._rows.describe()} differ in text or source from those the run was trained "
-                    "with",
+                    f"the captions differ in text or source from those of the state; here are {self._rows.describe()}",
                     hint=f"resume with the original captions, or {NEW_RUN}",
                 )
             if old_order != order or state["seed"] != self.loading.seed:
                 raise UserError(
-                    f"the loader's state belongs to other samples than {self._rows.describe()}: captions or chunks "
-                    "have changed, or are selected in another way"
+                    "the loader's state belongs to other samples: the data, their selection or their mixture have "
+                    f"changed; here are {self._rows.describe()}"
                     if old_order != order
                     else f"the loader's state has seed {state['seed']}, and this loader has seed {self.loading.seed}",
                     hint="resume with the data (of a mixture, the same folders in the same order), split, --where, "

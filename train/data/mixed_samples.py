@@ -71,8 +71,8 @@ class MixedFolders:
     def describe(self) -> str:
         """One line for the log: shares, how often each folder is visited, and what the sets contain."""
         each = [
-            f"{one['name']} ({one['share']:.1%} of the samples, {_visits(one['per_epoch'])}: {one['data']})"
-            for one in self.facts()
+            f"{folder['name']} ({folder['share']:.1%} of the samples, {_visits(folder['per_epoch'])}: {folder['data']})"
+            for folder in self.facts()
         ]
         total = self.order.num_samples
         return f"mixture of {len(self.names)} data folders, {total:,} samples per epoch; {'; '.join(each)}"
@@ -85,7 +85,7 @@ class MixedFolders:
 
     def fingerprint(self, parts: Sequence[str]) -> str:
         """Hash of the order, from the fingerprints of the sets."""
-        orders, contents = zip(*(one.partition("-")[::2] for one in parts), strict=True)
+        orders, contents = zip(*(part.partition("-")[::2] for part in parts), strict=True)
         order, content = (
             hashlib.sha256("\n".join(map(str, texts)).encode()).hexdigest()
             for texts in ((self.order.shares, *orders), contents)
@@ -105,7 +105,7 @@ def mixed_folders(
     Raises:
         UserError: they differ in what has to be the same.
     """
-    require_alike({one: samples.source.alike for one, samples in zip(addresses, sets, strict=True)})
+    require_alike({address: samples.source.alike for address, samples in zip(addresses, sets, strict=True)})
     return MixedFolders(
         names=folder_names(addresses),
         addresses=tuple(addresses),
@@ -117,12 +117,13 @@ def mixed_folders(
 
 def require_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
     """Raise a UserError where data folders differ in one of some facts, given by address."""
-    (first, wanted), *others = facts.items()
-    for address, found in others:
-        for name, value in wanted.items():
-            if found[name] != value:
+    (first, first_facts), *others = facts.items()
+    for address, other_facts in others:
+        for name, value in first_facts.items():
+            if other_facts[name] != value:
+                other = other_facts[name]
                 raise UserError(
-                    f"{first} and {address} cannot be mixed: {name} {value} in the one, {found[name]} in the other",
+                    f"{first} and {address} cannot be mixed: {name} {value} in the first, {other} in the second",
                     hint="make the column of both with the same settings and weights, or train on one of them",
                 )
 
@@ -268,26 +269,26 @@ class MixedReader(ThreadedReader):
         """Load the samples of a group of requests, in their order; samples of one folder that follow one another share
         work. A group is of one folder, unless a run was resumed in the middle of one."""
         loaded: list[Outcome] = []
-        for folder, its in self._by_folder(requests):
-            loaded += self._renumbered(folder, self._readers[folder].load(its))
+        for folder, part in self._by_folder(requests):
+            loaded += self._renumbered(folder, self._readers[folder].load(part))
         return loaded
 
     def read(self, requests: Sequence[SampleRequest]) -> list[tuple[int, Any]]:
         """Read the bytes of a group of requests, with the folder of each part."""
-        return [(folder, self._readers[folder].read(its)) for folder, its in self._by_folder(requests)]
+        return [(folder, self._readers[folder].read(part)) for folder, part in self._by_folder(requests)]
 
     def load_read(self, read: list[tuple[int, Any]]) -> list[Outcome]:
         """Decode and crop samples that were read."""
         loaded: list[Outcome] = []
-        for folder, its in read:
-            loaded += self._renumbered(folder, self._readers[folder].load_read(its))
+        for folder, part in read:
+            loaded += self._renumbered(folder, self._readers[folder].load_read(part))
         return loaded
 
     def _by_folder(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, list[SampleRequest]]]:
         """Requests that follow one another in one folder, with its own numbers."""
-        for folder, its in groupby(requests, key=lambda request: self._place(request.sample)[0]):
+        for folder, part in groupby(requests, key=lambda request: self._place(request.sample)[0]):
             first = self._first_sample[folder]
-            yield folder, [replace(request, sample=request.sample - first) for request in its]
+            yield folder, [replace(request, sample=request.sample - first) for request in part]
 
     def _renumbered(self, folder: int, loaded: list[Outcome]) -> list[Outcome]:
         for sample in loaded:

@@ -74,25 +74,26 @@ def shared(
         try:
             path = _folder() / f"{column}-{key}"
             held.enter_context(locked(path.with_name(f".{key}.lock")))
-            found = _open(path, by_name)
+            opened = _open(path, by_name)
         except OSError as error:
             _warn(error)
             return compute()
-        if found is not None:
-            return found  # type: ignore[no-any-return]
+        if opened is not None:
+            return opened  # type: ignore[no-any-return]
         computed = compute()
         try:
             with published(path) as temporary:
                 _write(computed, temporary)
+            _mark_of(path).write_text(_state(path))  # its checksum was computed of what was written
             _make_room(path.parent, keep=path)
-            found = _open(path, by_name)
+            opened = _open(path, by_name)
         except OSError as error:
             _warn(error)
-        if found is None:
+        if opened is None:
             return computed
         del computed
         _give_back_memory()
-        return found  # type: ignore[no-any-return]
+        return opened  # type: ignore[no-any-return]
 
 
 def _warn(error: OSError) -> None:
@@ -232,21 +233,25 @@ def _verify(path: Path, content: memoryview, *, checksum: memoryview) -> None:
     Raises:
         ValueError: they differ.
     """
-    mark = path.with_name(f".{path.name}.verified")
-    if not (mark.exists() and mark.read_text() == _state(path)) and zlib.crc32(content) != int.from_bytes(
-        checksum, "little"
-    ):
+    mark = _mark_of(path)
+    is_verified = mark.exists() and mark.read_text() == _state(path)
+    if not is_verified and zlib.crc32(content) != int.from_bytes(checksum, "little"):
         raise ValueError(f"{path} differs from its checksum")
     with suppress(OSError):
         os.utime(path)
         mark.write_text(_state(path))
 
 
+def _mark_of(path: Path) -> Path:
+    """The file that says in which state a file was verified."""
+    return path.with_name(f".{path.name}.verified")
+
+
 def _state(path: Path) -> str:
     """What changes whenever a file may have changed: the start of the machine, and size and time of the file."""
-    found = path.stat()
+    state = path.stat()
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else str(time.monotonic_ns())
-    return f"{boot} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
+    return f"{boot} {state.st_ino} {state.st_size} {state.st_mtime_ns}"
 
 
 def _decode(value: Any, batch: pa.RecordBatch, types: dict[str, type]) -> Any:

@@ -7,7 +7,8 @@ Life cycle of a failed sample ("why was this sample skipped?"):
 3. The next sample in order fills the batch, and `LoadedBatch.failed` carries the failure along. More failures than
    `max_failures` raise `TooManyFailures` instead.
 4. `clipmill.train.engine.failure_log.FailureLog` collects the failures of all ranks, appends them to failures.jsonl in
-   the run folder and ends the run above --max-failures. Evaluations report theirs as `num_failed`.
+   the run folder and ends the run above --max-failures. Evaluations in the loop report theirs as `num_failed`, result
+   files as `failed`.
 
 Reasons:
 

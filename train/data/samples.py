@@ -44,7 +44,7 @@ class RowReader(Reader, Protocol):
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
 
-    def describe(self) -> list[str]:
+    def deviations(self) -> list[str]:
         """What deviates from the settings, with numbers."""
 
 
@@ -235,7 +235,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
     def describe(self) -> str:
         """One line for the log: what the set contains, what was left out and why, and deviations from the settings."""
         of_captions = [] if self._captions is None or not len(self.table) else self._captions.describe()
-        return "; ".join(filter(None, [*self.table.remarks, *of_captions, *self.reader.describe()]))
+        return "; ".join(filter(None, [*self.table.remarks, *of_captions, *self.reader.deviations()]))
 
     def require_different_texts(self) -> None:
         """Raise a UserError if all captions are the same text, so that there is nothing to tell apart."""

@@ -13,14 +13,17 @@ Suffixes: N rows, R runs, P captions of rows, C captions, L labels.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.train.data.caption_choice import CaptionChoice, Sources
+from clipmill.train.data.caption_choice import CaptionChoice, Sources, same_text
 from clipmill.train.data.node_cache import shared
 from clipmill.train.data.order import set_fingerprint
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,23 @@ class RowCaptions:
     place: NDArray[np.int64] | None = None
     num_tokens: NDArray[np.int32] | None = None
     same_text: str | None = None
+
+    @classmethod
+    def of_one_each(cls, text_row: NDArray[np.int32], *, texts: "pa.ChunkedArray", texts_sha256: str) -> "RowCaptions":
+        """The captions of rows that have one each, whose ids are the numbers of the rows.
+
+        Args:
+            text_row: Rows of the texts, ascending.
+        """
+        count = len(text_row)
+        return cls(
+            choice=CaptionChoice(np.arange(count + 1), None, None),
+            sources=Sources(("",), np.ones(1), np.zeros(1, np.int16)),
+            texts_sha256=texts_sha256,
+            caption_id=np.arange(count),
+            text_row=text_row,
+            same_text=same_text(texts, text_row) if count else None,
+        )
 
     @property
     def num_entries(self) -> int:

@@ -6,6 +6,7 @@ processes. They are daemon threads, so that one blocked in a decoder or on a dea
 from exiting.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -16,7 +17,11 @@ from itertools import groupby
 from queue import SimpleQueue
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from clipmill.train.data.batch import Batch, BatchRing, Sample
+from clipmill.train.data.decoding.pictures import rgb_pictures
 from clipmill.train.data.loader import Block, LoaderSettings, SampleRequest
 from clipmill.train.data.outcomes import FailedSample
 
@@ -207,6 +212,33 @@ class ThreadedReader:
     def key(self, sample: int) -> str:
         """Name of a sample in failures."""
         raise NotImplementedError
+
+    def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Start and end of rows in their videos, microseconds: by default 0, for samples without time."""
+        return np.zeros_like(rows), np.zeros_like(rows)
+
+    def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of the videos of rows; by default, each row is a video of its own."""
+        return rows
+
+    def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
+        """Start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
+        return 0.0, 0.0
+
+    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+        """Frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
+        [loaded] = self.load([SampleRequest(sample, sample, None)])
+        if isinstance(loaded, FailedSample):
+            return []
+        video = loaded["video"]
+        if video.ndim == 2:  # planes of YUV
+            size_px = math.isqrt(video.shape[1] * 2 // 3)
+            video = rgb_pictures(video, loaded["colour"], size_px=size_px)
+        return list(video[:num_frames])
+
+    def deviations(self) -> list[str]:
+        """What deviates from the settings, with numbers; nothing by default."""
+        return []
 
     def place(self, sample: int) -> str:
         """Where the data of a sample are, as the end of a failure's detail; empty if there is one place only."""

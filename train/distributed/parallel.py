@@ -6,6 +6,7 @@ zero1      replicated   replicated   sharded
 fsdp       sharded      sharded      sharded
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -68,7 +69,10 @@ class Replicated(DistributedDataParallel):
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
+        with warnings.catch_warnings():
+            # The argument that newer versions of torch name in its place is unknown to older ones.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            super().__init__(*arguments, **settings)
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
 

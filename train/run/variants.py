@@ -56,7 +56,7 @@ def _variants_of(
     paths = [None if names_tars(one) else folder_path(one, cache=cache) for one in folders]
     return [
         {
-            name: {"name": variant, "recipe": _recipe(path, name, variant)}
+            name: {"name": variant, "recipe": _verified_recipe(variant_dir(path, name, variant))}
             for name in names
             if path is not None and (variant := current_variant(path, name)) is not None
         }
@@ -198,8 +198,13 @@ def _shown(value: object) -> str:
     return "not set" if value is None else str(value)
 
 
+def _verified_recipe(directory: Path) -> dict[str, Any]:
+    """The recipe of a variant; {} if it has none. Raises UserError if it is damaged."""
+    return Variant(directory).recipe if (directory / RECIPE_FILE).exists() else {}
+
+
 def _recipe(path: Path, column: str, variant: str) -> dict[str, Any]:
-    """The recipe of a variant; {} if it cannot be read, which is no reason not to train."""
+    """The recipe of a variant, for a message; {} if it cannot be read."""
     try:
         return Variant(variant_dir(path, column, variant)).recipe
     except UserError:

@@ -17,6 +17,7 @@ import webdataset as wds
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX
 from clipmill.train.data.chunks import ClipQuery
+from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import Sampling, SamplingRule
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips
@@ -98,8 +99,11 @@ def test_an_empty_caption_is_none(tmp_path: Path, payload: bytes) -> None:
 
 
 @pytest.mark.parametrize("rule", ["uniform", "stride", "lavila"])
-def test_a_stream_shows_the_frames_that_the_data_folder_shows(tmp_path: Path, rule: SamplingRule) -> None:
-    """Captions that lie in one chunk each, by way of the index and by way of a tar alone."""
+@pytest.mark.parametrize("num_clips", [1, 2])
+def test_a_stream_shows_the_frames_that_the_data_folder_shows(
+    tmp_path: Path, rule: SamplingRule, num_clips: int
+) -> None:
+    """Captions that lie in one chunk each, by way of the index and by way of a tar alone, in one view or several."""
     captions = [Caption("v", 0.3, 1.9, "one"), Caption("v", 2.0, 3.95, "two"), Caption("v", 3.1, 3.15, "three")]
     chunks = chunks_of("v", 40)
     write_captions(tmp_path, {"v": "train"}, captions)
@@ -114,7 +118,8 @@ def test_a_stream_shows_the_frames_that_the_data_folder_shows(tmp_path: Path, ru
             place = {"begin_s": [begin_s, 1], "end_s": [begin_s + 2, 1], "span_fingerprint": "00"}
             described = json.dumps({**place, "captions": mine}).encode()
             writer.write({"__key__": sample.key, "mp4": sample.members["mp4"], "json": described})
-    shape = replace(SHAPE, sampling=Sampling(num_frames=3, rule=rule, stride=2))
+    sampling = Sampling(num_frames=3, rule=rule, stride=2)
+    shape = replace(SHAPE, sampling=sampling, views=Views(num_clips=num_clips))
     loading = LoaderSettings(batch=3, num_threads=1, num_ahead=2, seed=0)
     folder = open_captioned_clips(ClipQuery(tmp_path, split="train", shape=shape, loading=loading), tokenize=TOKENIZE)
     [from_tar] = open_stream(tmp_path / "0.tar", shape=shape).evaluation_batches()
@@ -123,6 +128,7 @@ def test_a_stream_shows_the_frames_that_the_data_folder_shows(tmp_path: Path, ru
     assert from_tar.batch["caption_id"].tolist() == from_folder.batch["caption_id"].tolist() == [0, 1, 2]
     assert numbers(from_tar) == numbers(from_folder)
     assert from_tar.batch["video"].equal(from_folder.batch["video"])
+    assert from_tar.batch["video"].shape[1] == 3 * num_clips
 
 
 def test_strides_are_whole_frames_in_a_video_of_odd_length(tmp_path: Path) -> None:
@@ -154,6 +160,17 @@ def test_a_late_epoch_is_reached_by_way_of_the_first_alone(
     assert list(next(batches).batch["key"]) == whole[57:60]
     batches.close()
     assert epochs == [0, 9]
+
+
+def test_a_stream_is_the_same_by_any_path_and_another_one_when_its_tars_change(
+    tmp_path: Path, payload: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tar = write_tar(tmp_path / "0.tar", payload, ["a", "b"])
+    expected = open_stream(tar).fingerprint
+    monkeypatch.chdir(tmp_path)
+    assert open_stream(Path("0.tar")).fingerprint == expected
+    write_tar(tar, payload, [*"abcdefghijklmnop"])
+    assert open_stream(tar).fingerprint != expected
 
 
 def test_a_window_of_large_videos_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

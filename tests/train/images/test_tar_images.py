@@ -224,6 +224,10 @@ def test_videos_among_images_and_compressed_tars_are_errors(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"packed\.tar is compressed"):
         opened(tmp_path / "packed.tar")
     (tmp_path / "empty.tar").write_bytes(bytes(10240))
+    (tmp_path / "cut.tar").write_bytes(b"")
+    for first in ("empty", "cut"):
+        pattern = f"{tmp_path}/{{{first},00000}}.tar"
+        assert names_images(pattern, cache=None, cache_size=None), "the first tar with samples decides"
     with pytest.raises(UserError, match="no image can be shown"):
         opened(tmp_path / "empty.tar")
 

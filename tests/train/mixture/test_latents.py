@@ -143,8 +143,8 @@ def test_latents_in_python(pair: tuple[Written, Written]) -> None:
     ("change", "words"),
     [
         ({"vae_sha256": "cd" * 32}, ("VAE tiny abababab", "tiny cdcdcdcd")),
-        ({"scaling_factor": "0.18"}, ("* 0.5 in the one", "* 0.18 in the other")),
-        ({"width": 16}, ("text embeddings", "width 8 in the one", "width 16 in the other")),
+        ({"scaling_factor": "0.18"}, ("* 0.5 in the first", "* 0.18 in the second")),
+        ({"width": 16}, ("text embeddings", "width 8 in the first", "width 16 in the second")),
     ],
 )
 def test_other_models_are_refused_by_name(
@@ -160,7 +160,9 @@ def test_other_models_are_refused_by_name(
 def test_other_shapes_are_refused_by_name(pair: tuple[Written, Written], tmp_path: Path) -> None:
     shards = [[Chunk("a", 0, 60, frame=(2, 8, 8))]]
     other = write_all(tmp_path / "far", shards, captions("far", sources=("human",))[:1], **VAE)
-    with pytest.raises(UserError, match=r"latents 2 x 4 x 4 float16 .* in the one, 2 x 8 x 8 float16 .* in the other"):
+    with pytest.raises(
+        UserError, match=r"latents 2 x 4 x 4 float16 .* in the first, 2 x 8 x 8 float16 .* in the second"
+    ):
         mixed_of(pair[0].data_dir, other.data_dir)
 
 

@@ -77,7 +77,7 @@ def test_a_run_goes_on_with_its_weights_and_folders_only(
     assert train("dual-encoder", "--resume", "--out", finished, "--mix", "1,1") == 2
     assert "--mix is 1,1" in two_lines(capsys)[0]
     assert train("dual-encoder", "--resume", "--out", finished, *shards(far, near)) == 2
-    assert "belongs to other samples than mixture of 2 data folders" in two_lines(capsys)[0]
+    assert "here are mixture of 2 data folders" in two_lines(capsys)[0]
     assert train("dual-encoder", "--resume", "auto", "--out", finished, *shards(near), *BEST) == 2
     assert f"--shards names 1 data folder, but the run in {finished} has 2: {near}, {far}" in two_lines(capsys)[0]
 

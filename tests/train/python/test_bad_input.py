@@ -46,7 +46,10 @@ def test_a_state_of_data_that_changed_is_refused(data_dir: Path, tmp_path: Path)
         state = clips.state_dict()
     videos = {"a": "train", "b": "train", "c": "train", "d": "val"}
     write_captions(own, videos, [Caption(name, 0.0, 1.0, f"{name} begins") for name in videos for _ in range(3)])
-    with opened(own) as clips, pytest.raises(UserError, match="captions or chunks have changed"):
+    with (
+        opened(own) as clips,
+        pytest.raises(UserError, match="the data, their selection or their mixture have changed"),
+    ):
         clips.load_state_dict(state)
 
 

@@ -189,15 +189,15 @@ class ImageTars:
             return index_tar(tar, copy.path, label=self._label)
 
 
-def holds_images(tar: str, path: Path) -> bool:
-    """Whether the first sample of the tar at `path` with an image or a video has no video."""
+def holds_images(tar: str, path: Path) -> bool | None:
+    """Whether the first sample of the tar at `path` with an image or a video has no video; None if there is none."""
     for sample in samples_of(tar, path, limits={}):
         if isinstance(sample, TarSample):
             if not sample.places.keys().isdisjoint(VIDEO_EXTENSIONS):
                 return False
             if not sample.places.keys().isdisjoint(EXTENSIONS):
                 return True
-    return False
+    return None
 
 
 def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:

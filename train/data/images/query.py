@@ -40,18 +40,21 @@ def open_tars(pattern: str, *, cache: Path | None, cache_size: str | None, label
 
 
 def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> bool:
-    """Whether `--shards` names tars of images, by the first sample of the first tar.
+    """Whether `--shards` names tars of images, by the first sample of the first tar that has samples.
 
     Raises:
         UserError: it names tars, and one is missing or cannot be read.
     """
     if not names_tars(shards):
         return False
-    first = expand(shards)[0]
-    try:
-        return holds_images(first, local_copy(first, cache=cache, size=cache_size))
-    except OSError as error:
-        raise UserError(f"{first} cannot be read: {error}", hint="repair it, or leave it out") from error
+    for tar in expand(shards):
+        try:
+            are_images = holds_images(tar, local_copy(tar, cache=cache, size=cache_size))
+        except OSError as error:
+            raise UserError(f"{tar} cannot be read: {error}", hint="repair it, or leave it out") from error
+        if are_images is not None:
+            return are_images
+    return False
 
 
 def class_names_of_images(pattern: str, *, label: str, cache: Path | None, cache_size: str | None) -> set[str]:

@@ -13,7 +13,6 @@ from clipmill.train.data.batch import Sample
 from clipmill.train.data.captions import Annotations
 from clipmill.train.data.decoding.clip import ClipBuilder, ClipShape
 from clipmill.train.data.decoding.image_files import decode_image
-from clipmill.train.data.decoding.pictures import rgb_pictures
 from clipmill.train.data.images.index import ImageTars
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
@@ -73,27 +72,11 @@ class ImageReader(ThreadedReader):
             raise SampleFailed(self.key(sample), reason="shard_unreadable", detail=detail)
         return content
 
-    def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of clips, microseconds: an image has no duration."""
-        return np.zeros_like(rows), np.zeros_like(rows)
-
-    def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Each image is a video of its own."""
-        return rows
-
-    def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Always (0, 0): an image has no time."""
-        return 0.0, 0.0
-
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """The image as a model sees it in an evaluation, RGB [H, W, 3], once; empty if it cannot be read or decoded."""
-        [loaded] = self.load([SampleRequest(sample, sample, None)])
-        if isinstance(loaded, FailedSample):
-            return []
-        video = loaded["video"][:1]
-        return list(video if self._shape.rgb else rgb_pictures(video, loaded["colour"], size_px=self._shape.size_px))
+        return super().pictures(sample, num_frames=1)
 
-    def describe(self) -> list[str]:
+    def deviations(self) -> list[str]:
         """How often an image is shown."""
         num_frames = self._shape.sampling.num_frames
         return [

@@ -20,7 +20,6 @@ from clipmill.train.data.caption_rows import SplitCaptions, captions_of_split, u
 from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.data.latents.segment_query import SegmentQuery
 from clipmill.train.data.latents.segments import LatentRecords, Segments, times_us
-from clipmill.train.data.selection import Selection
 from clipmill.train.data.stored_text import TextRows
 from clipmill.train.data.table import RowCaptions
 
@@ -35,7 +34,7 @@ def pair_captions(
     segments: Segments,
     text: TextRows | None,
     video_ids: pa.Array,
-    selection: Selection,
+    selected: NDArray[np.bool_] | None,
     keep: Callable[[NDArray[np.int64]], NDArray[np.int64]],
 ) -> tuple[NDArray[np.int64], RowCaptions, list[str]]:
     """Read the captions of the videos `video_ids`, which are of the split of a query, and find the segments of each.
@@ -43,7 +42,7 @@ def pair_captions(
     Args:
         stored: The captions of the manifest.
         text: The stored embeddings; None if captions need none.
-        selection: Which captions are selected.
+        selected: Which captions are selected; None for all.
         keep: Chooses among the segments with captions, ascending.
 
     Returns:
@@ -57,7 +56,6 @@ def pair_captions(
     of_split = captions_of_split(
         stored, query.data_dir, split=query.split, video_ids=video_ids, wanted_sources=query.sources
     )
-    selected = selection.of_captions()
     span = SegmentSpans(records, segments)
     none = np.empty(0, np.int64)
     parts: list[dict[str, NDArray[Any]]] = [

@@ -135,6 +135,6 @@ class LatentReader:
         colours = latents[chosen][:, np.arange(3) % shape.channels].transpose(0, 2, 3, 1)
         return list((np.clip(colours / (2 * FALSE_COLOUR_STDS) + 0.5, 0, 1) * 255).astype(np.uint8))
 
-    def describe(self) -> list[str]:
+    def deviations(self) -> list[str]:
         """Which chunks the latents were made of, if not of the current ones, and where the tars are."""
         return [self.segments.made_of, self.segments.maps.describe()]

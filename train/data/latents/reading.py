@@ -53,7 +53,7 @@ class SegmentRequests:
     num_frames: NDArray[np.int64]
     text_place: NDArray[np.int64] | None
 
-    def own(self, name: str, *, default: int) -> NDArray[np.int64]:
+    def column(self, name: str, *, default: int) -> NDArray[np.int64]:
         """A column for the requests alone; `default` for each where there is none."""
         column = self.columns.get(name)
         return np.full(len(self.rows), default) if column is None else column[np.asarray(self.rows)]
@@ -84,7 +84,7 @@ class SegmentReader:
             return self._loaded(requests, due, loading)
         texts: Iterator[Part | None] = repeat(None)
         if self._segments.text is not None and requests.text_place is not None:
-            num_tokens = requests.own("num_tokens", default=1)
+            num_tokens = requests.column("num_tokens", default=1)
             texts = self._tars.parts(requests.text_place, num_tokens * self._segments.text.row_bytes)
         parts = self._tars.parts(latents, requests.num_frames * frame_bytes)
         return zip(repeat(requests.columns), requests.rows, parts, texts)
@@ -105,14 +105,14 @@ class SegmentReader:
         chunk: list[int] = requests.chunk.tolist()
         text: Iterable[_Text | None] = repeat(None, len(chunk))
         if self._segments.text is not None and (place := requests.text_place) is not None:
-            num_tokens = requests.own("num_tokens", default=1)
+            num_tokens = requests.column("num_tokens", default=1)
             text = zip(self._segments.text.member_at(place).tolist(), place.tolist(), num_tokens.tolist(), strict=True)
-        wanted = [*zip(requests.frame.tolist(), requests.num_frames.tolist(), text, strict=True)]
+        segments = [*zip(requests.frame.tolist(), requests.num_frames.tolist(), text, strict=True)]
         runs = [*pairwise([0, *(np.flatnonzero(np.diff(requests.chunk)) + 1).tolist(), len(chunk)])]
         waits = np.logical_or.reduceat(due, [begin for begin, _ in runs]).tolist()
 
         def load(run: tuple[int, int]) -> list[_Loaded]:
-            return self._load(chunk[run[0]], wanted[slice(*run)])
+            return self._load(chunk[run[0]], segments[slice(*run)])
 
         outcomes = in_order(
             load,
@@ -125,34 +125,34 @@ class SegmentReader:
         )
         with closing(outcomes):
             for run, has_to_wait in zip(runs, waits, strict=True):
-                own, rows = chunk[run[0]], requests.rows[slice(*run)]
+                its_chunk, rows = chunk[run[0]], requests.rows[slice(*run)]
                 loaded = next(outcomes)[1] if has_to_wait else load(run)
-                found = [self._latents.give_up(own, loaded)] * len(rows) if isinstance(loaded, Stuck) else loaded
-                for row, one in zip(rows, found, strict=True):
-                    if isinstance(one, Problem):
+                parts = [self._latents.give_up(its_chunk, loaded)] * len(rows) if isinstance(loaded, Stuck) else loaded
+                for row, part in zip(rows, parts, strict=True):
+                    if isinstance(part, Problem):
                         position = int(requests.columns["position"][row])
-                        yield FailedSample(position, self._segments.key(own), one.reason, one.detail)
+                        yield FailedSample(position, self._segments.key(its_chunk), part.reason, part.detail)
                     else:
-                        yield requests.columns, row, *one
+                        yield requests.columns, row, *part
 
-    def _load(self, chunk: int, wanted: Iterable[_Wanted]) -> list[_Loaded]:
-        """The parts of a chunk that are wanted, each with its embedding."""
-        content, shape, found = self._latents.load(chunk), self._records.shape, list[_Loaded]()
+    def _load(self, chunk: int, segments: Iterable[_Wanted]) -> list[_Loaded]:
+        """The parts of a chunk for some segments, each with its embedding."""
+        content, shape, loaded = self._latents.load(chunk), self._records.shape, list[_Loaded]()
         first = int(self._records.header_bytes[chunk])
         if shape.is_compressed and not isinstance(content, Problem):
             first = BLOCK_BYTES
             size_bytes = first + int(self._records.num_frames[chunk]) * shape.frame_bytes
             content = memoryview(decompressed(content, size_bytes=size_bytes))
-        for frame, num_frames, text in wanted:
+        for frame, num_frames, text in segments:
             embedding = None if text is None else self._embedding(*text)
             if isinstance(content, Problem):
-                found.append(content)
+                loaded.append(content)
             elif isinstance(embedding, Problem):
-                found.append(embedding)
+                loaded.append(embedding)
             else:
                 begin = first + frame * shape.frame_bytes
-                found.append(((content, begin, begin + num_frames * shape.frame_bytes), embedding))
-        return found
+                loaded.append(((content, begin, begin + num_frames * shape.frame_bytes), embedding))
+        return loaded
 
     def _embedding(self, member: int, place: int, num_tokens: int) -> Part | Problem:
         assert self._text is not None and self._segments.text is not None

@@ -110,6 +110,8 @@ def make_segment_table(
     label: NDArray[np.int64] | None = None
     remarks: list[str] = []
     if stored_captions is not None:
+        selected = selection.of_captions()
+        require_same_manifest(query.data_dir, manifest)  # from which both rows and selected rows are read
         segment, captions, remarks = pair_captions(
             query,
             stored_captions,
@@ -117,7 +119,7 @@ def make_segment_table(
             segments=segments,
             text=text,
             video_ids=stored.video_ids,
-            selection=selection,
+            selected=selected,
             keep=keep,
         )
     elif query.classes:
@@ -158,12 +160,12 @@ def make_segment_table(
 
 def _nothing_of(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split: str) -> UserError:
     shards = variant.shards()
-    there = pc.unique(shards[0].index["video_id"])[:3].to_pylist() if shards else []
+    videos = pc.unique(shards[0].index["video_id"])[:3].to_pylist() if shards else []
     column = variant.directory.parent.name
     return UserError(
         f"{variant.directory} has no {column} of any video of split {split!r}: "
         f"the manifest names {', '.join(map(repr, video_ids[:3].to_pylist()))}, "
-        f"the column {', '.join(map(repr, there)) or 'nothing'}",
+        f"the column {', '.join(map(repr, videos)) or 'nothing'}",
         hint=f"run prep {column} --data {shlex.quote(str(data_dir))}, unless the column is of another dataset",
     )
 

@@ -119,7 +119,8 @@ def open_latent_segments(
         depends_on=depends_on,
         num_rows=num_rows,
     )
-    maps.want(records.array_place[np.unique(table.first_part)])
+    is_first = np.diff(table.first_part, prepend=-1) > 0  # of the segments of a chunk, which ascend
+    maps.want(records.array_place[table.first_part[is_first]])
     captions: Captions | None = None
     if table.captions is not None and stored_captions is not None:
         captions = Captions(table.captions, stored_captions.texts, tokenize=tokenize)

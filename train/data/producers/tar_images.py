@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.train.config.data import CaptionSettings
-from clipmill.train.data.caption_choice import CaptionChoice, Sources, same_text
 from clipmill.train.data.captions import Annotations, Captions
 from clipmill.train.data.classes import ClassList, class_numbers_of
 from clipmill.train.data.images.index import LABEL, ImageTars, LeftOut
@@ -121,14 +120,8 @@ def _make_table(
         keep(of_image >= 0, "without one of the classes")
         label, caption_id = of_image[images][:, None], np.arange(len(images))
     if texts is not None:
-        rows = RowCaptions(
-            choice=CaptionChoice(np.arange(len(images) + 1), None, None),
-            sources=Sources(("",), np.ones(1), np.zeros(1, np.int16)),
-            texts_sha256=hashlib.sha256("".join(index.content_sha256 for index in tars.indexes).encode()).hexdigest(),
-            caption_id=np.arange(len(images)),
-            text_row=images.astype(np.int32),
-            same_text=same_text(texts, images) if len(images) else None,
-        )
+        sha256 = hashlib.sha256("".join(index.content_sha256 for index in tars.indexes).encode()).hexdigest()
+        rows = RowCaptions.of_one_each(images.astype(np.int32), texts=texts, texts_sha256=sha256)
     first = tars.tars[0] if len(tars.tars) == 1 else f"{len(tars.tars):,} tars"
     remarks = [f"{counted(len(images), 'image')} of {first}"]
     if classes is not None and label is not None and len(images):

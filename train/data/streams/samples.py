@@ -19,7 +19,7 @@ import numpy as np
 
 from clipmill.shards.damage import DamagedTar
 from clipmill.train.data.decoding.decoders import PlainVideo
-from clipmill.train.data.frame_sampling import US_PER_S, Sampling, moments_of, to_us
+from clipmill.train.data.frame_sampling import US_PER_S, Sampling, moments_of, to_us, view_offsets
 from clipmill.train.data.outcomes import SampleFailed
 from clipmill.train.data.streams.members import Member, members_of
 
@@ -238,11 +238,12 @@ def _clip_of_caption(key: str, content: bytes, caption: dict[str, Any], *, chunk
 
 
 def frames_on_screen(
-    video: PlainVideo, clip: StreamedClip, sampling: Sampling, *, rng: np.random.Generator | None
+    video: PlainVideo, clip: StreamedClip, sampling: Sampling, *, rng: np.random.Generator | None, num_views: int = 1
 ) -> list[int]:
     """Numbers of the frames of `video` on screen at the clip's moments; its frame rate need not be constant.
 
-    Moments are random with `rng`, as in training (clipmill.train.data.frame_sampling).
+    Moments are random with `rng`, as in training (clipmill.train.data.frame_sampling). Without it, as in evaluation,
+    they are of `num_views` views, one view after another.
 
     Raises:
         SampleFailed: no moment of the clip lies in the file.
@@ -256,9 +257,11 @@ def frames_on_screen(
         detail = f"its span from {clip.begin_us} us to {end_us} us is empty; the file ends at {end_of_file_us} us"
         raise SampleFailed(clip.key, reason="empty_span", detail=detail)
     fps = Fraction(len(video.pts) * US_PER_S) / length_us
-    moments = moments_of(clip.begin_us, end_us, sampling, fps_num=fps.numerator, fps_den=fps.denominator, rng=rng)
-    ticks = [
-        numerator * tick_us.denominator // (moments.denominator * tick_us.numerator) for numerator in moments.numerators
-    ]
-    found = np.searchsorted(np.array(video.pts) - video.pts[0], ticks, side="right") - 1
-    return [int(frame) for frame in found]
+    rate = {"fps_num": fps.numerator, "fps_den": fps.denominator}
+    ticks: list[int] = []
+    for at in view_offsets(sampling.rule, 1 if rng is not None else num_views):
+        moments = moments_of(clip.begin_us, end_us, sampling, **rate, rng=rng, at=at)
+        divisor = moments.denominator * tick_us.numerator
+        ticks += [numerator * tick_us.denominator // divisor for numerator in moments.numerators]
+    frames = np.searchsorted(np.array(video.pts) - video.pts[0], ticks, side="right") - 1
+    return [int(frame) for frame in frames]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.batch import Batch, BatchRing, Sample
 from clipmill.train.data.decoding.clip import ClipShape, make_clip
@@ -82,8 +83,9 @@ class VideoStream(BatchedSamples):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the names of the tars, which is all that is known of them."""
-        return hashlib.sha256("\n".join(self.tars).encode()).hexdigest()
+        """Hash of the names and sizes of the tars, wherever they are; of remote tars, only the names are known."""
+        facts = ((tar.rpartition("/")[2], None if is_remote(tar) else Path(tar).stat().st_size) for tar in self.tars)
+        return hashlib.sha256(repr([*facts]).encode()).hexdigest()
 
     def describe(self) -> str:
         """One line for the log: how the clips are read, and deviations from the settings so far."""
@@ -229,7 +231,8 @@ class StreamReader:
     def _sample(self, clip: StreamedClip, request: SampleRequest) -> Sample:
         try:
             video = PlainVideo(clip.content)
-            frames = frames_on_screen(video, clip, self._shape.sampling, rng=request.generator("frames"))
+            rng, num_views = request.generator("frames"), self._shape.views.num_clips
+            frames = frames_on_screen(video, clip, self._shape.sampling, rng=rng, num_views=num_views)
             decoded = video.decode(frames)
             require_frames(set(frames) - decoded.keys(), key=clip.key)
             pictures, crop = [decoded[frame] for frame in frames], request.generator("crop")
