@@ -1,6 +1,7 @@
 """A GPU that cannot be used: the driver that torch needs is named, and the CPU is never taken without a word."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,17 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the kernel's files of a machine; empty: it has no GPU."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(driver, "_VERSION_FILE", tmp_path / "version")
     monkeypatch.setattr(driver, "_PCI_DEVICES", tmp_path / "pci")
-    why_no_gpu.cache_clear()
-    precision._say_once.cache_clear()
-    return tmp_path
+    for remembered in (why_no_gpu, precision._say_once):
+        remembered.cache_clear()
+    yield tmp_path
+    for remembered in (why_no_gpu, precision._say_once):  # what was said of it is not true for other tests
+        remembered.cache_clear()
 
 
 def insert_card(machine: Path, *, vendor: str = "0x10de", kind: str = "0x030200") -> None:

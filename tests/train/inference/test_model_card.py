@@ -104,6 +104,7 @@ def test_the_code_of_the_card_opens_the_weights(evaluated: tuple[Path, Path], mo
 def test_results_of_other_checkpoints_are_left_out(runs: dict[str, Path], moving: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(runs["mae"], run)
+    shutil.rmtree(run / "evaluations", ignore_errors=True)  # of other tests
     assert train("eval", "reconstruction", run, "--shards", moving) == 0
     path = run / "evaluations" / "reconstruction-val.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 2}))
