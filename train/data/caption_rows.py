@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SplitCaptions:
-    """What is known of the captions of a split before they are read one by one.
+    """Facts about the captions of a split, before each of them is read.
 
     Attributes:
-        video_row: for each video of the manifest its row among those of the split, else -1.
+        video_row: Row of each video of the manifest among the videos of the split, else -1.
         rank_of_code: int16, rank in `sources` of each source of the manifest; -1 for those that are left out.
         num_by_code: int64, captions of the split by source of the manifest.
-        max_id: of a caption.
+        max_id: Highest ID of a caption.
     """
 
     video_row: NDArray[np.int32]
@@ -200,7 +200,7 @@ class ClipCaptions:
     """Clips and their captions: 24 bytes per clip, 8 to 28 per caption.
 
     Attributes:
-        choice: of a caption of a clip, as an entry of the next two arrays.
+        choice: Choice among the captions of a clip, as entries of the next two arrays.
         rows: [P] of the text of each caption; grouped by clip, then by source.
         caption_ids: [P] likewise.
         rank_counts: int64, number of captions by source.
@@ -228,8 +228,8 @@ def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], 
     """Make one clip of all captions whose spans are the same in microseconds.
 
     Args:
-        usable: of the spans of `block`.
-        rank: [captions], that of the source of each; captions with -1 are left out.
+        usable: Usable spans of `block`.
+        rank: [captions], rank of the source of each caption; captions with -1 are left out.
         each_caption: make one clip of each caption instead; `block` then has a span for each.
     """
     # The first chunk identifies the video.
@@ -282,7 +282,7 @@ class ClipGroups:
 
     Args:
         num_captions: limit of their captions.
-        max_id: of the captions.
+        max_id: Highest ID of a caption.
     """
 
     def __init__(self, sources: Sources, *, num_captions: int, num_chunks: int, max_id: int) -> None:

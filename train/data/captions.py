@@ -26,7 +26,7 @@ _BLOCK = 1 << 16
 
 
 class Annotations(Protocol):
-    """What samples get beside frames and names."""
+    """Entries of samples beside frames and names, such as captions or labels."""
 
     def add(self, sample: Sample, request: "SampleRequest") -> None:
         """Add it to a sample; `request.sample` is the row of the table."""
@@ -125,7 +125,7 @@ class Captions:
         )
 
     def facts(self) -> tuple[Any, ...]:
-        """What the samples depend on, for their fingerprint."""
+        """Facts on which the samples depend, for their fingerprint."""
         return () if self._relevant is None else (self._relevant.sha256,)
 
     def _draw(self, request: "SampleRequest") -> tuple[int, float]:

@@ -113,7 +113,7 @@ class ClipReader(ThreadedReader):
         )
 
     def deviations(self) -> list[str]:
-        """What deviates from the settings, with numbers."""
+        """Deviations from the settings, with numbers."""
         parts = [self.chunks.describe()]
         if self._repeats > 1:
             noun = "crops of the same frames" if self._of_same_frames > 1 else "samples"

@@ -1,8 +1,8 @@
 """`Loader`: batches of samples for one rank: their order, failures by name, and exact resumption.
 
 It knows rows by number only. What the rows are is the concern of a `SampleTable` (clipmill.train.data.table), and a
-reader turns rows into samples: of clips and images in threads (clipmill.train.data.workers), of latents from mapped
-files, of a stream from front to back.
+reader turns rows into samples: threads decode clips and images (clipmill.train.data.workers), latents are copied from
+mapped files, and a stream is read from front to back.
 
 Training follows the endless order of clipmill.train.data.order, and its whole state is a cursor in it. A sample that
 fails is reported beside the batch and replaced by the next sample in order, so the same failures give the same batches
@@ -95,7 +95,7 @@ class LoaderSettings:
 
 
 class Rows(Protocol):
-    """What a `Loader` knows of samples beside how to read them."""
+    """Facts about samples that a `Loader` needs beside a reader."""
 
     @property
     def fingerprint(self) -> str:
@@ -193,7 +193,7 @@ class Loader:
         """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty.
 
         Args:
-            begin: position to start at: 0, or that of the cursor after a batch.
+            begin: Position to start at: 0, or the position of the cursor after a batch.
         """
         building, num_samples = self._builder(None), self._rows.num_samples
         first, step = begin + self.loading.rank * every, self.loading.num_ranks * every
@@ -226,7 +226,8 @@ class Loader:
             old_order, _, old_content = state["samples"].partition(SEPARATOR)
             if old_order == order and old_content != content:
                 raise UserError(
-                    f"the captions differ in text or source from those of the state; here are {self._rows.describe()}",
+                    "the captions differ in text or source from the captions of the state; here are "
+                    f"{self._rows.describe()}",
                     hint=f"resume with the original captions, or {NEW_RUN}",
                 )
             if old_order != order or state["seed"] != self.loading.seed:

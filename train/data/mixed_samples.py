@@ -34,7 +34,7 @@ class MixedFolders:
     Attributes:
         names: short ones.
         addresses: as in --shards.
-        described: what each set contains.
+        described: Description of each set.
         variants: that each set comes from.
     """
 
@@ -159,12 +159,12 @@ class MixedSamples(BatchedSamples):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in an epoch: those of all folders."""
+        """Number of samples of all folders in an epoch."""
         return len(self)
 
     @property
     def visits_per_epoch(self) -> float:
-        """Number of samples that training takes in an epoch: those of all folders, each once on average."""
+        """Number of samples that training takes in an epoch: every sample of all folders, once on average."""
         return float(sum(part.visits_per_epoch for part in self.parts))
 
     @property

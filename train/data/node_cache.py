@@ -248,7 +248,7 @@ def _mark_of(path: Path) -> Path:
 
 
 def _state(path: Path) -> str:
-    """What changes whenever a file may have changed: the start of the machine, and size and time of the file."""
+    """Start of the machine, and size and time of a file: they change whenever its content may have changed."""
     state = path.stat()
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else str(time.monotonic_ns())
     return f"{boot} {state.st_ino} {state.st_size} {state.st_mtime_ns}"

@@ -209,15 +209,15 @@ class RelevantCaptions:
         self.sha256 = hashlib.sha256(repr(captions.select(labels).to_pydict()).encode()).hexdigest()
         caption_of_entry = np.empty_like(self._entry)
         caption_of_entry[self._entry] = np.arange(len(self._entry))
-        own = caption_of_entry[rows.choice.first(np.arange(rows.choice.num_rows))]
+        own_caption = caption_of_entry[rows.choice.first(np.arange(rows.choice.num_rows))]
         actions = _actions(captions)
         coded = captions["text"].combine_chunks().dictionary_encode()
         sentence = coded.indices.to_numpy().astype(np.int64)
         _, self._caption_of_sentence = np.unique(sentence, return_index=True)
-        self._own = sentence[own]
+        self._own = sentence[own_caption]
         self._min = min_relevancy
         self._relevancy: Relevancy = relevancy_of_classes(
-            _take(actions, own), _take(actions, self._caption_of_sentence)
+            _take(actions, own_caption), _take(actions, self._caption_of_sentence)
         )
 
     def relevant(self, clip: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -45,7 +45,7 @@ class RowReader(Reader, Protocol):
         """Frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
 
     def deviations(self) -> list[str]:
-        """What deviates from the settings, with numbers."""
+        """Deviations from the settings, with numbers."""
 
 
 class RowCaptioner(Protocol):
@@ -62,7 +62,7 @@ class RowCaptioner(Protocol):
         """Raise a UserError if all captions are the same text."""
 
     def describe(self) -> list[str]:
-        """What is to be said of the captions, for the log."""
+        """Remarks on the captions, for the log."""
 
     def visits_per_epoch(self, num_samples: int) -> float:
         """Number of samples that training takes in an epoch."""

@@ -9,6 +9,7 @@ from exiting.
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -186,7 +187,7 @@ class ReadAhead:
     num_threads: int
 
 
-class ThreadedReader:
+class ThreadedReader(ABC):
     """Base of the readers whose samples threads load (clipmill.train.data.loader.Reader).
 
     Requests that follow one another are loaded in groups, so that samples of one chunk may share its decoding. Samples
@@ -205,13 +206,13 @@ class ThreadedReader:
         """How samples are read ahead of loading; None if loading them reads them."""
         return None
 
+    @abstractmethod
     def load(self, requests: Sequence[SampleRequest]) -> list[Outcome]:
         """Load the samples of a group of requests, in their order; requests of a group may share work."""
-        raise NotImplementedError
 
+    @abstractmethod
     def key(self, sample: int) -> str:
         """Name of a sample in failures."""
-        raise NotImplementedError
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Start and end of rows in their videos, microseconds: by default 0, for samples without time."""
@@ -237,7 +238,7 @@ class ThreadedReader:
         return list(video[:num_frames])
 
     def deviations(self) -> list[str]:
-        """What deviates from the settings, with numbers; nothing by default."""
+        """Deviations from the settings, with numbers; none by default."""
         return []
 
     def place(self, sample: int) -> str:

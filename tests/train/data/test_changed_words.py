@@ -20,7 +20,7 @@ from tests.train.latents.written import write_all
 from tests.train.test_video_captions import open_set
 from tests.train.tiny_data import Caption, write_captions
 
-OTHER_WORDS = "the captions differ in text or source from those of the state"
+OTHER_WORDS = "the captions differ in text or source from the captions of the state"
 
 
 def rewrite(data_dir: Path, splits: dict[str, str], captions: list[Caption]) -> None:

@@ -169,8 +169,11 @@ def test_a_stream_is_the_same_by_any_path_and_another_one_when_its_tars_change(
     expected = open_stream(tar).fingerprint
     monkeypatch.chdir(tmp_path)
     assert open_stream(Path("0.tar")).fingerprint == expected
+    opened = open_stream(tar)
     write_tar(tar, payload, [*"abcdefghijklmnop"])
     assert open_stream(tar).fingerprint != expected
+    tar.unlink()
+    assert opened.state_dict()["samples"] == expected, "a run that loses a tar can save its state"
 
 
 def test_a_window_of_large_videos_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,17 +11,17 @@ from tests.train.latents.written import Written
 
 def test_a_batch_is_valid_until_two_further_ones_were_taken(written: Written) -> None:
     kept = open_latent_segments(segments(written.data_dir, split="train", batch=2, can_keep=True))
-    own = [one.batch for one in islice(kept.batches(), 20)]
+    kept_batches = [loaded.batch for loaded in islice(kept.batches(), 20)]
     taken = []
     for number, loaded in enumerate(
         islice(open_latent_segments(segments(written.data_dir, split="train", batch=2)).batches(), 20)
     ):
         taken.append(loaded.batch)
-        for valid, right in zip(taken[-2:], own[: number + 1][-2:], strict=True):
+        for valid, right in zip(taken[-2:], kept_batches[: number + 1][-2:], strict=True):
             assert torch.equal(valid["latents"], right["latents"]) and torch.equal(valid["text"], right["text"])
     assert len({batch["latents"].data_ptr() for batch in taken}) == 2
     # Everything but what lies in the ring is never overwritten.
-    for batch, right in zip(taken, own, strict=True):
+    for batch, right in zip(taken, kept_batches, strict=True):
         assert torch.equal(batch["position"], right["position"]) and batch["key"] == right["key"]
         assert torch.equal(batch["caption_id"], right["caption_id"])
 

@@ -163,8 +163,8 @@ def test_state_per_sample_is_that_of_the_same_samples_in_one_folder(near: Path, 
             *(loaded.batch[name].tolist() for name in ("position", "clip_id", "caption_id")),  # type: ignore[literal-required]
             strict=True,
         ):
-            own = mixed.parts[0 if clip < 6 else 1]
-            clip_there, caption_there = in_whole[own.text(clip - (0 if clip < 6 else 6))]
+            part = mixed.parts[0 if clip < 6 else 1]
+            clip_there, caption_there = in_whole[part.text(clip - (0 if clip < 6 else 6))]
             pairs["clips"].add((clip, clip_there))
             pairs["captions"].add((caption, caption_there))
             wanted.append(SampleRequest(clip_there, position, SETTINGS.seed))

@@ -61,7 +61,7 @@ def read_latents(latents: Variant, data_dir: Path, *, split: str, maps: MappedTa
 def read_text(
     text: Variant, stored: StoredLatents, maps: MappedTars, *, data_dir: Path, split: str, depends_on: Sequence[object]
 ) -> tuple[TextMembers, TextRows]:
-    """The members and rows of stored texts, whose tars follow those of the latents in `maps`."""
+    """The members and rows of stored texts, whose tars follow the tars of the latents in `maps`."""
 
     def read() -> tuple[TextMembers, TextRows]:
         if not text.num_shards:

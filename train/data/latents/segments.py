@@ -277,7 +277,7 @@ class StoredLatents:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSegments:
-    """What segments are read from.
+    """The data from which segments are read.
 
     Attributes:
         records: Chunks with latents, the parts of a table of segments.

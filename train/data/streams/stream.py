@@ -48,6 +48,9 @@ class VideoStream(BatchedSamples):
         tokenize: Makes tokens of captions; None for texts.
         cache, cache_size: Folder for copies of remote tars, and its limit (`clipmill.train.data.remote.open_cache`).
 
+    Attributes:
+        fingerprint: Hash of the names and sizes of the tars.
+
     Raises:
         UserError: a tar is missing; when batches are requested, the tars hold fewer clips than a batch.
     """
@@ -66,6 +69,8 @@ class VideoStream(BatchedSamples):
         cache_size: str | None = None,
     ) -> None:
         self.tars = expand(pattern)
+        # Now, so that a tar that is lost during a run does not keep it from saving its state.
+        self.fingerprint = _fingerprint(self.tars)
         self.reader = StreamReader(
             self.tars, shape=shape, tokenize=tokenize, open_items=partial(items_in, cache=cache, cache_size=cache_size)
         )
@@ -80,12 +85,6 @@ class VideoStream(BatchedSamples):
     def variant_name(self) -> str:
         """Where the clips come from."""
         return f"a stream of {counted(len(self.tars), 'tar')}"
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the names and sizes of the tars, wherever they are; of remote tars, only the names are known."""
-        facts = ((tar.rpartition("/")[2], None if is_remote(tar) else Path(tar).stat().st_size) for tar in self.tars)
-        return hashlib.sha256(repr([*facts]).encode()).hexdigest()
 
     def describe(self) -> str:
         """One line for the log: how the clips are read, and deviations from the settings so far."""
@@ -251,6 +250,12 @@ class StreamReader:
             colour=made.colour,
             **of_caption,
         )
+
+
+def _fingerprint(tars: Sequence[str]) -> str:
+    """Hash of the names and sizes of tars, wherever they are; of remote tars, only the names are known."""
+    facts = [(tar.rpartition("/")[2], None if is_remote(tar) else Path(tar).stat().st_size) for tar in tars]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def open_stream(query: DataQuery) -> VideoStream:
