@@ -29,7 +29,7 @@ from clipmill.prep.sources.table import PROBES, PROBES_FILE
 from clipmill.prep.video.layout import layout_path
 from clipmill.prep.video.plan import Plan, ShardPlan
 from clipmill.prep.video.plan_inputs import make_plan
-from clipmill.prep.video.recipe import ResolvedRecipe
+from clipmill.prep.video.settings import ResolvedRecipe
 from clipmill.shards.commits import Commit, ShardFiles, write_commit
 from clipmill.shards.dataset import set_current_variant, variant_dir
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE, VIDEO_FIELDS, ShardName

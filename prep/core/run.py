@@ -17,7 +17,6 @@ from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.data_folder import remove_variant_temporaries
 from clipmill.prep.core.failure_list import FAILURES_FILE, read_failures, shard_name, write_failures
 from clipmill.prep.core.failures import FailureCode, loss_code
-from clipmill.prep.core.heartbeat import RunningChunks
 from clipmill.prep.core.lag import is_committed, wait_until_seen
 from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.outcome import unchanged_failures, why_missing
@@ -25,7 +24,7 @@ from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from clipmill.prep.core.progress import RunProgress, warn_refused
 from clipmill.prep.core.selection import write_selection
-from clipmill.prep.core.shard_result import ShardResult, Stop, W, stopped
+from clipmill.prep.core.shard_result import RunningChunks, ShardResult, Stop, W, stopped
 from clipmill.prep.core.variant_folder import make_variant
 from clipmill.prep.engines import Engine, Refused
 from clipmill.prep.engines.admission import worker_ticket

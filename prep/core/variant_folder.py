@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.publish import publish_json, read_record, rename, temporary_path
 from clipmill.shards.format import COMMITS_FOLDER, RECIPE_FILE
 

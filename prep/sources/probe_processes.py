@@ -26,7 +26,8 @@ from typing import Any
 
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.engines import CRASH_SIGNALS, die_with_parent, exit_reason
-from clipmill.prep.sources.probe import SourceFacts, probe
+from clipmill.prep.sources.access import SourceFacts
+from clipmill.prep.sources.probe import probe
 
 SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease block an `open` (45 s)
 MEMORY_LIMIT_BYTES = 4 << 30  # address space: enough for a 16k frame and its reference frames

@@ -18,32 +18,19 @@ import pyarrow.compute as pc
 
 from clipmill.prep.core.plan import HeldShards, ShardPlan, StoredShards, WantedShard, plan_shards
 from clipmill.prep.core.table_file import as_array
-from clipmill.prep.sources.probe import SourceFacts
+from clipmill.prep.sources.access import SourceFacts
 from clipmill.prep.sources.shot_table import ShotTask
 from clipmill.prep.video.cutting import ShotCutting
 from clipmill.prep.video.layout import extend_layout, shards_of_moved_videos, wanted_rows
-from clipmill.prep.video.recipe import SPAN_CHUNKS, ResolvedRecipe
+from clipmill.prep.video.settings import SPAN_CHUNKS, ResolvedRecipe
 from clipmill.prep.video.shots import VideoShots, cutting_of, frames_of
-from clipmill.prep.video.spans import Span
+from clipmill.prep.video.spans import Span, SpanPlan
 from clipmill.prep.video.videos import Videos
 from clipmill.shards.commits import Failure
 
 _ROWS_AT_ONCE = 1 << 16
 _HELD = "kept, because a source cannot be read and its duration is unknown"
 _HELD_SHOTS = "kept, because the duration or the shots of a source are unknown"
-
-
-@dataclass(frozen=True)
-class SpanPlan:
-    """One span of the plan: its video, its chunks, and the fingerprint of its encoder pass."""
-
-    video_id: str
-    source_id: str
-    dataset: str
-    path: str
-    source: SourceFacts
-    span: Span
-    fingerprint: str
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ from clipmill.prep.video.changes import ShardChange, with_changes
 from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.layout import layout_path, video_layout_of_commits, wanted_rows
 from clipmill.prep.video.plan import Plan
-from clipmill.prep.video.recipe import ResolvedRecipe, stored_recipe
+from clipmill.prep.video.recipe import stored_recipe
+from clipmill.prep.video.settings import ResolvedRecipe
 from clipmill.prep.video.shots import cutting_of, detector_key, frames_of, shots_of
 from clipmill.prep.video.videos import Videos
 from clipmill.shards.columns import VIDEO

@@ -9,8 +9,7 @@ import pyarrow.compute as pc
 from clipmill.prep.core.table_file import as_array
 from clipmill.prep.sources.shot_table import shot_rows
 from clipmill.prep.video.cutting import Cutting, EvenCutting, shot_cutting
-from clipmill.prep.video.recipe import SPAN_CHUNKS, ResolvedRecipe
-from clipmill.prep.video.settings import ChunkSettings
+from clipmill.prep.video.settings import SPAN_CHUNKS, ChunkSettings, ResolvedRecipe
 from clipmill.prep.video.spans import num_output_frames
 
 

@@ -17,10 +17,10 @@ from clipmill.manifests.units import size_text
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.video.encode import encode_span
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.prep.video.plan import Plan, SpanPlan, Workload
-from clipmill.prep.video.spans import Span
-from clipmill.prep.video.staging import StagedSources
-from clipmill.shards.timeline import Timeline
+from clipmill.prep.video.plan import Plan, Workload
+from clipmill.prep.video.span_task import StagedSources
+from clipmill.prep.video.spans import Span, SpanPlan
+from clipmill.shards.timeline.model import Timeline
 
 _NUM_VIDEOS = 3  # and the heaviest one
 _SHORT_S, _LONG_S = 1.0, 4.0

@@ -19,8 +19,8 @@ from clipmill.prep.engines import MAX_TRIES
 from clipmill.prep.engines.processes import ProcessEngine
 from clipmill.prep.sources import files as source_files
 from clipmill.prep.sources import probe_processes
-from clipmill.prep.sources.files import current_fingerprint
-from clipmill.prep.sources.probe import SourceFacts, probe
+from clipmill.prep.sources.access import SourceFacts, current_fingerprint
+from clipmill.prep.sources.probe import probe
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan_inputs import Planned, make_plan, with_shots
 from clipmill.prep.video.recipe import Recipe, resolve
