@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _CLUSTER = re.compile(r"auto|local|(ray://)?[^\s/]+:\d{1,5}", re.ASCII)
 EXECUTION = Parameter(group=Group("Execution", sort_key=8))
-OPTIONS = Group("Options", sort_key=9)  # of flags without another group
 
 
 def _data_folder(_type: Any, tokens: Sequence[Token]) -> Path:
