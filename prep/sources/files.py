@@ -17,7 +17,6 @@ import pyarrow.compute as pc
 
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.access import STAT_LIMIT_S, access_failure
-from clipmill.prep.sources.remote import remote_states
 
 _SHORT_LIMIT_S = 1.0  # timeout for other files in a folder where one timed out: a dead mount may hold thousands
 _SLICE = 4096
@@ -50,6 +49,8 @@ def stat_files(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     is_url = np.asarray(pc.match_substring(paths, "://"))
     if not is_url.any():
         return _stat_local(paths, num_threads=num_threads)
+    from clipmill.prep.sources.remote import remote_states
+
     rows = np.flatnonzero(is_url)
     states = FileStates(np.full(len(paths), NO_FILE, np.int64), np.zeros(len(paths), np.int64), {})
     for number, found in remote_states(paths.take(pa.array(rows)).to_pylist()):

@@ -60,9 +60,6 @@ class StoredSpans:
     chunk_bytes: float = 0.0
 
 
-_NOTHING = StoredSpans()
-
-
 def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -> dict[int, ShardChange]:
     """Compare the shards of a plan with the stored ones; return how they differ, by shard ID.
 
@@ -85,7 +82,7 @@ def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -
         commit = commits.get(shard.shard_id)
         if shard.state in _COMPARED and commit is not None:
             if commit.files is None or shard.shard_id in owned:
-                own, is_moved = owned.get(shard.shard_id, _NOTHING), shard.shard_id in moved
+                own, is_moved = owned.get(shard.shard_id, StoredSpans()), shard.shard_id in moved
                 found[shard.shard_id] = _change(plan, shard, commit, own, tars, has_moved_videos=is_moved)
         elif shard.has_work and tars and (change := _found_elsewhere(plan, shard, tars)) is not None:
             found[shard.shard_id] = change

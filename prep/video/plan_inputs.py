@@ -22,20 +22,18 @@ from clipmill.manifests.table_files import VIDEOS_FILE
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState, StoredShards, pending_of, stored_shards
+from clipmill.prep.core.selection import make_variant
 from clipmill.prep.core.table_file import as_array
-from clipmill.prep.core.variant_folder import make_variant
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
 from clipmill.prep.sources.table import failed_sources, probe_sources, probes_of, read_probes
-from clipmill.prep.video.captions import caption_groups
 from clipmill.prep.video.changes import ShardChange, with_changes
 from clipmill.prep.video.column import COLUMN
+from clipmill.prep.video.cutting import cutting_of, detector_key, frames_of, shots_of
 from clipmill.prep.video.layout import layout_path, video_layout_of_commits, wanted_rows
-from clipmill.prep.video.plan import Plan
+from clipmill.prep.video.plan import Plan, Videos
 from clipmill.prep.video.recipe import stored_recipe
 from clipmill.prep.video.settings import ResolvedRecipe
-from clipmill.prep.video.shots import cutting_of, detector_key, frames_of, shots_of
-from clipmill.prep.video.videos import Videos
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit
 from clipmill.shards.dataset import variant_dir
@@ -79,6 +77,16 @@ class Planned:
     @property
     def num_videos(self) -> int:
         return self.plan.num_videos
+
+    def rows_to_encode(self) -> np.ndarray:
+        """Return the rows of the plan with the spans that are encoded rather than copied, int64."""
+        rows = [np.asarray(self._rows_of(shard), np.int64) for shard in self.shards if shard.has_work]
+        return np.concatenate([np.zeros(0, np.int64), *rows])
+
+    def _rows_of(self, shard: ShardPlan) -> Sequence[int]:
+        if shard.shard_id in self.changes:
+            return self.changes[shard.shard_id].rows
+        return () if shard.state == ShardState.CHANGED else shard.rows
 
 
 def make_plan(
@@ -222,7 +230,11 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
     write_layout(layout_path(planned.data_dir, plan.recipe.settings), plan.layout)
     has_work = any(shard.has_work for shard in plan.shards)
     captions_file = captions_path(planned.data_dir) if plan.has_captions and has_work else None
-    groups = None if captions_file is None else caption_groups(captions_file, planned.videos.ids)
+    groups = None
+    if captions_file is not None:
+        from clipmill.prep.video.captions import caption_groups
+
+        groups = caption_groups(captions_file, planned.videos.ids)
 
     def task(shard: ShardPlan) -> "ShardTask":
         return ShardTask(

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from clipmill.manifests.storage.cache import CachedFile
     from clipmill.shards.salvage import SalvagedSample
 
+_H264_SLICE_TYPES = frozenset({1, 2, 3, 4, 5})
+_HEVC_LAST_SLICE_TYPE = 31
+_HEVC_LAST_SUBLAYER_TYPE = 14  # even types up to this one are sub-layer non-reference pictures (H.265 table 7-1)
 SPAN_COLUMN = "span_fingerprint"
 _TRIES = 2  # attempts at a span with a transient failure
 _NOT_AGAIN = frozenset({FailureCode.DISK_FULL, FailureCode.SOURCE_TOO_LARGE})  # transient, but not that soon
@@ -356,11 +359,6 @@ class OldChunks:
             except SourceFailure:  # not made with this recipe, so it cannot be reused
                 continue
         return SpanChunks(chunks, num_chunks)
-
-
-_H264_SLICE_TYPES = frozenset({1, 2, 3, 4, 5})
-_HEVC_LAST_SLICE_TYPE = 31
-_HEVC_LAST_SUBLAYER_TYPE = 14  # even types up to this one are sub-layer non-reference pictures (H.265 table 7-1)
 
 
 def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:

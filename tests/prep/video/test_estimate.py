@@ -14,11 +14,10 @@ import pytest
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.prep.sources import remote
 from clipmill.prep.video import staging, trial
-from clipmill.prep.video.estimate import Estimate, estimate, estimate_lines, with_wall_time
+from clipmill.prep.video.estimate import EncodeTrial, Estimate, estimate, estimate_lines, factor_range, with_wall_time
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Workload
 from clipmill.prep.video.recipe import Recipe
-from clipmill.prep.video.trial import EncodeTrial, factor_range
 from tests.prep.running import Ran
 
 Prep = Callable[..., Ran]
