@@ -3,15 +3,18 @@
 import errno
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.manifests.storage.urls import Place
+
+if TYPE_CHECKING:
+    from clipmill.manifests.storage.urls import Place
 
 _PACKAGE = Path(__file__).resolve().parent
 
 
-def check_data_dir(data_dir: Path, *, videos: Place | None = None) -> None:
+def check_data_dir(data_dir: Path, *, videos: "Place | None" = None) -> None:
     """Reject a data folder that would mix with the program's source or with the source videos.
 
     Raises:
@@ -41,7 +44,7 @@ def address_of(data_dir: Path) -> Place:
     return data_dir if mirror is None else mirror.address
 
 
-def _is_both(place: Place) -> UserError:
+def _is_both(place: "Place") -> UserError:
     return UserError(
         f"{place} is both the data folder and the folder of the videos", hint="give a separate data folder with --data"
     )

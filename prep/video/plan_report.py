@@ -1,4 +1,4 @@
-"""The reports of `prep plan`: what a run would do, why, and its cost; with `--explain`, the state of a chunk or video."""
+"""The reports of `prep plan`: what a run would do, why, and its cost; with `--explain`, of one chunk or video."""
 
 import math
 import shlex
