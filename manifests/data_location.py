@@ -38,7 +38,7 @@ def check_data_dir(data_dir: Path, *, videos: "Place | None" = None) -> None:
         raise _is_both(data_dir)
 
 
-def address_of(data_dir: Path) -> Place:
+def address_of(data_dir: Path) -> "Place":
     """Return the address of a data folder in a bucket, and the path of a local one."""
     mirror = mirror_of(data_dir)
     return data_dir if mirror is None else mirror.address

@@ -150,7 +150,7 @@ class Request:
     @property
     def cluster(self) -> str | None:
         """Address of the Ray cluster that does the work; None for this machine."""
-        from clipmill.prep.engines.ray_connection import cluster_address
+        from clipmill.prep.engines.choice import cluster_address
 
         return None if self.engine == "processes" else cluster_address(self.address)
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from clipmill.prep.engines import Engine, Outcome, Refused
     from clipmill.prep.sources.probe_tasks import Probed, ProbeTask
     from clipmill.prep.video.worker import ShardTask
+
+_IDS_AT_ONCE = 1 << 20  # looked up together, because each lookup begins with a hash table of all videos
 
 
 @dataclass(frozen=True)
@@ -232,8 +236,6 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
     captions_file = captions_path(planned.data_dir) if plan.has_captions and has_work else None
     groups = None
     if captions_file is not None:
-        from clipmill.prep.video.captions import caption_groups
-
         groups = caption_groups(captions_file, planned.videos.ids)
 
     def task(shard: ShardPlan) -> "ShardTask":
@@ -265,6 +267,52 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
         chunk_s=plan.mean_chunk_s,
         needs=("clipmill.prep.video.ffmpeg:version_mismatch", plan.recipe.ffmpeg),
     )
+
+
+@dataclass(frozen=True)
+class CaptionGroups:
+    """The row groups of a table of captions that hold captions of each video; a worker reads only its own.
+
+    Attributes:
+        begins: first entry of each video in `groups`, and the number of all entries, int64 [videos + 1].
+        groups: row groups of one video after another, ascending, int32.
+    """
+
+    begins: np.ndarray
+    groups: np.ndarray
+
+    def of(self, videos: np.ndarray) -> tuple[int, ...]:
+        """Return the row groups that hold captions of some videos, given by their rows; ascending."""
+        parts = [self.groups[self.begins[video] : self.begins[video + 1]] for video in np.unique(videos)]
+        return tuple(np.unique(np.concatenate(parts)).tolist()) if parts else ()
+
+
+def caption_groups(captions_file: Path, video_ids: pa.Array) -> CaptionGroups:
+    """Read the column of videos of a table of captions once, to find the row groups of each of `video_ids`."""
+    videos, groups = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+    for ids, group_of_id in _ids_of_groups(captions_file):
+        rows = np.asarray(pc.fill_null(pc.index_in(ids, value_set=video_ids), -1)).astype(np.int64)
+        videos.append(rows[rows >= 0])
+        groups.append(group_of_id[rows >= 0])
+    of_videos, of_groups = np.concatenate(videos), np.concatenate(groups)
+    begins = np.concatenate([[0], np.cumsum(np.bincount(of_videos, minlength=len(video_ids)))])
+    return CaptionGroups(begins, of_groups[np.argsort(of_videos, kind="stable")])
+
+
+def _ids_of_groups(captions_file: Path) -> Iterator[tuple[pa.ChunkedArray, np.ndarray]]:
+    """Yield ids of videos, each once per row group that holds it, with these row groups."""
+    waiting: list[pa.Array] = []
+    numbers: list[int] = []
+    with pq.ParquetFile(captions_file, read_dictionary=["video_id"]) as file:
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group, columns=["video_id"], use_threads=False)
+            ids = pc.unique(table["video_id"].unify_dictionaries()).cast(pa.string())
+            waiting.append(ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids)
+            numbers.append(group)
+            if sum(map(len, waiting)) >= _IDS_AT_ONCE or group == file.num_row_groups - 1:
+                repeats = list(map(len, waiting))
+                yield pa.chunked_array(waiting, pa.string()), np.repeat(np.asarray(numbers, np.int32), repeats)
+                waiting, numbers = [], []
 
 
 @dataclass(frozen=True)

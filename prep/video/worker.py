@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.keys import chunk_key
@@ -29,8 +32,22 @@ from clipmill.shards.commits import Commit, Failure, write_commit
 from clipmill.shards.format import VIDEO_FIELDS
 from clipmill.shards.writer import Sample, ShardWriter
 
-if TYPE_CHECKING:
-    from clipmill.prep.video.captions import Caption
+_CAPTION_COLUMNS = ["caption_id", "begin_s", "end_s", "text", "source"]
+
+
+@dataclass(frozen=True)
+class Caption:
+    """One caption; `end_s` is None if it lasts to the end of the video."""
+
+    caption_id: int
+    begin_s: float
+    end_s: float | None
+    text: str
+    source: str
+
+    def overlaps(self, begin_s: Fraction, end_s: Fraction) -> bool:
+        """Return True if the caption overlaps [begin_s, end_s)."""
+        return self.begin_s < end_s and (self.end_s is None or self.end_s > begin_s)
 
 
 @dataclass(frozen=True)
@@ -80,8 +97,6 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
     settings = task.recipe.settings
     captions = None
     if task.captions_file is not None:
-        from clipmill.prep.video.captions import captions_of
-
         video_ids = [plan.video_id for plan in task.spans]
         captions = captions_of(task.captions_file, video_ids, row_groups=task.caption_groups)
     extensions = ["mp4", "json", *(["txt"] if captions is not None else [])]
@@ -159,6 +174,32 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
     )
 
 
+def captions_of(
+    captions_file: Path, video_ids: Sequence[str], *, row_groups: Sequence[int]
+) -> dict[str, list[Caption]]:
+    """Return the captions of some videos, sorted by time.
+
+    Args:
+        row_groups: row groups of the table that hold them; one is in memory at a time.
+    """
+    import pyarrow.parquet as pq
+
+    wanted = pa.array(sorted(set(video_ids)), pa.string())
+    found: dict[str, list[Caption]] = {}
+    with pq.ParquetFile(captions_file, read_dictionary=["video_id"], pre_buffer=False) as file:
+        for group in row_groups:
+            ids = file.read_row_group(group, columns=["video_id"], use_threads=False)["video_id"].unify_dictionaries()
+            rows = pa.array(np.flatnonzero(pc.is_in(ids.cast(pa.string()), value_set=wanted).to_numpy()))
+            table = file.read_row_group(group, columns=_CAPTION_COLUMNS, use_threads=False).take(rows)
+            for video_id, row in zip(ids.take(rows).to_pylist(), table.to_pylist(), strict=True):
+                end_s = row["end_s"] if row["end_s"] != float("inf") else None
+                caption = Caption(row["caption_id"], row["begin_s"], end_s, row["text"], row["source"])
+                found.setdefault(video_id, []).append(caption)
+    for captions in found.values():
+        captions.sort(key=lambda caption: (caption.begin_s, caption.caption_id))
+    return found
+
+
 def video_sample(
     chunk: ReadyChunk,
     *,
@@ -167,7 +208,7 @@ def video_sample(
     span_chunks: int,
     split: str,
     settings: ChunkSettings,
-    captions: "Sequence[Caption] | None",
+    captions: Sequence[Caption] | None,
 ) -> Sample:
     """Return the sample of chunk `number` of a span.
 

@@ -57,8 +57,17 @@ def modules_of_a_run(
     (folder / "videos").mkdir()
     write_video(folder / "videos" / "v.mp4", seconds=1)
     data, listed = folder / "data", folder / "worker.txt"
-    program = [sys.executable, "-m", "clipmill.prep.cli", "manifest", "folder", str(folder / "videos"), "--data", data]
-    subprocess.run(program, cwd=ROOT, check=True, capture_output=True)
+    program = [
+        sys.executable,
+        "-m",
+        "clipmill.prep.cli",
+        "manifest",
+        "folder",
+        str(folder / "videos"),
+        "--data",
+        str(data),
+    ]
+    subprocess.run([sys.executable, "-m", "clipmill.prep.cli", *reading], cwd=ROOT, check=True, capture_output=True)
     code = f"from {__name__} import run_driver; run_driver({str(data)!r})"
     env = {**os.environ, LIST_VARIABLE: str(listed)}
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)

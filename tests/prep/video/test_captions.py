@@ -10,7 +10,8 @@ import pytest
 from clipmill.manifests import caption_table
 from clipmill.manifests.caption_table import CaptionChange, write_caption_table
 from clipmill.prep.video import captions as captions_module
-from clipmill.prep.video.captions import CaptionGroups, caption_groups, captions_of
+from clipmill.prep.video.plan_inputs import CaptionGroups, caption_groups
+from clipmill.prep.video.worker import captions_of
 
 VIDEOS = [f"v{number}" for number in range(20)]
 
