@@ -1,7 +1,7 @@
 """The inputs of a `video` plan, the plan as a job for the driver, and the number of chunks that the manifest requires.
 
 `make_plan` probes the sources, on a cluster in its workers. `with_shots` detects the shots that its plan lacks, and
-plans again. `wanted_chunks` uses stored records only; it serves the commands that maintain a data folder.
+plans again. `pending_chunks` uses stored records only; it serves the commands that maintain a data folder.
 """
 
 from collections.abc import Iterator, Sequence
@@ -315,41 +315,6 @@ def _ids_of_groups(captions_file: Path) -> Iterator[tuple[pa.ChunkedArray, np.nd
                 waiting, numbers = [], []
 
 
-@dataclass(frozen=True)
-class WantedChunks:
-    """Chunks and shards that the manifest requires.
-
-    Attributes:
-        num_chunks: number of chunks of all videos with a known probe and, with `--cut shots`, known shots.
-        shard_ids: shards of the layout with wanted content. Any other video counts as having all its spans.
-        num_undetected: number of videos whose shots have to be detected first.
-    """
-
-    num_chunks: int
-    shard_ids: frozenset[int]
-    num_undetected: int
-
-
-def wanted_chunks(data_dir: Path, recipe: ResolvedRecipe) -> WantedChunks:
-    """Return what the manifest requires, as far as the probes and shots of its videos are known.
-
-    Raises:
-        UserError: the manifest or the layout is damaged.
-    """
-    num_chunks, is_known, num_undetected = _known_chunks(data_dir, recipe)
-    layout = read_layout(layout_path(data_dir, recipe.settings))
-    videos = read_videos(data_dir, columns=["video_id", "split"])
-    ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
-    for_ever = np.where(is_known, num_chunks, np.iinfo(np.int64).max)
-    layout_videos = video_rows_of(layout, ids)
-    layout_rows, _ = wanted_rows(layout, video_rows=layout_videos, splits=splits, num_chunks=for_ever)
-    return WantedChunks(
-        num_chunks=int(num_chunks.sum()),
-        shard_ids=frozenset(np.asarray(layout["shard_id"])[layout_rows].tolist()),
-        num_undetected=num_undetected,
-    )
-
-
 def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the number of chunks of each video, which of these are known, and how many videos lack their shots.
 
@@ -402,10 +367,18 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
 
 
 def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -> Pending:
-    """Return what remains to be made of a variant, as far as the probes and shots of its videos are known."""
-    chunks = wanted_chunks(data_dir, recipe)
-    missing = len(chunks.shard_ids - variant.commits.keys())
+    """Return what remains to be made of a variant, as far as the probes and shots of its videos are known.
+
+    A video whose probe or shots are unknown counts as having all its spans.
+    """
+    num_chunks, is_known, num_undetected = _known_chunks(data_dir, recipe)
+    layout = read_layout(layout_path(data_dir, recipe.settings))
+    videos = read_videos(data_dir, columns=["video_id", "split"])
+    ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
+    for_ever = np.where(is_known, num_chunks, np.iinfo(np.int64).max)
+    layout_videos = video_rows_of(layout, ids)
+    layout_rows, _ = wanted_rows(layout, video_rows=layout_videos, splits=splits, num_chunks=for_ever)
+    shard_ids = frozenset(np.asarray(layout["shard_id"])[layout_rows].tolist())
+    missing = len(shard_ids - variant.commits.keys())
     to_make = {"missing": missing} if missing else {}
-    if chunks.num_undetected:
-        return Pending(to_make=to_make)
-    return Pending(chunks.num_chunks, chunks.shard_ids, to_make)
+    return Pending(to_make=to_make) if num_undetected else Pending(int(num_chunks.sum()), shard_ids, to_make)
