@@ -3,11 +3,13 @@
 This module has `make_NAME` and `plan_NAME`, the functions behind the commands of a column, and `plan`: `prep plan`.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from clipmill.manifests.flag_values import OPTIONS
+from clipmill.manifests.plugins import UnusablePart
 from clipmill.prep.registry import COLUMNS, column_named
 
 
@@ -18,8 +20,21 @@ def __getattr__(name: str) -> Any:
     verb, _, column = name.partition("_")
     if verb not in ("make", "plan") or column not in COLUMNS:
         raise AttributeError(name)
-    spec = column_named(column)
+    try:
+        spec = column_named(column)
+    except UnusablePart as error:
+        return _refusing_command(error)
     return spec.make_command if verb == "make" else spec.plan_command
+
+
+def _refusing_command(error: UnusablePart) -> Callable[..., None]:
+    """Return a command that raises `error`: help and completion of the other commands do not need the column."""
+
+    def refuse(*words: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> None:
+        raise error
+
+    refuse.__doc__ = "Cannot be used; the command says why."
+    return refuse
 
 
 def _plan_app() -> App:

@@ -74,6 +74,7 @@ def test_a_driver_loads_what_it_uses(modules_of_a_run: tuple[list[str], list[str
     packages = {".".join(name.split(".")[:3]) for name in driver}
     others = {f"clipmill.prep.{name}" for name in ("captions", "exports", "latents", "scores", "text", "upkeep")}
     assert not packages & others
+    assert not [name for name in driver if name.startswith("clipmill.prep.engines.ray")]
 
 
 def test_a_worker_loads_its_task_and_neither_plan_nor_driver(modules_of_a_run: tuple[list[str], list[str]]) -> None:
