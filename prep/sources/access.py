@@ -47,7 +47,7 @@ class SourceFacts:
         key_gap_s: longest time in seconds between two key frames if a seek may land between them; 0 if a seek lands on
             a key frame.
         num_audio: number of audio streams.
-        timeline: timeline and shape of the video (`clipmill.shards.timeline.Timeline.to_json`).
+        timeline: timeline and shape of the video (`clipmill.shards.timeline.model.Timeline.to_json`).
         notes: what may surprise in the video, a line each.
     """
 

@@ -82,7 +82,7 @@ class ShotTask:
 
     Attributes:
         num_frames: number of frames on the detector's grid.
-        timeline: timeline of the source (`clipmill.shards.timeline.Timeline.to_json`).
+        timeline: timeline of the source (`clipmill.shards.timeline.model.Timeline.to_json`).
     """
 
     path: str

@@ -1,9 +1,9 @@
 """The estimated cost of a `video` plan in core-hours and bytes, and how long a run takes on this machine.
 
 Core-hours come from a model with two terms: reading is proportional to the source's pixels, writing to the output's.
-Both were fitted to runs on natural videos; trial encodes (`clipmill.prep.video.trial`) correct them for this machine
-and these videos. Bytes follow from the bitrate, or come from measured averages, which the trials correct likewise;
-shards that are already committed give a better mean.
+Both were fitted to runs on natural videos; trial encodes (`run_trials`) correct them for this machine and these videos.
+Bytes follow from the bitrate, or come from measured averages, which the trials correct likewise; shards that are
+already committed give a better mean.
 """
 
 import math

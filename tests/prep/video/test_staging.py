@@ -23,7 +23,7 @@ from tests.prep.running import wait_until
 # Uses the sources whose URLs are lines of its input one after another, and prints the paths.
 USE = """
 import sys
-from clipmill.prep.video.staging import StagedSources
+from clipmill.prep.video.span_task import StagedSources
 with StagedSources(limit_bytes=int(sys.argv[1])) as sources:
     for line in sys.stdin:
         print(sources.path_of(line.strip()), flush=True)
