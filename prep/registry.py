@@ -2,8 +2,7 @@
 
 from clipmill.manifests.plugins import Parts
 from clipmill.prep.core.column import ColumnSpec
-from clipmill.shards.column_fields import COLUMN_NAME
-from clipmill.shards.columns import CAPTIONS, LATENTS, SCORES, TEXT, VIDEO
+from clipmill.shards.columns import CAPTIONS, COLUMN_NAME, LATENTS, SCORES, TEXT, VIDEO
 
 # First line of the help of the command that makes a column: `prep --help` shows it without loading the column.
 SUMMARIES = {

@@ -16,7 +16,6 @@ from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
 from clipmill.manifests.units import parse_size
 from clipmill.prep.core.column import DATA_VARIABLE
-from clipmill.prep.core.lag import LIMIT_S
 from clipmill.prep.engines.execution import Execution
 
 if TYPE_CHECKING:
@@ -171,6 +170,8 @@ class Request:
     @property
     def lag_limit_s(self) -> float:
         """How long files that workers have written may take to become visible here."""
+        from clipmill.prep.core.lag import LIMIT_S
+
         return LIMIT_S if self.cluster is not None else 0.0
 
     def check(self) -> None:

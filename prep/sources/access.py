@@ -11,8 +11,6 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, BinaryIO
 
-import av.error
-
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.shards.timeline.model import TimelineError
@@ -177,6 +175,8 @@ def current_fingerprint(place: "Place") -> str:
 @contextmanager
 def as_failure(code: FailureCode, what: str) -> Iterator[None]:
     """Convert the errors that libav raises inside the block, whatever the file contains, to failure `code`."""
+    import av.error
+
     try:
         yield
     except TimelineError as error:

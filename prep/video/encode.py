@@ -22,7 +22,6 @@ from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
-import ffmpeg
 import numpy as np
 
 from clipmill.prep.core.failures import FailureCode, SourceFailure
@@ -137,6 +136,8 @@ def span_arguments(
     Args:
         reach: how much further before the span than usual the pass starts reading, as a factor.
     """
+    import ffmpeg
+
     settings, codec = recipe.settings, codec_named(recipe.settings.codec)
     timeline = Timeline.from_json(source.timeline)
     stream, video = _scaled_frames(source_path, source=source, span=span, recipe=recipe, reach=reach)
@@ -207,6 +208,8 @@ def _scaled_frames(
 
     The frames have the size and frame rate of the chunks and begin at time 0. The output options limit their number.
     """
+    import ffmpeg
+
     settings, timeline = recipe.settings, Timeline.from_json(source.timeline)
     fps, shape = settings.fps_exact, timeline.shape
     seek_s = _seek_s(span, fps=fps, source=source, reach=reach)

@@ -14,10 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import av
-import av.error
 import numpy as np
-from av.packet import Packet
 
 from clipmill.manifests.keys import split_key
 from clipmill.manifests.quoting import counted
@@ -33,6 +30,8 @@ from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.timeline.model import CONTINUOUS_FORMAT, Timeline
 
 if TYPE_CHECKING:
+    from av.packet import Packet
+
     from clipmill.manifests.storage.cache import CachedFile
     from clipmill.shards.salvage import SalvagedSample
 
@@ -371,6 +370,9 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
     Raises:
         SourceFailure: frames_differ, if the file is not an MP4 chunk or a packet is not where the container says.
     """
+    import av
+    import av.error
+
     try:
         with av.open(BytesIO(content), "r", format="mp4") as container:
             stream = container.streams.video[0]
@@ -453,7 +455,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _reference_test(codec: str, extradata: bytes) -> Callable[[Packet], bool]:
+def _reference_test(codec: str, extradata: bytes) -> "Callable[[Packet], bool]":
     """Return a function that tells whether other frames may need a packet; always True if the codec does not say."""
     if codec == "h264" and len(extradata) > 4 and extradata[0] == 1:
         length_bytes = (extradata[4] & 3) + 1
