@@ -23,13 +23,13 @@ from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.publish import make_folder
 from clipmill.manifests.schema import CAPTIONS
 from clipmill.prep.core.layout import write_layout
+from clipmill.prep.core.selection import make_variant
 from clipmill.prep.core.table_file import write_table_file
-from clipmill.prep.core.variant_folder import make_variant
 from clipmill.prep.sources.table import PROBES, PROBES_FILE
 from clipmill.prep.video.layout import layout_path
 from clipmill.prep.video.plan import Plan, ShardPlan
 from clipmill.prep.video.plan_inputs import make_plan
-from clipmill.prep.video.recipe import ResolvedRecipe
+from clipmill.prep.video.settings import ResolvedRecipe
 from clipmill.shards.commits import Commit, ShardFiles, write_commit
 from clipmill.shards.dataset import set_current_variant, variant_dir
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE, VIDEO_FIELDS, ShardName

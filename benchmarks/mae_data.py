@@ -15,7 +15,7 @@ from benchmarks.measure import prep_command, run_measured
 from benchmarks.vit_steps import wait_for
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.store import read_videos
-from clipmill.prep.video.packets import read_chunk
+from clipmill.prep.video.span_task import read_chunk
 from clipmill.shards.commits import Commit, write_commit
 from clipmill.shards.dataset import set_current_variant
 from clipmill.shards.format import VIDEO_FIELDS

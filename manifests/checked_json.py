@@ -1,14 +1,28 @@
-"""JSON records with a checksum: the key `sha256` holds the SHA-256 of the other content."""
+"""JSON from untrusted sources, and JSON records with a checksum.
+
+The key `sha256` of such a record holds the SHA-256 of the other content.
+"""
 
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.publish import publish_json, read_record
 
 CHECKSUM_KEY = "sha256"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse a JSON document.
+
+    Raises:
+        ValueError: it is not JSON, not valid UTF-8, or nested too deeply for the parser.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def record_sha256(record: dict[str, Any]) -> str:

@@ -3,15 +3,18 @@
 import errno
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.manifests.storage.urls import Place
+
+if TYPE_CHECKING:
+    from clipmill.manifests.storage.urls import Place
 
 _PACKAGE = Path(__file__).resolve().parent
 
 
-def check_data_dir(data_dir: Path, *, videos: Place | None = None) -> None:
+def check_data_dir(data_dir: Path, *, videos: "Place | None" = None) -> None:
     """Reject a data folder that would mix with the program's source or with the source videos.
 
     Raises:
@@ -35,13 +38,13 @@ def check_data_dir(data_dir: Path, *, videos: Place | None = None) -> None:
         raise _is_both(data_dir)
 
 
-def address_of(data_dir: Path) -> Place:
+def address_of(data_dir: Path) -> "Place":
     """Return the address of a data folder in a bucket, and the path of a local one."""
     mirror = mirror_of(data_dir)
     return data_dir if mirror is None else mirror.address
 
 
-def _is_both(place: Place) -> UserError:
+def _is_both(place: "Place") -> UserError:
     return UserError(
         f"{place} is both the data folder and the folder of the videos", hint="give a separate data folder with --data"
     )

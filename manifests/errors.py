@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from clipmill.manifests.storage.clouds import CLOUDS
-
 EXIT_FAILED_WORK = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -207,6 +205,8 @@ def _places_of(where: str) -> str:
     """Return where to look for the cause of an error with a file or an object."""
     if "://" not in where:
         return "disk or mount"
+    from clipmill.manifests.storage.clouds import CLOUDS
+
     endpoints = CLOUDS[scheme].endpoints if (scheme := where.partition("://")[0].lower()) in CLOUDS else ()
     return f"address, the network and the endpoint ({endpoints[0]})" if endpoints else "address and the network"
 

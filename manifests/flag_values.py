@@ -5,8 +5,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
+from cyclopts import Group
+
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.mirrors import is_remote
+
+OPTIONS = Group("Options", sort_key=9)  # of flags without another group
 
 
 def check_values(_app: Any, _commands: tuple[str, ...], arguments: Iterable[Any]) -> None:

@@ -137,8 +137,12 @@ def _command_lines(found: CommandHelp, name: str) -> Iterator[str]:
 
 
 def _commands(group: "App") -> list[tuple[str, str]]:
-    """Return the names of a group's commands, with the summary of each."""
-    return [(name, _summary(group, name)) for name in group if not name.startswith("-")]
+    """Return the names of a group's commands and their summaries. A command with a given summary is not loaded."""
+    from cyclopts.group_extractors import groups_from_app
+
+    rows = [row for _, rows in groups_from_app(group) for row in rows]
+    given = {name: row.app.help for row in rows for name in row.names if not isinstance(row.app, type(group))}
+    return [(name, given.get(name) or _summary(group, name)) for name in group if not name.startswith("-")]
 
 
 def _summary(group: "App", name: str) -> str:

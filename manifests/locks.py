@@ -3,14 +3,18 @@
 A lock belongs to an open file or folder: it lasts until its descriptor and all mappings made of it are closed. It
 reaches other nodes where the file system's `flock` does: NFS and Lustre have mount options that turn that off, and
 others that turn locks off. In a bucket, locks are leases (`clipmill.manifests.storage.leases`).
+
+Below $TMPDIR, what is locked are folders that only their user can read (`open_private`): local copies of buckets and
+sources, and scratch space.
 """
 
 import errno
 import fcntl
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
@@ -165,3 +169,47 @@ def holder_of(path: Path) -> str:
 def this_process() -> str:
     """Return the note of this process: its id and its node."""
     return f"process {os.getpid()} on {os.uname().nodename}"
+
+
+def private_root(purpose: str) -> Path:
+    """Return where this user's folder for a purpose is; it may not exist."""
+    # If $TMPDIR is unusable, gettempdir() silently returns another folder.
+    return Path(os.environ.get("TMPDIR") or tempfile.gettempdir()) / f"{purpose}-clipmill-{os.geteuid()}"
+
+
+def open_private(folder: Path) -> int:
+    """Make a private folder if it is missing, and return a descriptor of it, which can be locked.
+
+    Raises:
+        PermissionError: it is a link or a file, or others have rights in it.
+        OSError: it cannot be made.
+    """
+    while True:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue  # another process has removed it since
+        except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):
+                raise _not_private(folder) from None
+            raise
+        state = os.fstat(descriptor)
+        if state.st_uid == os.geteuid() and not state.st_mode & 0o077:
+            return descriptor
+        os.close(descriptor)
+        raise _not_private(folder)
+
+
+def is_still_at(folder: Path, descriptor: int) -> bool:
+    """Return whether an open folder still has this name, or has been removed and perhaps made anew."""
+    try:
+        return os.path.samestat(folder.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _not_private(folder: Path) -> PermissionError:
+    message = "not a private folder of this user (mode 0700); remove it, or set TMPDIR to another folder"
+    return PermissionError(errno.EPERM, message, os.fspath(folder))

@@ -8,13 +8,12 @@ from cyclopts import App, CycloptsError, Parameter
 
 from clipmill.manifests.completion import register_completion
 from clipmill.manifests.errors import Stopped, program_version, run_command
-from clipmill.manifests.flag_values import check_values
+from clipmill.manifests.flag_values import OPTIONS, check_values
 from clipmill.manifests.help_text import help_text, wants_help
 from clipmill.manifests.storage.mirrors import AddressStream
 from clipmill.manifests.storage.waiting import tell_of_waiting
-from clipmill.prep.commands import advise, export, manifest, retry, upkeep
-from clipmill.prep.core.request import OPTIONS
-from clipmill.prep.registry import columns
+from clipmill.prep.registry import COLUMNS, SUMMARIES
+from clipmill.shards.columns import command_for
 
 HELP = """Turn long videos into training shards, incrementally: each run makes only what is new, changed or damaged.
 
@@ -24,6 +23,47 @@ First run:
     prep chunk --len 15s
     prep status
 """
+
+
+# Name of a command -> import path, first line of its help. What a command needs is loaded when it is called.
+_BEFORE = {
+    "manifest": ("clipmill.prep.commands.manifest:app", "Read videos and captions of a dataset into the manifest."),
+}
+_AFTER = {
+    "plan": (
+        "clipmill.prep.commands.columns:plan",
+        "Print what prep chunk would do with the same settings, why, and the estimated cost (dry run).",
+    ),
+    "export": ("clipmill.prep.commands.export:app", "Write columns in a format that other tools read."),
+    "retry": (
+        "clipmill.prep.commands.retry:retry",
+        "Retry the failures of a column, for example after repairing a source video.",
+    ),
+    "status": (
+        "clipmill.prep.commands.upkeep:status",
+        "Show the videos, the variants of each column, failures, the progress of running commands, and the next step.",
+    ),
+    "verify": (
+        "clipmill.prep.commands.upkeep:verify",
+        "Verify the checksums of all shards and records by reading every byte.",
+    ),
+    "inspect": (
+        "clipmill.prep.commands.upkeep:inspect",
+        "Show the shards of a variant or the details of one sample, or write a page of chunks or of scores.",
+    ),
+    "diff": (
+        "clipmill.prep.commands.upkeep:diff",
+        "Show what differs between two variants of a column: settings, samples, bytes, and values of 16 arrays.",
+    ),
+    "gc": (
+        "clipmill.prep.commands.upkeep:gc",
+        "Remove variants that are not current, unreferenced shards, and temporary files of killed commands.",
+    ),
+    "advise": (
+        "clipmill.prep.commands.advise:advise",
+        "Report whether the disk or the bucket keeps up with training, and how long chunks may be.",
+    ),
+}
 
 
 def build_app() -> App:
@@ -38,20 +78,11 @@ def build_app() -> App:
         suppress_keyboard_interrupt=False,  # run_command prints the message for an interruption
         default_parameter=Parameter(allow_repeating=True),  # the last one counts, so that `script.sh "$@"` overrides
     )
-    app.command(manifest.app)
-    first, *others = columns()
-    plan = App(name="plan", help=first.plan_command.__doc__, group_parameters=OPTIONS)
-    plan.default(first.plan_command)
-    for column in columns():
-        app.command(column.make_command, name=column.command)
-    for column in others:
-        plan.command(column.plan_command, name=column.name)
-    app.command(plan)
-    app.command(export.app)
-    app.command(retry.retry)
-    for command in (upkeep.status, upkeep.verify, upkeep.inspect, upkeep.diff, upkeep.gc):
-        app.command(command)
-    app.command(advise.advise)
+    columns = {
+        command_for(name): (f"clipmill.prep.commands.columns:make_{name}", SUMMARIES.get(name)) for name in COLUMNS
+    }
+    for name, (path, summary) in {**_BEFORE, **columns, **_AFTER}.items():
+        app.command(path, name=name, help=summary)
     register_completion(app)
     return app
 

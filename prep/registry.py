@@ -1,19 +1,24 @@
 """The columns: those of clipmill, one row each, and those of installed packages (docs/plugins.md)."""
 
 from clipmill.manifests.plugins import Parts
-from clipmill.prep.captions.column import COLUMN as CAPTIONS
 from clipmill.prep.core.column import ColumnSpec
-from clipmill.prep.latents.column import COLUMN as LATENTS
-from clipmill.prep.scores.column import COLUMN as SCORES
-from clipmill.prep.text.column import COLUMN as TEXT
-from clipmill.prep.video.column import COLUMN as VIDEO
-from clipmill.shards.column_fields import COLUMN_NAME
+from clipmill.shards.columns import CAPTIONS, COLUMN_NAME, LATENTS, SCORES, TEXT, VIDEO
 
+# First line of the help of the command that makes a column: `prep --help` shows it without loading the column.
+SUMMARIES = {
+    VIDEO: "Encode the videos of the manifest as chunks, and write them to WebDataset shards.",
+    LATENTS: "Encode frames of the chunks with a VAE, and write the latents to shards.",
+    TEXT: "Encode each unique caption of the manifest once: with a CLIP text tower of open_clip, or with a T5.",
+    SCORES: "Score the chunks: motion, sharpness, brightness, black and frozen shares, bars, cuts, speech, perceptual "
+    "hash.",
+    CAPTIONS: "Caption the chunks with a vision-language model, here or on a server with OpenAI's interface.",
+}
+# By the import path of each spec, which is loaded when it is asked for.
 COLUMNS = Parts(
     "column",
     group="columns",
     kind=ColumnSpec,
-    own={column.name: column for column in (VIDEO, LATENTS, TEXT, SCORES, CAPTIONS)},
+    own={name: f"clipmill.prep.{name}.column:COLUMN" for name in SUMMARIES},
     # Other commands of `prep`, and folders of a data folder.
     taken=(
         "advise",
@@ -44,5 +49,5 @@ def column_named(name: str) -> ColumnSpec:
 
 
 def column_names() -> tuple[str, ...]:
-    """Return the names of all columns."""
-    return tuple(column.name for column in columns())
+    """Return the names of all columns, which are loaded when they are used."""
+    return tuple(COLUMNS)

@@ -4,15 +4,13 @@ The column and its fields are declared by two entry points of the same name, sin
 column (docs/plugins.md).
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from clipmill.manifests.plugins import Parts
-
-COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]*")
+from clipmill.shards.columns import COLUMN_NAME
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,12 @@
 The column of another package has no row: `prep NAME` makes it, and clipmill.shards.column_fields has its fields.
 """
 
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 VIDEO, LATENTS, TEXT, SCORES, CAPTIONS = "video", "latents", "text", "scores", "captions"
 _TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")
 _OF_CHUNKS = (*_TIMES, "width", "height")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,8 +19,6 @@ import pyarrow.compute as pc
 from clipmill.manifests.checked_json import read_checked_json, record_sha256
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import make_folder, publish_bytes
-from clipmill.shards.commit_table import SCHEMA, CommitTable, commit_folders, date_of, open_commit_table
-from clipmill.shards.contents import listed_contents
 from clipmill.shards.damage import DamagedCommit
 from clipmill.shards.format import (
     COMMIT_TABLE_FILE,
@@ -32,6 +30,9 @@ from clipmill.shards.format import (
     in_folder,
     shard_id_of,
 )
+
+if TYPE_CHECKING:
+    from clipmill.shards.commit_table import CommitTable  # loaded by readers of all commits; writers need one
 
 _COMMIT_FILE = re.compile(r"(\d{6,})\.json")
 _MISSING = f"the commit record is missing, although {CONTENTS_FILE} lists it"
@@ -100,7 +101,7 @@ class Records:
     commits: dict[int, Commit]
     damaged: tuple[DamagedCommit, ...] = ()
     folders: Mapping[str, int] = field(default_factory=dict)
-    table: CommitTable | None = None
+    table: "CommitTable | None" = None
     from_table: frozenset[str] = frozenset()
 
     @property
@@ -125,6 +126,8 @@ class Records:
 
     def rows(self, *, seconds: Mapping[int, float]) -> pa.Table:
         """Return the table of these commits (commit_table.SCHEMA), in one chunk; `seconds` as in `seconds()`."""
+        from clipmill.shards.commit_table import SCHEMA
+
         files = [commit.files for commit in self.commits.values()]
         columns: dict[str, list[Any]] = {
             "shard_id": list(self.commits),
@@ -216,6 +219,8 @@ def read_commits(variant_dir: Path) -> Records:
     Raises:
         UserError: a record is intact, but uses another version of the format.
     """
+    from clipmill.shards.contents import listed_contents
+
     contents = listed_contents(variant_dir)
     found = _records(variant_dir, table_sha256=contents.files.get(COMMIT_TABLE_FILE))
     known = found.commits.keys() | {damaged.shard_id for damaged in found.damaged}
@@ -243,6 +248,8 @@ def read_commits_of(variant_dir: Path, shard_ids: Iterable[int]) -> dict[int, Co
 
 def _records(variant_dir: Path, *, table_sha256: str | None) -> Records:
     """Read the records, from the table as far as it holds them, without comparing them with contents.json."""
+    from clipmill.shards.commit_table import commit_folders, date_of, open_commit_table
+
     try:
         folders = commit_folders(variant_dir)
     except FileNotFoundError:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from clipmill.manifests.mapped_files import map_arrow_file
 from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.format import BLOCK_BYTES, FORMAT_VERSION
 from clipmill.shards.opening import open_regular
@@ -98,6 +97,8 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
 
 def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, pa.Buffer]:
     """Return `open_index`, and the content of the file, of which the columns are views."""
+    from clipmill.manifests.mapped_files import map_arrow_file  # not by writers
+
     try:
         # By now the path is known to open without blocking and to be a regular file, so Arrow may open it by name.
         descriptor = open_regular(path)

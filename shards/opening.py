@@ -4,19 +4,25 @@ Each `open` runs in its own daemon thread. A thread that does not return in time
 caller nor interpreter shutdown waits for it. While it is blocked, further calls for its path fail at once, and a folder
 with `_MAX_BLOCKED` blocked threads fails as a whole. The number of abandoned threads is thus bounded by the number of
 folders.
+
+`scan` reads a file once: its SHA-256, and the CRC-32 of ranges of it, in constant memory.
 """
 
 import errno
+import hashlib
 import os
 import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from clipmill.manifests.publish import require_regular
 from clipmill.manifests.storage.mirrors import mirror_of
 
+_PIECE_BYTES = 1 << 20
 OPEN_LIMIT_S = 60.0  # shorter than a data loader's timeout for a sample
 _MAX_BLOCKED = 4  # limit of blocked threads per folder
 
@@ -107,3 +113,41 @@ def _open_now(path: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The checksums found by one pass."""
+
+    size_bytes: int
+    sha256: str
+    crc32s: tuple[int | None, ...]  # one per range; None if the range extends past the end of the file
+
+
+def scan(path: Path, *, ranges: Iterable[tuple[int, int]] = ()) -> Scan:
+    """Read the file once and checksum each (offset, size) of `ranges`, which must be ascending and not overlap."""
+    digest = hashlib.sha256()
+    crc32s: list[int | None] = []
+    position = 0
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        for offset, size in ranges:
+            position += _take(file, offset - position, digest=digest)[0]
+            num_read, crc32 = _take(file, size, digest=digest, with_crc32=True)
+            crc32s.append(crc32 if position == offset and num_read == size else None)
+            position += num_read
+        while num_read := _take(file, _PIECE_BYTES, digest=digest)[0]:
+            position += num_read
+    return Scan(size_bytes=position, sha256=digest.hexdigest(), crc32s=tuple(crc32s))
+
+
+def _take(file: BinaryIO, size: int, *, digest: "hashlib._Hash", with_crc32: bool = False) -> tuple[int, int]:
+    remaining, crc32 = size, 0
+    while remaining > 0:
+        piece = file.read(min(remaining, _PIECE_BYTES))
+        if not piece:
+            break
+        digest.update(piece)
+        if with_crc32:
+            crc32 = zlib.crc32(piece, crc32)
+        remaining -= len(piece)
+    return size - remaining, crc32

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.publish import read_record
 from clipmill.manifests.quoting import counted
 from clipmill.shards.columns import VIDEO, command_for, how_to_make
@@ -23,9 +23,8 @@ from clipmill.shards.dataset import current_variant, list_variants, no_shards, v
 from clipmill.shards.format import CONTENTS_FILE, RECIPE_FILE
 from clipmill.shards.index import extensions_of, open_index, open_index_content
 from clipmill.shards.open_maps import OPEN_MAPS
-from clipmill.shards.opening import open_lock, open_regular
+from clipmill.shards.opening import open_lock, open_regular, scan
 from clipmill.shards.packets import PacketTables
-from clipmill.shards.scan import scan
 from clipmill.shards.table_commits import open_commits
 from clipmill.shards.tars import LocalTars, TarBytes, TarFiles
 

@@ -18,7 +18,7 @@ from clipmill.shards.commits import Commit, ShardFiles
 from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.format import folders_in
 from clipmill.shards.index import extensions_of, member_columns, open_index
-from clipmill.shards.scan import scan
+from clipmill.shards.opening import scan
 
 _INDEX_ENDING = ".index.arrow"
 Wanted = tuple[str, Collection[str]]  # a text column of the index, and the values of the wanted rows

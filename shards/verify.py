@@ -16,7 +16,7 @@ from clipmill.manifests.storage.mirrors import file_state, local_copy, touched
 from clipmill.shards.commits import Commit, ShardFiles, commit_path
 from clipmill.shards.damage import DamagedCommit, DamagedIndex
 from clipmill.shards.index import energon_index_bytes, extensions_of, member_columns, open_index
-from clipmill.shards.scan import scan
+from clipmill.shards.opening import scan
 
 
 class Code(StrEnum):

@@ -19,8 +19,7 @@ from clipmill.manifests.publish import make_folder, published, replace, sync, te
 from clipmill.shards.commits import ShardFiles
 from clipmill.shards.format import BLOCK_BYTES, MAX_MEMBER_NAME_BYTES, ShardName, folder_of
 from clipmill.shards.index import IndexBuilder, energon_index_bytes, index_bytes, index_schema, member_columns, padded
-from clipmill.shards.npy import data_offset
-from clipmill.shards.scan import Scan, scan
+from clipmill.shards.opening import Scan, scan
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
 # Lower case, because WebDataset converts extensions to lower case.
@@ -174,11 +173,14 @@ class ShardWriter:
         for extension, payload in sample.members.items():
             if len(name := f"{sample.key}.{extension}") > MAX_MEMBER_NAME_BYTES:
                 raise ValueError(f"member name {name!r} is longer than {MAX_MEMBER_NAME_BYTES} bytes")
-            if extension.endswith("npy") and data_offset(payload) % BLOCK_BYTES:
-                raise ValueError(
-                    f"{name}: the array does not begin on a {BLOCK_BYTES}-byte boundary; "
-                    "use clipmill.shards.npy.npy_bytes"
-                )
+            if extension.endswith("npy"):
+                from clipmill.shards.npy import data_offset
+
+                if data_offset(payload) % BLOCK_BYTES:
+                    raise ValueError(
+                        f"{name}: the array does not begin on a {BLOCK_BYTES}-byte boundary; "
+                        "use clipmill.shards.npy.npy_bytes"
+                    )
 
     def _read_again(self, table: pa.Table) -> Scan:
         offsets, sizes = (member_columns(table, kind).ravel().tolist() for kind in ("offset", "size"))

@@ -38,7 +38,7 @@ _LIGHT = (
     *("clipmill.prep.latents.plan", "clipmill.prep.text.run", "clipmill.prep.text.tower", "clipmill.prep.text.plan"),
     *(
         "clipmill.prep.video.plan_inputs",
-        "clipmill.prep.video.report",
+        "clipmill.prep.video.plan_report",
         "clipmill.prep.video.check",
         "clipmill.prep.latents.sample",
         "clipmill.prep.text.check",
@@ -51,7 +51,7 @@ _LIGHT = (
         "clipmill.prep.synthetic.make",
     ),
     *("clipmill.manifests.adapters.folder", "clipmill.manifests.store"),
-    *("clipmill.prep.video.work", "clipmill.prep.video.page", "clipmill.prep.engines.ray_connection"),
+    *("clipmill.prep.video.work", "clipmill.prep.video.page.write", "clipmill.prep.engines.ray_connection"),
     *(
         "clipmill.prep.scores.worker",
         "clipmill.prep.scores.plan",
@@ -60,7 +60,11 @@ _LIGHT = (
     ),
     *("clipmill.prep.latents.work", "clipmill.prep.text.work", "clipmill.prep.text.t5", "clipmill.prep.captions.work"),
     *("clipmill.manifests.dataset_write", "clipmill.manifests.adapters.remote_tables", "scenedetect"),
-    "clipmill.prep.commands.manifest_text",
+    *(
+        f"clipmill.prep.commands.{name}"
+        for name in ("columns", "export", "manifest", "manifest_text", "retry", "upkeep")
+    ),
+    "clipmill.prep.sources.probe",
 )
 # Of all others, with torch: a gigabyte, whose page tables cost a tenth of a second to copy and to free.
 _HEAVY = (

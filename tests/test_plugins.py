@@ -1,13 +1,17 @@
 """Parts of other packages: what is said of those that cannot be used."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from clipmill.manifests.help_text import help_text
 from clipmill.manifests.plugins import UnusablePart
+from clipmill.prep.cli import build_app
 from clipmill.train.losses.registry import LOSSES
 from clipmill.train.losses.settings import Loss
 from clipmill.train.registry import TASKS
+from tests.forked import forked
 from tests.plugins import declare, installed_here
 
 DECOUPLED = "clipmill_example.decoupled:DECOUPLED"
@@ -36,6 +40,23 @@ def test_a_part_that_cannot_be_used_is_named_with_its_package_and_stops_nothing_
         assert warned.count(said) == 1, "each lookup warned"
         assert "infonce of the package odd 1.0 has a name that is taken" in warned
     assert "odd-one" not in LOSSES
+
+
+def test_a_column_that_cannot_be_used_stops_neither_the_help_nor_the_completion(tmp_path: Path) -> None:
+    declare(tmp_path, "odd", {"columns": {"odd": "no_such_module:COLUMN"}})
+
+    def look() -> None:
+        with installed_here(tmp_path):
+            app = build_app()
+            listed = help_text(app, ["--help"])
+            assert re.search(r"^  odd +Cannot be used; the command says why\.$", listed, re.MULTILINE)
+            assert "odd" in app.generate_completion(shell="bash")  # noqa: S604 - no program is started
+            for words in (["odd", "--every", "2"], ["plan", "odd"]):
+                with pytest.raises(UnusablePart, match="cannot be imported: ModuleNotFoundError"):
+                    app(words, exit_on_error=False, print_error=False)
+
+    status, output = forked(look)
+    assert status == 0, output
 
 
 def test_a_loss_with_a_setting_that_there_is_not_stops_nothing_else(tmp_path: Path) -> None:

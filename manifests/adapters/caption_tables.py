@@ -23,8 +23,8 @@ from clipmill.manifests.adapters.reasons import Unusable
 from clipmill.manifests.adapters.row_buffer import ROWS_PER_CHUNK
 from clipmill.manifests.adapters.tables import Row
 from clipmill.manifests.caption_table import LABEL_PREFIX
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.pseudo_captions import METADATA_KEY, PSEUDO_CAPTIONS
 from clipmill.manifests.quoting import on_one_line, quoted
 

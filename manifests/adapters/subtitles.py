@@ -17,7 +17,7 @@ from typing import Any
 
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.tables import interval_fault, log_probability, seconds
-from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.publish import read_record
 from clipmill.manifests.quoting import quoted
 from clipmill.manifests.storage.objects import open_objects

@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.locks import lock
-from clipmill.manifests.private_folders import open_private, private_root
+from clipmill.manifests.locks import lock, open_private, private_root
 from clipmill.manifests.storage.local_files import run_of
 from clipmill.manifests.storage.mirrors import mirror_of, mount
 from clipmill.manifests.storage.objects import open_objects

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.publish import make_folder
 from clipmill.manifests.quoting import on_one_line, quoted
 from clipmill.prep.core.failures import FailureCode, SourceFailure

@@ -5,7 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.checked_json import parse_json
 from clipmill.prep.captions.answers import Answer
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.shards.format import CAPTIONS_FIELDS

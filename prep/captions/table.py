@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.pseudo_captions import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
 from clipmill.prep.captions.recipe import captions_recipe_from_dict
 from clipmill.shards.chunk_table import read_chunk_rows

@@ -38,7 +38,7 @@ from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import with_work
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
-from clipmill.prep.core.variant_folder import make_variant
+from clipmill.prep.core.selection import make_variant
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFile, ExtraFolder
 from clipmill.prep.engines.choice import num_cores, threads_per_worker
 from clipmill.shards.reader import Variant

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from clipmill.prep.core.request import OPTIONS, Data, Json
+from clipmill.manifests.flag_values import OPTIONS
+from clipmill.prep.core.request import Data, Json
 from clipmill.prep.exports.kinds import KINDS, ExportKind
 
 app = App(name="export", help="Write columns in a format that other tools read.", group_parameters=OPTIONS)

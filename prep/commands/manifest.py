@@ -12,6 +12,7 @@ from cyclopts import App, Parameter, Token
 
 from clipmill.manifests.data_location import address_of
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.flag_values import OPTIONS
 from clipmill.manifests.plugins import Parts
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import mirror_of
@@ -19,7 +20,7 @@ from clipmill.manifests.storage.urls import folder_of, place_of
 from clipmill.prep.commands import manifest_captions
 from clipmill.prep.commands.datasets import DATASETS, Adapter
 from clipmill.prep.commands.manifest_write import Target, write_dataset
-from clipmill.prep.core.request import OPTIONS, Data
+from clipmill.prep.core.request import Data
 
 if TYPE_CHECKING:
     from clipmill.manifests.adapters.reading import Reading

@@ -18,8 +18,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.json_text import parse_json
 from clipmill.prep.core.failure_list import shard_name
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, WantedShard

@@ -12,8 +12,8 @@ from clipmill.manifests.locks import FileLock, folder_lock, holder_of, this_proc
 from clipmill.manifests.publish import remove_temporaries, target_of
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.store import manifest_dir
-from clipmill.prep.core.heartbeat import RUNNING_FOLDER
 from clipmill.prep.core.layout import LAYOUT_FOLDER, owner_of_layout
+from clipmill.prep.core.shard_result import RUNNING_FOLDER
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import list_variants, variant_dir
 from clipmill.shards.format import COMMITS_FOLDER, DATASET_FILE, RECIPE_FILE, folders_in

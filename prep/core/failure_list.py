@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.adapters.dialects import LINE_SUFFIXES, TEXT_SUFFIXES, line_numbers
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_bytes, read_record, remove
 from clipmill.manifests.quoting import on_one_line
@@ -115,6 +114,8 @@ def first_rejected(rejected: pa.Table) -> list[FailureEntry]:
 
 def _lines_of(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], int]:
     """Return the lines of rows of text tables by file and row; none of tables that would take long to read again."""
+    from clipmill.manifests.adapters.dialects import LINE_SUFFIXES, TEXT_SUFFIXES, line_numbers
+
     numbers: dict[str, set[int]] = {}
     for row in rows:
         if row["row"] is not None and Path(row["file"]).suffix.lower() in TEXT_SUFFIXES | LINE_SUFFIXES:

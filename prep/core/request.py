@@ -16,7 +16,6 @@ from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
 from clipmill.manifests.units import parse_size
 from clipmill.prep.core.column import DATA_VARIABLE
-from clipmill.prep.core.lag import LIMIT_S
 from clipmill.prep.engines.execution import Execution
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 _CLUSTER = re.compile(r"auto|local|(ray://)?[^\s/]+:\d{1,5}", re.ASCII)
 EXECUTION = Parameter(group=Group("Execution", sort_key=8))
-OPTIONS = Group("Options", sort_key=9)  # of flags without another group
 
 
 def _data_folder(_type: Any, tokens: Sequence[Token]) -> Path:
@@ -151,7 +149,7 @@ class Request:
     @property
     def cluster(self) -> str | None:
         """Address of the Ray cluster that does the work; None for this machine."""
-        from clipmill.prep.engines.ray_connection import cluster_address
+        from clipmill.prep.engines.choice import cluster_address
 
         return None if self.engine == "processes" else cluster_address(self.address)
 
@@ -172,6 +170,8 @@ class Request:
     @property
     def lag_limit_s(self) -> float:
         """How long files that workers have written may take to become visible here."""
+        from clipmill.prep.core.lag import LIMIT_S
+
         return LIMIT_S if self.cluster is not None else 0.0
 
     def check(self) -> None:

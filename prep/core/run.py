@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,14 @@ from clipmill.manifests.storage.mirrors import refresh, require_locks
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.data_folder import remove_variant_temporaries
 from clipmill.prep.core.failure_list import FAILURES_FILE, read_failures, shard_name, write_failures
-from clipmill.prep.core.failures import FailureCode, loss_code
-from clipmill.prep.core.heartbeat import RunningChunks
+from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode, loss_code
 from clipmill.prep.core.lag import is_committed, wait_until_seen
 from clipmill.prep.core.lost_samples import lost_samples
-from clipmill.prep.core.outcome import unchanged_failures, why_missing
-from clipmill.prep.core.parts import PartRun
+from clipmill.prep.core.parts import Part, PartRun
 from clipmill.prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from clipmill.prep.core.progress import RunProgress, warn_refused
-from clipmill.prep.core.selection import write_selection
-from clipmill.prep.core.shard_result import ShardResult, Stop, W, stopped
-from clipmill.prep.core.variant_folder import make_variant
+from clipmill.prep.core.selection import make_variant, write_selection
+from clipmill.prep.core.shard_result import RunningChunks, ShardResult, Stop, W, stopped
 from clipmill.prep.engines import Engine, Refused
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.shards.chunk_table import update_chunk_table
@@ -348,3 +345,77 @@ def _failures_of(job: Job[W], shard: ShardPlan, stop: Stop, commits: dict[int, C
     else:
         video_ids = list(job.video_ids(shard))
     return [Failure(video_id, None, str(stop.code), stop.message) for video_id in dict.fromkeys(video_ids)]
+
+
+def why_missing(
+    shard: ShardPlan,
+    *,
+    variant_dir: Path,
+    commit: Commit | None,
+    problem: str | None,
+    result: ShardResult | None,
+    gave_up: str | None = None,
+    other_part: Part | None = None,
+) -> Stop | None:
+    """Return why a shard is not on disk as planned; None if it is, or if it is not wanted.
+
+    Args:
+        commit: the one on disk.
+        problem: what is wrong with its files.
+        result: what its worker reported; None if no worker has returned one.
+        gave_up: why the run ended early.
+        other_part: the part that the shard was left to; None if it was left to this process.
+    """
+    if shard.state == ShardState.ORPHANED:
+        return None
+    is_stored = commit is not None and commit.plan_fingerprint == shard.plan_fingerprint and problem is None
+    if other_part is not None:
+        return None if is_stored else Stop(FailureCode.SHARD_MISSING, f"part {other_part} has not made it")
+    stop = None if result is None else result.stopped_by
+    # A lost worker may have committed its shard before it disappeared.
+    if is_stored and (stop is None or stop.code in (FailureCode.WORKER_LOST, FailureCode.WORKER_CRASHED)):
+        is_made = result is not None and stop is None
+        if is_made or shard.state != ShardState.RETRY or (commit is not None and not commit.failures):
+            return None
+    if stop is not None:
+        return stop
+    if result is not None:
+        message = f"the worker reported success, but in {variant_dir}: {problem or 'no commit for this plan'}"
+    elif shard.has_work:
+        message = f"not attempted: {gave_up or 'the run ended before'}"
+    else:
+        message = "its commit was removed during the run"
+    return Stop(FailureCode.SHARD_MISSING, message)
+
+
+def unchanged_failures(
+    failures: Iterable[Failure],
+    reported: Collection[Failure],
+    *,
+    variant_dir: Path,
+    shards: Sequence[ShardPlan],
+    read_again: Collection[str],
+) -> frozenset[Failure]:
+    """Return the failures of a run that an earlier run has reported and that this one had no reason to try again.
+
+    Args:
+        reported: Failures that the earlier run has listed.
+        shards: Shards of the plan.
+        read_again: IDs of videos whose source was read again, as its failure may pass.
+    """
+    if not reported:
+        return frozenset()
+    tried: set[Failure] = set()
+    due = {shard.shard_id: shard.state for shard in with_work(shards)}
+    for shard_id, commit in read_commits_of(variant_dir, due).items():
+        # In a shard that is made again for another reason, what failed for good fails again.
+        is_retried = due[shard_id] == ShardState.RETRY
+        tried.update(failure for failure in commit.failures if is_retried or failure.code in SOURCE_AWAY)
+    return frozenset(
+        failure
+        for failure in failures
+        if failure in reported
+        and failure not in tried
+        and failure.code not in TRANSIENT
+        and failure.video_id not in read_again
+    )

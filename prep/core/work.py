@@ -4,12 +4,11 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from clipmill.manifests.imported import imported
 from clipmill.manifests.storage.mirrors import is_away
 from clipmill.prep.core.column import ColumnSpec, Pending, Stored
-from clipmill.prep.core.pages import PageRequest
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan
 from clipmill.prep.core.report import Report
@@ -18,6 +17,9 @@ from clipmill.shards.chunk_table import chunk_table_problem
 from clipmill.shards.commits import Failure
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import CommittedShard, Variant
+
+if TYPE_CHECKING:
+    from clipmill.prep.core.pages import PageRequest
 
 
 class ColumnPlan(Protocol):
@@ -131,7 +133,7 @@ class ColumnWork:
     extra_files: tuple[ExtraFile, ...] = ()
     sample_report: Callable[[CommittedShard, int, Path], Report] | None = None
     sample_facts: Callable[[Path, str], dict[str, Any]] = _no_facts
-    write_page: Callable[[Variant, PageRequest], Report] | None = None
+    write_page: "Callable[[Variant, PageRequest], Report] | None" = None
     next_command: Callable[[Path], list[str]] = _nothing_in_particular
 
     def file_problems(self, variant: Variant) -> list[str]:

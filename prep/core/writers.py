@@ -62,7 +62,8 @@ def _is_silent(path: Path) -> bool:
 def writer_of(data_dir: Path, *, column: str) -> str | None:
     """Return which command writes a column of a data folder in a bucket, on any machine, and since when.
 
-    Return None if none does, or if the data folder is local: its heartbeats tell more (`clipmill.prep.core.heartbeat`).
+    Return None if none does, or if the data folder is local: its heartbeats tell more
+    (`clipmill.prep.core.shard_result`).
     """
     mirror = mirror_of(data_dir)
     if mirror is None:

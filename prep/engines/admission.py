@@ -10,6 +10,7 @@ import path, so that the code of a column from outside clipmill is found and com
 """
 
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -83,10 +84,9 @@ class Ticket:
     def _machine_problem(self) -> str | None:
         if self.needs is None:
             return None
-        from clipmill.manifests.imported import imported
-
         path, argument = self.needs
-        reason: str | None = imported(path)(argument)
+        module, _, name = path.partition(":")
+        reason: str | None = getattr(importlib.import_module(module), name)(argument)
         return reason
 
 

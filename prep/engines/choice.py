@@ -8,6 +8,14 @@ from clipmill.manifests.quoting import counted
 from clipmill.prep.engines import Engine
 from clipmill.prep.engines.execution import Execution, need_of
 
+_JOB_VARIABLE, _ADDRESS_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_ADDRESS"
+
+
+def cluster_address(asked: str | None) -> str | None:
+    """Return the address of a cluster: `--address`, `RAY_ADDRESS`, or inside a Ray job its cluster; None for none."""
+    address = asked or os.environ.get(_ADDRESS_VARIABLE) or ("auto" if _JOB_VARIABLE in os.environ else None)
+    return None if address == "local" else address
+
 
 def open_engine(
     name: str,

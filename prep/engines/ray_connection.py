@@ -23,13 +23,6 @@ _ANSWER_LIMIT_S = 10.0
 _START_HINT = "start one with `ray start --head`, or give --engine processes to use this machine only"
 _TOKEN_HINT = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token as on the nodes of the cluster"
 _VERSION_HINT = "install the same Python and the same Ray on every node and where this command runs"
-_JOB_VARIABLE, _ADDRESS_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_ADDRESS"
-
-
-def cluster_address(asked: str | None) -> str | None:
-    """Return the address of a cluster: `--address`, `RAY_ADDRESS`, or inside a Ray job its cluster; None for none."""
-    address = asked or os.environ.get(_ADDRESS_VARIABLE) or ("auto" if _JOB_VARIABLE in os.environ else None)
-    return None if address == "local" else address
 
 
 def name_of_cluster(address: str | None) -> str:

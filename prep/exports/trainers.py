@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.store import read_captions, read_videos
 from clipmill.prep.core.column_arrays import ColumnArrays

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.prep.core.chunk_shards import OldSamples, seconds_of
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.core.heartbeat import Heartbeat
-from clipmill.prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
+from clipmill.prep.core.shard_result import Heartbeat, ShardResult, cpu_s, stopped, system_errors_as_results
 from clipmill.prep.engines import worker_threads
 from clipmill.prep.latents.batches import PicturesOfChunk, encoded_chunks
 from clipmill.prep.latents.chunk_reader import ChunkReader, Following

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.checked_json import parse_json
 from clipmill.prep.core.chunk_shards import frame_rate, read_chunk
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.core.failures import FailureCode, SourceFailure

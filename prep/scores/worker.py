@@ -10,8 +10,7 @@ from pathlib import Path
 
 from clipmill.prep.core.chunk_shards import OldSamples, chunk_fingerprints, seconds_of
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.core.heartbeat import Heartbeat
-from clipmill.prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
+from clipmill.prep.core.shard_result import Heartbeat, ShardResult, cpu_s, stopped, system_errors_as_results
 from clipmill.prep.scores.recipe import SCORES
 from clipmill.prep.scores.sample import EXTENSION, scores_sample
 from clipmill.shards.commits import Commit, Failure, write_commit

@@ -1,4 +1,4 @@
-"""Access to a source, a local file or an object: opening it, its fingerprint, and the failure if it is inaccessible."""
+"""Access to a source, a local file or an object: opening it, its fingerprint, its properties, and its failures."""
 
 import errno
 import hashlib
@@ -7,15 +7,59 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, BinaryIO
 
 from clipmill.manifests.storage.mirrors import is_remote
-from clipmill.manifests.storage.urls import Place
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.sources.remote import RemoteFile
+from clipmill.shards.timeline.model import TimelineError
 
+if TYPE_CHECKING:
+    from clipmill.manifests.storage.urls import Place
+    from clipmill.prep.sources.remote import RemoteFile
+
+    SourceBytes = BinaryIO | RemoteFile
+
+STAT_LIMIT_S = 60.0  # timeout per file
 _FINGERPRINT_BYTES = 1 << 20
-SourceBytes = BinaryIO | RemoteFile
+# Errors of the machine rather than of the file; they may be gone at the next probe.
+_MACHINE_ERRORS = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENODEV}
+    | {errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
+)
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """Properties of a source that the plan and the encoder need.
+
+    Attributes:
+        fingerprint: SHA-256 (hex) over size, first and last MiB.
+        size_bytes: size of the file.
+        end_s: end of the last video frame in seconds from the container's start, as players count.
+        fps: frame rate in frames per second; the average if it varies.
+        width: display width in pixels, after rotation and with square pixels.
+        height: display height in pixels, likewise.
+        codec: libav's name of the codec.
+        key_gap_s: longest time in seconds between two key frames if a seek may land between them; 0 if a seek lands on
+            a key frame.
+        num_audio: number of audio streams.
+        timeline: timeline and shape of the video (`clipmill.shards.timeline.model.Timeline.to_json`).
+        notes: what may surprise in the video, a line each.
+    """
+
+    fingerprint: str
+    size_bytes: int
+    end_s: float
+    fps: float
+    width: int
+    height: int
+    codec: str
+    key_gap_s: float
+    num_audio: int = 0
+    timeline: str = ""
+    notes: str = ""
 
 
 @dataclass(frozen=True)
@@ -29,12 +73,12 @@ class OpenSource:
     """
 
     size_bytes: int
-    file: SourceBytes
-    for_libav: str | RemoteFile
+    file: "SourceBytes"
+    for_libav: "str | RemoteFile"
 
 
 @contextmanager
-def open_source(place: Place, *, on_read: Callable[[], None] = lambda: None) -> Iterator[OpenSource]:
+def open_source(place: "Place", *, on_read: Callable[[], None] = lambda: None) -> Iterator[OpenSource]:
     """Open a source: a local path, or the URL of an object, which is read by ranges.
 
     Args:
@@ -45,6 +89,8 @@ def open_source(place: Place, *, on_read: Callable[[], None] = lambda: None) -> 
     """
     path = os.fspath(place)
     if is_remote(path):
+        from clipmill.prep.sources.remote import RemoteFile
+
         file = RemoteFile(path, on_read=on_read)
         try:
             yield OpenSource(file.size_bytes, file, file)
@@ -66,7 +112,7 @@ def open_source(place: Place, *, on_read: Callable[[], None] = lambda: None) -> 
         yield OpenSource(state.st_size, local, f"file:{path}")
 
 
-def source_fingerprint(place: Place) -> str:
+def source_fingerprint(place: "Place") -> str:
     """Return the SHA-256 (hex) over a source's size and its first and last MiB.
 
     This is cheap even for hours of video, and independent of the source's name and storage.
@@ -99,3 +145,48 @@ def access_failure(error: OSError | ValueError) -> SourceFailure:
         return SourceFailure(FailureCode.SOURCE_MISSING, "no such file", is_lasting=False)
     code = FailureCode.IO_ERROR if error.errno == errno.EIO else FailureCode.SOURCE_UNREADABLE
     return SourceFailure(code, error.strerror or str(error), is_lasting=False)
+
+
+def current_fingerprint(place: "Place") -> str:
+    """Return `source_fingerprint`, with a timeout of `STAT_LIMIT_S`.
+
+    Raises:
+        SourceFailure: timeout, or any failure that `source_fingerprint` raises.
+    """
+    answer: SimpleQueue[str | SourceFailure] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            answer.put(source_fingerprint(place))
+        except SourceFailure as failure:
+            answer.put(failure)
+
+    Thread(target=read, daemon=True).start()
+    try:
+        found = answer.get(timeout=STAT_LIMIT_S)
+    except Empty:
+        message = f"opening or reading timed out after {STAT_LIMIT_S:.0f} s"
+        raise SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False) from None
+    if isinstance(found, SourceFailure):
+        raise found
+    return found
+
+
+@contextmanager
+def as_failure(code: FailureCode, what: str) -> Iterator[None]:
+    """Convert the errors that libav raises inside the block, whatever the file contains, to failure `code`."""
+    import av.error
+
+    try:
+        yield
+    except TimelineError as error:
+        raise SourceFailure(FailureCode(error.code), str(error)) from None
+    except MemoryError:
+        message = f"{what}: memory limit exceeded"
+        raise SourceFailure(FailureCode.OUT_OF_MEMORY, message, is_lasting=False) from None
+    except (av.error.FFmpegError, OSError) as error:
+        is_lasting = error.errno not in _MACHINE_ERRORS
+        message = f"{what}: {error.strerror or error}"
+        raise SourceFailure(code, message, is_lasting=is_lasting) from None
+    except (ValueError, ArithmeticError) as error:  # times or sizes that PyAV cannot represent
+        raise SourceFailure(code, f"{what}: {type(error).__name__}: {error}") from None

@@ -15,12 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.storage.urls import Place
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.sources.access import access_failure, source_fingerprint
-from clipmill.prep.sources.remote import remote_states
+from clipmill.prep.sources.access import STAT_LIMIT_S, access_failure
 
-STAT_LIMIT_S = 60.0  # timeout per file
 _SHORT_LIMIT_S = 1.0  # timeout for other files in a folder where one timed out: a dead mount may hold thousands
 _SLICE = 4096
 _TICK_S = 0.5
@@ -52,6 +49,8 @@ def stat_files(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     is_url = np.asarray(pc.match_substring(paths, "://"))
     if not is_url.any():
         return _stat_local(paths, num_threads=num_threads)
+    from clipmill.prep.sources.remote import remote_states
+
     rows = np.flatnonzero(is_url)
     states = FileStates(np.full(len(paths), NO_FILE, np.int64), np.zeros(len(paths), np.int64), {})
     for number, found in remote_states(paths.take(pa.array(rows)).to_pylist()):
@@ -106,31 +105,6 @@ def _record(states: FileStates, row: int, found: tuple[int, int] | SourceFailure
         states.failures[row] = found
     else:
         states.size_bytes[row], states.mtime_ns[row] = found
-
-
-def current_fingerprint(place: Place) -> str:
-    """Return `source_fingerprint`, with a timeout of `STAT_LIMIT_S`.
-
-    Raises:
-        SourceFailure: timeout, or any failure that `source_fingerprint` raises.
-    """
-    answer: SimpleQueue[str | SourceFailure] = SimpleQueue()
-
-    def read() -> None:
-        try:
-            answer.put(source_fingerprint(place))
-        except SourceFailure as failure:
-            answer.put(failure)
-
-    Thread(target=read, daemon=True).start()
-    try:
-        found = answer.get(timeout=STAT_LIMIT_S)
-    except Empty:
-        message = f"opening or reading timed out after {STAT_LIMIT_S:.0f} s"
-        raise SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False) from None
-    if isinstance(found, SourceFailure):
-        raise found
-    return found
 
 
 @dataclass(eq=False)

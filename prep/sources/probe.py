@@ -12,70 +12,21 @@ disguised as a video is refused, so that it cannot make libav read other files. 
 exhausts its memory, affects only that process.
 """
 
-import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, cast
 
-import av
-import av.error
 from av.container import InputContainer
 from av.video.stream import VideoStream
 
 from clipmill.manifests.storage.urls import Place
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.sources.access import OpenSource, fingerprint_of, open_source
+from clipmill.prep.sources.access import OpenSource, SourceFacts, as_failure, fingerprint_of, open_source
 from clipmill.prep.sources.truncation import missing_index, truncation
-from clipmill.shards.timeline import (
-    Picture,
-    TimelineError,
-    first_picture,
-    has_index,
-    indexed_timeline,
-    open_container,
-    read_timeline,
-    track_of,
-    video_tracks,
-)
-
-# Errors of the machine rather than of the file; they may be gone at the next probe.
-_MACHINE_ERRORS = frozenset(
-    {errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENODEV}
-    | {errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
-)
-
-
-@dataclass(frozen=True)
-class SourceFacts:
-    """Properties of a source that the plan and the encoder need.
-
-    Attributes:
-        fingerprint: SHA-256 (hex) over size, first and last MiB.
-        size_bytes: size of the file.
-        end_s: end of the last video frame in seconds from the container's start, as players count.
-        fps: frame rate in frames per second; the average if it varies.
-        width: display width in pixels, after rotation and with square pixels.
-        height: display height in pixels, likewise.
-        codec: libav's name of the codec.
-        key_gap_s: longest time in seconds between two key frames if a seek may land between them; 0 if a seek lands on
-            a key frame.
-        num_audio: number of audio streams.
-        timeline: timeline and shape of the video (`clipmill.shards.timeline.Timeline.to_json`).
-        notes: what may surprise in the video, a line each.
-    """
-
-    fingerprint: str
-    size_bytes: int
-    end_s: float
-    fps: float
-    width: int
-    height: int
-    codec: str
-    key_gap_s: float
-    num_audio: int = 0
-    timeline: str = ""
-    notes: str = ""
+from clipmill.shards.timeline.model import open_container, track_of, video_tracks
+from clipmill.shards.timeline.pictures import Picture, first_picture
+from clipmill.shards.timeline.reading import has_index, indexed_timeline, read_timeline
 
 
 def probe(place: Place, *, on_read: Callable[[], None] = lambda: None) -> SourceFacts:
@@ -169,21 +120,3 @@ def _look_at(container: InputContainer, stream: VideoStream) -> _Look:
     with as_failure(FailureCode.DECODE_ERRORS, "no frame can be decoded"):
         picture = first_picture(container, stream)
     return _Look(stream.index, picture, stream.codec_context.codec.canonical_name)
-
-
-@contextmanager
-def as_failure(code: FailureCode, what: str) -> Iterator[None]:
-    """Convert the errors that libav raises inside the block, whatever the file contains, to failure `code`."""
-    try:
-        yield
-    except TimelineError as error:
-        raise SourceFailure(FailureCode(error.code), str(error)) from None
-    except MemoryError:
-        message = f"{what}: memory limit exceeded"
-        raise SourceFailure(FailureCode.OUT_OF_MEMORY, message, is_lasting=False) from None
-    except (av.error.FFmpegError, OSError) as error:
-        is_lasting = error.errno not in _MACHINE_ERRORS
-        message = f"{what}: {error.strerror or error}"
-        raise SourceFailure(code, message, is_lasting=is_lasting) from None
-    except (ValueError, ArithmeticError) as error:  # times or sizes that PyAV cannot represent
-        raise SourceFailure(code, f"{what}: {type(error).__name__}: {error}") from None

@@ -26,7 +26,7 @@ from typing import Any
 
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.engines import CRASH_SIGNALS, die_with_parent, exit_reason
-from clipmill.prep.sources.probe import SourceFacts, probe
+from clipmill.prep.sources.access import SourceFacts
 
 SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease block an `open` (45 s)
 MEMORY_LIMIT_BYTES = 4 << 30  # address space: enough for a 16k frame and its reference frames
@@ -193,17 +193,19 @@ class Reader:
 
 def serve() -> None:
     """Main function of the reader: probe the paths on standard input until it is closed."""
+    from clipmill.prep.sources.probe import probe  # not in the process that starts readers
+
     die_with_parent()
     _limit_memory()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # other output must not be mistaken for an answer
     answers.write(_HEARTBEAT)
     for line in sys.stdin.buffer:
-        answer = _answer(json.loads(line), on_heartbeat=lambda: answers.write(_HEARTBEAT))
+        answer = _answer(probe, json.loads(line), on_heartbeat=lambda: answers.write(_HEARTBEAT))
         answers.write(json.dumps(answer).encode() + b"\n")
 
 
-def _answer(path: str, *, on_heartbeat: Callable[[], object]) -> dict[str, Any]:
+def _answer(probe: Callable[..., SourceFacts], path: str, *, on_heartbeat: Callable[[], object]) -> dict[str, Any]:
     shown_s = time.monotonic()
 
     def on_read() -> None:

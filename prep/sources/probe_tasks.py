@@ -13,7 +13,7 @@ from pathlib import PurePath
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.engines import Outcome, Refused
-from clipmill.prep.sources.probe import SourceFacts
+from clipmill.prep.sources.access import SourceFacts
 from clipmill.prep.sources.probe_processes import Reader, probe_each
 
 MAX_SOURCES = 64  # per task, which costs the driver some milliseconds

@@ -24,8 +24,8 @@ from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.core.shard_result import cpu_s
 from clipmill.prep.core.table_file import as_array, read_table_file, write_table_file
 from clipmill.prep.engines import Check, Engine, Outcome, Refused
+from clipmill.prep.sources.access import current_fingerprint
 from clipmill.prep.sources.detector import Detector
-from clipmill.prep.sources.files import current_fingerprint
 
 _SAVING_SHARE = 0.05  # of the time of a run may be spent on saving, so that a killed run loses little
 
@@ -82,7 +82,7 @@ class ShotTask:
 
     Attributes:
         num_frames: number of frames on the detector's grid.
-        timeline: timeline of the source (`clipmill.shards.timeline.Timeline.to_json`).
+        timeline: timeline of the source (`clipmill.shards.timeline.model.Timeline.to_json`).
     """
 
     path: str
@@ -104,7 +104,7 @@ class FoundShots:
 def find_shots(task: ShotTask) -> FoundShots:
     """Detect the shots of one source, in a worker."""
     from clipmill.prep.sources.shots import detect_cuts
-    from clipmill.shards.timeline import Timeline
+    from clipmill.shards.timeline.model import Timeline
 
     begin_s = cpu_s()
     try:

@@ -14,10 +14,12 @@ from av.video.reformatter import Interpolation, VideoReformatter
 
 from clipmill.manifests.storage.urls import Place
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.sources.access import open_source
+from clipmill.prep.sources.access import as_failure, open_source
 from clipmill.prep.sources.detector import PICTURE_PX, Detector
-from clipmill.prep.sources.probe import as_failure, opened
-from clipmill.shards.timeline import Timeline, read_timeline, shown_frames, track_of
+from clipmill.prep.sources.probe import opened
+from clipmill.shards.timeline.model import Timeline, track_of
+from clipmill.shards.timeline.pictures import shown_frames
+from clipmill.shards.timeline.reading import read_timeline
 
 # Exact arithmetic, so that every machine compares the same pixels.
 _SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXACT

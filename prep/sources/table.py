@@ -24,7 +24,7 @@ from clipmill.prep.core.table_file import read_table_file, write_table_file
 from clipmill.prep.sources.files import NO_FILE, FileStates, stat_files
 
 if TYPE_CHECKING:
-    from clipmill.prep.sources.probe import SourceFacts
+    from clipmill.prep.sources.access import SourceFacts
     from clipmill.prep.sources.probe_tasks import Run
 
 _SAVE_INTERVAL_S = 30.0

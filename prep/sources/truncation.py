@@ -5,7 +5,12 @@ reading. MPEG-TS, MPEG-PS and raw streams contain no sizes: if such a file is tr
 unnoticed.
 """
 
-from clipmill.prep.sources.access import OpenSource, SourceBytes
+from typing import TYPE_CHECKING
+
+from clipmill.prep.sources.access import OpenSource
+
+if TYPE_CHECKING:
+    from clipmill.prep.sources.access import SourceBytes
 
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _ASF_DATA = bytes.fromhex("3626b2758e66cf11a6d900aa0062ce6c")
@@ -52,7 +57,7 @@ def missing_index(source: OpenSource) -> str | None:
     return "truncated: its index (box moov) is missing" if position else None
 
 
-def _matroska(file: SourceBytes, size_bytes: int) -> str | None:
+def _matroska(file: "SourceBytes", size_bytes: int) -> str | None:
     position = 0
     while position < size_bytes:
         file.seek(position)
@@ -93,7 +98,7 @@ def ebml_header(head: bytes) -> tuple[int, int, int | None] | None:
     return element, id_bytes + length_bytes, None if length == is_unknown else length
 
 
-def _asf(file: SourceBytes, size_bytes: int) -> str | None:
+def _asf(file: "SourceBytes", size_bytes: int) -> str | None:
     position = 0
     while position + 24 <= size_bytes:
         file.seek(position)
@@ -108,7 +113,7 @@ def _asf(file: SourceBytes, size_bytes: int) -> str | None:
     return None
 
 
-def _avi(file: SourceBytes, size_bytes: int) -> str | None:
+def _avi(file: "SourceBytes", size_bytes: int) -> str | None:
     position = 0
     while position + 12 <= size_bytes:
         file.seek(position)
@@ -123,7 +128,7 @@ def _avi(file: SourceBytes, size_bytes: int) -> str | None:
     return None
 
 
-def _ogg(file: SourceBytes, size_bytes: int) -> str | None:
+def _ogg(file: "SourceBytes", size_bytes: int) -> str | None:
     begin = max(0, size_bytes - _OGG_LONGEST_PAGE)
     file.seek(begin)
     tail = file.read()
@@ -138,7 +143,7 @@ def _ogg(file: SourceBytes, size_bytes: int) -> str | None:
     return None
 
 
-def _mp4(file: SourceBytes, size_bytes: int) -> str | None:
+def _mp4(file: "SourceBytes", size_bytes: int) -> str | None:
     position = 0
     while position + 8 <= size_bytes:
         file.seek(position)
@@ -158,7 +163,7 @@ def _box_bytes(head: bytes) -> int:
     return int.from_bytes(head[8:], "big") if length == 1 and len(head) == 16 else length
 
 
-def _flv(file: SourceBytes, size_bytes: int) -> str | None:
+def _flv(file: "SourceBytes", size_bytes: int) -> str | None:
     if _flv_ends_well(file, size_bytes):
         return None
     file.seek(5)
@@ -175,7 +180,7 @@ def _flv(file: SourceBytes, size_bytes: int) -> str | None:
     return None
 
 
-def _flv_ends_well(file: SourceBytes, size_bytes: int) -> bool:
+def _flv_ends_well(file: "SourceBytes", size_bytes: int) -> bool:
     """Return True if the last four bytes hold the size of the tag right before them, as they do after every tag."""
     file.seek(size_bytes - 4)
     tag_bytes = int.from_bytes(file.read(4), "big")

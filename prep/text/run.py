@@ -23,8 +23,7 @@ from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, with_work
 from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.core.run import Job, execute
-from clipmill.prep.core.selection import WEIGHTS, write_selection
-from clipmill.prep.core.variant_folder import make_variant
+from clipmill.prep.core.selection import WEIGHTS, make_variant, write_selection
 from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.text.bank import Bank, copy_embeddings

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.json_text import parse_json
 from clipmill.prep.core.hub import model_folder
 from clipmill.prep.text.recipe import T5, ResolvedTextRecipe, TextRecipe, file_sha256, safetensors_shapes
 from clipmill.prep.text.tokens import Encoded

@@ -10,8 +10,7 @@ import pyarrow as pa
 
 from clipmill.manifests.quoting import counted
 from clipmill.prep.core.failures import FailureCode
-from clipmill.prep.core.heartbeat import Heartbeat
-from clipmill.prep.core.shard_result import ShardResult, stopped, system_errors_as_results
+from clipmill.prep.core.shard_result import Heartbeat, ShardResult, stopped, system_errors_as_results
 from clipmill.prep.text.bank import Bank
 from clipmill.prep.text.captions import CaptionReader
 from clipmill.prep.text.digests import digests_of

@@ -21,10 +21,10 @@ from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.data_folder import ROOT_FILES, RUNNING_FILE, incomplete_variants
 from clipmill.prep.core.ending import why_unfinished
 from clipmill.prep.core.failure_list import codes_line
-from clipmill.prep.core.heartbeat import RUNNING_FOLDER
 from clipmill.prep.core.layout import LAYOUT_FOLDER
 from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.plan import problems_of
+from clipmill.prep.core.shard_result import RUNNING_FOLDER
 from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import columns
 from clipmill.prep.upkeep.own_names import (

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.store import MANIFEST_FOLDER
 from clipmill.manifests.table_files import is_table_file
 from clipmill.prep.core.column import recipe_fingerprint

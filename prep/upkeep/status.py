@@ -24,11 +24,11 @@ from clipmill.prep.core.failure_list import (
     first_few,
     named_values,
 )
-from clipmill.prep.core.heartbeat import ShardProgress, running_shards
 from clipmill.prep.core.layout import DamagedLayout, variants_of
 from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.plan import problems_of
 from clipmill.prep.core.selection import WHERE, read_selection
+from clipmill.prep.core.shard_result import ShardProgress, running_shards
 from clipmill.prep.core.work import work_of
 from clipmill.prep.core.writers import has_stopped, writer_of
 from clipmill.prep.registry import columns

@@ -5,20 +5,26 @@ videos leave, because they are removed, renamed or moved to another split. Compa
 beforehand which these are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
-from clipmill.prep.core.plan import ShardPlan, ShardState
+from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState
 from clipmill.prep.video.plan import Plan
-from clipmill.prep.video.stored_spans import StoredSpans, StoredTar, stored_spans
+from clipmill.prep.video.span_task import SPAN_COLUMN, StoredTar
 from clipmill.shards.commits import Commit
+from clipmill.shards.damage import Damaged
+from clipmill.shards.index import extensions_of, open_index
+from clipmill.shards.salvage import index_of, uncommitted_tars
 
 _COMPARED = (ShardState.CHANGED, ShardState.RETRY)
 _RETURNED = "videos that returned, were renamed or moved"
 _Tars = Mapping[str, tuple[StoredTar, float]]  # fingerprint of a span -> a tar with its chunks, mean bytes of a chunk
-_NOTHING = StoredSpans()
+_COLUMNS = ("video_id", SPAN_COLUMN)
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,20 @@ class ShardChange:
     copied_bytes: float
     because: str
     others: tuple[StoredTar, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoredSpans:
+    """What the index of a tar says.
+
+    Attributes:
+        spans: (video ID, fingerprint) of each span.
+        chunk_bytes: mean size of a chunk with its share of the tar and of the index.
+    """
+
+    spans: frozenset[tuple[str, str]] = frozenset()
+    has_captions: bool = False
+    chunk_bytes: float = 0.0
 
 
 def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -> dict[int, ShardChange]:
@@ -62,7 +82,7 @@ def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -
         commit = commits.get(shard.shard_id)
         if shard.state in _COMPARED and commit is not None:
             if commit.files is None or shard.shard_id in owned:
-                own, is_moved = owned.get(shard.shard_id, _NOTHING), shard.shard_id in moved
+                own, is_moved = owned.get(shard.shard_id, StoredSpans()), shard.shard_id in moved
                 found[shard.shard_id] = _change(plan, shard, commit, own, tars, has_moved_videos=is_moved)
         elif shard.has_work and tars and (change := _found_elsewhere(plan, shard, tars)) is not None:
             found[shard.shard_id] = change
@@ -139,3 +159,48 @@ def _copied_bytes(num_chunks: int, found: Sequence[tuple[StoredTar | None, float
 
 def _num_chunks(plan: Plan, rows: Sequence[int]) -> int:
     return sum(len(span.span.chunk_frames) for span in plan.spans(rows))
+
+
+def stored_spans(
+    variant_dir: Path, commits: Mapping[int, Commit], *, compared: Collection[int]
+) -> dict[StoredTar, StoredSpans]:
+    """Return the spans in the tars of some shards, and in those that no commit names; unreadable indexes are left out.
+
+    In a bucket, where looking for the latter costs requests and time, they are not used.
+
+    Args:
+        commits: those of the variant, by shard ID.
+        compared: shards whose tars to open.
+    """
+    chosen = [commits[shard_id] for shard_id in compared if shard_id in commits]
+    tars = [StoredTar(commit.files.tar, commit) for commit in chosen if commit.files is not None]
+    if mirror_of(variant_dir) is None and variant_dir.is_dir():
+        others = uncommitted_tars(variant_dir, commits.values())
+        tars += [StoredTar(tar.relative_to(variant_dir).as_posix(), None) for tar in others]
+    if not tars:
+        return {}
+    comparing = f"comparing {counted(len(tars), 'stored shard')}"
+    found: dict[StoredTar, StoredSpans] = {}
+    with Activity(comparing) as now, ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
+        show = now.counter(comparing)
+        for number, (tar, spans) in enumerate(
+            zip(tars, pool.map(lambda tar: _spans_in(variant_dir, tar), tars), strict=True), 1
+        ):
+            show(number, len(tars))
+            if spans is not None:
+                found[tar] = spans
+    return found
+
+
+def _spans_in(variant_dir: Path, stored: StoredTar) -> StoredSpans | None:
+    tar = variant_dir / stored.tar
+    try:
+        index = open_index(index_of(tar), columns=_COLUMNS)
+        if stored.commit is not None and stored.commit.files is not None:
+            size_bytes = stored.commit.files.size_bytes
+        else:
+            size_bytes = tar.stat().st_size + index_of(tar).stat().st_size
+    except (Damaged, OSError):
+        return None
+    spans = frozenset(zip(*(index[name].to_pylist() for name in _COLUMNS), strict=True))
+    return StoredSpans(spans, "txt" in extensions_of(index), size_bytes / index.num_rows)

@@ -8,12 +8,12 @@ from typing import Any
 import av
 import av.error
 
-from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.quoting import counted
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.core.failures import SourceFailure
-from clipmill.prep.video.packets import check_chunk, read_chunk
+from clipmill.prep.video.span_task import check_chunk, read_chunk
 
 
 def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:

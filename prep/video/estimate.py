@@ -1,29 +1,36 @@
 """The estimated cost of a `video` plan in core-hours and bytes, and how long a run takes on this machine.
 
 Core-hours come from a model with two terms: reading is proportional to the source's pixels, writing to the output's.
-Both were fitted to runs on natural videos; trial encodes (`clipmill.prep.video.trial`) correct them for this machine
-and these videos. Bytes follow from the bitrate, or come from measured averages, which the trials correct likewise;
-shards that are already committed give a better mean.
+Both were fitted to runs on natural videos; trial encodes (`run_trials`) correct them for this machine and these videos.
+Bytes follow from the bitrate, or come from measured averages, which the trials correct likewise; shards that are
+already committed give a better mean.
 """
 
 import math
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.units import between, duration_text, parse_bitrate, size_text
-from clipmill.prep.core.plan import ShardPlan, ShardState
+from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.engines.choice import num_cores
 from clipmill.prep.video.codecs import codec_named
+from clipmill.prep.video.encode import encode_span
+from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Plan, Workload
 from clipmill.prep.video.plan_inputs import Planned
 from clipmill.prep.video.settings import ChunkSettings
-from clipmill.prep.video.trial import EncodeTrial, EncodeTrials, factor_range, run_trials
+from clipmill.prep.video.span_task import StagedSources
+from clipmill.prep.video.spans import Span, SpanPlan
 from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.index import open_index
+from clipmill.shards.timeline.model import Timeline
 
 # Core-seconds per megapixel, measured on an x86-64 server core at about 3 GHz.
 _DECODE_S_PER_MEGAPIXEL = 0.0029
@@ -31,6 +38,108 @@ _DETECT_S_PER_FRAME = 0.0006  # to scale a decoded frame to the detector's size 
 _CHUNK_BYTES = 5_000  # of the mp4's header, the json, the blocks of the tar and the columns of the index
 _FRAME_BYTES = 17  # of the packet table in the index
 _NO_RANGE = (1.0, 1.0, 1.0)
+
+
+_NUM_VIDEOS = 3  # and the heaviest one
+_SHORT_S, _LONG_S = 1.0, 4.0
+_MAX_COPY_BYTES = 512 << 20  # of a remote source
+
+
+@dataclass(frozen=True)
+class EncodeTrial:
+    """Cost of one second of a video.
+
+    Attributes:
+        row: index in the workload that was estimated.
+    """
+
+    row: int
+    core_s: float
+    size_bytes: float
+
+
+@dataclass(frozen=True)
+class EncodeTrials:
+    """The trial encodes of a plan.
+
+    Attributes:
+        lacking: Why videos were left out, one reason after another; empty if none was.
+    """
+
+    found: tuple[EncodeTrial, ...] = ()
+    lacking: tuple[str, ...] = ()
+
+
+def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> EncodeTrials:
+    """Encode sections of videos that a plan has work for: a small one, a medium one, a large one and the heaviest one.
+
+    The heaviest one has the most bytes per second at the size of the chunks: what took much in its source, such as
+    grain and fast motion, takes much in chunks as well. Its costs are the upper end of the range. Videos that cannot be
+    encoded, are too short, or are remote and too large, are left out; nothing is kept.
+
+    Args:
+        rows: rows of the layout with work, int64[N].
+        work: `plan.workload(rows)`.
+    """
+    order = np.argsort(work.width * work.height * work.fps, kind="stable")
+    scale = np.minimum(1.0, plan.recipe.settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
+    heaviest = int(np.argmax(plan.source_bytes_per_s(rows) * scale**2))
+    by_size = (int(order[(2 * part + 1) * len(order) // (2 * _NUM_VIDEOS)]) for part in range(_NUM_VIDEOS))
+    chosen = sorted({heaviest, *by_size})
+    found, lacking = [], []
+    spans = plan.spans([int(rows[index]) for index in chosen])
+    with StagedSources() as sources:
+        for index, span in zip(chosen, spans, strict=True):
+            if not Timeline.from_json(span.source.timeline).is_continuous:
+                continue  # a copy of the file would have to be made first
+            try:
+                if is_remote(span.path) and span.source.size_bytes > _MAX_COPY_BYTES:
+                    size = size_text(span.source.size_bytes)
+                    message = f"{span.path} has {size}, and a plan copies up to {size_text(_MAX_COPY_BYTES)}"
+                    raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message)
+                path = sources.path_of(span.path)
+                costs = [_cost(plan, span, path, length_s=length_s) for length_s in (_SHORT_S, _LONG_S)]
+            except SourceFailure as failure:
+                lacking.append(failure.message if span.path in failure.message else f"{span.path}: {failure.message}")
+                continue
+            except OSError as error:
+                lacking.append(f"{span.path}: {error.strerror or error}")
+                continue
+            (short_s, short_core_s, short_bytes), (long_s, long_core_s, long_bytes) = costs
+            if long_s > short_s:
+                more_s = long_s - short_s
+                core_s, size_bytes = (long_core_s - short_core_s) / more_s, (long_bytes - short_bytes) / more_s
+                if core_s > 0 and size_bytes > 0:
+                    found.append(EncodeTrial(index, core_s, size_bytes))
+    return EncodeTrials(tuple(found), tuple(lacking))
+
+
+def _cost(plan: Plan, span: SpanPlan, path: Path, *, length_s: float) -> tuple[float, float, int]:
+    """Encode a section in the middle of a span of a local file; return its length in seconds, CPU seconds and bytes."""
+    fps = plan.recipe.settings.fps_exact
+    num_frames = min(span.span.num_frames, round(length_s * fps))
+    first_frame = span.span.first_frame + (span.span.num_frames - num_frames) // 2
+    section = Span(index=span.span.index, first_frame=first_frame, chunk_frames=(num_frames,), is_last=True)
+    with tempfile.TemporaryDirectory() as folder:
+        encoded = encode_span(
+            path,
+            source=span.source,
+            span=section,
+            recipe=plan.recipe,
+            program=find_ffmpeg().path,
+            folder=Path(folder),
+        )
+        return float(num_frames / fps), encoded.cpu_s, sum(path.stat().st_size for path in encoded.segments)
+
+
+def factor_range(measured: Sequence[float], expected: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median, the lowest and the highest ratio of measured to expected costs.
+
+    The range is at least a fifth wide to each side: few videos say little about many.
+    """
+    ratios = np.asarray(measured) / np.asarray(expected)
+    middle = float(np.median(ratios))
+    return middle, min(float(ratios.min()), 0.8 * middle), max(float(ratios.max()), 1.2 * middle)
 
 
 @dataclass(frozen=True)
@@ -119,7 +228,7 @@ def estimate_of(planned: Planned) -> Estimate:
 
     Short sections of some videos are encoded, so that the estimate is one of this machine and these videos.
     """
-    plan, rows = planned.plan, rows_to_encode(planned)
+    plan, rows = planned.plan, planned.rows_to_encode()
     work, load = plan.workload(rows), os.getloadavg()[0]  # before the trials add to it
     trials = run_trials(plan, rows, work) if len(rows) else EncodeTrials()
     cost = estimate(work, trials.found, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
@@ -142,18 +251,6 @@ def with_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: flo
     slowdown = max(1.0, (workers + load) / num_cores)
     wall_hours_range = (low / workers, idle_hours * slowdown)
     return replace(cost, num_cores=num_cores, wall_hours_range=wall_hours_range, idle_hours=idle_hours)
-
-
-def rows_to_encode(planned: Planned) -> np.ndarray:
-    """Return the rows of a plan with the spans that are encoded rather than copied, int64."""
-    rows = [np.asarray(_rows_of(planned, shard), np.int64) for shard in planned.plan.shards if shard.has_work]
-    return np.concatenate([np.zeros(0, np.int64), *rows])
-
-
-def _rows_of(planned: Planned, shard: ShardPlan) -> Sequence[int]:
-    if shard.shard_id in planned.changes:
-        return planned.changes[shard.shard_id].rows
-    return () if shard.state == ShardState.CHANGED else shard.rows
 
 
 def container_bytes(plan: Plan, rows: np.ndarray) -> float:

@@ -22,7 +22,7 @@ _MAX_PATTERN = 32  # longest GOP in frames that is printed in full
 _MAX_PATTERNS = 4
 
 
-def chunk_report(shard: CommittedShard, number: int, *, data_dir: Path) -> Report:
+def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
     """Return the report on one chunk.
 
     Raises:

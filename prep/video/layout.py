@@ -26,8 +26,8 @@ from clipmill.prep.core.layout import (
 )
 from clipmill.prep.core.table_file import as_array
 from clipmill.prep.video.cutting import Cutting, ShotCutting
-from clipmill.prep.video.recipe import SPAN_CHUNKS, recipe_from_dict
-from clipmill.prep.video.settings import ChunkSettings
+from clipmill.prep.video.recipe import recipe_from_dict
+from clipmill.prep.video.settings import SPAN_CHUNKS, ChunkSettings
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Failure
 from clipmill.shards.reader import Variant

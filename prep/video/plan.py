@@ -10,40 +10,30 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
+from clipmill.manifests.table_files import require_numbers
 from clipmill.prep.core.plan import HeldShards, ShardPlan, StoredShards, WantedShard, plan_shards
 from clipmill.prep.core.table_file import as_array
-from clipmill.prep.sources.probe import SourceFacts
+from clipmill.prep.sources.access import SourceFacts
 from clipmill.prep.sources.shot_table import ShotTask
-from clipmill.prep.video.cutting import ShotCutting
+from clipmill.prep.video.cutting import ShotCutting, VideoShots, cutting_of, frames_of
 from clipmill.prep.video.layout import extend_layout, shards_of_moved_videos, wanted_rows
-from clipmill.prep.video.recipe import SPAN_CHUNKS, ResolvedRecipe
-from clipmill.prep.video.shots import VideoShots, cutting_of, frames_of
-from clipmill.prep.video.spans import Span
-from clipmill.prep.video.videos import Videos
+from clipmill.prep.video.settings import SPAN_CHUNKS, ResolvedRecipe
+from clipmill.prep.video.spans import Span, SpanPlan
 from clipmill.shards.commits import Failure
 
 _ROWS_AT_ONCE = 1 << 16
 _HELD = "kept, because a source cannot be read and its duration is unknown"
 _HELD_SHOTS = "kept, because the duration or the shots of a source are unknown"
-
-
-@dataclass(frozen=True)
-class SpanPlan:
-    """One span of the plan: its video, its chunks, and the fingerprint of its encoder pass."""
-
-    video_id: str
-    source_id: str
-    dataset: str
-    path: str
-    source: SourceFacts
-    span: Span
-    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -66,6 +56,57 @@ class ShotsOfVideo:
 
     is_detected: bool
     left_out_s: list[tuple[float, float]]
+
+
+class Videos:
+    """The table of videos of a manifest (clipmill.manifests.schema.VIDEOS), open for reading.
+
+    Attributes:
+        ids: the ID of each video.
+        splits: the split of each video.
+    """
+
+    def __init__(self, file: pq.ParquetFile, *, path: Path) -> None:
+        """Read the IDs and splits.
+
+        Args:
+            file: the open table, which stays open as long as this object exists.
+            path: the name of the table in messages.
+        """
+        self._file, self._path, self._lock = file, path, Lock()
+        sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+        self._ends = np.cumsum(np.array(sizes, np.int64))
+        self._read_group = lru_cache(1)(self._read)
+        self.ids, self.splits = as_array(self.column("video_id")), as_array(self.column("split"))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """Read a column of all videos.
+
+        Raises:
+            UserError: its texts are too long for one array.
+        """
+        table = self._file.read(columns=[name])
+        require_numbers(self._path, num_rows=len(table), videos=table)
+        return table[name]
+
+    def take(self, rows: np.ndarray, *columns: str) -> pa.Table:
+        """Read some columns of the videos in the given rows, int64[N], in this order."""
+        groups = np.searchsorted(self._ends, rows, side="right")
+        parts = [pa.schema([self._file.schema_arrow.field(name) for name in columns]).empty_table()]
+        for group in np.unique(groups).tolist():
+            begin = self._ends[group - 1] if group else 0
+            with self._lock:
+                table = self._read_group(group, columns)
+            parts.append(table.take(pa.array(rows[groups == group] - begin)))
+        found = pa.concat_tables(parts)
+        is_ascending = bool((groups[1:] >= groups[:-1]).all())
+        return found if is_ascending else found.take(pa.array(np.argsort(np.argsort(groups, kind="stable"))))
+
+    def _read(self, group: int, columns: tuple[str, ...]) -> pa.Table:
+        return self._file.read_row_group(group, columns=list(columns)).select(columns).replace_schema_metadata()
 
 
 class Plan:

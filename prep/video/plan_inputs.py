@@ -1,7 +1,7 @@
 """The inputs of a `video` plan, the plan as a job for the driver, and the number of chunks that the manifest requires.
 
 `make_plan` probes the sources, on a cluster in its workers. `with_shots` detects the shots that its plan lacks, and
-plans again. `wanted_chunks` uses stored records only; it serves the commands that maintain a data folder.
+plans again. `pending_chunks` uses stored records only; it serves the commands that maintain a data folder.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
@@ -22,19 +24,18 @@ from clipmill.manifests.table_files import VIDEOS_FILE
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState, StoredShards, pending_of, stored_shards
+from clipmill.prep.core.selection import make_variant
 from clipmill.prep.core.table_file import as_array
-from clipmill.prep.core.variant_folder import make_variant
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
 from clipmill.prep.sources.table import failed_sources, probe_sources, probes_of, read_probes
-from clipmill.prep.video.captions import caption_groups
 from clipmill.prep.video.changes import ShardChange, with_changes
 from clipmill.prep.video.column import COLUMN
+from clipmill.prep.video.cutting import cutting_of, detector_key, frames_of, shots_of
 from clipmill.prep.video.layout import layout_path, video_layout_of_commits, wanted_rows
-from clipmill.prep.video.plan import Plan
-from clipmill.prep.video.recipe import ResolvedRecipe, stored_recipe
-from clipmill.prep.video.shots import cutting_of, detector_key, frames_of, shots_of
-from clipmill.prep.video.videos import Videos
+from clipmill.prep.video.plan import Plan, Videos
+from clipmill.prep.video.recipe import stored_recipe
+from clipmill.prep.video.settings import ResolvedRecipe
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit
 from clipmill.shards.dataset import variant_dir
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from clipmill.prep.engines import Engine, Outcome, Refused
     from clipmill.prep.sources.probe_tasks import Probed, ProbeTask
     from clipmill.prep.video.worker import ShardTask
+
+_IDS_AT_ONCE = 1 << 20  # looked up together, because each lookup begins with a hash table of all videos
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,16 @@ class Planned:
     @property
     def num_videos(self) -> int:
         return self.plan.num_videos
+
+    def rows_to_encode(self) -> np.ndarray:
+        """Return the rows of the plan with the spans that are encoded rather than copied, int64."""
+        rows = [np.asarray(self._rows_of(shard), np.int64) for shard in self.shards if shard.has_work]
+        return np.concatenate([np.zeros(0, np.int64), *rows])
+
+    def _rows_of(self, shard: ShardPlan) -> Sequence[int]:
+        if shard.shard_id in self.changes:
+            return self.changes[shard.shard_id].rows
+        return () if shard.state == ShardState.CHANGED else shard.rows
 
 
 def make_plan(
@@ -221,7 +234,9 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
     write_layout(layout_path(planned.data_dir, plan.recipe.settings), plan.layout)
     has_work = any(shard.has_work for shard in plan.shards)
     captions_file = captions_path(planned.data_dir) if plan.has_captions and has_work else None
-    groups = None if captions_file is None else caption_groups(captions_file, planned.videos.ids)
+    groups = None
+    if captions_file is not None:
+        groups = caption_groups(captions_file, planned.videos.ids)
 
     def task(shard: ShardPlan) -> "ShardTask":
         return ShardTask(
@@ -255,38 +270,49 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
 
 
 @dataclass(frozen=True)
-class WantedChunks:
-    """Chunks and shards that the manifest requires.
+class CaptionGroups:
+    """The row groups of a table of captions that hold captions of each video; a worker reads only its own.
 
     Attributes:
-        num_chunks: number of chunks of all videos with a known probe and, with `--cut shots`, known shots.
-        shard_ids: shards of the layout with wanted content. Any other video counts as having all its spans.
-        num_undetected: number of videos whose shots have to be detected first.
+        begins: first entry of each video in `groups`, and the number of all entries, int64 [videos + 1].
+        groups: row groups of one video after another, ascending, int32.
     """
 
-    num_chunks: int
-    shard_ids: frozenset[int]
-    num_undetected: int
+    begins: np.ndarray
+    groups: np.ndarray
+
+    def of(self, videos: np.ndarray) -> tuple[int, ...]:
+        """Return the row groups that hold captions of some videos, given by their rows; ascending."""
+        parts = [self.groups[self.begins[video] : self.begins[video + 1]] for video in np.unique(videos)]
+        return tuple(np.unique(np.concatenate(parts)).tolist()) if parts else ()
 
 
-def wanted_chunks(data_dir: Path, recipe: ResolvedRecipe) -> WantedChunks:
-    """Return what the manifest requires, as far as the probes and shots of its videos are known.
+def caption_groups(captions_file: Path, video_ids: pa.Array) -> CaptionGroups:
+    """Read the column of videos of a table of captions once, to find the row groups of each of `video_ids`."""
+    videos, groups = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+    for ids, group_of_id in _ids_of_groups(captions_file):
+        rows = np.asarray(pc.fill_null(pc.index_in(ids, value_set=video_ids), -1)).astype(np.int64)
+        videos.append(rows[rows >= 0])
+        groups.append(group_of_id[rows >= 0])
+    of_videos, of_groups = np.concatenate(videos), np.concatenate(groups)
+    begins = np.concatenate([[0], np.cumsum(np.bincount(of_videos, minlength=len(video_ids)))])
+    return CaptionGroups(begins, of_groups[np.argsort(of_videos, kind="stable")])
 
-    Raises:
-        UserError: the manifest or the layout is damaged.
-    """
-    num_chunks, is_known, num_undetected = _known_chunks(data_dir, recipe)
-    layout = read_layout(layout_path(data_dir, recipe.settings))
-    videos = read_videos(data_dir, columns=["video_id", "split"])
-    ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
-    for_ever = np.where(is_known, num_chunks, np.iinfo(np.int64).max)
-    layout_videos = video_rows_of(layout, ids)
-    layout_rows, _ = wanted_rows(layout, video_rows=layout_videos, splits=splits, num_chunks=for_ever)
-    return WantedChunks(
-        num_chunks=int(num_chunks.sum()),
-        shard_ids=frozenset(np.asarray(layout["shard_id"])[layout_rows].tolist()),
-        num_undetected=num_undetected,
-    )
+
+def _ids_of_groups(captions_file: Path) -> Iterator[tuple[pa.ChunkedArray, np.ndarray]]:
+    """Yield ids of videos, each once per row group that holds it, with these row groups."""
+    waiting: list[pa.Array] = []
+    numbers: list[int] = []
+    with pq.ParquetFile(captions_file, read_dictionary=["video_id"]) as file:
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group, columns=["video_id"], use_threads=False)
+            ids = pc.unique(table["video_id"].unify_dictionaries()).cast(pa.string())
+            waiting.append(ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids)
+            numbers.append(group)
+            if sum(map(len, waiting)) >= _IDS_AT_ONCE or group == file.num_row_groups - 1:
+                repeats = list(map(len, waiting))
+                yield pa.chunked_array(waiting, pa.string()), np.repeat(np.asarray(numbers, np.int32), repeats)
+                waiting, numbers = [], []
 
 
 def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, np.ndarray, int]:
@@ -341,10 +367,18 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
 
 
 def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -> Pending:
-    """Return what remains to be made of a variant, as far as the probes and shots of its videos are known."""
-    chunks = wanted_chunks(data_dir, recipe)
-    missing = len(chunks.shard_ids - variant.commits.keys())
+    """Return what remains to be made of a variant, as far as the probes and shots of its videos are known.
+
+    A video whose probe or shots are unknown counts as having all its spans.
+    """
+    num_chunks, is_known, num_undetected = _known_chunks(data_dir, recipe)
+    layout = read_layout(layout_path(data_dir, recipe.settings))
+    videos = read_videos(data_dir, columns=["video_id", "split"])
+    ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
+    for_ever = np.where(is_known, num_chunks, np.iinfo(np.int64).max)
+    layout_videos = video_rows_of(layout, ids)
+    layout_rows, _ = wanted_rows(layout, video_rows=layout_videos, splits=splits, num_chunks=for_ever)
+    shard_ids = frozenset(np.asarray(layout["shard_id"])[layout_rows].tolist())
+    missing = len(shard_ids - variant.commits.keys())
     to_make = {"missing": missing} if missing else {}
-    if chunks.num_undetected:
-        return Pending(to_make=to_make)
-    return Pending(chunks.num_chunks, chunks.shard_ids, to_make)
+    return Pending(to_make=to_make) if num_undetected else Pending(int(num_chunks.sum()), shard_ids, to_make)

@@ -6,7 +6,7 @@ compared when a run is repeated; the name of the named recipe is not part of it.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
@@ -14,25 +14,23 @@ from cyclopts import Group, Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.units import bitrate_text, parse_bitrate
-from clipmill.prep.core.column import recipe_fingerprint
 from clipmill.prep.sources.detector import DEFAULT_DETECTOR, DEFAULT_THRESHOLD, DetectorName, scenedetect_version
-from clipmill.prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
+from clipmill.prep.video.codecs import DEFAULT_KEYINT, codec_named
 from clipmill.prep.video.settings import (
-    SHOT_SETTINGS,
+    RECIPE_SCHEMA,
     Audio,
     ChunkSettings,
     Cut,
     Gop,
+    ResolvedRecipe,
     Scaler,
     Tail,
     canonical_length,
     default_min_len,
 )
 
-RECIPE_SCHEMA = 4  # incremented when the same settings begin to produce different bytes
 ENCODING = Parameter(group=Group("Encoding", sort_key=1))
 CUTTING = Parameter(group=Group("Cutting", sort_key=2))
-SPAN_CHUNKS = 20  # chunks per encoder pass: five minutes of video at 15 s per chunk
 
 RecipeName = Literal["balanced", "small", "fast"]
 # docs/encoding.md explains the choices. Settings that a named recipe does not contain come from the codec.
@@ -154,47 +152,6 @@ class Recipe:
             "threshold": float(DEFAULT_THRESHOLD[detector] if self.threshold is None else self.threshold),
             "min_scene_len": canonical_length("--min-scene-len", self.min_scene_len or "500ms"),
             "min_len": canonical_length("--min-len", self.min_len or default_min_len(length)),
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedRecipe:
-    """A recipe with all values filled in, and the ffmpeg version."""
-
-    settings: ChunkSettings
-    ffmpeg: str  # version line of the program: another build may produce other bytes
-    scenedetect: str | None = None  # version of PySceneDetect if `cut` is shots: another one may find other cuts
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 (hex) of `as_dict` as canonical JSON."""
-        return recipe_fingerprint(self.as_dict())
-
-    @property
-    def variant(self) -> str:
-        """Folder name of the recipe's variant: a readable part and the first 8 digits of the fingerprint."""
-        settings = self.settings
-        rate = f"crf{settings.crf}" if settings.bitrate is None else settings.bitrate
-        gop = INTRA if settings.gop == INTRA else f"{settings.gop}{settings.keyint}"
-        fps = settings.fps.replace("/", "-")
-        cut = settings.len if settings.cut == "even" else f"{settings.len}-{settings.cut}"
-        return f"{settings.codec}-{settings.short_side}p{fps}-{rate}-{gop}-{cut}-{self.fingerprint[:8]}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the recipe as JSON values."""
-        changed = changed_arguments(self.settings.codec, self.settings.gop)
-        settings = asdict(self.settings)
-        if self.settings.cut == "even":  # the only way of cutting when schema 1 began
-            for name in ("cut", *SHOT_SETTINGS):
-                del settings[name]
-        return {
-            "schema": RECIPE_SCHEMA,
-            "ffmpeg": self.ffmpeg,
-            "span_chunks": SPAN_CHUNKS,
-            "threads": 1,
-            **settings,
-            **({} if self.scenedetect is None else {"scenedetect": self.scenedetect}),
-            **({} if changed is None else {"arguments": changed}),
         }
 
 

@@ -1,14 +1,22 @@
-"""The settings of `prep chunk` with all values filled in, as used by the planner, the encoder and the fingerprint."""
+"""The settings of `prep chunk` with all values filled in, as used by the planner, the encoder and the fingerprint.
+
+A task carries them to its worker, which therefore loads nothing of the command line (`clipmill.prep.video.recipe`).
+"""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.units import parse_bitrate, parse_length
-from clipmill.prep.sources.detector import Detector, DetectorName
-from clipmill.prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
+from clipmill.prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, changed_arguments, codec_named
+
+if TYPE_CHECKING:
+    from clipmill.prep.sources.detector import Detector, DetectorName
+
+RECIPE_SCHEMA = 4  # incremented when the same settings begin to produce different bytes
+SPAN_CHUNKS = 20  # chunks per encoder pass: five minutes of video at 15 s per chunk
 
 Gop = Literal["comb", "star", "closed", "intra"]
 Tail = Literal["keep", "drop", "merge"]
@@ -44,7 +52,7 @@ class ChunkSettings:
     tail: Tail
     audio: Audio
     cut: Cut = "even"
-    detector: DetectorName | None = None
+    detector: "DetectorName | None" = None
     threshold: float | None = None
     min_scene_len: str | None = None
     min_len: str | None = None
@@ -146,8 +154,10 @@ class ChunkSettings:
         return math.ceil(_seconds("--min-len", self.min_len) * self.fps_exact)
 
     @property
-    def shot_detector(self) -> Detector:
+    def shot_detector(self) -> "Detector":
         """Detector of --cut shots."""
+        from clipmill.prep.sources.detector import Detector
+
         assert self.detector is not None and self.threshold is not None and self.min_scene_len is not None
         return Detector(
             name=self.detector,
@@ -155,6 +165,49 @@ class ChunkSettings:
             min_scene_frames=math.ceil(_seconds("--min-scene-len", self.min_scene_len) * self.fps_exact),
             fps=self.fps_exact,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRecipe:
+    """A recipe with all values filled in, and the ffmpeg version."""
+
+    settings: ChunkSettings
+    ffmpeg: str  # version line of the program: another build may produce other bytes
+    scenedetect: str | None = None  # version of PySceneDetect if `cut` is shots: another one may find other cuts
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of `as_dict` as canonical JSON."""
+        from clipmill.prep.core.column import recipe_fingerprint
+
+        return recipe_fingerprint(self.as_dict())
+
+    @property
+    def variant(self) -> str:
+        """Folder name of the recipe's variant: a readable part and the first 8 digits of the fingerprint."""
+        settings = self.settings
+        rate = f"crf{settings.crf}" if settings.bitrate is None else settings.bitrate
+        gop = INTRA if settings.gop == INTRA else f"{settings.gop}{settings.keyint}"
+        fps = settings.fps.replace("/", "-")
+        cut = settings.len if settings.cut == "even" else f"{settings.len}-{settings.cut}"
+        return f"{settings.codec}-{settings.short_side}p{fps}-{rate}-{gop}-{cut}-{self.fingerprint[:8]}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the recipe as JSON values."""
+        changed = changed_arguments(self.settings.codec, self.settings.gop)
+        settings = asdict(self.settings)
+        if self.settings.cut == "even":  # the only way of cutting when schema 1 began
+            for name in ("cut", *SHOT_SETTINGS):
+                del settings[name]
+        return {
+            "schema": RECIPE_SCHEMA,
+            "ffmpeg": self.ffmpeg,
+            "span_chunks": SPAN_CHUNKS,
+            "threads": 1,
+            **settings,
+            **({} if self.scenedetect is None else {"scenedetect": self.scenedetect}),
+            **({} if changed is None else {"arguments": changed}),
+        }
 
 
 def _seconds(flag: str, length: str) -> Fraction:

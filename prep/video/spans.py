@@ -13,6 +13,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from clipmill.prep.sources.access import SourceFacts
+
 
 @dataclass(frozen=True)
 class Span:
@@ -51,6 +53,19 @@ class Span:
                 starts.append(position)
             position += frames
         return starts
+
+
+@dataclass(frozen=True)
+class SpanPlan:
+    """One span of a plan: its video, its chunks, and the fingerprint of its encoder pass."""
+
+    video_id: str
+    source_id: str
+    dataset: str
+    path: str
+    source: SourceFacts
+    span: Span
+    fingerprint: str
 
 
 def num_output_frames(end_s: np.ndarray, *, fps: Fraction) -> np.ndarray:

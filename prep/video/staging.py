@@ -23,19 +23,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from clipmill.manifests.locks import lock
-from clipmill.manifests.private_folders import is_still_at, open_private, private_root
+from clipmill.manifests.locks import is_still_at, lock, open_private, private_root
 from clipmill.manifests.storage.cache import FREE_SHARE, PARTS, CachedFile, NoRoom, ObjectCache
-from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import Objects
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.sources.probe import SourceFacts, as_failure
 from clipmill.prep.sources.remote import as_source_failure, object_state, objects_of
-from clipmill.shards.timeline import CONTINUOUS_FORMAT, Timeline, write_continuous
 
 _SWEEPER = f"""
 import fcntl, os, shutil, sys
@@ -52,83 +47,6 @@ _NUM_RANGES = 4  # requested in parallel: one connection does not fill a network
 _WAIT_S = 0.5
 _in_use: tuple[int, Path, int] | None = None  # (process, folder, descriptor of its lock): until the process exits
 _sweepers: "list[subprocess.Popen[bytes]]" = []
-
-
-class StagedSources:
-    """Sources as local files, one at a time: the last one stays in use until another one is asked for.
-
-    Args:
-        folder: where copies with other timestamps are written; needed by `continuous`.
-        limit_bytes: limit of all copies on this node; None for most of the free space.
-        on_wait: called again and again while a source is fetched or waited for, as a heartbeat.
-    """
-
-    def __init__(
-        self,
-        *,
-        folder: Path | None = None,
-        limit_bytes: int | None = None,
-        on_wait: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._folder, self._limit_bytes, self._on_wait = folder, limit_bytes, on_wait
-        self._continuous: tuple[tuple[str, bool], Path, SourceFacts] | None = None
-        self._place = ""
-        self._copy: CachedFile | None = None
-
-    def __enter__(self) -> "StagedSources":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def path_of(self, place: str) -> Path:
-        """Return the path of a local file, or of a copy of an object, which is valid until the next call.
-
-        Raises:
-            SourceFailure: source_missing, source_unreadable, source_changed, source_too_large, disk_full or io_error.
-        """
-        if not is_remote(place):
-            self.release()
-            return Path(place)
-        if self._copy is None or place != self._place:
-            self.release()
-            self._copy = _copy_of(place, limit_bytes=self._limit_bytes, on_wait=self._on_wait)
-            self._place = place
-        return self._copy.path
-
-    def continuous(self, path: Path, source: SourceFacts, *, with_sound: bool) -> tuple[Path, SourceFacts]:
-        """Return a file with the packets of a source and its timeline as timestamps, and the facts of that file.
-
-        It is the source itself if its timestamps are its timeline and a pass can seek in it. Otherwise it is a copy,
-        which is valid until one of another source is asked for.
-
-        Args:
-            path: local file with the content of the source.
-            with_sound: whether sound is kept; it cannot be decoded after a seek that lands inside one of its frames.
-
-        Raises:
-            SourceFailure: the packets cannot be copied.
-        """
-        timeline = Timeline.from_json(source.timeline)
-        if timeline.is_continuous and not (timeline.is_blind and with_sound and source.num_audio):
-            return path, source
-        key = (source.fingerprint, with_sound)
-        if self._continuous is None or self._continuous[0] != key:
-            assert self._folder is not None, "copies need a folder"
-            target = self._folder / f"continuous.{CONTINUOUS_FORMAT}"
-            with as_failure(FailureCode.DECODE_ERRORS, "its packets cannot be copied"), as_source_failure():
-                written = write_continuous(path, target, with_sound=with_sound, on_packet=self._on_wait)
-            shown = replace(written, shape=timeline.shape, transfer=timeline.transfer, primaries=timeline.primaries)
-            self._continuous = (key, target, replace(source, timeline=shown.to_json()))
-        return self._continuous[1:]
-
-    def release(self, *, is_damaged: bool = False) -> None:
-        """Stop using the source. A damaged copy is removed, so that it is fetched again."""
-        if self._copy is not None:
-            if is_damaged:
-                self._copy.path.unlink(missing_ok=True)
-            self._copy.close()
-        self._copy = None
 
 
 def _opened_root() -> Path:
@@ -158,8 +76,16 @@ def _opened_root() -> Path:
     return root
 
 
-def _copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -> CachedFile:
-    """Return a copy of an object."""
+def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -> CachedFile:
+    """Return a copy of an object, which stays on this node until it is closed.
+
+    Args:
+        limit_bytes: limit of all copies on this node; None for most of the free space.
+        on_wait: called again and again while the object is fetched or waited for, as a heartbeat.
+
+    Raises:
+        SourceFailure: source_missing, source_unreadable, source_changed, source_too_large, disk_full or io_error.
+    """
     with as_source_failure():
         root = _opened_root()
         objects, key = objects_of(url)

@@ -6,22 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from clipmill.manifests.imported import late
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
-from clipmill.prep.video.explanation import explanation
 from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
-from clipmill.prep.video.inspection import chunk_report
 from clipmill.prep.video.layout import layout_file
-from clipmill.prep.video.page.write import write_chunk_page
 from clipmill.prep.video.plan_inputs import Planned, chunk_job, make_plan, pending_chunks, with_shots
 from clipmill.prep.video.recipe import Recipe, recipe_from_dict, resolve
 from clipmill.prep.video.report import (
     audio_lines,
     chunk_summary,
     other_settings_lines,
-    plan_report,
     with_cutting,
 )
 from clipmill.prep.video.scratch import remove_abandoned
@@ -65,13 +62,13 @@ WORK = ColumnWork(
     require=_require,
     plan=_plan,
     run=_run,
-    plan_report=plan_report,
-    explain=explanation,
+    plan_report=late("clipmill.prep.video.plan_report:plan_report"),
+    explain=late("clipmill.prep.video.plan_report:explanation"),
     summary_report=lambda summary, recipe, listed: chunk_summary(summary, listed=listed),
     pending=pending_chunks,
     layout_file=_layout_file,
     extra_files=(MERGED_TABLE,),
-    sample_report=lambda shard, row, data_dir: chunk_report(shard, row, data_dir=data_dir),
-    write_page=write_chunk_page,
+    sample_report=late("clipmill.prep.video.inspection:chunk_report"),
+    write_page=late("clipmill.prep.video.page.write:write_chunk_page"),
     next_command=lambda data: ["train", "quickstart", str(data)],
 )

@@ -6,30 +6,48 @@ does not affect the others.
 """
 
 import hashlib
+import json
 import tempfile
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.keys import chunk_key
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.core.heartbeat import Heartbeat
-from clipmill.prep.core.shard_result import ShardResult, cpu_s, stopped, system_errors_as_results
-from clipmill.prep.video.captions import captions_of
+from clipmill.prep.core.shard_result import Heartbeat, ShardResult, cpu_s, stopped, system_errors_as_results
 from clipmill.prep.video.ffmpeg import Ffmpeg, find_ffmpeg
-from clipmill.prep.video.plan import SpanPlan
-from clipmill.prep.video.recipe import ResolvedRecipe
-from clipmill.prep.video.sample import video_sample
 from clipmill.prep.video.scratch import scratch_folder
-from clipmill.prep.video.span_task import OldChunks, SpanChunks, make_span
-from clipmill.prep.video.spans import start_ms
-from clipmill.prep.video.staging import StagedSources
-from clipmill.prep.video.stored_spans import StoredTar
+from clipmill.prep.video.settings import ChunkSettings, ResolvedRecipe
+from clipmill.prep.video.span_task import OldChunks, ReadyChunk, SpanChunks, StagedSources, StoredTar, make_span
+from clipmill.prep.video.spans import SpanPlan, start_ms
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure, write_commit
 from clipmill.shards.format import VIDEO_FIELDS
-from clipmill.shards.writer import ShardWriter
+from clipmill.shards.writer import Sample, ShardWriter
+
+_CAPTION_COLUMNS = ["caption_id", "begin_s", "end_s", "text", "source"]
+
+
+@dataclass(frozen=True)
+class Caption:
+    """One caption; `end_s` is None if it lasts to the end of the video."""
+
+    caption_id: int
+    begin_s: float
+    end_s: float | None
+    text: str
+    source: str
+
+    def overlaps(self, begin_s: Fraction, end_s: Fraction) -> bool:
+        """Return True if the caption overlaps [begin_s, end_s)."""
+        return self.begin_s < end_s and (self.end_s is None or self.end_s > begin_s)
 
 
 @dataclass(frozen=True)
@@ -154,3 +172,95 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
         encoded_s=encoded_s,
         cpu_s=cpu_s() - begin_cpu_s,
     )
+
+
+def captions_of(
+    captions_file: Path, video_ids: Sequence[str], *, row_groups: Sequence[int]
+) -> dict[str, list[Caption]]:
+    """Return the captions of some videos, sorted by time.
+
+    Args:
+        row_groups: row groups of the table that hold them; one is in memory at a time.
+    """
+    import pyarrow.parquet as pq
+
+    wanted = pa.array(sorted(set(video_ids)), pa.string())
+    found: dict[str, list[Caption]] = {}
+    with pq.ParquetFile(captions_file, read_dictionary=["video_id"], pre_buffer=False) as file:
+        for group in row_groups:
+            ids = file.read_row_group(group, columns=["video_id"], use_threads=False)["video_id"].unify_dictionaries()
+            rows = pa.array(np.flatnonzero(pc.is_in(ids.cast(pa.string()), value_set=wanted).to_numpy()))
+            table = file.read_row_group(group, columns=_CAPTION_COLUMNS, use_threads=False).take(rows)
+            for video_id, row in zip(ids.take(rows).to_pylist(), table.to_pylist(), strict=True):
+                end_s = row["end_s"] if row["end_s"] != float("inf") else None
+                caption = Caption(row["caption_id"], row["begin_s"], end_s, row["text"], row["source"])
+                found.setdefault(video_id, []).append(caption)
+    for captions in found.values():
+        captions.sort(key=lambda caption: (caption.begin_s, caption.caption_id))
+    return found
+
+
+def video_sample(
+    chunk: ReadyChunk,
+    *,
+    plan: SpanPlan,
+    number: int,
+    span_chunks: int,
+    split: str,
+    settings: ChunkSettings,
+    captions: Sequence[Caption] | None,
+) -> Sample:
+    """Return the sample of chunk `number` of a span.
+
+    Args:
+        span_chunks: number of chunks that the span actually has.
+        captions: captions of the whole video; None if the dataset has no captions, and then the sample has no txt
+            member.
+    """
+    fps, first_frame = settings.fps_exact, plan.span.chunk_starts()[number]
+    begin_s, end_s = first_frame / fps, (first_frame + chunk.facts.num_frames) / fps
+    key = chunk_key(plan.video_id, start_ms(first_frame, fps=fps))
+    full_frames = settings.chunk_frames if settings.cut == "even" else plan.span.chunk_frames[number]
+    mine = [caption for caption in captions or () if caption.overlaps(begin_s, end_s)]
+    description = {
+        "key": key,
+        "video_id": plan.video_id,
+        "source_id": plan.source_id,
+        "source_fingerprint": plan.source.fingerprint,
+        "dataset": plan.dataset,
+        "split": split,
+        "begin_s": _ratio(begin_s),
+        "end_s": _ratio(end_s),
+        "fps": _ratio(fps),
+        "num_frames": chunk.facts.num_frames,
+        "num_source_frames": chunk.num_source_frames,
+        "is_tail": chunk.facts.num_frames != full_frames,
+        "width": chunk.facts.width,
+        "height": chunk.facts.height,
+        "codec": chunk.facts.codec,
+        "span_fingerprint": plan.fingerprint,
+        "span_chunks": span_chunks,
+        "captions": [asdict(caption) for caption in mine],
+    }
+    members = {"mp4": chunk.path.read_bytes(), "json": _json_bytes(description)}
+    if captions is not None:
+        members["txt"] = "\n".join(caption.text for caption in mine).encode("utf-8", "replace")
+    fields = {
+        "video_id": plan.video_id,
+        "start_ms": start_ms(first_frame, fps=fps),
+        "num_frames": chunk.facts.num_frames,
+        "fps_num": fps.numerator,
+        "fps_den": fps.denominator,
+        "span_fingerprint": plan.fingerprint,
+        **vars(chunk.facts),
+    }
+    return Sample(key=key, members=members, fields=fields)
+
+
+def _ratio(value: Fraction) -> list[int]:
+    """Return an exact fraction for JSON: [numerator, denominator]."""
+    return [value.numerator, value.denominator]
+
+
+def _json_bytes(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")

@@ -1,6 +1,5 @@
-"""Copies of irregular sources with continuous timestamps, and the times of the packets that an encoder pass reads."""
+"""Copies of irregular sources with continuous timestamps."""
 
-import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable
@@ -9,11 +8,9 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from clipmill.shards.timeline.model import (
     CONTINUOUS_FORMAT,
-    DEMUXERS,
     NO_TIME,
     ONE,
     US_PER_S,
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
     from av.packet import Packet
     from av.stream import Stream
     from av.video.stream import VideoStream
-
-_MIN_FRAME_BYTES = 24  # of a packet that certainly holds a frame
 
 
 def write_continuous(
@@ -163,30 +158,3 @@ def _add_stream(output: "OutputContainer", stream: Any) -> tuple[Any, Callable[[
     if codec in ("h264", "hevc") and extradata[:1] == b"\1":
         return copy, BitStreamFilterContext(f"{codec}_mp4toannexb", stream, copy).filter
     return copy, lambda packet: [packet]
-
-
-def frame_times(
-    place: "str | os.PathLike[str]", timeline: Timeline, *, begin: Fraction, end: Fraction
-) -> NDArray[np.float64]:
-    """Return the times in seconds of the frames of a continuous source that begin from about `begin` to `end`.
-
-    They are the times of its packets, ascending: nothing is decoded. Very small packets are left out: in some codecs
-    they say that a frame is skipped, and the decoder shows none.
-
-    Raises:
-        av.FFmpegError: A packet cannot be read.
-    """
-    with open_container(f"file:{os.fspath(place)}", formats=f"{DEMUXERS},{CONTINUOUS_FORMAT}") as container:
-        stream = track_of(container, timeline.track)
-        unit = stream.time_base or ONE
-        if begin > 0:
-            container.seek(math.floor((begin + timeline.start) / unit), stream=stream)
-        times, last = [], math.ceil((end + timeline.start) / unit)
-        for packet in container.demux(stream):
-            time = packet.dts if packet.pts is None else packet.pts
-            if time is None or packet.size < _MIN_FRAME_BYTES or packet.is_discard:
-                continue
-            times.append(time)
-            if packet.dts is not None and packet.dts > last:
-                break
-        return np.asarray(np.unique(np.array(times, np.int64)) * float(unit) - float(timeline.start), np.float64)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import IO, TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ CONTINUOUS_FORMAT = "nut"  # holds any codec, and timestamps in any unit
 US_PER_S = 1_000_000
 ONE = Fraction(1)
 NO_TIME = np.iinfo(np.int64).min
+_MIN_FRAME_BYTES = 24  # of a packet that certainly holds a frame
 Filter = tuple[str, dict[str, str]]  # name and options of a filter of libavfilter
 
 
@@ -264,3 +266,30 @@ def aspect_of(stream: "VideoStream") -> Fraction:
 def rate_of(stream: "VideoStream") -> Fraction:
     """Return the average frames per second of a stream; 0 if unknown."""
     return stream.average_rate or stream.guessed_rate or Fraction(0)
+
+
+def frame_times(
+    place: "str | os.PathLike[str]", timeline: Timeline, *, begin: Fraction, end: Fraction
+) -> NDArray[np.float64]:
+    """Return the times in seconds of the frames of a continuous source that begin from about `begin` to `end`.
+
+    They are the times of its packets, ascending: nothing is decoded. Very small packets are left out: in some codecs
+    they say that a frame is skipped, and the decoder shows none.
+
+    Raises:
+        av.FFmpegError: A packet cannot be read.
+    """
+    with open_container(f"file:{os.fspath(place)}", formats=f"{DEMUXERS},{CONTINUOUS_FORMAT}") as container:
+        stream = track_of(container, timeline.track)
+        unit = stream.time_base or ONE
+        if begin > 0:
+            container.seek(math.floor((begin + timeline.start) / unit), stream=stream)
+        times, last = [], math.ceil((end + timeline.start) / unit)
+        for packet in container.demux(stream):
+            time = packet.dts if packet.pts is None else packet.pts
+            if time is None or packet.size < _MIN_FRAME_BYTES or packet.is_discard:
+                continue
+            times.append(time)
+            if packet.dts is not None and packet.dts > last:
+                break
+        return np.asarray(np.unique(np.array(times, np.int64)) * float(unit) - float(timeline.start), np.float64)

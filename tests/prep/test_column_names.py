@@ -15,7 +15,7 @@ EXCEPTIONS = {
     "shards/columns.py",  # the rows
     "prep/cli.py",  # a first run
     "train/data/batch.py",  # arrays of a batch; in the others, columns of tables
-    "prep/video/captions.py",
+    "prep/video/worker.py",
     "train/tasks/dual_encoder/protocols.py",
     "train/data/producers/captioned_clips.py",  # captions of the manifest
 }

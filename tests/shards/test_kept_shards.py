@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.open_data import write_column, write_manifest_of
 from clipmill.shards import reader
+from clipmill.shards.opening import scan
 from clipmill.shards.reader import Variant
-from clipmill.shards.scan import scan
 
 NUM_SHARDS = 5
 

@@ -13,8 +13,7 @@ import pytest
 from clipmill.shards import opening
 from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.index import open_index
-from clipmill.shards.opening import open_regular
-from clipmill.shards.scan import scan
+from clipmill.shards.opening import open_regular, scan
 from clipmill.shards.tars import LocalTars
 
 LEASE_HOLDER = """

@@ -22,7 +22,7 @@ from pathlib import Path
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.prep.video.packets import read_chunk
+from clipmill.prep.video.span_task import read_chunk
 from clipmill.shards.reader import Variant
 from tests.prep.numbered import frame_numbers
 from tests.torture import bases

@@ -42,8 +42,8 @@ from clipmill.shards.format import (
     commit_name,
     in_folder,
 )
+from clipmill.shards.opening import scan
 from clipmill.shards.reader import Variant
-from clipmill.shards.scan import scan
 from clipmill.shards.scores import CHUNKS_FILE, score_table_problem
 
 NUM_AT_ONCE = 32

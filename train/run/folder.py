@@ -24,8 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.locks import lock
 from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, publish_bytes, publish_json
 from clipmill.train.config.files import load_settings, read_values, save_settings

@@ -51,6 +51,13 @@ def test_the_help_of_every_command_is_as_it_was() -> None:
     assert all_help() == GOLDEN.read_text()
 
 
+def test_the_list_of_commands_has_the_first_line_of_the_help_of_each() -> None:
+    app = build_app()
+    listed = help_text(app, ["--help"])
+    app.resolved_commands()  # which are read from now on, in place of the rows
+    assert help_text(app, ["--help"]) == listed
+
+
 def test_the_short_help_of_long_commands_shows_a_part_of_the_flags_and_how_to_see_all() -> None:
     for command in ("chunk", "latents", "plan"):
         short, full = (

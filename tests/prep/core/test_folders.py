@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from clipmill.prep.core import heartbeat
+from clipmill.prep.core import shard_result
 from clipmill.prep.core.column import recipe_fingerprint
-from clipmill.prep.core.heartbeat import Heartbeat, RunningChunks
 from clipmill.prep.core.layout import read_layout, write_layout
+from clipmill.prep.core.shard_result import Heartbeat, RunningChunks
 from clipmill.shards.commits import commit_path
 from tests.prep.running import Ran, chunk, contents
 from tests.prep.sets import LEN, ShardSet, flip, rerun
@@ -115,9 +115,9 @@ def test_gc_removes_the_folders_of_an_old_variant(prep: Prep, far_set: ShardSet)
 
 def test_heartbeats_are_read_for_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, num_read = 100.0, 0
-    read = heartbeat.running_shards
+    read = shard_result.running_shards
 
-    def slowly(folder: Path) -> list[heartbeat.ShardProgress]:
+    def slowly(folder: Path) -> list[shard_result.ShardProgress]:
         nonlocal now_s, num_read
         now_s, num_read = now_s + 0.1, num_read + 1
         return read(folder)
@@ -127,8 +127,8 @@ def test_heartbeats_are_read_for_a_small_share_of_the_time(tmp_path: Path, monke
         for one, num_done in ((beat, 2), (other, 5)):
             one._written_s = 0.0
             one.show(num_done)
-        monkeypatch.setattr(heartbeat, "running_shards", slowly)
-        monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now_s)
+        monkeypatch.setattr(shard_result, "running_shards", slowly)
+        monkeypatch.setattr(shard_result.time, "monotonic", lambda: now_s)
         running._next_s = now_s
         for _ in range(1000):
             assert running.num_done() == 7

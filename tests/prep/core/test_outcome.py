@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from clipmill.prep.core.failures import FailureCode
-from clipmill.prep.core.outcome import why_missing
 from clipmill.prep.core.parts import Part
 from clipmill.prep.core.plan import ShardPlan, ShardState
+from clipmill.prep.core.run import why_missing
 from clipmill.prep.core.shard_result import ShardResult, Stop
 from clipmill.shards.commits import Commit, Failure, ShardFiles
 

@@ -7,7 +7,7 @@ from clipmill.prep.core.disk_use import DiskUse
 from clipmill.prep.core.failure_list import failure_lines
 from clipmill.prep.core.failures import WORDS, FailureCode
 from clipmill.prep.core.plan import ShardPlan, ShardState
-from clipmill.prep.core.plan_words import MAX_LISTED, Words, plan_lines
+from clipmill.prep.core.report import MAX_LISTED, Words, plan_lines
 from clipmill.shards.commits import Failure
 
 WORDS_OF_SCORES = Words(verb="score")

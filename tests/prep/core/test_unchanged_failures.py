@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from clipmill.prep.core.failures import FailureCode
-from clipmill.prep.core.outcome import unchanged_failures
 from clipmill.prep.core.plan import ShardPlan, ShardState
+from clipmill.prep.core.run import unchanged_failures
 from clipmill.shards.commits import Commit, Failure, write_commit
 from tests.prep.running import Ran, manifest, prep_here
 

@@ -12,7 +12,7 @@ import pytest
 from clipmill.prep.core.chunk_frames import decode_frames
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.latents.frames import frames_on_screen
-from clipmill.prep.video.packets import read_chunk
+from clipmill.prep.video.span_task import read_chunk
 from clipmill.shards.reader import Variant
 from tests.prep.running import chunk, manifest
 

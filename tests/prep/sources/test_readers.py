@@ -17,10 +17,9 @@ import pytest
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.engines import MAX_TRIES
 from clipmill.prep.engines.processes import ProcessEngine
-from clipmill.prep.sources import files as source_files
-from clipmill.prep.sources import probe_processes
-from clipmill.prep.sources.files import current_fingerprint
-from clipmill.prep.sources.probe import SourceFacts, probe
+from clipmill.prep.sources import access, probe_processes
+from clipmill.prep.sources.access import SourceFacts, current_fingerprint
+from clipmill.prep.sources.probe import probe
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan_inputs import Planned, make_plan, with_shots
 from clipmill.prep.video.recipe import Recipe, resolve
@@ -209,7 +208,7 @@ def test_a_span_whose_source_cannot_be_opened_any_more_is_given_up(
     path = write_video(leasable / "v.mp4", seconds=1)
     fingerprint = current_fingerprint(path)
     assert fingerprint == probe(path).fingerprint
-    monkeypatch.setattr(source_files, "STAT_LIMIT_S", 0.3)
+    monkeypatch.setattr(access, "STAT_LIMIT_S", 0.3)
     with lease(path), pytest.raises(SourceFailure) as caught:
         current_fingerprint(path)
     assert caught.value.code == FailureCode.TIMEOUT

@@ -12,13 +12,13 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources import access, remote
-from clipmill.prep.sources.access import open_source, source_fingerprint
-from clipmill.prep.sources.files import current_fingerprint, stat_files
-from clipmill.prep.sources.probe import SourceFacts, probe
+from clipmill.prep.sources.access import SourceFacts, current_fingerprint, open_source, source_fingerprint
+from clipmill.prep.sources.files import stat_files
+from clipmill.prep.sources.probe import probe
 from clipmill.prep.sources.shots import detect_cuts
 from clipmill.prep.sources.table import probe_sources
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.shards.timeline import Timeline
+from clipmill.shards.timeline.model import Timeline
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.server import S3Server
 from tests.prep.scenes import RECIPE, write_scenes

@@ -16,7 +16,7 @@ import pytest
 from clipmill.manifests.publish import publish_bytes
 from clipmill.manifests.table_files import SPANS_FILE
 from clipmill.prep.core.data_folder import column_lock
-from clipmill.prep.core.heartbeat import RUNNING_FOLDER, Heartbeat
+from clipmill.prep.core.shard_result import RUNNING_FOLDER, Heartbeat
 from clipmill.prep.core.table_file import read_table_file, write_table_file
 from clipmill.prep.sources.table import PROBES
 from clipmill.prep.upkeep.status import ColumnStatus, Status, VariantStatus

@@ -9,8 +9,9 @@ import pytest
 
 from clipmill.manifests import caption_table
 from clipmill.manifests.caption_table import CaptionChange, write_caption_table
-from clipmill.prep.video import captions as captions_module
-from clipmill.prep.video.captions import CaptionGroups, caption_groups, captions_of
+from clipmill.prep.video import plan_inputs
+from clipmill.prep.video.plan_inputs import CaptionGroups, caption_groups
+from clipmill.prep.video.worker import captions_of
 
 VIDEOS = [f"v{number}" for number in range(20)]
 
@@ -41,7 +42,7 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_row_groups_of_a_video_hold_all_of_its_captions(
     table: Path, ids_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captions_module, "_IDS_AT_ONCE", ids_at_once)
+    monkeypatch.setattr(plan_inputs, "_IDS_AT_ONCE", ids_at_once)
     order = [*VIDEOS[::-1][:15], "a video without captions"]
     groups = caption_groups(table, pa.array(order))
     everything = range(pq.ParquetFile(table).num_row_groups)

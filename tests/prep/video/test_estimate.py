@@ -13,12 +13,12 @@ import pytest
 
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.prep.sources import remote
-from clipmill.prep.video import staging, trial
-from clipmill.prep.video.estimate import Estimate, estimate, estimate_lines, with_wall_time
+from clipmill.prep.video import estimate as estimate_module
+from clipmill.prep.video import staging
+from clipmill.prep.video.estimate import EncodeTrial, Estimate, estimate, estimate_lines, factor_range, with_wall_time
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Workload
 from clipmill.prep.video.recipe import Recipe
-from clipmill.prep.video.trial import EncodeTrial, factor_range
 from tests.prep.running import Ran
 
 Prep = Callable[..., Ran]
@@ -153,7 +153,7 @@ def test_sources_in_a_bucket_are_tried_as_local_ones_are_or_the_plan_says_why_no
     prep("manifest", "folder", f"{bucket}/videos", "--data", tmp_path / "remote")
     planned = prep("plan", "--data", tmp_path / "remote", "--json").summary["estimate"]
     assert planned["num_trials"] == 2 and planned["size_bytes_range"] and not planned["lacking_trials"]
-    monkeypatch.setattr(trial, "_MAX_COPY_BYTES", 1000)
+    monkeypatch.setattr(estimate_module, "_MAX_COPY_BYTES", 1000)
     text = prep("plan", "--data", tmp_path / "remote").stdout
     assert f"no video was tried: {bucket}/videos/" in text and "a plan copies up to 1" in text
     assert staging._in_use is not None

@@ -9,8 +9,7 @@ import pytest
 from clipmill.manifests.errors import FailedWork
 from clipmill.prep.core.failures import TRANSIENT, SourceFailure
 from clipmill.prep.video import ffmpeg
-from clipmill.prep.video.ffmpeg import Ffmpeg, find_ffmpeg, require_encoder, run
-from clipmill.prep.video.ffmpeg_errors import require_success
+from clipmill.prep.video.ffmpeg import Ffmpeg, find_ffmpeg, require_encoder, require_success, run
 
 TALKS = "import sys\nfor n in range(20000): print('line', n, 'x' * 20, file=sys.stderr)\nsys.exit(3)"
 STAYS = "import subprocess, time\nsubprocess.Popen(['sleep', '99'])\ntime.sleep(99)"

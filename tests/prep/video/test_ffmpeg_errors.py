@@ -3,8 +3,7 @@
 import pytest
 
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.video.ffmpeg import Outcome
-from clipmill.prep.video.ffmpeg_errors import cause, require_success
+from clipmill.prep.video.ffmpeg import Outcome, cause, require_success
 
 CUT_MPEG = """
 [in#0/mpeg @ 0x564d041c2e40] corrupt input packet in stream 0

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from clipmill.prep.sources.probe import SourceFacts
+from clipmill.prep.sources.access import SourceFacts
 from clipmill.prep.video import codecs
 from clipmill.prep.video.codecs import CODECS, changed_arguments
 from clipmill.prep.video.encode import span_arguments
-from clipmill.prep.video.recipe import Recipe, ResolvedRecipe, recipe_from_dict, resolve
+from clipmill.prep.video.recipe import Recipe, recipe_from_dict, resolve
+from clipmill.prep.video.settings import ResolvedRecipe
 from clipmill.prep.video.spans import Span
 
 SOURCE = SourceFacts(

@@ -15,7 +15,7 @@ import pytest
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.video import staging
-from clipmill.prep.video.staging import StagedSources
+from clipmill.prep.video.span_task import StagedSources
 from tests.conftest import ROOT
 from tests.object_storage.faults import Fault, Faults
 from tests.prep.running import wait_until
@@ -23,7 +23,7 @@ from tests.prep.running import wait_until
 # Uses the sources whose URLs are lines of its input one after another, and prints the paths.
 USE = """
 import sys
-from clipmill.prep.video.staging import StagedSources
+from clipmill.prep.video.span_task import StagedSources
 with StagedSources(limit_bytes=int(sys.argv[1])) as sources:
     for line in sys.stdin:
         print(sources.path_of(line.strip()), flush=True)

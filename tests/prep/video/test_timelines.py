@@ -12,9 +12,10 @@ import pytest
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.probe import probe
 from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.video.frame_check import check_frames
+from clipmill.prep.video.encode import check_frames
 from clipmill.prep.video.spans import Span
-from clipmill.shards.timeline import frame_times, write_continuous
+from clipmill.shards.timeline.copying import write_continuous
+from clipmill.shards.timeline.model import frame_times
 from clipmill.shards.timeline.repairs import times_in_display_order
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
 from clipmill.train.tasks.caption.videos.clips import window_clips

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from clipmill.prep.video.videos import Videos
+from clipmill.prep.video.plan import Videos
 
 TABLE = pa.table(
     {

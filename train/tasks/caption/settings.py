@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from cyclopts import Parameter
 
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.json_text import parse_json
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import ClipSettings, NumFrames, adapted_towers
 from clipmill.train.config.data import CaptionSettings

@@ -14,13 +14,12 @@ import pyarrow as pa
 
 from clipmill.prep.core.column import CheckedSample, DeepCode, Pending, recipe_fingerprint
 from clipmill.prep.core.failures import FailureCode
-from clipmill.prep.core.heartbeat import Heartbeat
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
 from clipmill.prep.core.report import Report, states_lines, states_values, summary_report
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Job, Summary, execute
-from clipmill.prep.core.shard_result import ShardResult, system_errors_as_results
+from clipmill.prep.core.shard_result import Heartbeat, ShardResult, system_errors_as_results
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure, read_commits, write_commit

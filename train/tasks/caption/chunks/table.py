@@ -20,8 +20,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.json_text import parse_json
 from clipmill.manifests.pseudo_captions import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
 from clipmill.manifests.publish import publish_bytes, published
 from clipmill.manifests.quoting import counted

@@ -13,16 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clipmill.manifests.errors import ClipmillError, UserError
-from clipmill.shards.timeline import (
-    Timeline,
-    TimelineError,
-    TrackPackets,
-    first_picture,
-    open_container,
-    read_timeline,
-    shown_frames,
-    track_of,
-)
+from clipmill.shards.timeline.model import Timeline, TimelineError, TrackPackets, open_container, track_of
+from clipmill.shards.timeline.pictures import first_picture, shown_frames
+from clipmill.shards.timeline.reading import read_timeline
 from clipmill.train.data.frame_sampling import US_PER_S
 
 if TYPE_CHECKING:
