@@ -13,6 +13,7 @@ from clipmill.manifests.help_text import help_text, wants_help
 from clipmill.manifests.storage.mirrors import AddressStream
 from clipmill.manifests.storage.waiting import tell_of_waiting
 from clipmill.prep.commands import advise, export, manifest, retry, upkeep
+from clipmill.prep.core.make import make_command, plan_command
 from clipmill.prep.core.request import OPTIONS
 from clipmill.prep.registry import columns
 
@@ -40,12 +41,12 @@ def build_app() -> App:
     )
     app.command(manifest.app)
     first, *others = columns()
-    plan = App(name="plan", help=first.plan_command.__doc__, group_parameters=OPTIONS)
-    plan.default(first.plan_command)
+    plan = App(name="plan", help=first.plan_help, group_parameters=OPTIONS)
+    plan.default(plan_command(first))
     for column in columns():
-        app.command(column.make_command, name=column.command)
+        app.command(make_command(column), name=column.command)
     for column in others:
-        plan.command(column.plan_command, name=column.name)
+        plan.command(plan_command(column), name=column.name)
     app.command(plan)
     app.command(export.app)
     app.command(retry.retry)

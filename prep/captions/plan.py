@@ -8,9 +8,9 @@ from clipmill.prep.captions.answers import ANSWERS_FOLDER, answered_chunks, jour
 from clipmill.prep.captions.column import COLUMN, CaptionsRequest
 from clipmill.prep.captions.recipe import CAPTIONS, CaptionsRecipe, captions_recipe_from_dict
 from clipmill.prep.core.chunk_columns import ChunksPlan, Holders, pending_chunks, plan_chunks
-from clipmill.prep.core.column import Pending
+from clipmill.prep.core.column import WEIGHTS, Pending
 from clipmill.prep.core.plan import ShardPlan
-from clipmill.prep.core.selection import WEIGHTS
+from clipmill.prep.core.selection import stored_request
 from clipmill.shards.reader import Variant
 
 if TYPE_CHECKING:
@@ -91,6 +91,6 @@ def pending_captions(data_dir: Path, variant: Variant) -> Pending:
     return pending_chunks(
         data_dir,
         variant,
-        stored_recipe=captions_recipe_from_dict,
+        stored_recipe=lambda: captions_recipe_from_dict(stored_request(variant)),
         plan=lambda recipe: make_captions_plan(data_dir, recipe),
     )

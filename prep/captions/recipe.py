@@ -12,7 +12,7 @@ from cyclopts import Group, Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.prep.captions.weights import find_model
-from clipmill.prep.core.column import recipe_fingerprint
+from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.shards.where_flag import check_where
 
 CAPTIONS = "captions"

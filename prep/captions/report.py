@@ -13,9 +13,9 @@ from clipmill.prep.captions.plan import CaptionsPlan
 from clipmill.prep.captions.table import TABLE_FILE
 from clipmill.prep.core.chunk_report import chunks_report
 from clipmill.prep.core.chunk_shards import NO_CHUNKS
+from clipmill.prep.core.column import WEIGHTS
 from clipmill.prep.core.report import Report, summary_report
 from clipmill.prep.core.run import Summary
-from clipmill.prep.core.selection import WEIGHTS
 
 _MAX_ANSWERS = 10_000  # that an estimate looks at
 _NUM_SHOWN = 3  # of them, in words

@@ -20,7 +20,7 @@ from clipmill.prep.captions.recipe import CAPTIONS, CaptionsRecipe
 from clipmill.prep.captions.sample import EXTENSION, caption_sample
 from clipmill.prep.captions.vlm import Device, LocalCaptioner, open_model
 from clipmill.prep.captions.weights import find_model
-from clipmill.prep.core.chunk_shards import OldSamples, chunk_fingerprints, read_chunk, seconds_of
+from clipmill.prep.core.chunk_input import OldSamples, chunk_fingerprints, read_chunk, seconds_of
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.heartbeat import Heartbeat
 from clipmill.prep.core.shard_result import ShardResult, Stop, cpu_s, stopped, system_errors_as_results

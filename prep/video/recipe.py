@@ -14,7 +14,7 @@ from cyclopts import Group, Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.units import bitrate_text, parse_bitrate
-from clipmill.prep.core.column import recipe_fingerprint
+from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.prep.sources.detector import DEFAULT_DETECTOR, DEFAULT_THRESHOLD, DetectorName, scenedetect_version
 from clipmill.prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
 from clipmill.prep.video.settings import (

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 from clipmill.prep.core import heartbeat
-from clipmill.prep.core.column import recipe_fingerprint
 from clipmill.prep.core.heartbeat import Heartbeat, RunningChunks
 from clipmill.prep.core.layout import read_layout, write_layout
+from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.shards.commits import commit_path
 from tests.prep.running import Ran, chunk, contents
 from tests.prep.sets import LEN, ShardSet, flip, rerun

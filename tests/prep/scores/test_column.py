@@ -9,10 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from clipmill.prep.core.chunk_column import resolve
 from clipmill.prep.core.column import DeepCode
-from clipmill.prep.scores.column import COLUMN
-from clipmill.prep.scores.recipe import installed_libraries, resolve, version_mismatch
+from clipmill.prep.scores.column import COLUMN, ScoresSettings
 from clipmill.prep.scores.sample import EXTENSION, check_scores
+from clipmill.prep.scores.work import WORK, installed_libraries, version_mismatch
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.commit_table import SCHEMA
 from clipmill.shards.commits import commit_path, read_commits
@@ -24,7 +25,7 @@ from clipmill.shards.score_fields import SCORES_FIELDS
 from clipmill.shards.scores import CHUNKS_FILE, has_score_table, open_scores
 from clipmill.shards.table_commits import TableCommits
 from tests.prep.running import Ran, chunk, contents, identities, manifest, prep_here
-from tests.prep.scores.conftest import ScoresSettings, make, rows_of
+from tests.prep.scores.conftest import make, rows_of
 from tests.prep.sets import LEN, ShardSet, flip, rerun
 
 Prep = Callable[..., Ran]
@@ -201,8 +202,8 @@ def test_workers_with_other_libraries_are_refused() -> None:
     libraries = installed_libraries()
     assert version_mismatch(libraries) is None
     assert "the plan requires opencv 1" in str(version_mismatch("opencv 1"))
-    one, other = (resolve(ScoresSettings(cut_threshold=value), video="v") for value in (27.0, 28.0))
-    assert one.fingerprint != other.fingerprint and libraries in one.as_dict().values()
+    one, other = (resolve(COLUMN, WORK, ScoresSettings(cut_threshold=value), video="v") for value in (27.0, 28.0))
+    assert one.fingerprint != other.fingerprint and libraries in one.values.values()
 
 
 def test_a_duplicate_says_of_which_chunk_it_is_one(tmp_path: Path) -> None:
