@@ -9,10 +9,11 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.quoting import on_one_line
-from clipmill.prep.captions.recipe import CAPTIONS, CAPTIONS_SCHEMA, CaptionsSettings, captions_recipe_from_dict
+from clipmill.prep.captions.recipe import CAPTIONS_SCHEMA, CaptionsSettings
 from clipmill.prep.core.column import ColumnSpec
-from clipmill.prep.core.recipe import KEPT
+from clipmill.prep.core.recipe import KEPT, settings_from
 from clipmill.prep.core.request import EXECUTION, ModelRequest, PlanRequest
+from clipmill.shards.columns import CAPTIONS
 
 BATCH = 1
 _SHOWN_CHARS = 80  # of a prompt
@@ -95,7 +96,7 @@ class CaptionsPlanRequest(PlanRequest):
 
 
 def _read_settings(stored: Mapping[str, Any], weights: str | None) -> CaptionsSettings:
-    settings = captions_recipe_from_dict(stored).settings
+    settings = settings_from(stored, CaptionsSettings, column=CAPTIONS, schema=CAPTIONS_SCHEMA)
     return settings if settings.endpoint is not None or weights is None else replace(settings, model=weights)
 
 

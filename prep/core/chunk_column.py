@@ -7,6 +7,7 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
+from clipmill.manifests.imported import imported
 from clipmill.manifests.units import duration_text
 from clipmill.prep.core.chunk_columns import ChunksPlan, pending_chunks, plan_chunks
 from clipmill.prep.core.chunk_report import chunks_report, speed_text
@@ -21,6 +22,7 @@ from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Job, Summary, execute
 from clipmill.prep.core.selection import WHERE, stored_request
 from clipmill.prep.core.work import Addition, ChunkWork, ColumnWork, Workers
+from clipmill.shards.columns import VIDEO
 from clipmill.shards.reader import Variant
 
 Plan = ChunksPlan[Recipe[Any]]
@@ -60,7 +62,7 @@ def resolve(column: ColumnSpec, work: ChunkWork, settings: Any, *, video: str) -
         UserError: there is no such model, or it does not go with the settings.
     """
     used, facts = work.resolve(settings)
-    identity = {"schema": column.schema, "column": column.name, "video": video}
+    identity = {"schema": column.schema, "column": column.name, VIDEO: video}
     recipe = Recipe(used, {**stored_values(used), **identity, **facts}, column.name)
     return replace(recipe, name=work.name(recipe))
 
@@ -98,8 +100,9 @@ def _pending(column: ColumnSpec, data_dir: Path, variant: Variant) -> Pending:
     )
 
 
-def chunk_job(column: ColumnSpec, work: ChunkWork, plan: Plan, *, use: Any = None) -> Job[ChunkTask]:
+def chunk_job(column: ColumnSpec, plan: Plan, *, use: Any = None) -> Job[ChunkTask]:
     """Return a plan as a job for the driver; `use` is that of its workers."""
+    work: ChunkWork = imported(column.work)
     more = work.more(plan)
 
     def task(shard: ShardPlan) -> ChunkTask:
@@ -143,7 +146,7 @@ def _run(
     if work.workers is not None:
         workers = work.workers(plan, request)
     engine = workers.request.open_engine(memory_gb=workers.memory_gb, gpus_per_worker=workers.gpus_each)
-    job = chunk_job(column, work, plan, use=workers.use)
+    job = chunk_job(column, plan, use=workers.use)
     asked = {**job.asked, **request.kept, **request.asked_engine}
     summary = execute(replace(job, lag_limit_s=request.lag_limit_s, asked=asked), engine, part_run=part_run)
     written = [] if part_run is not None and not part_run.is_last else _write_extra_files(work, plan.variant_dir)

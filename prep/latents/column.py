@@ -11,6 +11,7 @@ from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.request import EXECUTION, ModelRequest
 from clipmill.prep.latents.recipe import LATENTS, LATENTS_SCHEMA, LatentsSettings, latents_recipe_from_dict
+from clipmill.shards.columns import VIDEO, command_for
 
 BATCH = 16
 
@@ -43,10 +44,10 @@ COLUMN = ColumnSpec(
     settings=LatentsSettings,
     schema=LATENTS_SCHEMA,
     request="clipmill.prep.latents.column:LatentsRequest",
-    help="""Encode frames of the chunks with a VAE, and write the latents to shards.
+    help=f"""Encode frames of the chunks with a VAE, and write the latents to shards.
 
     It encodes the chunks of the current video variant; each run encodes only what is new, changed, missing or damaged.
-    It may run while `prep chunk` is running; a later run encodes the remaining chunks. After the chunks have been
+    It may run while `prep {command_for(VIDEO)}` is running; a later run encodes the remaining chunks. After the chunks have been
     re-encoded, run it again: until then, the existing latents are kept.
 
     Example:
