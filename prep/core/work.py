@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import imported, late
 from clipmill.manifests.storage.mirrors import is_away
 from clipmill.prep.core.column import ColumnSpec, Pending, Stored
-from clipmill.shards.chunk_table import chunk_table_problem
 from clipmill.shards.commits import Failure
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import CommittedShard, Variant
@@ -90,7 +89,7 @@ class ExtraFile:
 
 
 # Of columns that training reads.
-MERGED_TABLE = ExtraFile(CHUNKS_FILE, chunk_table_problem)
+MERGED_TABLE = ExtraFile(CHUNKS_FILE, late("clipmill.shards.chunk_table:chunk_table_problem"))
 
 
 def _nothing_in_particular(data: Path) -> list[str]:

@@ -47,8 +47,8 @@ COLUMN = ColumnSpec(
     help=f"""Encode frames of the chunks with a VAE, and write the latents to shards.
 
     It encodes the chunks of the current video variant; each run encodes only what is new, changed, missing or damaged.
-    It may run while `prep {command_for(VIDEO)}` is running; a later run encodes the remaining chunks. After the chunks have been
-    re-encoded, run it again: until then, the existing latents are kept.
+    It may run while `prep {command_for(VIDEO)}` is running; a later run encodes the remaining chunks. After the chunks
+    have been re-encoded, run it again: until then, the existing latents are kept.
 
     Example:
 

@@ -18,9 +18,9 @@ from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.work import ChunkWork, ExtraFile
 from clipmill.prep.scores.column import ScoresSettings
 from clipmill.shards.columns import SCORES
+from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES_FIELDS
-from clipmill.shards.scores import CHUNKS_FILE, open_scores, publish_score_table, score_table_problem
 from clipmill.shards.writer import Sample
 
 _KEY = ("video_id", "start_ms")
@@ -71,11 +71,15 @@ def version_mismatch(planned: str) -> str | None:
 
 def _table_problem(variant: Variant) -> str | None:
     """Return why the merged table cannot be used; None if it can, or if the variant has no scores to merge."""
+    from clipmill.shards.scores import score_table_problem
+
     return score_table_problem(variant) if any(commit.files for commit in variant.commits.values()) else None
 
 
 def _sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
     """Return the key of the chunk that a chunk nearly duplicates; None if it is unique, nothing if that is unknown."""
+    from clipmill.shards.scores import open_scores
+
     video_id, start_ms = split_key(key)
     try:
         table = open_scores(data_dir, columns=("video_id", "start_ms", "duplicate_of")).table
@@ -94,7 +98,7 @@ WORK = ChunkWork(
     name=lambda recipe: f"cut{recipe.settings.cut_threshold:g}".replace("+", ""),
     needs=("clipmill.prep.scores.work:version_mismatch", "libraries"),
     memory_gb=0.5,  # measured (benchmarks/README.md): 0.16 GB
-    extra_files=(ExtraFile(CHUNKS_FILE, _table_problem, publish_score_table),),
+    extra_files=(ExtraFile(CHUNKS_FILE, _table_problem, late("clipmill.shards.scores:publish_score_table")),),
     sample_facts=_sample_facts,
     write_page=late("clipmill.prep.scores.page:write_scores_page"),
     next_command=lambda data: ["prep", "inspect", "--column", SCORES, "--html", "scores.html", *data_flags(data)],
