@@ -188,7 +188,7 @@ class Addition:
     values: Mapping[str, Any] | None = None
 
 
-def _no_facts_of_settings(settings: Any) -> tuple[Any, dict[str, Any]]:
+def _settings_alone(settings: Any) -> tuple[Any, dict[str, Any]]:
     return settings, {}
 
 
@@ -239,7 +239,7 @@ class ChunkWork:
     extension: str
     make: "Callable[[Chunks, Recipe[Any]], Iterator[Sample | SourceFailure | Stop]]"
     require: Callable[[Any], None] = _any_settings
-    resolve: Callable[[Any], tuple[Any, dict[str, Any]]] = _no_facts_of_settings
+    resolve: Callable[[Any], tuple[Any, dict[str, Any]]] = _settings_alone
     name: "Callable[[Recipe[Any]], str]" = _column_name
     weights: "Callable[[Recipe[Any]], str | None]" = _no_weights
     needs: tuple[str, str] | None = None
