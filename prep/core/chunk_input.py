@@ -182,7 +182,7 @@ class Chunk:
         """
         of_chunk = {name: self[name] for name in _FIELDS if name in self.names and name not in values}
         found = {**of_chunk, **values, FINGERPRINT_FIELD: self.fingerprint}
-        return {name: found[name] for name in self.names if name in found}
+        return {name: found[name] for name in [*self.names, *found] if name in found}
 
     def sample(self, members: Mapping[str, bytes], values: Mapping[str, Any]) -> Sample:
         """Return the sample of the chunk.

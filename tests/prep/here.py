@@ -34,9 +34,16 @@ class HereRequest(Request):
         return self.engine_here
 
 
-def make_here(column: ColumnSpec, data: Path, *, engine: Engine | None = None, **settings: Any) -> Summary:
+def make_here(
+    column: ColumnSpec,
+    data: Path,
+    *,
+    engine: Engine | None = None,
+    retry_codes: frozenset[str] = frozenset(),
+    **settings: Any,
+) -> Summary:
     """Plan and make a column of `data` as its command does."""
     work, given = work_of(column), column.settings(**settings)
-    request = HereRequest(data=data, engine_here=engine or Here())
+    request = HereRequest(data=data, engine_here=engine or Here(), retry_codes=retry_codes)
     with writing(data, column=column.name):
         return cast(Summary, work.run(work.plan(data, given, request), given, request, None))

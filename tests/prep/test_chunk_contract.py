@@ -43,7 +43,8 @@ def make_lengths(chunks: Chunks, recipe: Recipe[LengthsSettings]) -> Iterator[Sa
     for number, chunk in enumerate(chunks):
         value = float("nan") if how == "not finite" and not number else float(chunk["num_frames"])
         try:
-            samples.append(chunk.sample({"txt": recipe.settings.unit.encode()}, {"lengths_value": value}))
+            values = {"lengths_other" if how == "other field" else "lengths_value": value}
+            samples.append(chunk.sample({"txt": recipe.settings.unit.encode()}, values))
         except SourceFailure as failure:
             yield failure
             continue
@@ -104,6 +105,19 @@ def test_a_condition_selects_chunks_and_is_recorded(shard_set: ShardSet) -> None
 def test_a_value_that_is_not_finite_fails_its_chunk_alone(shard_set: ShardSet) -> None:
     made = make_here(COLUMN, shard_set.data, how="not finite")
     assert (made.num_chunks, failures(made)) == (3, {"not_finite": 2}), "the first chunk of each shard"
+
+
+def test_a_failed_chunk_waits_for_somebody_to_ask_and_its_neighbours_are_copied(shard_set: ShardSet) -> None:
+    make_here(COLUMN, shard_set.data, how="not finite")
+    for codes, num_made in ((frozenset(), 0), (frozenset({"timeout"}), 0), (frozenset({"not_finite"}), 2)):
+        made = make_here(COLUMN, shard_set.data, retry_codes=codes)
+        assert made.num_shards_made == num_made
+    assert (made.num_encoded, made.num_reused, failures(made)) == (2, 3, {})
+
+
+def test_values_that_are_no_fields_of_the_column_are_refused(shard_set: ShardSet) -> None:
+    with pytest.raises(ValueError, match="lengths_other"):
+        make_here(COLUMN, shard_set.data, how="other field")
 
 
 @pytest.mark.parametrize(
