@@ -106,6 +106,17 @@ _STEM = re.compile(r"(?P<shard_id>\d{6,})-(?P<fingerprint>[0-9a-f]{8})")
 PACKET_KEY = 1  # decoding can start here
 PACKET_REFERENCE = 2  # other frames may reference it; otherwise it can be skipped unless its frame is requested
 
+
+def chunk_fields(*fields: pa.Field) -> list[pa.Field]:
+    """Return the fields of an index row of a column with one sample for each chunk, in addition to key and member."""
+    return [
+        pa.field("video_id", pa.string(), nullable=False),
+        pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
+        *fields,
+        pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the content that the sample was made of
+    ]
+
+
 # Fields of a `video` index row in addition to key and members.
 VIDEO_FIELDS = [
     pa.field("video_id", pa.string(), nullable=False),
@@ -127,9 +138,7 @@ VIDEO_FIELDS = [
 ]
 
 # Fields of a `latents` index row.
-LATENTS_FIELDS = [
-    pa.field("video_id", pa.string(), nullable=False),
-    pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
+LATENTS_FIELDS = chunk_fields(
     pa.field("num_frames", pa.int32(), nullable=False),  # F; of a VAE of videos S x T'
     pa.field("fps_num", pa.int32(), nullable=False),  # of the latents
     pa.field("fps_den", pa.int32(), nullable=False),
@@ -143,8 +152,7 @@ LATENTS_FIELDS = [
     pa.field("crops", pa.list_(pa.int32()), nullable=False),
     # of a VAE of videos, how many frames of the video each of the S segments has; the others repeat the last one
     pa.field("source_frames", pa.list_(pa.int32()), nullable=False),
-    pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was encoded, and of the next one
-]
+)
 
 # Fields of a `text` index row.
 TEXT_FIELDS = [
@@ -160,9 +168,7 @@ TEXT_FIELDS = [
 ]
 
 # Fields of a `captions` index row.
-CAPTIONS_FIELDS = [
-    pa.field("video_id", pa.string(), nullable=False),
-    pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
+CAPTIONS_FIELDS = chunk_fields(
     pa.field("num_frames", pa.int32(), nullable=False),  # of the chunk
     pa.field("fps_num", pa.int32(), nullable=False),
     pa.field("fps_den", pa.int32(), nullable=False),
@@ -171,8 +177,7 @@ CAPTIONS_FIELDS = [
     pa.field("finish_reason", pa.string()),  # why the model ended: stop; null if the server did not say
     pa.field("tokens_in", pa.int32()),  # of pictures and prompt; null if the server did not say
     pa.field("tokens_out", pa.int32()),
-    pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was captioned
-]
+)
 
 INDEX_FIELDS = {VIDEO: VIDEO_FIELDS, LATENTS: LATENTS_FIELDS, TEXT: TEXT_FIELDS, CAPTIONS: CAPTIONS_FIELDS}
 

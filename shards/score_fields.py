@@ -10,6 +10,8 @@ from math import inf
 
 import pyarrow as pa
 
+from clipmill.shards.format import chunk_fields
+
 
 @dataclass(frozen=True)
 class Score:
@@ -73,9 +75,4 @@ SCORES = (
 NUMBERS = tuple(score.name for score in SCORES if score.is_number)
 
 # Fields of a `scores` index row in addition to key and member.
-SCORES_FIELDS = [
-    pa.field("video_id", pa.string(), nullable=False),
-    pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
-    *(pa.field(score.name, score.kind) for score in SCORES),
-    pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was scored
-]
+SCORES_FIELDS = chunk_fields(*(pa.field(score.name, score.kind) for score in SCORES))

@@ -53,8 +53,8 @@ _LIGHT = (
     *("clipmill.manifests.adapters.folder", "clipmill.manifests.store"),
     *("clipmill.prep.video.work", "clipmill.prep.video.page.write", "clipmill.prep.engines.ray_connection"),
     *(
-        "clipmill.prep.scores.worker",
-        "clipmill.prep.scores.plan",
+        "clipmill.prep.core.chunk_column",
+        "clipmill.prep.scores.sample",
         "clipmill.prep.scores.work",
         "clipmill.prep.scores.page",
     ),

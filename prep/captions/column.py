@@ -1,8 +1,7 @@
-"""The column `captions`: its commands and its `ColumnSpec`."""
+"""The column `captions`: its flags and its `ColumnSpec`."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -10,22 +9,14 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.quoting import on_one_line
-from clipmill.prep.captions.recipe import CAPTIONS, CaptionsSettings, captions_recipe_from_dict
-from clipmill.prep.core.column import ColumnSpec, changed_flags, short_path
-from clipmill.prep.core.make import make_column, plan_column
-from clipmill.prep.core.request import EXECUTION, Data, Json, ModelRequest, Request
-from clipmill.prep.core.selection import WEIGHTS
+from clipmill.prep.captions.recipe import CAPTIONS_SCHEMA, CaptionsSettings
+from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.core.recipe import KEPT, settings_from
+from clipmill.prep.core.request import EXECUTION, ModelRequest, PlanRequest
+from clipmill.shards.columns import CAPTIONS
 
-Settings = Annotated[CaptionsSettings, Parameter(name="*")]
 BATCH = 1
 _SHOWN_CHARS = 80  # of a prompt
-_KEPT: dict[str, Callable[[str], float]] = {  # flags that the records of a run keep, with their types
-    "batch": int,
-    "in_flight": int,
-    "retries": int,
-    "timeout": float,
-    "max_tokens_total": int,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,40 +32,36 @@ class CaptionsRequest(ModelRequest):
             "Default: one per GPU, or 1 on a CPU; with --endpoint one per CPU core, or 4 if there are fewer cores."
         ),
     ] = None
-    batch: Annotated[int, EXECUTION, Parameter(help="Batch size of a model that runs here, in chunks, 1 or more.")] = (
-        BATCH
-    )
+    batch: Annotated[
+        int, EXECUTION, KEPT, Parameter(help="Batch size of a model that runs here, in chunks, 1 or more.")
+    ] = BATCH
     in_flight: Annotated[
         int,
         EXECUTION,
+        KEPT,
         FIRST_RUN,
         Parameter(help="Number of requests to the server at a time, shared by all workers, 1 to 4096."),
     ] = 64
     retries: Annotated[
         int,
         EXECUTION,
+        KEPT,
         Parameter(
             help="Number of times that a request is repeated after 429, 5xx, a broken connection or --timeout, after "
             "pauses that grow to 8 s, or when the server says; 10: about a minute."
         ),
     ] = 10
-    timeout: Annotated[float, EXECUTION, Parameter(help="Time limit of a request in seconds, above 0.")] = 300.0
+    timeout: Annotated[float, EXECUTION, KEPT, Parameter(help="Time limit of a request in seconds, above 0.")] = 300.0
     max_tokens_total: Annotated[
         int | None,
         EXECUTION,
+        KEPT,
         FIRST_RUN,
         Parameter(
             help="Number of tokens, in and out, that all answers of this variant may take, those of earlier runs "
             "included. Then no request is sent any more; those in flight are still answered. Default: no limit."
         ),
     ] = None
-    trial: Annotated[int, Parameter(parse=False)] = 0  # of `prep plan captions`
-
-    @property
-    def kept(self) -> dict[str, str]:
-        """The flags that differ from their defaults and that a later `prep retry` uses again."""
-        defaults = CaptionsRequest()
-        return {name: str(value) for name in _KEPT if (value := getattr(self, name)) != getattr(defaults, name)}
 
     def check(self) -> None:
         for flag, value, most in (("batch", self.batch, 1 << 16), ("in-flight", self.in_flight, 4096)):
@@ -94,64 +81,23 @@ class CaptionsRequest(ModelRequest):
         super().check()
 
 
-def captions(
-    settings: Settings,
-    request: Annotated[CaptionsRequest, Parameter(name="*")] = CaptionsRequest(),
-) -> None:
-    """Caption the chunks with a vision-language model, here or on a server with OpenAI's interface.
+@dataclass(frozen=True, kw_only=True)
+class CaptionsPlanRequest(PlanRequest):
+    """The flags of `prep plan captions` that are not settings."""
 
-    Each run captions only what is new, changed or missing; another prompt or model makes another variant. Each answer
-    is on disk as soon as it arrives, so that a killed run asks for none of them again. `prep manifest captions` makes
-    the captions a source for training. The key of a server is taken from the environment variable OPENAI_API_KEY.
-
-    Examples:
-
-        prep captions --model Qwen/Qwen3-VL-2B-Instruct
-        prep captions --endpoint http://localhost:8000/v1 --model qwen3-vl
-    """
-    make_column(COLUMN, settings, request)
-
-
-def plan_captions(
-    settings: Settings,
-    *,
     trial: Annotated[
         int,
         Parameter(help="Number of chunks to caption now, for the estimate of tokens and time; a run keeps them."),
-    ] = 0,
-    data: Data = Path("data"),
-    json: Json = False,
-) -> None:
-    """Print what `prep captions` would do with the same settings, and why; tokens and time from the answers so far.
+    ] = 0
 
-    No model is asked (dry run), unless --trial gives a number of chunks.
-
-    Example:
-
-        prep plan captions --model Qwen/Qwen3-VL-2B-Instruct --trial 3
-    """
-    if not 0 <= trial <= 100:
-        raise UserError(f"--trial {trial} is out of range", hint="give 0 to 100, for example 3")
-    plan_column(COLUMN, settings, data=data, json=json, request=CaptionsRequest(data=data, trial=trial))
+    def check(self) -> None:
+        if not 0 <= self.trial <= 100:
+            raise UserError(f"--trial {self.trial} is out of range", hint="give 0 to 100, for example 3")
 
 
-def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> None:
-    recipe = captions_recipe_from_dict(stored)
-    settings = recipe.settings
-    if settings.endpoint is None and (folder := weights or stored.get(WEIGHTS)) is not None:
-        settings = replace(settings, model=folder)
-    given = {field.name: getattr(request, field.name) for field in fields(Request) if field.name != "batch"}
-    kept = {name: parse(stored[name]) for name, parse in _KEPT.items() if name in stored}
-    changed = {name: value for name in _KEPT if (value := getattr(request, name, None)) is not None}
-    make_column(COLUMN, settings, CaptionsRequest(**{**given, **kept, **changed, "only_variant": recipe.variant}))
-
-
-def _flags(stored: Mapping[str, Any]) -> list[str]:
-    settings = captions_recipe_from_dict(stored).settings
-    default = asdict(CaptionsSettings(model=settings.model))
-    kept = {name: stored.get(name) for name in _KEPT}
-    changed = [*changed_flags(asdict(settings), default), *changed_flags(kept, dict.fromkeys(kept))]
-    return ["--model", short_path(Path(stored[WEIGHTS])) if WEIGHTS in stored else settings.model, *changed]
+def _read_settings(stored: Mapping[str, Any], weights: str | None) -> CaptionsSettings:
+    settings = settings_from(stored, CaptionsSettings, column=CAPTIONS, schema=CAPTIONS_SCHEMA)
+    return settings if settings.endpoint is not None or weights is None else replace(settings, model=weights)
 
 
 def _settings_line(stored: Mapping[str, Any]) -> str:
@@ -167,10 +113,31 @@ COLUMN = ColumnSpec(
     package="clipmill.prep.captions",
     work="clipmill.prep.captions.work:WORK",
     check_sample="clipmill.prep.captions.sample:check_caption",
+    settings=CaptionsSettings,
+    schema=CAPTIONS_SCHEMA,
+    request="clipmill.prep.captions.column:CaptionsRequest",
+    plan_request="clipmill.prep.captions.column:CaptionsPlanRequest",
+    help="""Caption the chunks with a vision-language model, here or on a server with OpenAI's interface.
+
+    Each run captions only what is new, changed or missing; another prompt or model makes another variant. Each answer
+    is on disk as soon as it arrives, so that a killed run asks for none of them again. `prep manifest captions` makes
+    the captions a source for training. The key of a server is taken from the environment variable OPENAI_API_KEY.
+
+    Examples:
+
+        prep captions --model Qwen/Qwen3-VL-2B-Instruct
+        prep captions --endpoint http://localhost:8000/v1 --model qwen3-vl
+    """,
+    plan_help="""
+    Print what `prep captions` would do with the same settings, and why; tokens and time from the answers so far.
+
+    No model is asked (dry run), unless --trial gives a number of chunks.
+
+    Example:
+
+        prep plan captions --model Qwen/Qwen3-VL-2B-Instruct --trial 3
+    """,
     verb="describe",
-    make_command=captions,
-    plan_command=plan_captions,
-    flags=_flags,
+    read_settings=_read_settings,
     settings_line=_settings_line,
-    retry=_retry,
 )

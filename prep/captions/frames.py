@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.prep.core.chunk_frames import decode_frames
-from clipmill.prep.core.chunk_shards import frame_rate, read_chunk
+from clipmill.prep.core.chunk_input import frame_rate, read_chunk
 from clipmill.shards.reader import CommittedShard
 
 JPEG_QUALITY = 90

@@ -1,8 +1,7 @@
-"""The recipe of the `captions` column: the settings of `prep captions`, the model, and the variant of `video`."""
+"""The settings of `prep captions`, and the values of the recipe that they give."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -12,10 +11,9 @@ from cyclopts import Group, Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.prep.captions.weights import find_model
-from clipmill.prep.core.column import recipe_fingerprint
+from clipmill.prep.core.recipe import NOT_STORED, Recipe
 from clipmill.shards.where_flag import check_where
 
-CAPTIONS = "captions"
 CAPTIONS_SCHEMA = 2  # incremented when the same settings begin to send other pictures, or other words
 MODEL = Parameter(group=Group("Captions", sort_key=1))
 PROMPT = "Describe this video clip in one sentence."
@@ -33,7 +31,7 @@ class CaptionsSettings:
     """Model: folder or Hugging Face name of an image-text-to-text model of transformers, or with --endpoint the name
     under which the server has it."""
 
-    endpoint: Annotated[str | None, MODEL, FIRST_RUN] = None
+    endpoint: Annotated[str | None, MODEL, FIRST_RUN, NOT_STORED] = None
     """Address of a server with OpenAI's interface (vLLM, SGLang, llama.cpp, OpenAI, ...), such as
     http://localhost:8000/v1. Its key is taken from OPENAI_API_KEY. The address is not part of the variant. Default: run
     the model here."""
@@ -41,7 +39,7 @@ class CaptionsSettings:
     prompt: Annotated[str, MODEL, FIRST_RUN] = PROMPT
     """Text that follows the pictures."""
 
-    prompt_file: Annotated[Path | None, MODEL] = None
+    prompt_file: Annotated[Path | None, MODEL, NOT_STORED] = None
     """UTF-8 file with the prompt, in place of --prompt."""
 
     frames: Annotated[int, MODEL, FIRST_RUN] = 8
@@ -65,7 +63,7 @@ class CaptionsSettings:
     precision: Annotated[Literal["float32", "float16", "bfloat16"], MODEL] = "bfloat16"
     """Precision of a model that runs here."""
 
-    where: Annotated[str | None, MODEL] = None
+    where: Annotated[str | None, MODEL, NOT_STORED] = None
     """Condition that selects the chunks to caption, on their scores and videos, such as 'num_captions = 0'. It is not
     part of the variant. Default: all chunks."""
 
@@ -110,7 +108,7 @@ class CaptionsSettings:
 
 def _require_prompt(text: str, *, of: str) -> None:
     if not text.strip():
-        raise UserError(f"{of} is empty", hint="say what the model shall write, in words")
+        raise UserError(f"{of} is empty", hint="describe the caption that you want")
     if len(text) > _MAX_PROMPT_CHARS:
         raise UserError(f"{of} has {len(text):,} characters", hint=f"use at most {_MAX_PROMPT_CHARS:,}")
     if found := _CONTROL.search(text):
@@ -133,89 +131,27 @@ def _require_address(address: str) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CaptionsRecipe:
-    """Everything that the captions depend on besides the chunks themselves.
-
-    Attributes:
-        settings: with the text of the prompt.
-        model: name of the model; of a folder only the last component.
-        model_sha256: hash of a model that runs here; None with an endpoint.
-        video: name of the `video` variant whose chunks are captioned.
-    """
-
-    settings: CaptionsSettings
-    model: str
-    model_sha256: str | None
-    video: str
-
-    @property
-    def weights(self) -> str | None:
-        """Absolute path of the folder of a model on this machine, which is not part of the recipe; None for another."""
-        return self.settings.model if self.settings.model != self.model else None
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 (hex) of `as_dict` as canonical JSON."""
-        return recipe_fingerprint(self.as_dict())
-
-    @property
-    def variant(self) -> str:
-        """Folder name: the model's name, frames, and the first 8 digits of the fingerprint."""
-        model = _NOT_IN_A_NAME.sub("-", self.model.rpartition("/")[2]).strip("-.")[:60] or "model"
-        return f"{model}-{self.settings.frames}x{self.settings.size}px-{self.fingerprint[:8]}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the recipe as JSON values, without what does not change the captions."""
-        settings = asdict(self.settings)
-        for name in ("endpoint", "where", "prompt_file"):
-            del settings[name]
-        if self.settings.temperature and self.model_sha256 is not None:
-            settings["seed"] = self.settings.seed or 0
-        settings["precision"] = None if self.model_sha256 is None else self.settings.precision
-        return {
-            **settings,
-            "schema": CAPTIONS_SCHEMA,
-            "column": CAPTIONS,
-            "video": self.video,
-            "model": self.model,
-            "model_sha256": self.model_sha256,
-        }
-
-
-def resolve(settings: CaptionsSettings, *, video: str) -> CaptionsRecipe:
-    """Read the prompt, find the model, and return the full recipe.
+def resolve(settings: CaptionsSettings) -> tuple[CaptionsSettings, dict[str, Any]]:
+    """Read the prompt and find the model; return the settings with both, and the values of the recipe that they give.
 
     Raises:
         UserError: there is no such prompt or model.
     """
     settings = settings.with_prompt()
     if settings.endpoint is not None:
-        return CaptionsRecipe(settings=settings, model=settings.model, model_sha256=None, video=video)
+        return settings, {"model_sha256": None, "precision": None}
     found = find_model(settings.model)
-    settings = replace(settings, model=found.source)
-    return CaptionsRecipe(settings=settings, model=found.name, model_sha256=found.sha256, video=video)
+    of_sampling = {"seed": settings.seed or 0} if settings.temperature else {}
+    return replace(settings, model=found.source), {"model": found.name, "model_sha256": found.sha256, **of_sampling}
 
 
-def captions_recipe_from_dict(stored: Mapping[str, Any]) -> CaptionsRecipe:
-    """Return the recipe of a variant (`clipmill.prep.core.selection.stored_request`), without searching for the model.
+def local_weights(recipe: Recipe[CaptionsSettings]) -> str | None:
+    """Return the absolute path of a model in a folder on this machine; None for another."""
+    model = recipe.settings.model
+    return model if model != recipe.values["model"] else None
 
-    Raises:
-        UserError: the recipe was written with another version of the recipe schema.
-    """
-    if stored.get("schema") != CAPTIONS_SCHEMA or stored.get("column") != CAPTIONS:
-        raise UserError(
-            f"the recipe has schema {stored.get('schema')!r}, but this version supports {CAPTIONS_SCHEMA}",
-            hint="run `prep captions` with the desired settings to create a new variant",
-        )
-    names = {field.name for field in fields(CaptionsSettings)}
-    settings = {name: value for name, value in stored.items() if name in names and value is not None}
-    try:
-        return CaptionsRecipe(
-            settings=CaptionsSettings(**settings),
-            model=stored["model"],
-            model_sha256=stored["model_sha256"],
-            video=stored["video"],
-        )
-    except KeyError as error:
-        raise UserError(f"the recipe lacks {error}", hint="run `prep captions` again to rewrite it") from None
+
+def variant_name(recipe: Recipe[CaptionsSettings]) -> str:
+    """Return the readable part of the variant's name: the model's name, number and size of the frames."""
+    model = _NOT_IN_A_NAME.sub("-", recipe.values["model"].rpartition("/")[2]).strip("-.")[:60] or "model"
+    return f"{model}-{recipe.settings.frames}x{recipe.settings.size}px"

@@ -3,32 +3,30 @@
 import json
 from typing import Any
 
-import pyarrow as pa
-
 from clipmill.manifests.checked_json import parse_json
 from clipmill.prep.captions.answers import Answer
+from clipmill.prep.core.chunk_input import Chunk
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.shards.format import CAPTIONS_FIELDS
 from clipmill.shards.writer import Sample
 
 EXTENSION = "caption.json"
-_OF_CHUNK = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den")
 
 
-def caption_sample(index: pa.Table, row: int, answer: Answer, *, fingerprint: str) -> Sample:
-    """Return the sample of the chunk in `row` of a `video` index."""
-    key, text = index["key"][row].as_py(), answer.caption
-    fields = {
-        **{name: index[name][row].as_py() for name in _OF_CHUNK},
-        "caption_text": text,
-        "caption_words": len(text.split()),
-        "finish_reason": answer.finish_reason,
-        "tokens_in": answer.tokens_in,
-        "tokens_out": answer.tokens_out,
-        "chunk_fingerprint": fingerprint,
-    }
-    member = json.dumps({"key": key, **fields}, ensure_ascii=False, separators=(",", ":"))
-    return Sample(key=key, members={EXTENSION: member.encode()}, fields=fields)
+def caption_sample(chunk: Chunk, answer: Answer) -> Sample:
+    """Return the sample of a chunk."""
+    text = answer.caption
+    fields = chunk.fields(
+        {
+            "caption_text": text,
+            "caption_words": len(text.split()),
+            "finish_reason": answer.finish_reason,
+            "tokens_in": answer.tokens_in,
+            "tokens_out": answer.tokens_out,
+        }
+    )
+    member = json.dumps({"key": chunk.key, **fields}, ensure_ascii=False, separators=(",", ":"))
+    return chunk.sample({EXTENSION: member.encode()}, fields)
 
 
 def check_caption(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:

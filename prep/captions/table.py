@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.pseudo_captions import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
-from clipmill.prep.captions.recipe import captions_recipe_from_dict
+from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.shards.chunk_table import read_chunk_rows
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.moments import order_of
@@ -36,7 +36,7 @@ def publish_caption_table(variant: Variant) -> Path:
     distinct = ids.dictionary_encode()
     order = order_of(distinct.indices.to_numpy()[codes], starts)
     at = pa.array(np.arange(len(codes)) if order is None else order)
-    recipe = captions_recipe_from_dict(variant.recipe)
+    recipe = variant.recipe
     count = len(codes)
     table = pa.table(
         [
@@ -44,14 +44,14 @@ def publish_caption_table(variant: Variant) -> Path:
             pa.array(starts / 1000),
             pa.array(starts / 1000 + frames * fps_den / fps_num),
             rows.table["caption_text"].combine_chunks(),
-            pa.array([f"{SOURCE}@{recipe.fingerprint[:8]}"] * count, pa.string()),
+            pa.array([f"{SOURCE}@{recipe_fingerprint(recipe)[:8]}"] * count, pa.string()),
             pa.nulls(count, pa.float32()),
             pa.array(np.zeros(count, np.int16)),
         ],
         schema=SCHEMA,
     ).take(at)
     path = variant.directory / TABLE_FILE
-    write_pseudo_captions(path, [table], record=_record(variant, recipe.as_dict()))
+    write_pseudo_captions(path, [table], record=_record(variant, dict(recipe)))
     return path
 
 

@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 
 from clipmill.manifests.flag_values import OPTIONS
 from clipmill.manifests.plugins import UnusablePart
+from clipmill.prep.core.make import make_command, plan_command
 from clipmill.prep.registry import COLUMNS, column_named
 
 
@@ -24,7 +25,7 @@ def __getattr__(name: str) -> Any:
         spec = column_named(column)
     except UnusablePart as error:
         return _refusing_command(error)
-    return spec.make_command if verb == "make" else spec.plan_command
+    return make_command(spec) if verb == "make" else plan_command(spec)
 
 
 def _refusing_command(error: UnusablePart) -> Callable[..., None]:
@@ -39,7 +40,7 @@ def _refusing_command(error: UnusablePart) -> Callable[..., None]:
 
 def _plan_app() -> App:
     first, *others = COLUMNS
-    command = column_named(first).plan_command
+    command = plan_command(column_named(first))
     app = App(name="plan", help=command.__doc__, group_parameters=OPTIONS)
     app.default(command)
     for name in others:

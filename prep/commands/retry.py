@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.prep.core.column import ENGINE_FLAGS
+from clipmill.prep.core.make import retry_column
 from clipmill.prep.core.request import EXECUTION, Request, ScratchSize
 from clipmill.prep.registry import column_named, column_names
 from clipmill.shards.columns import VIDEO
@@ -92,7 +93,9 @@ def retry(
     if variant is None and has_failed:
         variant = unfinished
         sys.stderr.write(f"note: a variant that is not the current one is retried: {variant}\n")
-    stored = stored_request(Variant.open(data_dir, column=column, variant=variant))
+    opened = Variant.open(data_dir, column=column, variant=variant)
+    stored = stored_request(opened)
     if request.engine is None and request.address is None:  # the engine of the run that failed
         request = replace(request, **{name: stored[name] for name in ENGINE_FLAGS if name in stored})
-    column_named(column).retry(stored, weights, replace(request, retry_codes=codes))
+    request = replace(request, retry_codes=codes, only_variant=opened.directory.name)
+    retry_column(column_named(column), stored, weights=weights, request=request)

@@ -15,10 +15,10 @@ import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.prep.core.chunk_shards import ChunkShard, chunk_fingerprints, read_chunk_shards
-from clipmill.prep.core.column import Pending, Stored
+from clipmill.prep.core.chunk_input import chunk_fingerprints
+from clipmill.prep.core.chunk_shards import ChunkShard, read_chunk_shards
+from clipmill.prep.core.column import Pending
 from clipmill.prep.core.plan import ShardPlan, ShardState, pending_of, plan_shards, stored_shards
-from clipmill.prep.core.selection import stored_request
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure, read_commits
 from clipmill.shards.damage import Damaged, DamagedIndex
@@ -192,19 +192,19 @@ def plan_chunks(
 
 
 def pending_chunks(
-    data_dir: Path, variant: Variant, *, stored_recipe: Callable[[Stored], R], plan: Callable[[R], ChunksPlan[R]]
+    data_dir: Path, variant: Variant, *, stored_recipe: Callable[[], R], plan: Callable[[R], ChunksPlan[R]]
 ) -> Pending:
     """Return what remains to be made of a variant; nothing if the variant is not current.
 
     Args:
-        stored_recipe: read a recipe.json; raises UserError if another version wrote it.
+        stored_recipe: read the recipe of the variant; raises UserError if another version wrote it.
         plan: plan a recipe.
     """
     column = variant.directory.parent.name
     if current_variant(data_dir, column) != variant.directory.name:
         return Pending()
     try:
-        recipe = stored_recipe(stored_request(variant))
+        recipe = stored_recipe()
     except UserError:
         return Pending()  # its recipe is missing or of another version
     if recipe.video != (video := current_variant(data_dir, VIDEO)):

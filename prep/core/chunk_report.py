@@ -61,11 +61,11 @@ def chunks_report(
     return Report("\n".join(lines), found)
 
 
-def speed_text(summary: Summary) -> str | None:
-    """Return the speed of a run; None if it made nothing."""
+def speed_text(summary: Summary, *, per_core: bool = True) -> str | None:
+    """Return the speed of a run, also per CPU core where the CPU does the work; None if it made nothing."""
     if not summary.encoded_s:
         return None
-    return (
-        f"{summary.encoded_s / summary.wall_s:.1f}x real time;"
-        f" {summary.encoded_s / summary.cpu_s:.1f}x per core ({summary.cpu_s:.1f} s of CPU time)"
-    )
+    text = f"{summary.encoded_s / summary.wall_s:.1f}x real time"
+    if not per_core:
+        return text
+    return f"{text}; {summary.encoded_s / summary.cpu_s:.1f}x per core ({summary.cpu_s:.1f} s of CPU time)"

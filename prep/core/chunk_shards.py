@@ -1,16 +1,12 @@
-"""Shards of chunks as the input of another column: which are committed, what identifies their chunks, and their bytes.
+"""Shards of chunks as the input of another column, for its plan: which are committed, and what identifies them.
 
-Columns that hold one sample for each chunk (`latents`, `scores`) have shards with the ids, splits and keys of `video`.
-A sample belongs to the content of its chunk, not to its key: it is kept when the video gets another name or shard.
+Columns with one sample for each chunk (`latents`, `scores`) have shards with the ids, splits and keys of `video`.
 """
 
 import hashlib
-import json
-import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -18,23 +14,19 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
+from clipmill.prep.core.chunk_input import FINGERPRINT_COLUMNS, chunk_fingerprints
 from clipmill.prep.core.failure_list import shard_name
-from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, WantedShard
 from clipmill.shards.columns import VIDEO, command_for, how_to_make
 from clipmill.shards.commits import Commit, Failure
-from clipmill.shards.damage import Damaged, DamagedIndex
+from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.dataset import current_variant
-from clipmill.shards.index import extensions_of, open_index
-from clipmill.shards.reader import CommittedShard, open_shard
-from clipmill.shards.writer import Sample
+from clipmill.shards.index import open_index
 
 # Why a column that is made of chunks had nothing to do.
 NO_CHUNKS = f"there are no committed chunks yet; run it again after `prep {command_for(VIDEO)}`"
-FINGERPRINT_COLUMNS = ["span_fingerprint", "mp4_size", "mp4_crc32"]
-_NAMES = ("key", "video_id", "start_ms")  # of a chunk in `video`, and of its sample in another column
 _COLUMNS = [*FINGERPRINT_COLUMNS, "key", "video_id", "num_frames", "fps_num", "fps_den"]
 
 
@@ -131,85 +123,3 @@ def _read_chunk_shard(
     lengths = Counter({(frames, Fraction(num, den)): count for (frames, num, den), count in numbers.items()})
     video_ids = index["video_id"].unique()
     return ChunkShard(commit.shard_id, commit.split, digest, index.num_rows, lengths, video_ids, rows)
-
-
-def chunk_fingerprints(index: pa.Table) -> list[str]:
-    """Return one hash (hex) per chunk of a `video` index over its bytes and what they are encoded from, not its key."""
-    columns = [index[name].to_pylist() for name in FINGERPRINT_COLUMNS]
-    lines = ("\0".join(map(str, line)) for line in zip(*columns, strict=True))
-    return [hashlib.blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
-
-
-def frame_rate(index: pa.Table, row: int) -> Fraction:
-    """Return the frame rate of a chunk."""
-    return Fraction(index["fps_num"][row].as_py(), index["fps_den"][row].as_py())
-
-
-def seconds_of(index: pa.Table, row: int) -> Fraction:
-    """Return the duration of a chunk in seconds."""
-    return index["num_frames"][row].as_py() / frame_rate(index, row)
-
-
-def read_chunk(video: CommittedShard, row: int) -> bytes:
-    """Read the MP4 file of a chunk.
-
-    Raises:
-        SourceFailure: chunk_damaged, if its bytes differ from those committed.
-    """
-    try:
-        content = video.read(row, "mp4")
-    except (Damaged, OSError) as error:
-        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the chunk cannot be read: {error}") from None
-    if zlib.crc32(content) != video.index["mp4_crc32"][row].as_py():
-        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"its content in {video.tar_path.name} differs from the commit")
-    return content
-
-
-class OldSamples:
-    """Samples of earlier commits by `chunk_fingerprint`, as far as their bytes are undamaged.
-
-    Args:
-        commits: Commits of the column that may hold samples of the chunks; the first that has a sample counts.
-        fields: Index fields of the column, among them `chunk_fingerprint`.
-        wanted: Fingerprints of the chunks.
-    """
-
-    def __init__(
-        self, variant_dir: Path, commits: Sequence[Commit], *, fields: Sequence[pa.Field], wanted: Collection[str]
-    ) -> None:
-        self._rows: dict[str, tuple[CommittedShard, int]] = {}
-        self._fields = [field.name for field in fields]
-        chosen = frozenset(wanted)
-        for commit in commits:
-            if commit.files is not None:
-                with suppress(Damaged, OSError, KeyError):  # the samples read so far remain usable
-                    self._add(open_shard(variant_dir, commit), chosen)
-
-    def _add(self, shard: CommittedShard, wanted: frozenset[str]) -> None:
-        (extension,) = extensions_of(shard.index)
-        crc32s = shard.index[f"{extension}_crc32"].to_pylist()
-        for row, fingerprint in enumerate(shard.index["chunk_fingerprint"].to_pylist()):
-            is_missing = fingerprint in wanted and fingerprint not in self._rows
-            if is_missing and zlib.crc32(shard.read(row, extension)) == crc32s[row]:
-                self._rows[fingerprint] = shard, row
-
-    def __contains__(self, fingerprint: str) -> bool:
-        return fingerprint in self._rows
-
-    def sample(self, fingerprint: str, index: pa.Table, row: int) -> Sample:
-        """Return the sample of the chunk in `row` of a `video` index, under the key that the chunk has there.
-
-        Args:
-            fingerprint: Fingerprint of the chunk, of which there must be a sample.
-        """
-        shard, old_row = self._rows[fingerprint]
-        (extension,) = extensions_of(shard.index)
-        fields = {name: shard.index[name][old_row].as_py() for name in self._fields}
-        member = shard.read(old_row, extension)
-        names = {name: index[name][row].as_py() for name in _NAMES}
-        if shard.index["key"][old_row].as_py() != names["key"]:
-            fields |= {name: names[name] for name in fields.keys() & names}
-            if extension.endswith(".json"):
-                renamed = {**parse_json(member), **names}
-                member = json.dumps(renamed, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-        return Sample(key=names["key"], members={extension: member}, fields=fields)

@@ -3,9 +3,12 @@
 `clipmill.prep.registry` lists the columns. Code that plans, makes, shows, verifies, retries or removes a column
 receives its spec and calls the functions of its `ColumnWork`, which is loaded when it is needed; no code outside a
 column's own folder refers to the column by name.
+
+A column with one sample for each chunk declares its settings here, and what it makes of a chunk in a `ChunkWork`
+(`prep/core/work.py`); its commands, recipe, plan, runs, reports and retries are derived from the two. docs/plugins.md
+has a complete example.
 """
 
-import hashlib
 import json
 import os
 import shlex
@@ -16,11 +19,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from clipmill.manifests.imported import imported
 from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.prep.core.recipe import KEPT, changed_flags, marked_fields, setting_flags, settings_from
 from clipmill.shards.columns import VIDEO, command_for
 
 DATA_VARIABLE = "CLIPMILL_DATA"
 ENGINE_FLAGS = ("engine", "address")  # which the records of a run keep if they were given
+WEIGHTS = "weights"  # path of a local model, by which commands name it; recipes have its hash
 Stored = Mapping[str, Any]  # content of a variant's recipe.json
 
 
@@ -75,36 +81,48 @@ class ColumnSpec:
         name: name of the column's folder and value of `--column`: lower case, beginning with a letter. The command is
             `prep NAME`.
         package: import name of the package with the column's code; workers must have the same version.
-        work: import path `package.module:NAME` of the column's `clipmill.prep.core.work.ColumnWork`.
+        work: import path `package.module:NAME` of the column's `ChunkWork`, or of its `ColumnWork` if it has a plan of
+            its own (`prep/core/work.py`).
         check_sample: import path `package.module:function` of a function (index row, members, split) -> `CheckedSample`
             that compares a sample with its index row. It runs in workers, which load nothing else.
+        settings: frozen dataclass whose fields are flags of `prep NAME` and `prep plan NAME` and, without those that
+            are `NOT_STORED`, part of the recipe (`prep/core/recipe.py`). A field `where` selects chunks.
+        schema: version of the recipe, incremented when the same settings begin to produce other bytes.
+        help: help of `prep NAME`: a first sentence that begins with a verb, text, and an example.
+        plan_help: help of `prep plan NAME`.
+        request: import path of the dataclass with the flags that are not settings, a `Request`
+            (`prep/core/request.py`). Fields that are `KEPT` are recorded, and used again by `prep retry`.
+        plan_request: likewise of `prep plan NAME`, a `PlanRequest`.
         sample: noun for a sample of the column, singular.
         verb: what the command does to a sample; it ends in e.
         checked_noun: noun for what `verify --deep` counts, singular: "decoded frame".
         has_hours: whether `status` reports hours of video, computed from num_frames and the frame rate in the index.
         page: what the page of `prep inspect --html` shows, as a clause; empty without such a page.
-        make_command: function behind `prep NAME`, with its flags.
-        plan_command: function behind `prep plan NAME`.
-        flags: stored recipe -> flags of `prep NAME` that reproduce it; raises UserError if another version wrote the
-            recipe.
+        read_settings: (stored recipe, path of local weights or None) -> settings that make the variant again; raises
+            UserError if another version wrote the recipe. None if the names of the stored values are those of the
+            settings.
+        write_flags: stored recipe -> flags of `prep NAME` that reproduce it. None if they are those of the settings.
         settings_line: stored recipe -> its settings on one line.
-        retry: (stored recipe, --weights, request); make again what failed.
     """
 
     name: str
     package: str
     work: str
     check_sample: str
+    settings: type
+    schema: int
+    help: str
+    plan_help: str = ""
+    request: str = "clipmill.prep.core.request:PartRequest"
+    plan_request: str = "clipmill.prep.core.request:PlanRequest"
     sample: str = "chunk"
     verb: str = "encode"
     checked_noun: str = "checked row"
     has_hours: bool = True
     page: str = ""
-    make_command: Callable[..., None]
-    plan_command: Callable[..., None]
-    flags: Callable[[Stored], list[str]]
+    read_settings: Callable[[Stored, str | None], Any] | None = None
+    write_flags: Callable[[Stored], list[str]] | None = None
     settings_line: Callable[[Stored], str] = _all_settings
-    retry: Callable[[Stored, str | None, Any], None]
 
     @property
     def is_first(self) -> bool:
@@ -120,6 +138,43 @@ class ColumnSpec:
     def command(self) -> str:
         """Name of the command that makes the column."""
         return command_for(self.name)
+
+    @property
+    def request_type(self) -> type:
+        """Dataclass with the flags that are not settings."""
+        found: type = imported(self.request)
+        return found
+
+    def stored_settings(self, stored: Stored, weights: str | None = None) -> Any:
+        """Return the settings that make a variant again.
+
+        Args:
+            stored: Recipe, and the request of the last run (`selection.stored_request`).
+            weights: Path of local weights, in place of those that have a name; None for these.
+
+        Raises:
+            UserError: the recipe was written with another version of the recipe schema, or is incomplete.
+        """
+        if self.read_settings is not None:
+            return self.read_settings(stored, weights)
+        return settings_from(stored, self.settings, column=self.name, schema=self.schema)
+
+    def kept_flags(self, stored: Stored) -> dict[str, Any]:
+        """Return the flags of the last run that a retry uses again, by name."""
+        kinds = marked_fields(self.request_type, KEPT)
+        return {name: kind(stored[name]) for name, kind in kinds.items() if name in stored}
+
+    def flags(self, stored: Stored) -> list[str]:
+        """Return the flags of `prep NAME` that reproduce a stored recipe.
+
+        Raises:
+            UserError: the recipe was written with another version of the recipe schema.
+        """
+        if self.write_flags is not None:
+            return self.write_flags(stored)
+        weights = short_path(Path(stored[WEIGHTS])) if WEIGHTS in stored else None
+        kept = self.kept_flags(stored)
+        return [*setting_flags(self.stored_settings(stored, weights)), *changed_flags(kept, dict.fromkeys(kept))]
 
     def command_line(self, stored: Stored, *, data_dir: Path) -> str:
         """Return the command line that reproduces the recipe in a recipe.json, by the engine that made it.
@@ -145,19 +200,6 @@ def short_path(path: Path) -> str:
     with suppress(ValueError, OSError):
         return os.fspath(path.relative_to(Path.cwd()))
     return os.fspath(path)
-
-
-def changed_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Return the flags for all settings that differ from their defaults."""
-    given = {name: value for name, value in values.items() if value is not None and value != defaults[name]}
-    flags = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
-    return [word for flag, value in flags.items() for word in ((flag,) if value is True else (flag, str(value)))]
-
-
-def recipe_fingerprint(values: Mapping[str, Any]) -> str:
-    """Return the SHA-256 (hex) of a recipe's values as canonical JSON; variant names end in its first 8 digits."""
-    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def recipe_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -1,15 +1,19 @@
-"""Planning and making a column: what `prep plan` and all commands that make a column share."""
+"""Planning and making a column: the commands `prep NAME`, `prep plan NAME` and `prep retry`, built from its spec."""
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.imported import imported
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
-from clipmill.prep.core.column import ColumnSpec
-from clipmill.prep.core.request import Request
+from clipmill.prep.core.column import WEIGHTS, ColumnSpec, Stored
+from clipmill.prep.core.request import PlanRequest, Request
 
 if TYPE_CHECKING:
     from clipmill.prep.core.report import Report
@@ -36,36 +40,79 @@ def parse_budget(text: str) -> Callable[[int], float]:
     return (lambda num_videos: int(num_videos * value / 100)) if share != text else (lambda num_videos: value)
 
 
-def plan_column(
-    column: ColumnSpec,
-    settings: Any,
-    *,
-    data: Path,
-    json: bool,
-    explain: str | None = None,
-    request: Request | None = None,
-) -> None:
-    """Print what making the column would do, and why; or the state of what `explain` names (`ColumnWork.explain`).
+def make_command(column: ColumnSpec) -> Callable[..., None]:
+    """Return the function behind `prep NAME`; its parameters are the column's settings and its request."""
+
+    def make(settings: Any, request: Request) -> None:
+        make_column(column, settings, request)
+
+    return _as_command(make, column, request=column.request_type, help=column.help)
+
+
+def plan_command(column: ColumnSpec) -> Callable[..., None]:
+    """Return the function behind `prep plan NAME`; its parameters are the column's settings and its plan request."""
+
+    def plan(settings: Any, request: PlanRequest) -> None:
+        plan_column(column, settings, request)
+
+    help = column.plan_help or (
+        f"Print what `prep {column.command}` would do with the same settings, and why (dry run).\n\n"
+        f"Example:\n\n    prep plan {column.name}\n"
+    )
+    return _as_command(plan, column, request=imported(column.plan_request), help=help)
+
+
+def _as_command(function: Callable[..., None], column: ColumnSpec, *, request: type, help: str) -> Callable[..., None]:
+    """Give a function of settings and request the types, defaults and help from which the command line is built."""
+    kinds = {"settings": column.settings, "request": request}
+    has_defaults = all(field.default is not MISSING for field in fields(column.settings))
+    function.__annotations__ = {name: Annotated[kind, Parameter(name="*")] for name, kind in kinds.items()}
+    function.__defaults__ = (column.settings(), request()) if has_defaults else (request(),)
+    function.__doc__ = help
+    return function
+
+
+def retry_column(column: ColumnSpec, stored: Stored, *, weights: str | None, request: Request) -> None:
+    """Make again what failed in a variant, with the settings and the flags of its last run.
 
     Args:
-        request: what else the column's plan needs to know; None for nothing.
+        stored: Recipe and request of the last run (`selection.stored_request`).
+        weights: Path of local weights; None for those of the last run.
+        request: Flags of `prep retry`; those that are None are the ones of the last run.
 
     Raises:
-        UserError: a record is damaged.
+        UserError: another version wrote the recipe; see also `make_column`.
+        FailedWork: see `make_column`.
     """
+    kind = column.request_type
+    names = {field.name for field in fields(kind)}
+    given = {field.name: getattr(request, field.name) for field in fields(request)}
+    changed = {name: value for name, value in given.items() if value is not None and name in names}
+    settings = column.stored_settings(stored, weights or stored.get(WEIGHTS))
+    make_column(column, settings, kind(**{**column.kept_flags(stored), **changed}))
+
+
+def plan_column(column: ColumnSpec, settings: Any, request: PlanRequest) -> None:
+    """Print what making the column would do, and why; or the state of what `explain` names (`ColumnWork.explain`).
+
+    Raises:
+        UserError: a record is damaged, or a flag has an invalid value.
+    """
+    request.check()
     with Activity("planning"):
         from clipmill.prep.core.data_folder import require_data_folder
         from clipmill.prep.core.ending import with_file_problems
         from clipmill.prep.core.report import show
         from clipmill.prep.core.work import work_of
 
-        work, data_dir = work_of(column), require_data_folder(data)
+        work, data_dir = work_of(column), require_data_folder(request.data)
         # A dry run holds no lock, without which workers must not write: it reads all sources on this machine.
-        plan = work.plan(data_dir, settings, request or Request(data=data, engine="processes"))
-        report = work.plan_report(plan) if explain is None else work.explain(plan, explain)
-        if explain is None:
+        making = column.request_type(data=request.data, engine="processes", trial=request.trial)
+        plan = work.plan(data_dir, settings, making)
+        report = work.plan_report(plan) if request.explain is None else work.explain(plan, request.explain)
+        if request.explain is None:
             report = with_file_problems(report, column, plan.variant_dir, data_dir=data_dir)
-    show(report, json=json)
+    show(report, json=request.json)
 
 
 def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:

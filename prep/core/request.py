@@ -16,6 +16,7 @@ from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
 from clipmill.manifests.units import parse_size
 from clipmill.prep.core.column import DATA_VARIABLE
+from clipmill.prep.core.recipe import KEPT, marked_fields
 from clipmill.prep.engines.execution import Execution
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class Request:
         num_gpus: number of GPUs per worker; None if not given.
         batch: batch size of the model; None if not given.
         scratch_size: limit of the copies of remote videos on a node, such as 200GB; None for most of the free space.
+        trial: number of samples to make for the estimate of a plan.
         retry_codes: failure codes to try again even if nothing changed.
         only_variant: name of the variant that the settings must produce, or None.
     """
@@ -134,6 +136,7 @@ class Request:
     scratch_size: Annotated[str | None, _HIDDEN] = None
     json: Json = False
     # Set by the program.
+    trial: Annotated[int, _HIDDEN] = 0
     retry_codes: Annotated[frozenset[str], _HIDDEN] = frozenset()
     only_variant: Annotated[str | None, _HIDDEN] = None
 
@@ -166,6 +169,13 @@ class Request:
         if self.engine is None or self.engine == replace(self, engine=None).engine_name:
             return {}
         return {"engine": self.engine}
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """The flags that a retry uses again and that differ from their defaults, for the records of a run."""
+        default = type(self)()
+        given = {name: getattr(self, name) for name in marked_fields(type(self), KEPT)}
+        return {name: str(value) for name, value in given.items() if value != getattr(default, name)}
 
     @property
     def lag_limit_s(self) -> float:
@@ -267,3 +277,26 @@ class ModelRequest(PartRequest):
 
     workers: ModelWorkers = None
     num_gpus: NumGpus = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """The flags of `prep plan NAME` that are not settings of the column.
+
+    Attributes:
+        explain: what to explain in place of the plan, or None.
+        trial: number of samples to make for the estimate.
+    """
+
+    # `explain` and `trial` are flags of those commands alone whose request declares them again.
+    trial: Annotated[int, _HIDDEN] = 0
+    data: Data = Path("data")
+    explain: Annotated[str | None, _HIDDEN] = None
+    json: Json = False
+
+    def check(self) -> None:
+        """Validate the flags.
+
+        Raises:
+            UserError: a flag has an invalid value.
+        """

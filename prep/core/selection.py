@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 SELECTION_FILE = "selection.json"
 WHERE = "where"
-WEIGHTS = "weights"  # path of a local model, by which commands name it; recipes have its hash
 
 
 def write_selection(folder: Path, where: str | None, further: Mapping[str, str | None] | None = None) -> None:

@@ -1,25 +1,37 @@
-"""`ColumnWork`: the functions that plan, make, show and maintain a column, which its spec names."""
+"""`ColumnWork`: the functions that plan, make, show and maintain a column; `ChunkWork`: what a column of chunks adds.
+
+A column with one sample for each chunk has a `ChunkWork`, from which all functions of its `ColumnWork` are derived
+(`prep/core/chunk_column.py`). This module loads little, since workers and packages with a column import it.
+"""
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from clipmill.manifests.imported import imported
+import pyarrow as pa
+
+from clipmill.manifests.imported import imported, late
 from clipmill.manifests.storage.mirrors import is_away
 from clipmill.prep.core.column import ColumnSpec, Pending, Stored
-from clipmill.prep.core.parts import PartRun
-from clipmill.prep.core.plan import ShardPlan
-from clipmill.prep.core.report import Report
-from clipmill.prep.core.request import Request
-from clipmill.shards.chunk_table import chunk_table_problem
 from clipmill.shards.commits import Failure
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import CommittedShard, Variant
 
 if TYPE_CHECKING:
+    from clipmill.prep.core.chunk_columns import ChunksPlan
+    from clipmill.prep.core.chunk_input import Chunks
+    from clipmill.prep.core.failures import SourceFailure
     from clipmill.prep.core.pages import PageRequest
+    from clipmill.prep.core.parts import PartRun
+    from clipmill.prep.core.plan import ShardPlan
+    from clipmill.prep.core.recipe import Recipe
+    from clipmill.prep.core.report import Report
+    from clipmill.prep.core.request import Request
+    from clipmill.prep.core.run import Summary
+    from clipmill.prep.core.shard_result import Stop
+    from clipmill.shards.writer import Sample
 
 
 class ColumnPlan(Protocol):
@@ -28,7 +40,7 @@ class ColumnPlan(Protocol):
     @property
     def variant_dir(self) -> Path: ...
     @property
-    def shards(self) -> Sequence[ShardPlan]: ...
+    def shards(self) -> "Sequence[ShardPlan]": ...
     @property
     def num_videos(self) -> int:
         """Number of videos in the plan; a percentage in `--max-failures` refers to it."""
@@ -68,14 +80,16 @@ class ExtraFile:
 
     Attributes:
         problem: return why the file of a variant cannot be used (missing, stale or damaged), or None.
+        publish: write the file of a variant at the end of a run if there is a problem; None if the driver does.
     """
 
     name: str
     problem: Callable[[Variant], str | None]
+    publish: Callable[[Variant], object] | None = None
 
 
 # Of columns that training reads.
-MERGED_TABLE = ExtraFile(CHUNKS_FILE, chunk_table_problem)
+MERGED_TABLE = ExtraFile(CHUNKS_FILE, late("clipmill.shards.chunk_table:chunk_table_problem"))
 
 
 def _nothing_in_particular(data: Path) -> list[str]:
@@ -86,7 +100,7 @@ def _no_layout(stored: Stored) -> None:
     return None
 
 
-def _no_report(plan: Any, asked: str) -> Report:
+def _no_report(plan: Any, asked: str) -> "Report":
     raise NotImplementedError
 
 
@@ -122,16 +136,16 @@ class ColumnWork:
     """
 
     require: Callable[[Any], None] = _any_settings
-    plan: Callable[[Path, Any, Request], ColumnPlan]
-    run: Callable[[Any, Any, Request, PartRun | None], RunSummary]
-    plan_report: Callable[[Any], Report]
-    explain: Callable[[Any, str], Report] = _no_report
-    summary_report: Callable[[Any, Any, Path], Report]
+    plan: "Callable[[Path, Any, Request], ColumnPlan]"
+    run: "Callable[[Any, Any, Request, PartRun | None], RunSummary]"
+    plan_report: "Callable[[Any], Report]"
+    explain: "Callable[[Any, str], Report]" = _no_report
+    summary_report: "Callable[[Any, Any, Path], Report]"
     pending: Callable[[Path, Variant], Pending]
     layout_file: Callable[[Stored], str | None] = _no_layout
     extra_folders: tuple[ExtraFolder, ...] = ()
     extra_files: tuple[ExtraFile, ...] = ()
-    sample_report: Callable[[CommittedShard, int, Path], Report] | None = None
+    sample_report: "Callable[[CommittedShard, int, Path], Report] | None" = None
     sample_facts: Callable[[Path, str], dict[str, Any]] = _no_facts
     write_page: "Callable[[Variant, PageRequest], Report] | None" = None
     next_command: Callable[[Path], list[str]] = _nothing_in_particular
@@ -144,8 +158,113 @@ class ColumnWork:
         )
         return [why for file in files if (why := file.problem(variant)) is not None]
 
+    def for_column(self, column: ColumnSpec) -> "ColumnWork":
+        """Return the functions of a column."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """What a run needs to know of its workers.
+
+    Attributes:
+        request: request of the run, with their number.
+        gpus_each: GPUs of each worker, such as 1 or 0.5.
+        memory_gb: memory that a worker takes on a cluster.
+        use: `Chunks.use` of each worker: how it uses its machine, without effect on what is stored.
+    """
+
+    request: "Request"
+    gpus_each: float = 0.0
+    memory_gb: float = 0.5
+    use: Any = None
+
+
+@dataclass(frozen=True)
+class Addition:
+    """What a column adds to a report: text lines and JSON values."""
+
+    lines: Sequence[str] = ()
+    values: Mapping[str, Any] | None = None
+
+
+def _settings_alone(settings: Any) -> tuple[Any, dict[str, Any]]:
+    return settings, {}
+
+
+def _column_name(recipe: "Recipe[Any]") -> str:
+    return str(recipe.values["column"])
+
+
+def _nothing_more(plan: "ChunksPlan[Recipe[Any]]") -> Callable[[int], Any]:
+    return lambda shard_id: None
+
+
+def _no_weights(recipe: "Recipe[Any]") -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkWork:
+    """What a column with one sample for each chunk adds to its `ColumnSpec`.
+
+    Attributes:
+        fields: index fields, in order (`clipmill.shards.format.chunk_fields`).
+        extension: extension of the member of each sample.
+        make: (chunks, recipe) -> one outcome for each chunk, in order: a sample, a `SourceFailure`, or a `Stop`, which
+            ends the shard without a commit. It runs in workers. A UserError that it raises is a model that cannot be
+            opened there, and also ends the shard.
+        require: raise UserError if this machine lacks something that the settings need; called before any lock is
+            taken.
+        resolve: settings -> the settings to use, and further values of the recipe by name, such as the hash of a
+            model; a value with the name of a setting replaces it. It raises UserError if there is no such model.
+        name: recipe -> readable part of the variant's name: letters, digits, `-`, `_` and dots.
+        weights: recipe -> path of local weights, which the records of a run keep; None if there are none.
+        needs: import path of a function that returns why a machine must not work, or None, and the name of the value
+            of the recipe that is its argument. None if there are no such requirements.
+        workers: (plan, request) -> workers of a run. None: as many as the request says, without GPUs.
+        more: plan -> function of a shard id that returns what the worker of this shard needs besides its chunks
+            (`Chunks.more`), such as files of other shards.
+        trial: (plan, request) -> None; make a few samples for the estimate of a plan (`PlanRequest.trial`).
+        memory_gb: memory that a worker takes on a cluster.
+        is_function_of_plan: True if the same plan always gives the same bytes.
+        estimate: plan with work -> lines about its cost, and JSON values. None: the duration of the chunks.
+        summary: (plan, result of the run, names of the extra files that it has written) -> what to add to its report.
+            None: the files.
+        has_cpu_speed: whether the report of a run has the speed per CPU core.
+        extra_folders, extra_files, sample_facts, write_page, next_command: see `ColumnWork`.
+    """
+
+    fields: Sequence[pa.Field]
+    extension: str
+    make: "Callable[[Chunks, Recipe[Any]], Iterator[Sample | SourceFailure | Stop]]"
+    require: Callable[[Any], None] = _any_settings
+    resolve: Callable[[Any], tuple[Any, dict[str, Any]]] = _settings_alone
+    name: "Callable[[Recipe[Any]], str]" = _column_name
+    weights: "Callable[[Recipe[Any]], str | None]" = _no_weights
+    needs: tuple[str, str] | None = None
+    workers: "Callable[[ChunksPlan[Recipe[Any]], Any], Workers] | None" = None
+    more: "Callable[[ChunksPlan[Recipe[Any]]], Callable[[int], Any]]" = _nothing_more
+    trial: "Callable[[ChunksPlan[Recipe[Any]], Any], None] | None" = None
+    memory_gb: float = 0.5
+    is_function_of_plan: bool = True
+    estimate: "Callable[[ChunksPlan[Recipe[Any]]], Addition] | None" = None
+    summary: "Callable[[ChunksPlan[Recipe[Any]], Summary, Sequence[str]], Addition] | None" = None
+    has_cpu_speed: bool = True
+    extra_folders: tuple[ExtraFolder, ...] = ()
+    extra_files: tuple[ExtraFile, ...] = (MERGED_TABLE,)
+    sample_facts: Callable[[Path, str], dict[str, Any]] = _no_facts
+    write_page: "Callable[[Variant, PageRequest], Report] | None" = None
+    next_command: Callable[[Path], list[str]] = _nothing_in_particular
+
+    def for_column(self, column: ColumnSpec) -> ColumnWork:
+        """Return the functions of a column."""
+        # The module with these functions, which imports this one, loads plan and driver.
+        derived: ColumnWork = imported("clipmill.prep.core.chunk_column:column_work")(column, self)
+        return derived
+
 
 def work_of(column: ColumnSpec) -> ColumnWork:
     """Return the functions of a column."""
-    found: ColumnWork = imported(column.work)
-    return found
+    work: ColumnWork | ChunkWork = imported(column.work)
+    return work.for_column(column)

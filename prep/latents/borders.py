@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from clipmill.prep.core.chunk_shards import FINGERPRINT_COLUMNS, ChunkShard, chunk_fingerprints
+from clipmill.prep.core.chunk_input import FINGERPRINT_COLUMNS, chunk_fingerprints
+from clipmill.prep.core.chunk_shards import ChunkShard
 from clipmill.prep.latents.chunk_reader import Following
 from clipmill.shards.commits import Commit
 from clipmill.shards.damage import DamagedIndex

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from clipmill.prep.core.chunk_shards import chunk_fingerprints, frame_rate, read_chunk
+from clipmill.prep.core.chunk_input import chunk_fingerprints, frame_rate, read_chunk
 from clipmill.prep.latents.frames import SegmentFrames, Square, frames_on_screen, segment_squares, video_segments
 from clipmill.prep.latents.pieces import ChunkVideo, WantedFrames
 from clipmill.prep.latents.recipe import LatentsRecipe

@@ -9,9 +9,9 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.prep.core.chunk_columns import ChunksPlan, pending_chunks, plan_chunks
 from clipmill.prep.core.chunk_shards import ChunkShard
-from clipmill.prep.core.column import Pending
+from clipmill.prep.core.column import WEIGHTS, Pending
 from clipmill.prep.core.plan import ShardPlan
-from clipmill.prep.core.selection import WEIGHTS
+from clipmill.prep.core.selection import stored_request
 from clipmill.prep.latents.borders import Borders, with_borders
 from clipmill.prep.latents.chunk_reader import ChunkReader
 from clipmill.prep.latents.column import COLUMN
@@ -198,6 +198,6 @@ def pending_latents(data_dir: Path, variant: Variant) -> Pending:
     return pending_chunks(
         data_dir,
         variant,
-        stored_recipe=latents_recipe_from_dict,
+        stored_recipe=lambda: latents_recipe_from_dict(stored_request(variant)),
         plan=lambda recipe: make_latents_plan(data_dir, recipe),
     )

@@ -12,7 +12,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import parse_length
-from clipmill.prep.core.column import recipe_fingerprint
+from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.prep.latents.weights import Vae, find_vae
 from clipmill.shards.where_flag import check_where
 

@@ -9,10 +9,10 @@ from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import duration_text, size_text
 from clipmill.prep.core.chunk_report import chunks_report, speed_text
 from clipmill.prep.core.chunk_shards import NO_CHUNKS
+from clipmill.prep.core.column import WEIGHTS
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.report import Report, summary_report
 from clipmill.prep.core.run import Summary
-from clipmill.prep.core.selection import WEIGHTS
 from clipmill.prep.latents.column import COLUMN
 from clipmill.prep.latents.plan import LatentsPlan, LeftOut
 from clipmill.prep.latents.recipe import LATENTS, LatentsSettings

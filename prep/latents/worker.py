@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.chunk_shards import OldSamples, seconds_of
+from clipmill.prep.core.chunk_input import OldSamples, seconds_of
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.shard_result import Heartbeat, ShardResult, cpu_s, stopped, system_errors_as_results
 from clipmill.prep.engines import worker_threads

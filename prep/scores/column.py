@@ -1,54 +1,31 @@
-"""The column `scores`: its commands and its `ColumnSpec`."""
+"""The column `scores`: its settings and its `ColumnSpec`."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
-from clipmill.prep.core.column import ColumnSpec, changed_flags
-from clipmill.prep.core.make import make_column, plan_column
-from clipmill.prep.core.request import Data, Json, PartRequest, Request
-from clipmill.prep.scores.recipe import SCORES, ScoresSettings, scores_recipe_from_dict
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.prep.core.column import ColumnSpec
+from clipmill.shards.columns import SCORES
 
-Settings = Annotated[ScoresSettings, Parameter(name="*")]
-_DEFAULTS = ScoresSettings()
+_METHODS = Parameter(group=Group("Scores", sort_key=1))
 
 
-def scores(
-    settings: Settings = _DEFAULTS,
-    request: Annotated[PartRequest, Parameter(name="*")] = PartRequest(),  # noqa: B008 - frozen
-) -> None:
-    """Score the chunks: motion, sharpness, brightness, black and frozen shares, bars, cuts, speech, perceptual hash.
+@dataclass(frozen=True, kw_only=True)
+class ScoresSettings:
+    """Settings of `prep scores`."""
 
-    It scores the chunks of the current video variant; each run scores only what is new, changed, missing or damaged.
-    After the chunks have been re-encoded, run it again: until then, the existing scores are kept.
+    cut_threshold: Annotated[float, _METHODS, FIRST_RUN] = 27.0
+    """Threshold of PySceneDetect's ContentDetector for a shot cut, 1 to 255. A lower threshold finds more cuts, but
+    also mistakes fast motion for cuts."""
 
-    Example:
-
-        prep scores
-    """
-    make_column(COLUMN, settings, request)
-
-
-def plan_scores(settings: Settings = _DEFAULTS, *, data: Data = Path("data"), json: Json = False) -> None:
-    """Print what `prep scores` would do with the same settings, and why (dry run).
-
-    Example:
-
-        prep plan scores
-    """
-    plan_column(COLUMN, settings, data=data, json=json)
-
-
-def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> None:
-    recipe = scores_recipe_from_dict(stored)
-    make_column(COLUMN, recipe.settings, replace(request, only_variant=recipe.variant))
-
-
-def _flags(stored: Mapping[str, Any]) -> list[str]:
-    return changed_flags(asdict(scores_recipe_from_dict(stored).settings), asdict(_DEFAULTS))
+    def __post_init__(self) -> None:
+        if not 1 <= self.cut_threshold <= 255:
+            raise UserError(
+                f"--cut-threshold {self.cut_threshold:g} is out of range", hint="give 1 to 255, for example 27"
+            )
 
 
 COLUMN = ColumnSpec(
@@ -56,11 +33,19 @@ COLUMN = ColumnSpec(
     package="clipmill.prep.scores",
     work="clipmill.prep.scores.work:WORK",
     check_sample="clipmill.prep.scores.sample:check_scores",
+    settings=ScoresSettings,
+    schema=3,  # incremented when the same settings begin to produce other values: methods, frames, thresholds
+    help="""
+    Score the chunks: motion, sharpness, brightness, black and frozen shares, bars, cuts, speech, perceptual hash.
+
+    It scores the chunks of the current video variant; each run scores only what is new, changed, missing or damaged.
+    After the chunks have been re-encoded, run it again: until then, the existing scores are kept.
+
+    Example:
+
+        prep scores
+    """,
     verb="score",
     has_hours=False,
     page="the distribution of each score, pictures along it, and what --where keeps and drops",
-    make_command=scores,
-    plan_command=plan_scores,
-    flags=_flags,
-    retry=_retry,
 )

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.keys import chunk_key
 from clipmill.prep.core.chunk_frames import decode_frames
-from clipmill.prep.core.chunk_shards import frame_rate, read_chunk, seconds_of
+from clipmill.prep.core.chunk_input import frame_rate, read_chunk, seconds_of
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.plan import is_readable
 from clipmill.shards.pages.media import data_uri

@@ -1,17 +1,14 @@
 """Samples of `scores`: the member and index row of a chunk, and their check by `prep verify --deep`."""
 
 import json
-import math
 from typing import Any
 
 import pyarrow as pa
 
 from clipmill.manifests.checked_json import parse_json
-from clipmill.prep.core.chunk_shards import frame_rate, read_chunk
+from clipmill.prep.core.chunk_input import Chunk
 from clipmill.prep.core.column import CheckedSample, DeepCode
-from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.scores.score import ChunkFile, score_chunk
-from clipmill.shards.reader import CommittedShard
 from clipmill.shards.score_fields import SCORES, SCORES_FIELDS
 from clipmill.shards.writer import Sample
 
@@ -19,36 +16,23 @@ EXTENSION = "scores.json"
 _HASH_DIGITS = 16
 
 
-def scores_sample(video: CommittedShard, row: int, *, fingerprint: str, cut_threshold: float) -> Sample:
+def scores_sample(chunk: Chunk, *, cut_threshold: float) -> Sample:
     """Score a chunk and return its sample.
 
     Raises:
         SourceFailure: the chunk is damaged or cannot be decoded, or a value is not finite.
     """
-    index = video.index
-    chunk = ChunkFile(
-        content=read_chunk(video, row),
-        num_frames=index["num_frames"][row].as_py(),
-        fps=frame_rate(index, row),
-        packet_frame=index["packet_frame"][row].as_py(),
-        packet_flags=index["packet_flags"][row].as_py(),
+    file = ChunkFile(
+        content=chunk.read(),
+        num_frames=chunk["num_frames"],
+        fps=chunk.fps,
+        packet_frame=chunk["packet_frame"],
+        packet_flags=chunk["packet_flags"],
     )
-    key = index["key"][row].as_py()
-    fields = {
-        "video_id": index["video_id"][row].as_py(),
-        "start_ms": index["start_ms"][row].as_py(),
-        **score_chunk(chunk, cut_threshold=cut_threshold),
-        "chunk_fingerprint": fingerprint,
-    }
-    if wrong := [name for name, value in fields.items() if isinstance(value, float) and not math.isfinite(value)]:
-        raise SourceFailure(FailureCode.NOT_FINITE, f"{', '.join(wrong)}: not a finite number")
-    return Sample(key=key, members={EXTENSION: _member(key, fields)}, fields=fields)
-
-
-def _member(key: str, fields: dict[str, Any]) -> bytes:
-    values = {"key": key, **fields, "phash": f"{fields['phash']:0{_HASH_DIGITS}x}"}
-    text = json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace")
+    fields = chunk.fields(score_chunk(file, cut_threshold=cut_threshold))
+    shown = {"key": chunk.key, **fields, "phash": f"{fields['phash']:0{_HASH_DIGITS}x}"}
+    text = json.dumps(shown, ensure_ascii=False, separators=(",", ":"))
+    return chunk.sample({EXTENSION: text.encode("utf-8", "replace")}, fields)
 
 
 def check_scores(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:

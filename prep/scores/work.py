@@ -1,56 +1,85 @@
-"""The functions behind the column `scores`."""
+"""What the column `scores` makes of a chunk, and of what else its recipe and its records consist."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.imported import late
 from clipmill.manifests.keys import chunk_key, split_key
-from clipmill.prep.core.chunk_shards import current_chunks
+from clipmill.prep.core.chunk_input import Chunks
 from clipmill.prep.core.column import data_flags
-from clipmill.prep.core.parts import PartRun
-from clipmill.prep.core.request import Request
-from clipmill.prep.core.run import Summary, execute
-from clipmill.prep.core.work import ColumnWork, ExtraFile
-from clipmill.prep.scores.page import write_scores_page
-from clipmill.prep.scores.plan import ScoresPlan, make_scores_plan, pending_scores, scores_job, table_problem
-from clipmill.prep.scores.recipe import SCORES, ScoresSettings, resolve
-from clipmill.prep.scores.report import ScoresSummary, scores_report, scores_summary
+from clipmill.prep.core.failures import SourceFailure
+from clipmill.prep.core.recipe import Recipe
+from clipmill.prep.core.work import ChunkWork, ExtraFile
+from clipmill.prep.scores.column import ScoresSettings
+from clipmill.shards.columns import SCORES
+from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import Variant
-from clipmill.shards.scores import CHUNKS_FILE, open_scores, publish_score_table
+from clipmill.shards.score_fields import SCORES_FIELDS
+from clipmill.shards.writer import Sample
 
 _KEY = ("video_id", "start_ms")
-_WORKER_GB = 0.5  # measured (benchmarks/README.md): 0.16 GB
+_LIBRARIES = {  # by the names under which they are recorded: distributions, the first that is installed counts
+    "av": ("av",),
+    "opencv": ("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless", "opencv-contrib-python"),
+    "scenedetect": ("scenedetect-headless", "scenedetect"),
+    "webrtcvad": ("webrtcvad-wheels", "webrtcvad"),
+}
 
 
-def _plan(data_dir: Path, settings: ScoresSettings, request: Request) -> ScoresPlan:
-    recipe = resolve(settings, video=current_chunks(data_dir))
-    request.require_variant(recipe.variant, command="prep scores")
-    return make_scores_plan(data_dir, recipe, retry_codes=request.retry_codes)
+def _make(chunks: Chunks, recipe: Recipe[ScoresSettings]) -> Iterator[Sample | SourceFailure]:
+    from clipmill.prep.scores.sample import scores_sample  # the libraries that measure take a second to load
+
+    return chunks.each(partial(scores_sample, cut_threshold=recipe.settings.cut_threshold))
 
 
-def _run(plan: ScoresPlan, settings: ScoresSettings, request: Request, part_run: PartRun | None) -> ScoresSummary:
-    engine = request.open_engine(memory_gb=_WORKER_GB)
-    job = replace(scores_job(plan), lag_limit_s=request.lag_limit_s, asked=request.asked_engine)
-    summary = execute(job, engine, part_run=part_run)
-    if part_run is not None and not part_run.is_last:
-        return ScoresSummary(**vars(summary))
-    return publish_table(summary, plan.variant_dir)
+def _resolve(settings: ScoresSettings) -> tuple[ScoresSettings, dict[str, Any]]:
+    return settings, {"libraries": installed_libraries()}
 
 
-def publish_table(summary: Summary, folder: Path) -> ScoresSummary:
-    """Write the merged table of a variant at the end of a run, unless it is up to date."""
-    variant = Variant(folder)
-    is_needed = table_problem(variant) is not None
-    if is_needed:
-        publish_score_table(variant)
-    return ScoresSummary(**vars(summary), is_table_written=is_needed)
+def installed_libraries() -> str:
+    """Return the versions of the libraries whose methods make the scores, on one line.
+
+    Raises:
+        UserError: one of them is not installed.
+    """
+    return ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES)
+
+
+def _version(name: str) -> str:
+    for distribution in _LIBRARIES[name]:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    raise UserError(f"{_LIBRARIES[name][0]} is not installed", hint="install clipmill[prep]")
+
+
+def version_mismatch(planned: str) -> str | None:
+    """Return why this machine must not score chunks of a plan with the libraries `planned`, or None."""
+    try:
+        found = installed_libraries()
+    except UserError as error:
+        return str(error)
+    return None if found == planned else f"its libraries are {found}; the plan requires {planned}"
+
+
+def _table_problem(variant: Variant) -> str | None:
+    """Return why the merged table cannot be used; None if it can, or if the variant has no scores to merge."""
+    from clipmill.shards.scores import score_table_problem
+
+    return score_table_problem(variant) if any(commit.files for commit in variant.commits.values()) else None
 
 
 def _sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
     """Return the key of the chunk that a chunk nearly duplicates; None if it is unique, nothing if that is unknown."""
+    from clipmill.shards.scores import open_scores
+
     video_id, start_ms = split_key(key)
     try:
         table = open_scores(data_dir, columns=("video_id", "start_ms", "duplicate_of")).table
@@ -61,14 +90,16 @@ def _sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
     return {"duplicate_of": next((chunk_key(*(table[name][row].as_py() for name in _KEY)) for row in first), None)}
 
 
-WORK = ColumnWork(
-    plan=_plan,
-    run=_run,
-    plan_report=scores_report,
-    summary_report=lambda summary, settings, listed: scores_summary(summary, listed=listed),
-    pending=pending_scores,
-    extra_files=(ExtraFile(CHUNKS_FILE, table_problem),),
+WORK = ChunkWork(
+    fields=SCORES_FIELDS,
+    extension="scores.json",
+    make=_make,
+    resolve=_resolve,
+    name=lambda recipe: f"cut{recipe.settings.cut_threshold:g}".replace("+", ""),
+    needs=("clipmill.prep.scores.work:version_mismatch", "libraries"),
+    memory_gb=0.5,  # measured (benchmarks/README.md): 0.16 GB
+    extra_files=(ExtraFile(CHUNKS_FILE, _table_problem, late("clipmill.shards.scores:publish_score_table")),),
     sample_facts=_sample_facts,
-    write_page=write_scores_page,
+    write_page=late("clipmill.prep.scores.page:write_scores_page"),
     next_command=lambda data: ["prep", "inspect", "--column", SCORES, "--html", "scores.html", *data_flags(data)],
 )

@@ -21,8 +21,9 @@ from cyclopts import Group, Parameter
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
-from clipmill.prep.core.column import recipe_fingerprint
-from clipmill.prep.core.selection import WEIGHTS, WHERE
+from clipmill.prep.core.column import WEIGHTS
+from clipmill.prep.core.recipe import recipe_fingerprint
+from clipmill.prep.core.selection import WHERE
 from clipmill.shards.where_flag import check_where
 
 SAFETENSORS = ".safetensors"

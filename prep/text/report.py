@@ -6,10 +6,11 @@ from pathlib import Path
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import captions_path
 from clipmill.manifests.units import size_text
+from clipmill.prep.core.column import WEIGHTS
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.failure_list import failure_lines, failure_values
 from clipmill.prep.core.report import NOTHING_TO_DO, Report, changed_settings, next_line, states_lines, states_values
-from clipmill.prep.core.selection import WEIGHTS, WHERE
+from clipmill.prep.core.selection import WHERE
 from clipmill.prep.engines import Refused
 from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.plan import TextPlan

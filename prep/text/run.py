@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.progress import Activity
+from clipmill.prep.core.column import WEIGHTS
 from clipmill.prep.core.failures import FailureCode, loss_code
 from clipmill.prep.core.lag import wait_until_seen
 from clipmill.prep.core.layout import write_layout
@@ -23,7 +24,7 @@ from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, with_work
 from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.core.run import Job, execute
-from clipmill.prep.core.selection import WEIGHTS, make_variant, write_selection
+from clipmill.prep.core.selection import make_variant, write_selection
 from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.text.bank import Bank, copy_embeddings

@@ -17,9 +17,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.schema import MANIFEST_FILE
 from clipmill.manifests.store import manifest_dir, open_captions, read_rejected, read_videos
 from clipmill.manifests.table_files import TABLE_FILES
-from clipmill.prep.core.column import ColumnSpec, Stored, recipe_fingerprint
+from clipmill.prep.core.column import ColumnSpec, Stored
 from clipmill.prep.core.data_folder import PROBES_FILE, SHOTS_FILE
 from clipmill.prep.core.layout import LAYOUT_FOLDER, DamagedLayout, owner_of_layout, read_layout, variants_of
+from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.prep.core.selection import SELECTION_FILE, read_selection, stored_request
 from clipmill.prep.core.table_file import read_table_file
 from clipmill.prep.core.work import work_of

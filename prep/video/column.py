@@ -1,22 +1,19 @@
-"""The column `video`: the commands `prep chunk` and `prep plan`, and the `ColumnSpec`."""
+"""The column `video`: the flags of `prep chunk` and `prep plan`, and the `ColumnSpec`."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from clipmill.manifests.help_text import FIRST_RUN
-from clipmill.prep.core.column import ColumnSpec, changed_flags
-from clipmill.prep.core.make import make_column, plan_column
-from clipmill.prep.core.request import Data, Json, PartRequest, Request, ScratchSize
+from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.core.recipe import changed_flags
+from clipmill.prep.core.request import PartRequest, PlanRequest, ScratchSize
 from clipmill.prep.sources.detector import DEFAULT_DETECTOR
-from clipmill.prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, settings_line
+from clipmill.prep.video.recipe import NAMED_RECIPES, RECIPE_SCHEMA, Recipe, recipe_from_dict, settings_line
 from clipmill.prep.video.settings import SHOT_SETTINGS
 from clipmill.shards.columns import VIDEO
-
-Settings = Annotated[Recipe, Parameter(name="*")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,44 +23,15 @@ class ChunkRequest(PartRequest):
     scratch_size: ScratchSize = None
 
 
-def chunk(
-    recipe: Settings = Recipe(),  # noqa: B008 - frozen
-    request: Annotated[ChunkRequest, Parameter(name="*")] = ChunkRequest(),
-) -> None:
-    """Encode the videos of the manifest as chunks, and write them to WebDataset shards.
+@dataclass(frozen=True, kw_only=True)
+class ChunkPlanRequest(PlanRequest):
+    """The flags of `prep plan` that are not settings."""
 
-    Chunks have the length --len or, with --cut shots, begin and end at shot boundaries. Each run encodes only chunks
-    that are new, changed, missing or damaged. Other settings create another variant, and the existing one is kept.
-
-    Example:
-
-        prep chunk --len 15s --crf 21
-    """
-    make_column(COLUMN, recipe, request)
-
-
-def plan(
-    recipe: Settings = Recipe(),  # noqa: B008 - frozen
-    *,
-    data: Data = Path("data"),
     explain: Annotated[
         str | None,
         FIRST_RUN,
         Parameter(help="Chunk key or video ID to explain: its state in the plan, and the reason."),
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Print what `prep chunk` would do with the same settings, why, and the estimated cost (dry run).
-
-    Example:
-
-        prep plan --bitrate 800k
-    """
-    plan_column(COLUMN, recipe, data=data, json=json, explain=explain)
-
-
-def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> None:
-    make_column(COLUMN, recipe_from_dict(stored), request)
+    ] = None
 
 
 def _flags(stored: Mapping[str, Any]) -> list[str]:
@@ -86,12 +54,29 @@ COLUMN = ColumnSpec(
     package="clipmill.prep.video",
     work="clipmill.prep.video.work:WORK",
     check_sample="clipmill.prep.video.check:check_video",
+    settings=Recipe,
+    schema=RECIPE_SCHEMA,
+    request="clipmill.prep.video.column:ChunkRequest",
+    plan_request="clipmill.prep.video.column:ChunkPlanRequest",
+    help="""Encode the videos of the manifest as chunks, and write them to WebDataset shards.
+
+    Chunks have the length --len or, with --cut shots, begin and end at shot boundaries. Each run encodes only chunks
+    that are new, changed, missing or damaged. Other settings create another variant, and the existing one is kept.
+
+    Example:
+
+        prep chunk --len 15s --crf 21
+    """,
+    plan_help="""Print what `prep chunk` would do with the same settings, why, and the estimated cost (dry run).
+
+    Example:
+
+        prep plan --bitrate 800k
+    """,
     checked_noun="decoded frame",
     page="chunks that play in place, with totals, distributions, search and filters; clips that take "
     "more than 8 MB go to a folder beside it; --where leaves out the other chunks",
-    make_command=chunk,
-    plan_command=plan,
-    flags=_flags,
+    read_settings=lambda stored, weights: recipe_from_dict(stored),
+    write_flags=_flags,
     settings_line=settings_line,
-    retry=_retry,
 )

@@ -178,7 +178,7 @@ class ResolvedRecipe:
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of `as_dict` as canonical JSON."""
-        from clipmill.prep.core.column import recipe_fingerprint
+        from clipmill.prep.core.recipe import recipe_fingerprint
 
         return recipe_fingerprint(self.as_dict())
 

@@ -1,8 +1,16 @@
 """An engine without workers: the tasks run in the process of the test."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
 
-from clipmill.prep.engines import Check, Outcome, R, T
+from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.core.data_folder import writing
+from clipmill.prep.core.request import Request
+from clipmill.prep.core.run import Summary
+from clipmill.prep.core.work import work_of
+from clipmill.prep.engines import Check, Engine, Outcome, R, T
 
 
 class Here:
@@ -14,3 +22,28 @@ class Here:
         assert check is None or check() is None
         for task in tasks:
             yield Outcome(task, function(task))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HereRequest(Request):
+    """A request whose tasks run in the process of the test."""
+
+    engine_here: Engine = field(default_factory=Here)
+
+    def open_engine(self, *, memory_gb: float, gpus_per_worker: float = 0.0) -> Engine:
+        return self.engine_here
+
+
+def make_here(
+    column: ColumnSpec,
+    data: Path,
+    *,
+    engine: Engine | None = None,
+    retry_codes: frozenset[str] = frozenset(),
+    **settings: Any,
+) -> Summary:
+    """Plan and make a column of `data` as its command does."""
+    work, given = work_of(column), column.settings(**settings)
+    request = HereRequest(data=data, engine_here=engine or Here(), retry_codes=retry_codes)
+    with writing(data, column=column.name):
+        return cast(Summary, work.run(work.plan(data, given, request), given, request, None))

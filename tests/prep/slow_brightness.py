@@ -3,18 +3,20 @@
 import time
 from typing import Any
 
-from clipmill_example.brightness import work
+from clipmill_example import brightness
+
+from clipmill.prep.core.chunk_input import Chunk
 
 PAUSE_S = 5
-_measure = work.measure
+_measure = brightness.measure
 
 
-def _slowly(content: bytes, **settings: Any) -> Any:
+def _slowly(chunk: Chunk, **settings: Any) -> Any:
     time.sleep(PAUSE_S)
-    return _measure(content, **settings)
+    return _measure(chunk, **settings)
 
 
-work.measure = _slowly  # in workers too, which load the main module of the command
+brightness.measure = _slowly  # in workers too, which load the main module of the command
 
 if __name__ == "__main__":
     from clipmill.prep.cli import main

@@ -18,18 +18,15 @@ from clipmill.manifests.storage.mirrors import AddressStream
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.prep.core.data_folder import require_data_folder, writing
 from clipmill.prep.core.failures import FailureCode
-from clipmill.prep.core.run import execute
 from clipmill.prep.core.shard_result import ShardResult, stopped
 from clipmill.prep.engines import Check, Outcome, R, T
-from clipmill.prep.scores.plan import make_scores_plan, scores_job
-from clipmill.prep.scores.recipe import ScoresSettings, resolve
+from clipmill.prep.scores.column import COLUMN as SCORES
 from clipmill.prep.video.worker import ShardTask
 from clipmill.shards.contents import Contents, write_contents
-from clipmill.shards.dataset import current_variant
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.folders import contents_of, upload
 from tests.object_storage.server import S3Server
-from tests.prep.here import Here
+from tests.prep.here import Here, make_here
 from tests.prep.running import contents, prep_here
 
 LEN = ("--len", "500ms", "--preset", "ultrafast", "--short-side", 64, "--engine", "processes")
@@ -95,15 +92,10 @@ def test_a_worker_that_shares_nothing_works_through_the_bucket(
     data = f"{bucket}/data"
     upload(chunks, data)
     folder = require_data_folder(open_data(data))
-    video = current_variant(folder, "video")
-    assert video is not None
-    with writing(folder, column="scores"):
-        plan = make_scores_plan(folder, resolve(ScoresSettings(), video=video))
-        summary = execute(scores_job(plan), Elsewhere(folder, monkeypatch))
+    summary = make_here(SCORES, folder, engine=Elsewhere(folder, monkeypatch))
     assert (summary.num_shards, summary.num_shards_made, summary.failures) == (2, 2, [])
     local = shutil.copytree(chunks, chunks.with_name("scored"))
-    with writing(local, column="scores"):
-        execute(scores_job(make_scores_plan(local, resolve(ScoresSettings(), video=video))), Here())
+    make_here(SCORES, local)
     assert contents_of(data) == contents(local)
     assert not any(path.stat().st_blocks for path in folder.rglob("*.tar"))
 

@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clipmill.prep.core.data_folder import writing
-from clipmill.prep.core.run import execute
-from clipmill.prep.scores.plan import make_scores_plan, scores_job
-from clipmill.prep.scores.recipe import SCORES, ScoresSettings, resolve
-from clipmill.prep.scores.report import ScoresSummary
-from clipmill.prep.scores.work import publish_table
-from clipmill.shards.dataset import current_variant
+from clipmill.prep.core.run import Summary
+from clipmill.prep.scores.column import COLUMN
+from clipmill.shards.columns import SCORES
 from clipmill.shards.reader import Variant
-from tests.prep.here import Here
+from tests.prep.here import make_here
 from tests.prep.running import chunk, manifest
 
 FPS = 30
@@ -32,14 +28,9 @@ LEN = ("--len", "4s", "--preset", "ultrafast", "--short-side", HEIGHT, "--audio"
 Picture = NDArray[np.uint8]
 
 
-def make(data: Path, **settings: Any) -> ScoresSummary:
+def make(data: Path, **settings: Any) -> Summary:
     """`prep scores` of `data`."""
-    video = current_variant(data, "video")
-    assert video is not None
-    with writing(data, column=SCORES):
-        plan = make_scores_plan(data, resolve(ScoresSettings(**settings), video=video))
-        summary = execute(scores_job(plan), Here())
-        return publish_table(summary, plan.variant_dir)
+    return make_here(COLUMN, data, **settings)
 
 
 def rows_of(data: Path) -> dict[str, dict[str, Any]]:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from clipmill.prep.core.chunk_column import resolve
 from clipmill.prep.core.column import DeepCode
-from clipmill.prep.scores.column import COLUMN
-from clipmill.prep.scores.recipe import installed_libraries, resolve, version_mismatch
+from clipmill.prep.scores.column import COLUMN, ScoresSettings
 from clipmill.prep.scores.sample import EXTENSION, check_scores
+from clipmill.prep.scores.work import WORK, installed_libraries, version_mismatch
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.commit_table import SCHEMA
 from clipmill.shards.commits import commit_path, read_commits
@@ -23,8 +24,8 @@ from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES_FIELDS
 from clipmill.shards.scores import CHUNKS_FILE, has_score_table, open_scores
 from clipmill.shards.table_commits import TableCommits
-from tests.prep.running import Ran, chunk, contents, identities, manifest, prep_here
-from tests.prep.scores.conftest import ScoresSettings, make, rows_of
+from tests.prep.running import Ran, chunk, contents, manifest, prep_here
+from tests.prep.scores.conftest import make, rows_of
 from tests.prep.sets import LEN, ShardSet, flip, rerun
 
 Prep = Callable[..., Ran]
@@ -64,22 +65,6 @@ def test_samples_are_those_of_video_and_members_hold_the_values_of_the_index(sco
             assert typed == {field.name: row[field.name] for field in SCORES_FIELDS}
     assert scores.recipe["video"] == video.directory.name and scores.directory.name.startswith("cut27-")
     assert open_scores(scored.data).table.num_rows == 5
-
-
-def test_a_second_run_touches_no_file(prep: Prep, scored: ShardSet) -> None:
-    before = identities(scored.data)
-    assert make(scored.data).num_shards_made == 0
-    assert "nothing to score: all shards are up to date" in prep("scores", "--data", scored.data, *PROCESSES).stdout
-    assert "nothing to do" in prep("plan", "scores", "--data", scored.data).stdout
-    assert identities(scored.data) == before
-
-
-def test_bytes_are_those_of_any_engine_and_number_of_workers(prep: Prep, scored: ShardSet, made_set: Path) -> None:
-    before = contents(folder_of(scored.data))
-    folder_of(scored.data).rename(scored.data / ".before")
-    ran = prep("scores", "--data", scored.data, *PROCESSES, "--workers", "2", "--json").summary
-    assert (ran["num_shards"], ran["num_encoded"], ran["failures"]) == (2, 5, {})
-    assert contents(folder_of(scored.data)) == before
 
 
 def test_scores_follow_the_video_column_while_it_grows(shard_set: ShardSet) -> None:
@@ -201,8 +186,8 @@ def test_workers_with_other_libraries_are_refused() -> None:
     libraries = installed_libraries()
     assert version_mismatch(libraries) is None
     assert "the plan requires opencv 1" in str(version_mismatch("opencv 1"))
-    one, other = (resolve(ScoresSettings(cut_threshold=value), video="v") for value in (27.0, 28.0))
-    assert one.fingerprint != other.fingerprint and libraries in one.as_dict().values()
+    one, other = (resolve(COLUMN, WORK, ScoresSettings(cut_threshold=value), video="v") for value in (27.0, 28.0))
+    assert one.fingerprint != other.fingerprint and libraries in one.values.values()
 
 
 def test_a_duplicate_says_of_which_chunk_it_is_one(tmp_path: Path) -> None:

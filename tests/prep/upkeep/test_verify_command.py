@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clipmill.prep.core.column import recipe_fingerprint
+from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.prep.core.selection import make_variant
 from clipmill.shards.commits import commit_path, write_commit
 from clipmill.shards.dataset import begin_variant

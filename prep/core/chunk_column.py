@@ -1,0 +1,208 @@
+"""The functions of a column with one sample for each chunk, derived from its `ColumnSpec` and its `ChunkWork`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from shlex import join
+from typing import Any
+
+from clipmill.manifests.imported import imported
+from clipmill.manifests.units import duration_text
+from clipmill.prep.core.chunk_columns import ChunksPlan, pending_chunks, plan_chunks
+from clipmill.prep.core.chunk_report import chunks_report, speed_text
+from clipmill.prep.core.chunk_shards import NO_CHUNKS, current_chunks
+from clipmill.prep.core.chunk_worker import ChunkTask, make_chunk_shard
+from clipmill.prep.core.column import WEIGHTS, ColumnSpec, Pending
+from clipmill.prep.core.parts import PartRun
+from clipmill.prep.core.plan import ShardPlan
+from clipmill.prep.core.recipe import NOT_STORED, Recipe, marked_fields, setting_flags, stored_values
+from clipmill.prep.core.report import Report, summary_report
+from clipmill.prep.core.request import Request
+from clipmill.prep.core.run import Job, Summary, execute
+from clipmill.prep.core.selection import WHERE, stored_request
+from clipmill.prep.core.work import Addition, ChunkWork, ColumnWork, Workers
+from clipmill.shards.columns import VIDEO
+from clipmill.shards.reader import Variant
+
+Plan = ChunksPlan[Recipe[Any]]
+
+
+@dataclass
+class ChunkSummary(Summary):
+    """Result of a run, and what the column adds to its report."""
+
+    added: Addition = field(default_factory=Addition)
+
+
+def column_work(column: ColumnSpec, work: ChunkWork) -> ColumnWork:
+    """Return the functions of a column."""
+    return ColumnWork(
+        require=work.require,
+        plan=partial(_plan, column, work),
+        run=partial(_run, column, work),
+        plan_report=partial(_plan_report, column, work),
+        summary_report=partial(_summary_report, column, work),
+        pending=partial(_pending, column),
+        extra_folders=work.extra_folders,
+        extra_files=work.extra_files,
+        sample_facts=work.sample_facts,
+        write_page=work.write_page,
+        next_command=work.next_command,
+    )
+
+
+def resolve(column: ColumnSpec, work: ChunkWork, settings: Any, *, video: str) -> Recipe[Any]:
+    """Return the recipe of settings on this machine.
+
+    Args:
+        video: Name of the variant of `video` whose chunks the column is made of.
+
+    Raises:
+        UserError: there is no such model, or it does not go with the settings.
+    """
+    used, facts = work.resolve(settings)
+    identity = {"schema": column.schema, "column": column.name, VIDEO: video}
+    recipe = Recipe(used, {**stored_values(used), **identity, **facts}, column.name)
+    return replace(recipe, name=work.name(recipe))
+
+
+def _asked(work: ChunkWork, recipe: Recipe[Any]) -> dict[str, str | None]:
+    """Return what commands that continue a run need besides the recipe, by the names of the flags."""
+    asked = {name: getattr(recipe.settings, name) for name in marked_fields(type(recipe.settings), NOT_STORED)}
+    return {**asked, WEIGHTS: work.weights(recipe)}
+
+
+def _plan_recipe(column: ColumnSpec, data_dir: Path, recipe: Recipe[Any], retry_codes: frozenset[str]) -> Plan:
+    where = getattr(recipe.settings, WHERE, None)
+    return plan_chunks(data_dir, recipe, column=column.name, where=where, retry_codes=retry_codes)
+
+
+def _plan(column: ColumnSpec, work: ChunkWork, data_dir: Path, settings: Any, request: Request) -> Plan:
+    recipe = resolve(column, work, settings, video=current_chunks(data_dir))
+    request.require_variant(recipe.variant, command=join(["prep", column.command, *setting_flags(settings)]))
+    plan = _plan_recipe(column, data_dir, recipe, request.retry_codes)
+    if work.trial is not None and request.trial:
+        work.trial(plan, request)
+    return plan
+
+
+def _pending(column: ColumnSpec, data_dir: Path, variant: Variant) -> Pending:
+    def stored_recipe() -> Recipe[Any]:
+        settings = column.stored_settings(stored_request(variant))
+        return Recipe(settings, variant.recipe, variant.directory.name.rpartition("-")[0])
+
+    return pending_chunks(
+        data_dir,
+        variant,
+        stored_recipe=stored_recipe,
+        plan=lambda recipe: _plan_recipe(column, data_dir, recipe, frozenset()),
+    )
+
+
+def chunk_job(column: ColumnSpec, plan: Plan, *, use: Any = None) -> Job[ChunkTask]:
+    """Return a plan as a job for the driver; `use` is that of its workers."""
+    work: ChunkWork = imported(column.work)
+    more = work.more(plan)
+
+    def task(shard: ShardPlan) -> ChunkTask:
+        return ChunkTask(
+            column=column.name,
+            work=column.work,
+            recipe=plan.recipe,
+            variant_dir=plan.variant_dir,
+            shard_id=shard.shard_id,
+            plan_fingerprint=shard.plan_fingerprint,
+            video_dir=plan.video_dir,
+            video_commit=plan.video_commits[shard.shard_id],
+            old_commits=plan.old_commits(shard.shard_id),
+            rows=plan.chunk_shards[shard.shard_id].rows,
+            use=use,
+            more=more(shard.shard_id),
+        )
+
+    asked = _asked(work, plan.recipe)
+    return Job(
+        column=column,
+        data_dir=plan.data_dir,
+        variant_dir=plan.variant_dir,
+        recipe=dict(plan.recipe.values),
+        shards=plan.shards,
+        make=make_chunk_shard,
+        task=task,
+        video_ids=plan.video_ids,
+        failed_before=plan.unreadable,
+        chunk_s=None,
+        needs=None if work.needs is None else (work.needs[0], plan.recipe.values[work.needs[1]]),
+        where=asked.pop(WHERE, None),
+        asked=asked,
+    )
+
+
+def _run(
+    column: ColumnSpec, work: ChunkWork, plan: Plan, settings: Any, request: Request, part_run: PartRun | None
+) -> ChunkSummary:
+    workers = Workers(request=request, memory_gb=work.memory_gb)
+    if work.workers is not None:
+        workers = work.workers(plan, request)
+    engine = workers.request.open_engine(memory_gb=workers.memory_gb, gpus_per_worker=workers.gpus_each)
+    job = chunk_job(column, plan, use=workers.use)
+    asked = {**job.asked, **request.kept, **request.asked_engine}
+    summary = execute(replace(job, lag_limit_s=request.lag_limit_s, asked=asked), engine, part_run=part_run)
+    written = [] if part_run is not None and not part_run.is_last else _write_extra_files(work, plan.variant_dir)
+    added = _written_files(work, written) if work.summary is None else work.summary(plan, summary, written)
+    return ChunkSummary(**vars(summary), added=added)
+
+
+def _write_extra_files(work: ChunkWork, variant_dir: Path) -> list[str]:
+    """Write the files of a variant that are derived from its shards, unless they are up to date; return their names."""
+    variant, written = Variant(variant_dir), []
+    for file in work.extra_files:
+        if file.publish is not None and file.problem(variant) is not None:
+            file.publish(variant)
+            written.append(file.name)
+    return written
+
+
+def _written_files(work: ChunkWork, written: list[str]) -> Addition:
+    has_table = any(file.publish is not None for file in work.extra_files)
+    lines = [f"table    {name}: written" for name in written]
+    return Addition(lines, {"is_table_written": bool(written)} if has_table else None)
+
+
+def _plan_report(column: ColumnSpec, work: ChunkWork, plan: Plan) -> Report:
+    asked = _asked(work, plan.recipe)
+    estimate = _duration(column, plan) if work.estimate is None else work.estimate(plan)
+    where: Mapping[str, Any] = {WHERE: asked[WHERE]} if WHERE in asked else {}
+    return chunks_report(
+        plan,
+        column,
+        plan.recipe.values,
+        estimate=estimate.lines,
+        values={**where, **(estimate.values or {})},
+        asked=asked,
+        verb=column.verb,
+    )
+
+
+def _duration(column: ColumnSpec, plan: Plan) -> Addition:
+    seconds = sum(plan.chunk_shards[shard.shard_id].seconds for shard in plan.shards if shard.has_work)
+    # Unchanged chunks of a changed shard are copied; how many is known only while the shard is made.
+    lines = (
+        f"estimate at most {duration_text(seconds)} of video to {column.verb}",
+        "         how long it takes is unknown; each chunk is read once",
+    )
+    return Addition(lines if seconds else (), {"estimate": {"seconds": seconds}})
+
+
+def _summary_report(column: ColumnSpec, work: ChunkWork, summary: ChunkSummary, settings: Any, listed: Path) -> Report:
+    result = Summary(**{each.name: getattr(summary, each.name) for each in fields(Summary)})
+    report = summary_report(
+        result,
+        listed=listed,
+        speed=speed_text(summary, per_core=work.has_cpu_speed),
+        nothing=None if summary.num_chunks else NO_CHUNKS,
+        verb=column.verb,
+    )
+    text = "\n".join([report.text, *summary.added.lines])
+    return Report(text, {**report.values, **(summary.added.values or {})})

@@ -1,0 +1,244 @@
+"""The chunks of one shard as the input of a worker: their content, what identifies it, and samples made of it before.
+
+A sample belongs to the content of its chunk, not to its key: it is kept when the video gets another name or shard. This
+module loads neither plan nor driver.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fractions import Fraction
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from clipmill.manifests.checked_json import parse_json
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.shards.commits import Commit
+from clipmill.shards.damage import Damaged
+from clipmill.shards.index import extensions_of
+from clipmill.shards.reader import CommittedShard, open_shard
+from clipmill.shards.writer import Sample
+
+if TYPE_CHECKING:
+    from av.video.frame import VideoFrame
+
+FINGERPRINT_COLUMNS = ["span_fingerprint", "mp4_size", "mp4_crc32"]
+_NAMES = ("key", "video_id", "start_ms")  # of a chunk in `video`, and of its sample in another column
+_FIELDS = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den")  # that a sample may take from its chunk
+FINGERPRINT_FIELD = "chunk_fingerprint"
+
+
+def chunk_fingerprints(index: pa.Table) -> list[str]:
+    """Return one hash (hex) per chunk of a `video` index over its bytes and what they are encoded from, not its key."""
+    columns = [index[name].to_pylist() for name in FINGERPRINT_COLUMNS]
+    lines = ("\0".join(map(str, line)) for line in zip(*columns, strict=True))
+    return [blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
+
+
+def frame_rate(index: pa.Table, row: int) -> Fraction:
+    """Return the frame rate of a chunk."""
+    return Fraction(index["fps_num"][row].as_py(), index["fps_den"][row].as_py())
+
+
+def seconds_of(index: pa.Table, row: int) -> Fraction:
+    """Return the duration of a chunk in seconds."""
+    return index["num_frames"][row].as_py() / frame_rate(index, row)
+
+
+def read_chunk(video: CommittedShard, row: int) -> bytes:
+    """Read the MP4 file of a chunk.
+
+    Raises:
+        SourceFailure: chunk_damaged, if its bytes differ from those committed.
+    """
+    try:
+        content = video.read(row, "mp4")
+    except (Damaged, OSError) as error:
+        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the chunk cannot be read: {error}") from None
+    if zlib.crc32(content) != video.index["mp4_crc32"][row].as_py():
+        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"its content in {video.tar_path.name} differs from the commit")
+    return content
+
+
+class OldSamples:
+    """Samples of earlier commits by `chunk_fingerprint`, as far as their bytes are undamaged.
+
+    Args:
+        commits: Commits of the column that may hold samples of the chunks; the first that has a sample counts.
+        fields: Index fields of the column, among them `chunk_fingerprint`.
+        wanted: Fingerprints of the chunks.
+    """
+
+    def __init__(
+        self, variant_dir: Path, commits: Sequence[Commit], *, fields: Sequence[pa.Field], wanted: Collection[str]
+    ) -> None:
+        self._rows: dict[str, tuple[CommittedShard, int]] = {}
+        self._fields = [field.name for field in fields]
+        chosen = frozenset(wanted)
+        for commit in commits:
+            if commit.files is not None:
+                with suppress(Damaged, OSError, KeyError):  # the samples read so far remain usable
+                    self._add(open_shard(variant_dir, commit), chosen)
+
+    def _add(self, shard: CommittedShard, wanted: frozenset[str]) -> None:
+        (extension,) = extensions_of(shard.index)
+        crc32s = shard.index[f"{extension}_crc32"].to_pylist()
+        for row, fingerprint in enumerate(shard.index[FINGERPRINT_FIELD].to_pylist()):
+            is_missing = fingerprint in wanted and fingerprint not in self._rows
+            if is_missing and zlib.crc32(shard.read(row, extension)) == crc32s[row]:
+                self._rows[fingerprint] = shard, row
+
+    def __contains__(self, fingerprint: str) -> bool:
+        return fingerprint in self._rows
+
+    def sample(self, fingerprint: str, index: pa.Table, row: int) -> Sample:
+        """Return the sample of the chunk in `row` of a `video` index, under the key that the chunk has there.
+
+        Args:
+            fingerprint: Fingerprint of the chunk, of which there must be a sample.
+        """
+        shard, old_row = self._rows[fingerprint]
+        (extension,) = extensions_of(shard.index)
+        fields = {name: shard.index[name][old_row].as_py() for name in self._fields}
+        member = shard.read(old_row, extension)
+        names = {name: index[name][row].as_py() for name in _NAMES}
+        if shard.index["key"][old_row].as_py() != names["key"]:
+            fields |= {name: names[name] for name in fields.keys() & names}
+            if extension.endswith(".json"):
+                renamed = {**parse_json(member), **names}
+                member = json.dumps(renamed, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+        return Sample(key=names["key"], members={extension: member}, fields=fields)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk that has no sample yet.
+
+    Attributes:
+        video: Shard of `video` that holds the chunk.
+        row: Row of the chunk in this shard.
+        fingerprint: Hash (hex) of the content of the chunk.
+        names: Names of the index fields of the column that is made.
+    """
+
+    video: CommittedShard
+    row: int
+    fingerprint: str
+    names: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the value of a field of the chunk's index row (`clipmill.shards.format.VIDEO_FIELDS`, and `key`)."""
+        return self.video.index[name][self.row].as_py()
+
+    @property
+    def key(self) -> str:
+        """Key of the chunk, and of its sample."""
+        return str(self["key"])
+
+    @property
+    def fps(self) -> Fraction:
+        """Frames per second."""
+        return frame_rate(self.video.index, self.row)
+
+    def read(self) -> bytes:
+        """Read the MP4 file of the chunk.
+
+        Raises:
+            SourceFailure: chunk_damaged, if its bytes differ from those committed.
+        """
+        return read_chunk(self.video, self.row)
+
+    def frames(self, wanted: Sequence[int] | None = None) -> "Iterator[VideoFrame]":
+        """Decode frames of the chunk, and yield them in order; frames that none of them depends on are left out.
+
+        Args:
+            wanted: Indices of the frames, ascending; None for all.
+
+        Raises:
+            SourceFailure: the chunk is damaged or cannot be decoded.
+        """
+        from clipmill.prep.core.chunk_frames import decode_frames
+
+        return decode_frames(
+            self.read(),
+            range(self["num_frames"]) if wanted is None else wanted,
+            fps=self.fps,
+            packet_frame=self["packet_frame"],
+            packet_flags=self["packet_flags"],
+        )
+
+    def fields(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all index fields of the sample, in the order of the column's fields.
+
+        Args:
+            values: Fields by name. Fields that are not among them, such as `video_id` and `num_frames`, are those of
+                the chunk.
+        """
+        of_chunk = {name: self[name] for name in _FIELDS if name in self.names and name not in values}
+        found = {**of_chunk, **values, FINGERPRINT_FIELD: self.fingerprint}
+        return {name: found[name] for name in [*self.names, *found] if name in found}
+
+    def sample(self, members: Mapping[str, bytes], values: Mapping[str, Any]) -> Sample:
+        """Return the sample of the chunk.
+
+        Args:
+            members: Content of the member by extension.
+            values: Index fields; see `fields`.
+
+        Raises:
+            SourceFailure: not_finite, if a value is not a finite number.
+        """
+        fields = self.fields(values)
+        if wrong := [name for name, value in fields.items() if isinstance(value, float) and not math.isfinite(value)]:
+            raise SourceFailure(FailureCode.NOT_FINITE, f"{', '.join(wrong)}: not a finite number")
+        return Sample(key=self.key, members=dict(members), fields=fields)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of a shard that have no sample yet, in order: what a column's `make` iterates over.
+
+    Attributes:
+        variant_dir: Folder of the variant that is made.
+        video: Shard of `video` that holds the chunks.
+        wanted: Rows of this shard that get a sample, also those whose sample is copied.
+        rows: Rows of the chunks without a sample.
+        fingerprints: Fingerprints of all chunks of the shard, by row.
+        names: Names of the index fields of the column that is made.
+        use: What `ChunkWork.workers` hands to each worker; None by default.
+        more: What `ChunkWork.more` hands to the worker of this shard; None by default.
+        known: Rows that `make` need not make, such as those with an answer on disk: they do not count as work.
+        show: Show the number of finished chunks of the shard; for chunks that are not made in order.
+    """
+
+    variant_dir: Path
+    shard_id: int
+    video: CommittedShard
+    wanted: Sequence[int]
+    rows: Sequence[int]
+    fingerprints: Sequence[str]
+    names: tuple[str, ...]
+    use: Any = None
+    more: Any = None
+    known: set[int] = field(default_factory=set)
+    show: Callable[[int], None] = lambda num_done: None
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return (Chunk(self.video, row, self.fingerprints[row], self.names) for row in self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def each(self, make: Callable[[Chunk], Sample]) -> Iterator[Sample | SourceFailure]:
+        """Yield what a function makes of each chunk, or the failure that it raises."""
+        for chunk in self:
+            try:
+                yield make(chunk)
+            except SourceFailure as failure:
+                yield failure

@@ -1,0 +1,135 @@
+"""Making one shard of a column with one sample for each chunk, in a worker.
+
+Samples of unchanged chunks are copied from stored shards; the column's `ChunkWork.make` makes all others. A failed
+chunk is recorded in the commit and does not affect the others. This module loads neither plan nor driver.
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.imported import imported
+from clipmill.prep.core.chunk_input import Chunks, OldSamples, chunk_fingerprints, seconds_of
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.recipe import Recipe
+from clipmill.prep.core.shard_result import Heartbeat, ShardResult, Stop, cpu_s, stopped, system_errors_as_results
+from clipmill.prep.core.work import ChunkWork
+from clipmill.shards.commits import Commit, Failure, write_commit
+from clipmill.shards.damage import Damaged
+from clipmill.shards.reader import open_shard
+from clipmill.shards.writer import ShardWriter
+
+
+@dataclass(frozen=True)
+class ChunkTask:
+    """Input of a worker: paths and small values only.
+
+    Attributes:
+        column: Name of the column.
+        work: Import path of the column's `ChunkWork`.
+        video_dir: Folder of the `video` variant with the chunks.
+        video_commit: Commit of the shard with the chunks, as planned.
+        old_commits: Commits of the column with samples of unchanged chunks.
+        rows: Chunks that are wanted, as rows of the shard; None for all.
+        use: What the column hands to its workers (`Workers.use`).
+        more: What the column hands to the worker of this shard (`ChunkWork.more`).
+    """
+
+    column: str
+    work: str
+    recipe: Recipe[Any]
+    variant_dir: Path
+    shard_id: int
+    plan_fingerprint: str
+    video_dir: Path
+    video_commit: Commit
+    old_commits: tuple[Commit, ...]
+    rows: tuple[int, ...] | None
+    use: Any
+    more: Any
+
+
+def make_chunk_shard(task: ChunkTask) -> ShardResult:
+    """Make, publish and commit one shard."""
+    return system_errors_as_results(_make, task)
+
+
+def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
+    """Open a shard: return its chunks, and the samples that are copied.
+
+    Raises:
+        Damaged: the chunks cannot be read.
+        FileNotFoundError: likewise.
+    """
+    work: ChunkWork = imported(task.work)
+    video = open_shard(task.video_dir, task.video_commit)
+    fingerprints = chunk_fingerprints(video.index)
+    old = OldSamples(task.variant_dir, task.old_commits, fields=work.fields, wanted=fingerprints)
+    wanted = range(len(fingerprints)) if task.rows is None else task.rows
+    chunks = Chunks(
+        variant_dir=task.variant_dir,
+        shard_id=task.shard_id,
+        video=video,
+        wanted=wanted,
+        rows=[row for row in wanted if fingerprints[row] not in old],
+        fingerprints=fingerprints,
+        names=tuple(field.name for field in work.fields),
+        use=task.use,
+        more=task.more,
+    )
+    return chunks, old
+
+
+def _make(task: ChunkTask) -> ShardResult:
+    begin_cpu_s = cpu_s()
+    work: ChunkWork = imported(task.work)
+    try:
+        chunks, old = open_chunks(task)
+    except (Damaged, FileNotFoundError) as error:
+        return stopped(task, FailureCode.CHUNK_DAMAGED, f"the chunks cannot be read: {error}")
+    index = chunks.video.index
+    failures: list[Failure] = []
+    made_s, files = 0.0, None
+    content = hashlib.sha256(task.plan_fingerprint.encode())
+    writer = ShardWriter(task.variant_dir, shard_id=task.shard_id, extensions=[work.extension], fields=work.fields)
+    with Heartbeat(task.variant_dir, task.shard_id, num_chunks=len(chunks.wanted)) as beat, writer:
+        chunks = replace(chunks, show=beat.show)
+        made = work.make(chunks, task.recipe) if chunks.rows else iter(())
+        for row in chunks.wanted:
+            is_old = chunks.fingerprints[row] in old
+            try:
+                outcome = old.sample(chunks.fingerprints[row], index, row) if is_old else next(made)
+            except UserError as error:
+                return stopped(task, FailureCode.MODEL_UNAVAILABLE, str(error))
+            if isinstance(outcome, Stop):
+                return stopped(task, outcome.code, outcome.message)
+            video_id, key = (index[name][row].as_py() for name in ("video_id", "key"))
+            if isinstance(outcome, SourceFailure):
+                failures.append(Failure(video_id, key, str(outcome.code), outcome.message))
+                continue
+            if outcome.key != key:
+                raise ValueError(f"{task.work} has made {outcome.key} in place of {key}")
+            writer.add(outcome)
+            if not work.is_function_of_plan:
+                content.update(outcome.members[work.extension])
+            if not is_old and row not in chunks.known:
+                made_s += float(seconds_of(index, row))
+            beat.show(writer.num_samples)
+        num_chunks = writer.num_samples
+        if num_chunks:
+            if work.is_function_of_plan:
+                content.update(" ".join(failure.key or "" for failure in failures).encode())
+            files = writer.publish(content.hexdigest())
+    commit = Commit(task.column, task.shard_id, task.video_commit.split, task.plan_fingerprint, files, tuple(failures))
+    write_commit(task.variant_dir, commit)
+    return ShardResult(
+        task.shard_id,
+        num_chunks=num_chunks,
+        num_reused=len(chunks.wanted) - len(chunks.rows),
+        num_bytes=files.tar_bytes if files else 0,
+        failures=commit.failures,
+        encoded_s=made_s,
+        cpu_s=cpu_s() - begin_cpu_s,
+    )

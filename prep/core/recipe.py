@@ -1,0 +1,109 @@
+"""The recipe of a column: its settings, and everything else that its bytes depend on besides the chunks.
+
+The settings are a frozen dataclass whose fields are the flags of the command. A recipe is stored as `recipe.json`, and
+its fingerprint is part of the name of the variant, so that other settings make another variant.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
+
+from clipmill.manifests.errors import UserError
+
+# In the annotation of a field of the settings.
+NOT_STORED = "a setting that does not change what is stored"
+# In the annotation of a field of a request.
+KEPT = "a flag that a retry uses again"
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True)
+class Recipe(Generic[Settings]):
+    """Everything that a column with one sample for each chunk depends on besides the chunks.
+
+    Attributes:
+        settings: Settings of the command.
+        values: Content of recipe.json.
+        name: Readable part of the name of the variant.
+    """
+
+    settings: Settings
+    values: Mapping[str, Any]
+    name: str
+
+    @property
+    def video(self) -> str:
+        """Name of the variant of `video` whose chunks the column is made of."""
+        return str(self.values["video"])
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the values as canonical JSON."""
+        return recipe_fingerprint(self.values)
+
+    @property
+    def variant(self) -> str:
+        """Name of the variant's folder: the readable part, and the first 8 digits of the fingerprint."""
+        return f"{self.name}-{self.fingerprint[:8]}"
+
+
+def recipe_fingerprint(values: Mapping[str, Any]) -> str:
+    """Return the SHA-256 (hex) of a recipe's values as canonical JSON; variant names end in its first 8 digits."""
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def stored_values(settings: Any) -> dict[str, Any]:
+    """Return the settings that change what is stored, by name."""
+    left_out = marked_fields(type(settings), NOT_STORED)
+    return {name: value for name, value in asdict(settings).items() if name not in left_out}
+
+
+def marked_fields(kind: type, mark: str) -> dict[str, type]:
+    """Return the fields of a dataclass with a mark in their annotation: names, and types of the values."""
+    hints = get_type_hints(kind, include_extras=True)
+    annotations = {field.name: get_args(hints[field.name]) for field in fields(kind)}
+    return {name: _plain(words[0]) for name, words in annotations.items() if mark in words[1:]}
+
+
+def _plain(kind: Any) -> type:
+    """Return the type of the values of `kind` that are not None."""
+    found: type = next((one for one in get_args(kind) if one is not type(None)), kind)
+    return found
+
+
+def settings_from(stored: Mapping[str, Any], kind: type[Settings], *, column: str, schema: int) -> Settings:
+    """Return the settings in a stored recipe, and in the request of its last run (`selection.stored_request`).
+
+    Raises:
+        UserError: the recipe was written with another version of the recipe schema, or lacks a setting.
+    """
+    again = f"run `prep {column}` with the desired settings to create a new variant"
+    if stored.get("schema") != schema or stored.get("column") != column:
+        raise UserError(
+            f"the recipe has schema {stored.get('schema')!r}, but this version supports {schema}", hint=again
+        )
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    required = ["video", *(name for name in names if name not in marked_fields(kind, NOT_STORED))]
+    if missing := [name for name in required if name not in stored]:
+        raise UserError(f"the recipe lacks {', '.join(map(repr, missing))}", hint=again)
+    return kind(**{name: stored[name] for name in names if stored.get(name) is not None})
+
+
+def setting_flags(settings: Any) -> list[str]:
+    """Return the flags of settings: those without a default first, then all that differ from their default."""
+    values = asdict(settings)
+    defaults = {field.name: field.default for field in fields(settings)}
+    required = {name: values.pop(name) for name, default in defaults.items() if default is MISSING}
+    default = asdict(type(settings)(**required))
+    return [*changed_flags(required, dict.fromkeys(required)), *changed_flags(values, default)]
+
+
+def changed_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Return the flags for all settings that differ from their defaults."""
+    given = {name: value for name, value in values.items() if value is not None and value != defaults[name]}
+    flags = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+    return [word for flag, value in flags.items() for word in ((flag,) if value is True else (flag, str(value)))]

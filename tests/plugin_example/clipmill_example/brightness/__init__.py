@@ -1,1 +1,0 @@
-"""A column: the mean brightness of the frames of each chunk."""

@@ -1,0 +1,160 @@
+"""The contract of a column with one sample for each chunk: what its `make` may yield, and what is derived from it."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import pyarrow as pa
+import pytest
+
+from clipmill.manifests.errors import UserError
+from clipmill.prep.core.chunk_input import Chunks
+from clipmill.prep.core.column import CheckedSample, ColumnSpec
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.recipe import NOT_STORED, Recipe
+from clipmill.prep.core.run import Summary
+from clipmill.prep.core.selection import stored_request
+from clipmill.prep.core.shard_result import Stop
+from clipmill.prep.core.work import ChunkWork, work_of
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.format import chunk_fields
+from clipmill.shards.reader import Variant
+from clipmill.shards.writer import Sample
+from tests.conftest import ROOT
+from tests.prep.here import make_here
+from tests.prep.sets import ShardSet
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthsSettings:
+    """Settings of a column that stores how long chunks are."""
+
+    unit: str = "frames"
+    where: Annotated[str | None, NOT_STORED] = None
+    how: Annotated[str, NOT_STORED] = "as told"
+
+
+def make_lengths(chunks: Chunks, recipe: Recipe[LengthsSettings]) -> Iterator[Sample | SourceFailure | Stop]:
+    how, samples = recipe.settings.how, []
+    if how == "no model":
+        raise UserError("the model is not here", hint="bring it")
+    for number, chunk in enumerate(chunks):
+        value = float("nan") if how == "not finite" and not number else float(chunk["num_frames"])
+        try:
+            values = {"lengths_other" if how == "other field" else "lengths_value": value}
+            samples.append(chunk.sample({"txt": recipe.settings.unit.encode()}, values))
+        except SourceFailure as failure:
+            yield failure
+            continue
+        if how == "stop":
+            yield Stop(FailureCode.BUDGET_SPENT, "no more")
+        if how != "reversed":
+            yield samples[-1]
+    yield from reversed(samples) if how == "reversed" else ()
+
+
+def check(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
+    return CheckedSample([], 1)
+
+
+WORK = ChunkWork(fields=chunk_fields(pa.field("lengths_value", pa.float64())), extension="txt", make=make_lengths)
+COLUMN = ColumnSpec(
+    name="lengths",
+    package="tests",
+    work=f"{__name__}:WORK",
+    check_sample=f"{__name__}:check",
+    settings=LengthsSettings,
+    schema=1,
+    help="Measure how long the chunks are.",
+    has_hours=False,
+)
+
+
+def failures(summary: Summary) -> dict[str, int]:
+    return summary.failures_by_code()
+
+
+def test_a_setting_that_is_not_stored_keeps_the_variant_and_its_samples(shard_set: ShardSet) -> None:
+    made = make_here(COLUMN, shard_set.data)
+    again = make_here(COLUMN, shard_set.data, how="reversed")
+    other = make_here(COLUMN, shard_set.data, unit="seconds")
+    assert (made.num_encoded, again.num_shards_made, other.num_encoded) == (5, 0, 5)
+    assert made.variant == again.variant != other.variant
+    variant = Variant.open(shard_set.data, column="lengths")
+    assert dict(variant.recipe) == {
+        **{"unit": "seconds", "schema": 1, "column": "lengths"},
+        "video": current_variant(shard_set.data, "video"),
+    }
+    assert COLUMN.flags(stored_request(variant)) == ["--unit", "seconds"]
+    assert work_of(COLUMN).pending(shard_set.data, variant).to_make == {}
+    with pytest.raises(UserError, match="lacks 'unit'"):
+        COLUMN.flags({name: value for name, value in variant.recipe.items() if name != "unit"})
+    with pytest.raises(UserError, match="has schema 2, but this version supports 1"):
+        COLUMN.flags({**variant.recipe, "schema": 2})
+
+
+def test_a_condition_selects_chunks_and_is_recorded(shard_set: ShardSet) -> None:
+    where = "split = 'val'"
+    assert make_here(COLUMN, shard_set.data, where=where).num_chunks == 2
+    variant = Variant.open(shard_set.data, column="lengths")
+    assert stored_request(variant)["where"] == where and "where" not in variant.recipe
+
+
+def test_a_value_that_is_not_finite_fails_its_chunk_alone(shard_set: ShardSet) -> None:
+    made = make_here(COLUMN, shard_set.data, how="not finite")
+    assert (made.num_chunks, failures(made)) == (3, {"not_finite": 2}), "the first chunk of each shard"
+
+
+def test_a_failed_chunk_waits_for_somebody_to_ask_and_its_neighbours_are_copied(shard_set: ShardSet) -> None:
+    make_here(COLUMN, shard_set.data, how="not finite")
+    for codes, num_made in ((frozenset(), 0), (frozenset({"timeout"}), 0), (frozenset({"not_finite"}), 2)):
+        made = make_here(COLUMN, shard_set.data, retry_codes=codes)
+        assert made.num_shards_made == num_made
+    assert (made.num_encoded, made.num_reused, failures(made)) == (2, 3, {})
+
+
+def test_values_that_are_no_fields_of_the_column_are_refused(shard_set: ShardSet) -> None:
+    with pytest.raises(ValueError, match="lengths_other"):
+        make_here(COLUMN, shard_set.data, how="other field")
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("stop", FailureCode.BUDGET_SPENT), ("no model", FailureCode.MODEL_UNAVAILABLE)]
+)
+def test_a_shard_that_stops_is_not_committed(shard_set: ShardSet, how: str, code: FailureCode) -> None:
+    made = make_here(COLUMN, shard_set.data, how=how)
+    assert (made.num_shards, set(failures(made))) == (0, {str(code)})
+    assert not list((shard_set.data / "lengths").rglob("*.tar"))
+
+
+def test_samples_in_another_order_are_refused(shard_set: ShardSet) -> None:
+    with pytest.raises(ValueError, match="has made long_000004000 in place of long_000000000"):
+        make_here(COLUMN, shard_set.data, how="reversed")
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ("clipmill.prep.scores.work", "clipmill.prep.scores.sample"),
+        ("clipmill.prep.captions.work", "clipmill.prep.captions.worker"),
+        ("clipmill_example.brightness",),
+    ],
+)
+def test_a_worker_loads_neither_plan_nor_driver(modules: tuple[str, ...]) -> None:
+    script = (
+        "import sys\n"
+        f"sys.path[:0] = {[str(ROOT / 'tests' / 'plugin_example'), str(ROOT)]!r}\n"
+        "import clipmill.prep.core.chunk_worker\n"
+        f"import {', '.join(modules)}\n"
+        "print(*sorted(name.removeprefix('clipmill.prep.') for name in sys.modules if 'clipmill.prep.' in name))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    heavy = {"core.plan", "core.run", "core.chunk_columns", "core.chunk_column", "core.report", "core.parts"}
+    assert not heavy & set(ran.stdout.split()), ran.stdout
+
+
+def test_the_example_in_the_documentation_is_the_one_that_is_tested() -> None:
+    example = (ROOT / "tests/plugin_example/clipmill_example/brightness.py").read_text().rstrip()
+    assert f"```python\n{example}\n```" in (ROOT / "docs/plugins.md").read_text()
