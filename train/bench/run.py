@@ -84,6 +84,7 @@ def run_breakdown(
         raise UserError(
             f"train bench measures data parallelism, not --parallel.stages {settings.parallel.stages}",
             hint="leave out --parallel.stages",
+            flags=("--parallel.stages",),
         )
     opened, found = _open(spec, settings, world, seconds=seconds), []
     with enough_samples(opened.settings):
@@ -99,11 +100,12 @@ def run_breakdown(
 
 def _open(spec: TaskSpec, settings: ClipSettings, world: World, *, seconds: float) -> Opened:
     if not (math.isfinite(seconds) and seconds > 0):
-        raise UserError(f"--seconds is {seconds}", hint="it must be more than 0")
+        raise UserError(f"--seconds is {seconds}", hint="it must be more than 0", flags=("--seconds",))
     if len(settings.folders) > 1:
         raise UserError(
             f"train bench measures one data folder, and --shards names {len(settings.folders)}",
             hint=f"measure each by itself: --shards {settings.folders[0]}",
+            flags=("--shards",),
         )
     device = choose_device(settings.device, needs_gpu=settings.require_gpu)
     device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device

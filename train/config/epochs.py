@@ -36,7 +36,9 @@ def num_steps(given: int | str, *, epoch_steps: float | None = None, flag: str =
     epochs = epochs_of(given)
     if epoch_steps is None or epochs is None:
         raise UserError(
-            f"{flag} is {given}, and how long an epoch of these data is, is unknown", hint="give a number of steps"
+            f"{flag} is {given}, and how long an epoch of these data is, is unknown",
+            hint="give a number of steps",
+            flags=(flag,),
         )
     return max(1, round(epochs * epoch_steps))
 

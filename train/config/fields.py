@@ -10,7 +10,6 @@ settings that contain them, so it defers the checks and makes them once for the 
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -53,7 +52,6 @@ HIDDEN = Parameter(show=False)
 SEVERAL = Parameter(negative_iterable=(), consume_multiple=True)  # --flag A B, besides --flag A --flag B
 
 
-FLAG = re.compile(r"--[a-z][a-z0-9.-]*[a-z0-9]")
 _checks_are_deferred: ContextVar[bool] = ContextVar("checks_are_deferred", default=False)
 
 
@@ -166,6 +164,7 @@ class Checked:
                 yield UserError(
                     f"{self.flag(name)} is {value}, and {chosen} does not use it",
                     hint=f"leave out {self.flag(name)}, or use {self.flag(self.choice)} with one of: {users}",
+                    flags=(self.flag(name),),
                 )
 
     @classmethod
@@ -214,15 +213,15 @@ def _examined(settings: Checked) -> tuple[list[UserError], Any]:
             found += inner
         elif said.range is not None and not said.range.holds(value):
             hint = said.range.hint or f"{settings.flag(name)} must be {said.range}"
-            found.append(UserError(f"{settings.flag(name)} is {value}", hint=hint))
+            found.append(UserError(f"{settings.flag(name)} is {value}", hint=hint, flags=(settings.flag(name),)))
             sound[name] = said.default
         elif said.needs is not None and value != said.default:
             found += _unmet(settings, name, said.needs)
     if found:
         with deferred_checks():
             settings = replace(settings, **sound)  # type: ignore[type-var]
-    named = {flag for one in found for flag in FLAG.findall(str(one))}
-    return found + [one for one in settings.rules() if named.isdisjoint(FLAG.findall(str(one)))], settings
+    wrong = {flag for mistake in found for flag in mistake.flags}
+    return found + [mistake for mistake in settings.rules() if wrong.isdisjoint(mistake.flags)], settings
 
 
 def without_idle(
@@ -260,6 +259,7 @@ def _unmet(settings: Checked, name: str, needs: Needs) -> Iterator[UserError]:
         yield UserError(
             f"{settings.flag(name)} {getattr(settings, name)} does nothing with {other} {beside}",
             hint=f"use {other} {use}, or leave it out",
+            flags=(settings.flag(name), other),
         )
 
 
@@ -315,7 +315,9 @@ def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterato
 
 def without_effect(flag: str, typed: Mapping[str, str], why: str, *, use: str) -> UserError:
     """The error for a flag that was typed and has no effect."""
-    return UserError(f"{flag} is {typed[flag]}, which has no effect: {why}", hint=f"leave it out, or use {use}")
+    return UserError(
+        f"{flag} is {typed[flag]}, which has no effect: {why}", hint=f"leave it out, or use {use}", flags=(flag,)
+    )
 
 
 @contextmanager
@@ -337,10 +339,10 @@ def caught(check: Callable[..., object], *arguments: Any, **more: Any) -> Iterat
 
 
 def refuse(found: Iterable[UserError]) -> None:
-    """Raises all mistakes at once, if there are any: of each flag that they begin with, the first one."""
+    """Raise all mistakes at once, if there are any: the first one of each flag."""
     by_flag: dict[str, UserError] = {}
-    for one in found:
-        by_flag.setdefault(next(iter(FLAG.findall(str(one))), str(one)), one)
+    for mistake in found:
+        by_flag.setdefault(next(iter(mistake.flags), str(mistake)), mistake)
     if by_flag:
         raise UserErrors(by_flag.values()) if len(by_flag) > 1 else next(iter(by_flag.values()))
 

@@ -29,7 +29,11 @@ def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...]
         return
     for address in shards:
         if address is not None and _is_local_folder(address) and not Path(address).exists():
-            raise UserError(f"there is no data folder {address}", hint="name one that prep made: --shards DIR")
+            raise UserError(
+                f"there is no data folder {address}",
+                hint="name the data folder that prep made with --shards",
+                flags=("--shards",),
+            )
     for weights in init:
         if not is_name_and_tag(weights) and not Path(weights).exists():
             raise UserError(

@@ -71,10 +71,13 @@ def parse_mix(mix: str) -> tuple[Fraction, ...]:
             raise UserError(
                 f"--mix is {mix}, and {part.strip()!r} is not a weight",
                 hint="give a number above 0 for each --shards; leave out folders that are not to be trained on",
+                flags=("--mix",),
             )
         if max(weights[-1].as_integer_ratio()) > _MAX_WHOLE:
             raise UserError(
-                f"--mix is {mix}, and {part.strip()!r} has too many digits", hint="use weights such as 2,1 or 0.7,0.3"
+                f"--mix is {mix}, and {part.strip()!r} has too many digits",
+                hint="use weights such as 2,1 or 0.7,0.3",
+                flags=("--mix",),
             )
     return tuple(weights)
 
@@ -108,6 +111,7 @@ class DataSettings(Checked):
         raise UserError(
             f"--shards names {len(self.folders)} data folders, and this reads one: {', '.join(self.folders)}",
             hint=f"name one of them: --shards {self.folders[0]}",
+            flags=("--shards",),
         )
 
     def rules(self) -> Iterator[UserError]:
@@ -133,7 +137,11 @@ def _same_folders(folders: Sequence[str]) -> Iterator[UserError]:
     for folder in folders:
         if (other := seen.get(normalised(folder))) is not None:
             same = "twice" if other == folder else f"and {other}, which are the same folder"
-            yield UserError(f"--shards names {folder} {same}", hint="name it once, and give it more weight with --mix")
+            yield UserError(
+                f"--shards names {folder} {same}",
+                hint="name it once, and give it more weight with --mix",
+                flags=("--shards",),
+            )
             return
         seen[normalised(folder)] = folder
 
@@ -144,4 +152,5 @@ def _require_weights(mix: str, *, num_folders: int) -> None:
         raise UserError(
             f"--mix is {mix}: {weights} for {num_folders} data folders",
             hint=f"give a weight for each --shards, in their order, as {','.join('1' * num_folders)}",
+            flags=("--mix",),
         )

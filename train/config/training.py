@@ -51,6 +51,7 @@ class ParallelSettings(Checked):
             yield UserError(
                 f"--parallel.strategy fsdp and --parallel.stages {self.stages} do not go together",
                 hint="a stage has its own layers alone: use ddp, or zero1 for a part of the optimizer's state too",
+                flags=("--parallel.strategy", "--parallel.stages"),
             )
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
@@ -71,6 +72,7 @@ def check_rule(rule: str) -> None:
     raise UserError(
         f"--parallel.partition is {rule!r}",
         hint="use parameters, uniform, type:KIND (as type:block), or the number of layers of each stage, as 5,9",
+        flags=("--parallel.partition",),
     )
 
 
@@ -186,6 +188,11 @@ class TrainingSettings(DataSettings):
         # --best names a metric of the run, whose evaluations are those of all of its folders.
         return replace(self, shards=shards, best=None, **({} if is_own else self.of_other_data))
 
+    @property
+    def best_is_lowest(self) -> bool:
+        """True if a lower value of `best` is better."""
+        return self.best is not None and self.best.rpartition("/")[2] in self.evaluate.lower_is_better
+
     def evaluated(self) -> tuple[EvaluatedData, ...]:
         """The data of each evaluation in the loop; of several data folders, each has its own unless others are named.
 
@@ -214,17 +221,31 @@ class TrainingSettings(DataSettings):
         """Yields --best without an evaluation, and learning rates above the peak."""
         yield from super().rules()
         if self.best is not None and not self.evaluate.every:
-            yield UserError(f"--best {self.best} needs an evaluation in the loop", hint="add --evaluate.every STEPS")
+            yield UserError(
+                f"--best {self.best} needs an evaluation in the loop",
+                hint="add --evaluate.every STEPS",
+                flags=("--best",),
+            )
         if self.require_gpu and self.device == "cpu":
-            yield UserError("--require-gpu and --device cpu contradict each other", hint="leave out one of them")
+            yield UserError(
+                "--require-gpu and --device cpu contradict each other",
+                hint="leave out one of them",
+                flags=("--require-gpu", "--device"),
+            )
         start_lr = self.optimizer.start_lr
         if start_lr is not None and start_lr > self.lr:
-            yield UserError(f"--optimizer.start-lr is {start_lr}, more than --lr {self.lr}", hint="use a smaller one")
+            yield UserError(
+                f"--optimizer.start-lr is {start_lr}, more than --lr {self.lr}",
+                hint="use a smaller one",
+                flags=("--optimizer.start-lr", "--lr"),
+            )
         yield from caught(check_best, self.best, self)
         yield from caught(check_where, self.where)
         if self.optimizer.end_lr > self.lr:
             yield UserError(
-                f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}", hint="use a smaller one"
+                f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}",
+                hint="use a smaller one",
+                flags=("--optimizer.end-lr", "--lr"),
             )
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
@@ -241,7 +262,11 @@ def check_best(best: str | None, settings: TrainingSettings) -> None:
     """Raises a UserError if `--best` is not a metric of the evaluations, as far as these are known."""
     numbers = [f"{one.name}/{name}" for one in settings.evaluated() for name in settings.evaluate.number_names(one)]
     if best is not None and numbers and best not in numbers:
-        raise UserError(f"--best {best} is not a metric of the evaluation", hint=f"there are {', '.join(numbers)}")
+        raise UserError(
+            f"--best {best} is not a metric of the evaluation",
+            hint=f"there are {', '.join(numbers)}",
+            flags=("--best",),
+        )
 
 
 # What may differ when a run is resumed: it does not change the weights, but for rounding.
@@ -306,4 +331,5 @@ def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: 
     if other:
         first, *more = [f"--{name.replace('_', '-')} is {new[name]}, {{}}{old[name]}" for name in other]
         words = [first.format(f"{where} has "), *(one.format("not ") for one in more)]
-        raise UserError("; ".join(words), hint=hint)
+        flags = [f"--{name.replace('_', '-')}" for name in other]
+        raise UserError("; ".join(words), hint=hint, flags=flags)

@@ -70,6 +70,7 @@ def require_no_streams(settings: DataSettings) -> None:
             raise UserError(
                 f"--shards names {folder}, a stream of tars, which cannot be mixed with other data",
                 hint="name data folders that prep made or tars of images, or train on the tars alone",
+                flags=("--shards",),
             )
 
 
@@ -105,13 +106,12 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
 
 @contextmanager
 def naming(folder: str) -> Iterator[None]:
-    """Name one of several data folders in errors that do not."""
+    """Name one of several data folders in the hints of errors."""
     try:
         yield
     except UserError as error:
-        if folder in str(error):
-            raise
-        raise UserError(f"{folder}: {error}", hint=error.hint) from error
+        error.add_hint(f"this is about {folder}")
+        raise
 
 
 def picture_size(samples: Any, settings: ClipSettings) -> tuple[VideoViTSize, int]:

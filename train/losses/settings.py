@@ -72,6 +72,7 @@ class Loss(Checked):
             yield UserError(
                 f"--loss.temperature is {start}",
                 hint=f"--loss.temperature must be at least --loss.min-temperature, {self.min_temperature}",
+                flags=("--loss.temperature",),
             )
 
     @property

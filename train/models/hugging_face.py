@@ -143,8 +143,8 @@ class HuggingFace:
     def tokenizer(self, name: str, context_length: int) -> Callable[[list[str]], Tensor]:
         """Ids of texts [B, L], with `PADDING` behind the tokens of each.
 
-        The side of the tokenizer's own padding does not matter: behind its tokens, a text has the positions that it has
-        alone. A SigLIP was trained to attend to padding up to a fixed length, which belongs to a text there.
+        The side of the tokenizer's own padding does not matter: a text has the positions that it has alone. A SigLIP
+        attends to padding up to a fixed length, which belongs to its texts.
         """
         tokenizer, text = self.hub_tokenizer(name), getattr(config := self.config(name), "text_config", config)
         limit = self._limit(name)
@@ -152,6 +152,7 @@ class HuggingFace:
             raise UserError(
                 f"--towers.context-length is {context_length}, and hf:{name} takes texts of {limit} tokens",
                 hint=f"give {limit} at most",
+                flags=("--towers.context-length",),
             )
         ends = (tokenizer.eos_token_id, tokenizer.pad_token_id, pad := getattr(text, "pad_token_id", None), 0)
         end = next(token for token in ends if token is not None)

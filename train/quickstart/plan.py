@@ -207,6 +207,7 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
         raise UserError(
             f"--label {asked.label} has no effect: train {task.value} needs no labels",
             hint="add --task " + " or ".join(name for name in OFFERED if choice.first_run_of(name).needs_label),
+            flags=("--label",),
         )
     if asked.out is not None and asked.out.exists() and any(asked.out.iterdir()):
         raise UserError(f"{asked.out} exists and is not empty", hint="name another --out, or leave it out")

@@ -156,6 +156,7 @@ def choose_variants(
         raise UserError(
             f"--variant {unknown[0]}: there is no such variant in {', '.join(folders)}",
             hint="prep status shows the variants of a data folder",
+            flags=("--variant",),
         )
     return chosen
 

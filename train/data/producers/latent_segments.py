@@ -203,6 +203,7 @@ def _query(query: DataQuery) -> SegmentQuery:
         raise UserError(
             f"--input latents cannot be read from {settings.folder}: latents need the index of their tars",
             hint="name the data folder that prep made",
+            flags=("--input",),
         )
     folder = query.open_folder(column=LATENTS)
     return SegmentQuery(
@@ -223,6 +224,7 @@ def _require_fitting(query: DataQuery, samples: Samples[LatentReader]) -> Sample
         raise UserError(
             f"--num-frames {settings.num_frames}: a segment of {reader.segment_s:g}s has {reader.num_frames} frames",
             hint=f"use --num-frames {reader.num_frames} or fewer, or a longer --segment",
+            flags=("--num-frames",),
         )
     if shape.height != shape.width or shape.height % LATENT_PATCH:
         raise UserError(

@@ -217,6 +217,7 @@ class LoopEvaluation:
                 f"--evaluate.max-samples is {wanted.max_samples}, and {wanted.protocol} needs all "
                 f"{samples.num_samples:,} clips of {name}",
                 hint=f"use {samples.num_samples} or more, or --evaluate.protocol retrieval",
+                flags=("--evaluate.max-samples",),
             )
         self._scorer = open_scorer(wanted, settings, samples)
         self.protocol = f"{wanted.protocol}: {self._scorer.definition}"
@@ -284,7 +285,7 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
     settings, trained, task = opened.settings, opened.trained, opened.task
     wanted, num_clips = flags.evaluation(), flags.clips
     if num_clips > 1 and settings.reads_latents:
-        raise UserError(f"--clips is {num_clips}", hint="leave it out: latents have a single view")
+        raise UserError(f"--clips is {num_clips}", hint="leave it out: latents have a single view", flags=("--clips",))
     samples = task.samples_of(wanted, World(), num_clips=num_clips)
     scorer = open_scorer(wanted, settings, samples)
     model = trained.fill(task.build_model(samples))

@@ -161,6 +161,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
             raise UserError(
                 f"{settings.folder} has no text shards, and --text-tower is frozen",
                 hint=f"run {how_to_make(TEXT, settings.folder)}, or train a text tower: --text-tower trained",
+                flags=("--text-tower",),
             )
 
     def new_model(self, samples: "AnySamples") -> DualEncoder:
@@ -239,6 +240,7 @@ def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> Datas
         raise UserError(
             f"--loss.kind {settings.loss.kind} keeps a number for each clip, and {settings.folder} is a stream of them",
             hint="name a data folder that prep made, or use --loss.kind infonce",
+            flags=("--loss.kind",),
         )
     num_epochs = settings.steps * settings.batch / samples.num_samples
     return DatasetSize(num_clips=samples.num_clips, num_captions=samples.num_caption_ids, num_epochs=num_epochs)
