@@ -1,6 +1,6 @@
 """The column `captions`: its commands and its `ColumnSpec`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.quoting import on_one_line
+from clipmill.manifests.settings import Range, refuse
 from clipmill.prep.captions.recipe import CAPTIONS, CaptionsSettings, captions_recipe_from_dict
 from clipmill.prep.core.column import ColumnSpec, changed_flags, short_path
 from clipmill.prep.core.make import make_column, plan_column
@@ -36,33 +37,39 @@ class CaptionsRequest(ModelRequest):
         int | None,
         EXECUTION,
         FIRST_RUN,
+        Range(least=1),
         Parameter(
             help="Number of shards to caption in parallel, 1 or more: by a model each, or by requests to the server. "
             "Default: one per GPU, or 1 on a CPU; with --endpoint one per CPU core, or 4 if there are fewer cores."
         ),
     ] = None
-    batch: Annotated[int, EXECUTION, Parameter(help="Batch size of a model that runs here, in chunks, 1 or more.")] = (
-        BATCH
-    )
+    batch: Annotated[
+        int, EXECUTION, Range(1, 1 << 16), Parameter(help="Batch size of a model that runs here, in chunks, 1 or more.")
+    ] = BATCH
     in_flight: Annotated[
         int,
         EXECUTION,
         FIRST_RUN,
+        Range(1, 4096),
         Parameter(help="Number of requests to the server at a time, shared by all workers, 1 to 4096."),
     ] = 64
     retries: Annotated[
         int,
         EXECUTION,
+        Range(0, 1000),
         Parameter(
             help="Number of times that a request is repeated after 429, 5xx, a broken connection or --timeout, after "
             "pauses that grow to 8 s, or when the server says; 10: about a minute."
         ),
     ] = 10
-    timeout: Annotated[float, EXECUTION, Parameter(help="Time limit of a request in seconds, above 0.")] = 300.0
+    timeout: Annotated[
+        float, EXECUTION, Range(above=0, most=86_400), Parameter(help="Time limit of a request in seconds, above 0.")
+    ] = 300.0
     max_tokens_total: Annotated[
         int | None,
         EXECUTION,
         FIRST_RUN,
+        Range(least=1),
         Parameter(
             help="Number of tokens, in and out, that all answers of this variant may take, those of earlier runs "
             "included. Then no request is sent any more; those in flight are still answered. Default: no limit."
@@ -76,22 +83,14 @@ class CaptionsRequest(ModelRequest):
         defaults = CaptionsRequest()
         return {name: str(value) for name in _KEPT if (value := getattr(self, name)) != getattr(defaults, name)}
 
-    def check(self) -> None:
-        for flag, value, most in (("batch", self.batch, 1 << 16), ("in-flight", self.in_flight, 4096)):
-            if not 1 <= value <= most:
-                raise UserError(f"--{flag} {value} is out of range", hint=f"give 1 to {most}")
-        if not 0 <= self.retries <= 1000:
-            raise UserError(f"--retries {self.retries} is out of range", hint="give 0 to 1000")
-        if not 0 < self.timeout <= 86_400:
-            raise UserError(f"--timeout {self.timeout:g} is out of range", hint="give seconds, up to 86400")
-        if self.max_tokens_total is not None and self.max_tokens_total < 1:
-            raise UserError(f"--max-tokens-total {self.max_tokens_total} is out of range", hint="give 1 or more")
+    def rules(self) -> Iterator[UserError]:
+        yield from super().rules()
         if self.max_tokens_total is not None and self.part is not None:
-            raise UserError(
+            yield UserError(
                 "--max-tokens-total does not apply to --part: the parts do not know of each other's tokens",
                 hint="run one command with more --in-flight, or omit --max-tokens-total",
+                flags=("--max-tokens-total", "--part"),
             )
-        super().check()
 
 
 def captions(
@@ -130,8 +129,7 @@ def plan_captions(
 
         prep plan captions --model Qwen/Qwen3-VL-2B-Instruct --trial 3
     """
-    if not 0 <= trial <= 100:
-        raise UserError(f"--trial {trial} is out of range", hint="give 0 to 100, for example 3")
+    refuse(Range(0, 100).mistakes("--trial", trial))
     plan_column(COLUMN, settings, data=data, json=json, request=CaptionsRequest(data=data, trial=trial))
 
 

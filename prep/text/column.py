@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import Range
 from clipmill.prep.core.column import ColumnSpec, changed_flags, short_path
 from clipmill.prep.core.make import make_column, plan_column
 from clipmill.prep.core.request import EXECUTION, Data, Json, ModelRequest, Request
@@ -25,13 +25,9 @@ class TextRequest(ModelRequest):
     batch: Annotated[
         int | None,
         EXECUTION,
+        Range(least=1),
         Parameter(help="Batch size of the text encoder, 1 or more. Default: 32; 256 for --clip on a GPU."),
     ] = None
-
-    def check(self) -> None:
-        if self.batch is not None and self.batch < 1:
-            raise UserError(f"--batch {self.batch} is out of range", hint="give 1 or more, or omit it")
-        super().check()
 
 
 def text(

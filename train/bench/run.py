@@ -11,13 +11,12 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.bench.communication import measure_breakdown
 from clipmill.train.bench.report import advice, judge
 from clipmill.train.bench.stages import measure_stages
 from clipmill.train.bench.steps import Opened, enough_samples, open_to_measure, take_steps
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.shards import names_tars
+from clipmill.train.config.shards import is_local_folder
 from clipmill.train.config.training import Strategy, plain_values
 from clipmill.train.device.precision import choose_device
 from clipmill.train.distributed.world import World
@@ -37,7 +36,7 @@ def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict
     """
     opened = _open(spec, settings, World(), seconds=seconds)
     disk = None
-    if not (is_remote(settings.folder) or names_tars(settings.folder)):
+    if is_local_folder(settings.folder):
         with Activity("measuring the disk"):
             disk = examine_disk(Path(settings.folder), is_data=True)
     rates, steps = measure_stages(opened, seconds=seconds)

@@ -10,18 +10,11 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.flag_values import check_values
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.settings import Checked, deferred_checks, flags_without_effect, mistakes, refuse
 from clipmill.train.config import fields as groups
 from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.fields import (
-    FIRST_RUN,
-    Checked,
-    deferred_checks,
-    flags_without_effect,
-    mistakes,
-    refuse,
-    unknown_parts,
-)
+from clipmill.train.config.fields import FIRST_RUN, unknown_parts
 from clipmill.train.config.files import RENAMED, load_settings, preset_path, presets_of, yaml_source
 from clipmill.train.config.places import require_places
 from clipmill.train.config.training import TrainingSettings

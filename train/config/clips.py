@@ -7,9 +7,10 @@ from typing import Annotated, ClassVar, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import GoesWith, Range, caught
 from clipmill.train.config import fields as groups
 from clipmill.train.config.data import Augment
-from clipmill.train.config.fields import FIRST_RUN, GoesWith, Range, caught
+from clipmill.train.config.fields import FIRST_RUN
 from clipmill.train.config.model import Init, Kind, ModelName, Towers, check_frames
 from clipmill.train.config.training import COUNT, TrainingSettings
 from clipmill.train.config.tuning import Freeze, Lora, Tower, towers_to_adapt, tuning_mistakes

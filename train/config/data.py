@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import PROBABILITY, SHARE, Checked, GoesWith, Range, caught
+from clipmill.manifests.settings import PROBABILITY, SHARE, Checked, GoesWith, Range, caught
 from clipmill.train.config.model import PICTURE_PX
 
 Settings = TypeVar("Settings")

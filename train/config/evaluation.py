@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import Checked, GoesWith, Range, caught
 from clipmill.shards.where_flag import check_where
-from clipmill.train.config.fields import FIRST_RUN, SEVERAL, Checked, GoesWith, Range, caught
+from clipmill.train.config.fields import FIRST_RUN, SEVERAL, Steps
 
 EVERY = GoesWith("every", use="STEPS")
 
@@ -69,7 +70,7 @@ class EvaluationSettings(Checked):
     lower_is_better: ClassVar[tuple[str, ...]] = ()
     """Metrics, without the name of their data, of which a lower value is better. --best keeps the lowest one."""
 
-    every: Annotated[int | str, FIRST_RUN, Range(least=0, epochs=True)] = 0
+    every: Annotated[int | str, FIRST_RUN, Steps(least=0)] = 0
     """Steps between evaluations, or epochs, such as 1ep; 0: none. The last step is evaluated too."""
     split: Annotated[str, EVERY] = "val"
     """Split to evaluate on."""

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import FIRST_RUN, SHARE, TOWER_SIZES, TOWERS_BY_NAME, Checked, GoesWith, Range
+from clipmill.manifests.settings import SHARE, Checked, GoesWith, Range
+from clipmill.train.config.fields import FIRST_RUN, TOWER_SIZES, TOWERS_BY_NAME
 from clipmill.train.config.towers import TOWERS
 
 ModelName = Literal["tiny", "s16", "b32", "b16", "l16", "l14", "l14-336"]

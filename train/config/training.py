@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import Checked, GoesWith, Range, caught, without_effect
 from clipmill.shards.where_flag import check_where
 from clipmill.train.config import fields as groups
 from clipmill.train.config.evaluation import EvaluatedData, EvaluationSettings
-from clipmill.train.config.fields import FIRST_RUN, Checked, GoesWith, Range, caught, without_effect
+from clipmill.train.config.fields import FIRST_RUN, Steps
 from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.config.shards import DataSettings, folder_names, normalised
 
@@ -93,7 +94,7 @@ class TrackSettings(Checked):
 Device = Literal["auto", "cpu", "cuda"]
 # What lies beyond these would fail later and less clearly, for want of memory, threads or digits.
 STEPS = Range(1, 10**10)
-EVERY = Range(1, 10**10, epochs=True)
+EVERY = Steps(1, 10**10)
 COUNT = Range(1, 10**6)
 # Fields of which tasks have defaults of their own; their meaning is inherited.
 LearningRate = Annotated[float, groups.TRAINING, FIRST_RUN, Range(1e-12, 1e3)]
@@ -131,7 +132,7 @@ class TrainingSettings(DataSettings):
     """Batch size, over all processes."""
     lr: LearningRate = 3e-4
     """Peak learning rate. It is reached after warmup; --optimizer.schedule takes over from there."""
-    warmup_steps: Annotated[int | str, groups.TRAINING, FIRST_RUN, Range(0, 10**10, epochs=True)] = 500
+    warmup_steps: Annotated[int | str, groups.TRAINING, FIRST_RUN, Steps(0, 10**10)] = 500
     """Number of linear warmup steps, or epochs, such as 0.1ep."""
     weight_decay: WeightDecay = 0.1
     """Weight decay. Gains, biases and embeddings are not decayed."""
@@ -211,11 +212,6 @@ class TrainingSettings(DataSettings):
             return self.where
         kept = f"md5(concat(video, ' {self.seed}')) < '{int(self.share * 2**32):08x}'"
         return kept if self.where is None else f"{kept} and ({self.where})"
-
-    @property
-    def reads_latents(self) -> bool:
-        """Whether samples are latents, which are not decoded."""
-        return False
 
     def rules(self) -> Iterator[UserError]:
         """Yields --best without an evaluation, and learning rates above the peak."""

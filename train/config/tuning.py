@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import MODEL, SEVERAL, Checked, GoesWith, Range
+from clipmill.manifests.settings import Checked, GoesWith, Range
+from clipmill.train.config.fields import MODEL, SEVERAL
 
 Target = Literal["attention", "mlp"]
 Tower = Literal["video", "text", "decoder"]

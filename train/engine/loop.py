@@ -21,7 +21,7 @@ from torch import nn
 
 from clipmill.manifests.errors import ClipmillError, Stopped, UserError
 from clipmill.manifests.quoting import counted
-from clipmill.train.config.epochs import given_in_epochs, in_steps, num_steps
+from clipmill.train.config.fields import given_in_epochs, in_steps, num_steps
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.batch import PICTURES, TENSORS, to_device
 from clipmill.train.data.loader import TrainingSet

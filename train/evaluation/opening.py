@@ -8,8 +8,8 @@ from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.settings import deferred_checks
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.fields import deferred_checks
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.model import Init, Towers
 from clipmill.train.config.places import HUB_PREFIX, NAME_AND_TAG, is_name_and_tag, no_weights

@@ -14,7 +14,7 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import duration_text, size_text
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.epochs import in_steps
+from clipmill.train.config.fields import in_steps
 from clipmill.train.config.files import load_settings, preset_path, presets_of
 from clipmill.train.data.caption_choice import asking_for
 from clipmill.train.data.held_out import HeldOut, alike_of

@@ -9,11 +9,12 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.json_text import parse_json
+from clipmill.manifests.settings import SHARE, Checked, GoesWith, Needs, Range, caught
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import ClipSettings, NumFrames, adapted_towers
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
-from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, GoesWith, Needs, Range, caught, help_group
+from clipmill.train.config.fields import FIRST_RUN, help_group
 from clipmill.train.config.model import SIZE, check_picture
 from clipmill.train.config.tuning import Freeze, Tower
 

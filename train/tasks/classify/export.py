@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import deferred_checks
+from clipmill.manifests.settings import deferred_checks
 from clipmill.train.data.classes import ClassList
 from clipmill.train.evaluation.served import PROGRAM_FORMATS, exported_program
 from clipmill.train.models.attention import attend_with_sdpa

@@ -7,11 +7,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import SHARE, GoesWith, Range, caught
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import LatentSettings
 from clipmill.train.config.data import Augment
 from clipmill.train.config.evaluation import EVERY, EvaluationSettings
-from clipmill.train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
+from clipmill.train.config.fields import FIRST_RUN, help_group
 from clipmill.train.config.model import LIBRARY, check_picture
 
 CLASSES = help_group("Classes", 6)

@@ -11,11 +11,10 @@ from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.shards.pages.media import evenly_spaced
-from clipmill.train.config.shards import names_tars
+from clipmill.train.config.shards import IMAGES, kind_of
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.loader import TrainingSet
-from clipmill.train.data.query import reads_images
 from clipmill.train.data.relevancy import Relevancy
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import PicturedSamples, open_player
@@ -240,7 +239,7 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, sa
     Raises:
         UserError: see `make_scorer`; also for protocols of clips on latents, or of images on clips.
     """
-    if not settings.reads_latents and reads_images(settings):
+    if kind_of(settings.folder, settings) is IMAGES:
         from clipmill.train.tasks.dual_encoder.clip_benchmark import class_prompts, image_captions
 
         if settings.text_tower == "frozen":
@@ -259,7 +258,7 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, sa
             f"{wanted.protocol} scores the clips of captions, and latents are in segments", hint="use --input pixels"
         )
     data_dir: Path | None = None
-    if wanted.protocol != "retrieval" and not names_tars(settings.folder):
+    if wanted.protocol != "retrieval" and kind_of(settings.folder).has_manifest:
         data_dir = open_data_folder(settings.folder, cache=settings.cache, column=None).path
     has_text, sources, towers = settings.text_tower == "trained", settings.captions.sources, settings.towers
     scorer = make_scorer(wanted, data_dir=data_dir, has_text_tower=has_text, sources=sources)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import deferred_checks
+from clipmill.manifests.settings import deferred_checks
 from clipmill.train.config.model import LIBRARY, DualEncoderTowers, kind_of
 from clipmill.train.evaluation.served import PROGRAM_FORMATS, exported_program, similarity
 from clipmill.train.models.attention import attend_with_sdpa

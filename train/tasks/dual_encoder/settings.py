@@ -8,11 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import Range, caught
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import LatentSettings
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
-from clipmill.train.config.fields import FIRST_RUN, Range, caught, help_group
+from clipmill.train.config.fields import FIRST_RUN, help_group
 from clipmill.train.config.model import DualEncoderInit, DualEncoderTowers, check_picture
 from clipmill.train.config.tuning import Tower
 from clipmill.train.losses.settings import Loss

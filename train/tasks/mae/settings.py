@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import SHARE, GoesWith, Range, caught
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import Crop, LatentSettings, NumFrames, Sampling
 from clipmill.train.config.evaluation import ProbeEvaluation
-from clipmill.train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
+from clipmill.train.config.fields import FIRST_RUN, help_group
 from clipmill.train.config.model import Kind, Towers, check_picture, of_clip_alone, patch_px_of
 from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.config.training import COUNT, LearningRate, WeightDecay
