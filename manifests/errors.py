@@ -14,6 +14,7 @@ Any other exception at top level is a bug and keeps its traceback.
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -41,34 +42,57 @@ class UserError(ClipmillError):
     Args:
         message: what is wrong, with the offending value.
         hint: how to fix it; printed on its own line.
+        flags: Flags that the mistake is about, the wrong one first. Code that has to know them takes them from here,
+            never from the words.
     """
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, flags: Iterable[str] = ()) -> None:
         super().__init__(message)
-        self.hint = hint
-        if hint:
-            self.add_note(f"hint: {hint}")  # for tracebacks, in a user's own program
+        self.flags = tuple(flags)
+        self._set_hint(hint)
 
-    def reword(self, say: Callable[[str], str]) -> None:
-        """Change the words of message and hint, in place: cause and traceback stay."""
-        self.args, notes = (say(str(self)),), getattr(self, "__notes__", [])
-        notes[:] = map(say, notes)
-        self.hint = None if self.hint is None else say(self.hint)
+    @property
+    def errors(self) -> "tuple[UserError, ...]":
+        """The single mistakes."""
+        return (self,)
+
+    def add_hint(self, *hints: str) -> None:
+        """Append to the hint, in place: cause and traceback stay."""
+        self._set_hint("; ".join([*filter(None, [self.hint]), *hints]) or None)
+
+    def rename_flags(self, rename: Callable[[str], str]) -> None:
+        """Call the flags of the mistake by other names, in place."""
+        names = {flag: rename(flag) for flag in self.flags}
+        longest_first = "|".join(re.escape(flag) for flag in sorted(names, key=len, reverse=True))
+        flags = re.compile(rf"(?:{longest_first})(?![\w-]|\.\w)" if names else r"(?!)")
+        self.flags = tuple(names.values())
+        self.args = (flags.sub(lambda flag: names[flag[0]], str(self)),)
+        self._set_hint(self.hint and flags.sub(lambda flag: names[flag[0]], self.hint))
+
+    def _set_hint(self, hint: str | None) -> None:
+        self.hint = hint
+        self.__notes__ = [f"hint: {hint}"] if hint else []  # for tracebacks, in a user's own program
 
 
 class UserErrors(UserError):
     """Several mistakes in one request. Messages and hints have one line for each; `errors` holds them individually."""
 
     def __init__(self, errors: Iterable[UserError]) -> None:
-        self.errors = tuple(errors)
-        hints = [error.hint for error in self.errors if error.hint]
-        super().__init__("\n".join(map(str, self.errors)), hint="\n".join(hints) or None)
+        self._errors = tuple(errors)
+        hints = [error.hint for error in self._errors if error.hint]
+        flags = dict.fromkeys(flag for error in self._errors for flag in error.flags)
+        super().__init__("\n".join(map(str, self._errors)), hint="\n".join(hints) or None, flags=flags)
 
-    def reword(self, say: Callable[[str], str]) -> None:
-        """Change the words of each mistake too."""
-        super().reword(say)
-        for error in self.errors:
-            error.reword(say)
+    @property
+    def errors(self) -> tuple[UserError, ...]:
+        """The single mistakes."""
+        return self._errors
+
+    def rename_flags(self, rename: Callable[[str], str]) -> None:
+        """Call the flags of each mistake by other names, in place."""
+        for error in self._errors:
+            error.rename_flags(rename)
+        UserErrors.__init__(self, self._errors)
 
 
 class Inaccessible(ClipmillError):
@@ -110,10 +134,10 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
         _call(command, program=program)
         sys.stdout.flush()
     except UserError as error:
-        for one in error.errors if isinstance(error, UserErrors) else (error,):
-            print(f"error: {one}", file=sys.stderr)
-            if one.hint:
-                print(f"hint: {one.hint}", file=sys.stderr)
+        for mistake in error.errors:
+            print(f"error: {mistake}", file=sys.stderr)
+            if mistake.hint:
+                print(f"hint: {mistake.hint}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     except FailedWork as error:
         print(f"failed: {error}", file=sys.stderr)

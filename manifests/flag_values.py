@@ -30,13 +30,19 @@ def check_values(_app: Any, _commands: tuple[str, ...], arguments: Iterable[Any]
             raise UserError(
                 f"{argument.name} is {values[0]}, and it is a group of flags, which takes no value",
                 hint=f"give a value to one of its flags, such as {argument.children[0].name}",
+                flags=(argument.name,),
             )
         # Without a decimal point, cyclopts itself reports invalid integers.
         if argument.hint in (int, int | None) and (fractions := [value for value in values if "." in value]):
-            raise UserError(f"{argument.name} is {fractions[0]}", hint="give a whole number, without a decimal point")
+            raise UserError(
+                f"{argument.name} is {fractions[0]}",
+                hint="give a whole number, without a decimal point",
+                flags=(argument.name,),
+            )
         is_path = Path in (argument.hint, *get_args(argument.hint)) and argument.parameter.converter is None
         if is_path and (addresses := [value for value in values if is_remote(value)]):
             raise UserError(
                 f"{argument.name} is {addresses[0]}, and takes a local path",
                 hint="give a local path, and copy the files from or to that address",
+                flags=(argument.name,),
             )

@@ -108,7 +108,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
 
     def unknown(self, name: str, *, where: str) -> UserError:
         """The error for a name that no part has; `where` it was given, such as a flag."""
-        return UserError(f"{where} is {name}", hint=f"{where} must be one of: {', '.join(self)}")
+        return UserError(f"{where} is {name}", hint=f"{where} must be one of: {', '.join(self)}", flags=(where,))
 
     def _added(self) -> dict[str, EntryPoint]:
         """Entry points of other packages, by name; of those that two packages declare, the first."""

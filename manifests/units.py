@@ -75,7 +75,9 @@ def parse_size(text: str, *, flag: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     size_bytes = 0 if match is None else int(Fraction(match[1]) * 1000 ** " kmgtp".index((match[2] or " ").lower()))
     if size_bytes <= 0:
-        raise UserError(f'{flag} "{text}" is not a size', hint=f"give a number with a unit, such as {flag} 100GB")
+        raise UserError(
+            f'{flag} "{text}" is not a size', hint=f"give a number with a unit, such as {flag} 100GB", flags=(flag,)
+        )
     return size_bytes
 
 
@@ -90,7 +92,9 @@ def parse_length(text: str, *, flag: str, also: str = "") -> Fraction:
     """
     match = _LENGTH.fullmatch(text)
     if match is None or Fraction(match["number"]) == 0:
-        raise UserError(f'{flag} "{text}" is not a length', hint=f"write a number with a unit: 15s or 500ms{also}")
+        raise UserError(
+            f'{flag} "{text}" is not a length', hint=f"write a number with a unit: 15s or 500ms{also}", flags=(flag,)
+        )
     return Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
 
 
@@ -102,11 +106,13 @@ def parse_bitrate(text: str, *, flag: str) -> int:
     """
     if text.isdecimal() and int(text):
         meant = f"{int(text) // 1000}k" if int(text) >= 10_000 else f"{int(text)}k"
-        raise UserError(f'{flag} "{text}" has no unit', hint=f"write {flag} {meant} (bits per second)")
+        raise UserError(f'{flag} "{text}" has no unit', hint=f"write {flag} {meant} (bits per second)", flags=(flag,))
     match = _BITRATE.fullmatch(text)
     bits = Fraction(0) if match is None else Fraction(match["number"]) * (10**6 if match["unit"] == "M" else 1000)
     if not bits or bits.denominator != 1:
-        raise UserError(f'{flag} "{text}" is not a bitrate', hint="write 800k, 0.8M or 2M (bits per second)")
+        raise UserError(
+            f'{flag} "{text}" is not a bitrate', hint="write 800k, 0.8M or 2M (bits per second)", flags=(flag,)
+        )
     return int(bits)
 
 

@@ -1,5 +1,6 @@
 """The variants of each column on disk, which of them is current, and which one is being made (`dataset.json`)."""
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,9 +10,13 @@ from typing import Any
 from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import folder_lock
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import manifest_dir
 from clipmill.shards.columns import COLUMNS, VIDEO, command_for, how_to_make
 from clipmill.shards.format import DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
+
+_COMPRESSED = re.compile(r"\.(tgz|tar\.\w+)$")
+_MAX_NAMED = 5  # tars in a hint
 
 # The variants that this process reads in place of the current ones: data folder -> column -> name.
 _chosen: dict[Path, Mapping[str, str]] = {}
@@ -43,14 +48,59 @@ def variant_dir(data_dir: Path, column: str, variant: str) -> Path:
 
 
 def no_shards(data_dir: Path, column: str) -> UserError:
-    """Return the error for a folder without a variant of `column`, which may be one of videos given by mistake."""
-    if manifest_dir(data_dir).exists() or (data_dir / DATASET_FILE).exists():
-        return UserError(f"{data_dir} has no {column} shards", hint=f"run {how_to_make(column, data_dir)}")
+    """Return the error for a folder without a current variant of `column`, which may not be a data folder."""
+    if not is_data_folder(data_dir):
+        return not_a_data_folder(data_dir)
+    known, path = list_variants(data_dir, column), data_dir / DATASET_FILE
+    if known and not path.exists():
+        return UserError(
+            f"{path} is missing, and with it the name of the current variant of {column}",
+            hint=f"run prep {command_for(column)} with the settings of one of them again: {', '.join(known)}",
+        )
+    return UserError(f"{data_dir} has no {column} shards", hint=f"run {how_to_make(column, data_dir)}")
+
+
+def is_data_folder(place: Path) -> bool:
+    """Return True if `place` has a manifest, or shards of a column."""
+    return manifest_dir(place).exists() or (place / DATASET_FILE).exists()
+
+
+def not_a_data_folder(place: Path) -> UserError:
+    """Return the error for an existing file or folder that is not a data folder; the hint fits what it holds."""
+    what = f"{place} is not a data folder: it has no video shards, and no manifest"
+    if not place.is_dir():
+        what = f"{place} is a file, not a data folder"
+    tars = sorted(path.name for path in place.glob("*.tar")) if place.is_dir() else []
+    folder = place if place.is_dir() else place.parent
+    if around := next((parent for parent in place.parents if is_data_folder(parent)), None):
+        return UserError(what, hint=f"it belongs to the data folder {around}: name that one")
+    if inside := next((path for path in sorted(folder.iterdir()) if path.is_dir() and is_data_folder(path)), None):
+        return UserError(what, hint=f"name a data folder, such as {inside}")
+    if tars:
+        them = "them" if len(tars) > 1 else "it"
+        hint = f"to train on its {counted(len(tars), 'tar')}, name {them}: '{_pattern_of(place, tars)}'"
+        return UserError(what, hint=hint)
+    if _COMPRESSED.search(place.name):
+        return UserError(what, hint="decompress it, and name the tar: training reads tars as they are")
     return UserError(
-        f"{data_dir} is not a data folder: it has no {column} shards, and no manifest",
-        hint=f"if it has videos, make a data folder of them: prep manifest folder {shlex.quote(str(data_dir))} "
-        f"--data DATA; then {how_to_make(VIDEO, 'DATA')}",
+        what,
+        hint=f"if {'it' if place.is_dir() else 'its folder'} has videos, make a data folder of them: "
+        f"prep manifest folder {shlex.quote(str(folder))} --data DATA; then {how_to_make(VIDEO, 'DATA')}",
     )
+
+
+def _pattern_of(folder: Path, names: list[str]) -> str:
+    """Return the pattern of tars that training takes: numbers as a range, other names as a list."""
+    if len(names) == 1:
+        return f"{folder}/{names[0]}"
+    stems = [name.removesuffix(".tar") for name in names]
+    prefix = stems[0].rstrip("0123456789")
+    numbers = [stem.removeprefix(prefix) for stem in stems]
+    are_numbers = all(number.isdecimal() and len(number) == len(numbers[0]) for number in numbers)
+    if are_numbers and int(numbers[-1]) - int(numbers[0]) == len(numbers) - 1:
+        return f"{folder}/{prefix}{{{numbers[0]}..{numbers[-1]}}}.tar"
+    shown = [*stems[:_MAX_NAMED], *(["..."] if len(stems) > _MAX_NAMED else [])]
+    return f"{folder}/{{{','.join(shown)}}}.tar"
 
 
 def list_variants(data_dir: Path, column: str) -> list[str]:
@@ -154,7 +204,7 @@ def _read(data_dir: Path) -> dict[str, Any]:
     path = data_dir / DATASET_FILE
     try:
         dataset = read_checked_json(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {"clipmill_format": FORMAT_VERSION, "columns": {}}
     except ValueError as error:
         raise DamagedDataset(path, str(error)) from error

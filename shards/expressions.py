@@ -103,9 +103,9 @@ def parse_conditions(text: str, *, fields: Mapping[str, Kind], flag: str) -> lis
         UserError: it is not a condition; the message has the position, and the nearest name for one that is unknown.
     """
     if len(text) > MAX_CHARS:
-        raise UserError(f"{flag} has {len(text):,} characters", hint=f"use {MAX_CHARS:,} or fewer")
+        raise UserError(f"{flag} has {len(text):,} characters", hint=f"use {MAX_CHARS:,} or fewer", flags=(flag,))
     if not text:
-        raise UserError(f"{flag} is empty", hint=EXAMPLE)
+        raise UserError(f"{flag} is empty", hint=EXAMPLE, flags=(flag,))
     with connect() as database:
         return _Parser(database, text, fields=fields, flag=flag).conditions()
 
@@ -113,7 +113,7 @@ def parse_conditions(text: str, *, fields: Mapping[str, Kind], flag: str) -> lis
 def refused(text: str, problem: str, *, flag: str, hint: str | None = None) -> UserError:
     """The error for an expression that cannot be parsed or evaluated."""
     shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} ..."
-    return UserError(f"{flag} '{shown}': {problem.partition(chr(10))[0]}", hint=hint or EXAMPLE)
+    return UserError(f"{flag} '{shown}': {problem.partition(chr(10))[0]}", hint=hint or EXAMPLE, flags=(flag,))
 
 
 class _Parser:

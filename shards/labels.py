@@ -46,6 +46,7 @@ def read_labelled(data_dir: Path, names: Collection[str] | None = None) -> pa.Ta
             raise UserError(
                 f"--where uses {unknown[0]}, and the captions of {data_dir} {problem} {unknown[0]}",
                 hint=f"labels there: {', '.join(known) or 'none'}",
+                flags=("--where",),
             )
         labels = known if names is None else sorted(names)
         tables = []

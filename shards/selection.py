@@ -53,6 +53,7 @@ def selected_chunks(
                 f"--where uses {', '.join(sorted(of_chunks))} of chunks, and {counted(num_missing, 'chunk')} of "
                 f"{len(rows):,} are not in the current variant of video",
                 hint=f"see prep status --data {shlex.quote(str(data_dir))}",
+                flags=("--where",),
             )
         columns |= {name: _taken(chunks[name], rows) for name in of_chunks}
     for column, names in where.stored_in.items():
@@ -66,6 +67,7 @@ def selected_chunks(
             raise UserError(
                 f"--where uses {column}, and {counted(len(missing), 'chunk')} of {len(rows):,} have none",
                 hint=f"run {how_to_make(column, data_dir)}, or leave {column} out of --where",
+                flags=("--where",),
             )
         columns |= {name: _taken(table[name], rows) for name in names}
     if not where.labels:
@@ -180,6 +182,7 @@ def nothing_selected(where: Where, *, what: str) -> UserError:
     return UserError(
         f"--where '{where.text}' selects none of {what}",
         hint="use a weaker condition or a larger --share, or leave these data out",
+        flags=("--where",),
     )
 
 

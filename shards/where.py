@@ -155,6 +155,7 @@ class Where:
                     f"{_FLAG}: {condition.text} is one condition on fields of chunks ({', '.join(names['chunk'])}) "
                     f"and of captions ({', '.join(names['caption'])})",
                     hint="write conditions on chunks and conditions on captions apart, and join them by `and`",
+                    flags=(_FLAG,),
                 )
             (of_captions if "caption" in names else of_chunks).append(condition)
         return self._part(of_chunks), self._part(of_captions)
@@ -164,7 +165,9 @@ class Where:
         fields = _fields_of(self.names)
         if other := sorted(name for name in self.names if fields[name].level not in levels):
             known = ", ".join(name for name, field in known_fields().items() if field.level in levels)
-            raise UserError(f"{_FLAG} uses {', '.join(other)}, but {because}", hint=f"use one of {known}")
+            raise UserError(
+                f"{_FLAG} uses {', '.join(other)}, but {because}", hint=f"use one of {known}", flags=(_FLAG,)
+            )
 
     def _part(self, conditions: list[Condition]) -> "Where | None":
         if len(conditions) == len(self.conditions):
@@ -180,7 +183,9 @@ def parse_where(text: str) -> Where:
         UserError: it is not one; the message has the position, and the nearest name for one that is unknown.
     """
     if not isinstance(text, str):
-        raise UserError(f"{_FLAG} is {text!r}, not a text", hint="write a condition, such as 'motion > 0.2'")
+        raise UserError(
+            f"{_FLAG} is {text!r}, not a text", hint="write a condition, such as 'motion > 0.2'", flags=(_FLAG,)
+        )
     text = text.strip()
     names = [*known_fields(), *_LABEL.findall(text.lower())]
     kinds = {name: field.kind for name, field in _fields_of(names).items()}

@@ -66,7 +66,7 @@ def test_the_page_of_messages_has_those_that_commands_print() -> None:
     text = messages_page(Path(build.__file__).parents[2])
     for message, hint in (
         ("the data folder … does not exist", "create one: prep manifest folder VIDEOS --data …"),
-        ("--workers … is out of range", "give 1 or more, or omit it"),
+        ("--address … requires --engine ray", "omit --engine processes, or omit --address"),
         ("… exists already", "use another --out"),
     ):
         assert f"| {message} | {hint}" in text

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.video_files import VIDEO_SUFFIXES, Fault, Scan, VideoFile, file_order, no_videos
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.errors import AccessRefused
+from clipmill.manifests.storage.errors import AccessDenied, AccessRefused
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.manifests.storage.stores import scheme_of
@@ -151,7 +151,7 @@ def _look_up(servers: dict[str, Objects], url: str, relative: str) -> VideoFile 
     except FileNotFoundError:
         return None
     except AccessRefused as error:
-        if not is_web(url) and "access denied" not in str(error):
+        if not is_web(url) and not isinstance(error, AccessDenied):
             raise
         return Fault(url, Reason.UNREADABLE, masked(str(error).rpartition(": ")[2]))
     except OSError as error:

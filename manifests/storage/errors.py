@@ -59,6 +59,10 @@ class AccessRefused(UserError, PermissionError):
     """The server refuses the credentials or the request."""
 
 
+class AccessDenied(AccessRefused):
+    """The credentials are valid, and do not allow the request."""
+
+
 class OddName(OSError):
     """A listing has an object whose name obstore does not take: with `//`, `.` or `..` as a folder, or unprintable."""
 
@@ -139,7 +143,7 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
         hint = f"check {cloud.credentials}" + ("" if cloud.names_clock else ", and the clock of this machine")
         raise AccessRefused(f"{where}: the credentials are refused ({code or reason})", hint=hint) from None
     if reason.startswith("403"):
-        raise AccessRefused(
+        raise AccessDenied(
             f"{where}: access denied ({code or reason})",
             hint="grant this account access to the bucket, or check its credentials",
         ) from None

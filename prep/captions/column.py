@@ -1,6 +1,6 @@
 """The column `captions`: its flags and its `ColumnSpec`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.quoting import on_one_line
+from clipmill.manifests.settings import Range
 from clipmill.prep.captions.recipe import CAPTIONS_SCHEMA, CaptionsSettings
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.recipe import KEPT, settings_from
@@ -27,58 +28,64 @@ class CaptionsRequest(ModelRequest):
         int | None,
         EXECUTION,
         FIRST_RUN,
+        Range(least=1),
         Parameter(
             help="Number of shards to caption in parallel, 1 or more: by a model each, or by requests to the server. "
             "Default: one per GPU, or 1 on a CPU; with --endpoint one per CPU core, or 4 if there are fewer cores."
         ),
     ] = None
     batch: Annotated[
-        int, EXECUTION, KEPT, Parameter(help="Batch size of a model that runs here, in chunks, 1 or more.")
+        int,
+        EXECUTION,
+        KEPT,
+        Range(1, 1 << 16),
+        Parameter(help="Batch size of a model that runs here, in chunks, 1 or more."),
     ] = BATCH
     in_flight: Annotated[
         int,
         EXECUTION,
         KEPT,
         FIRST_RUN,
+        Range(1, 4096),
         Parameter(help="Number of requests to the server at a time, shared by all workers, 1 to 4096."),
     ] = 64
     retries: Annotated[
         int,
         EXECUTION,
         KEPT,
+        Range(0, 1000),
         Parameter(
             help="Number of times that a request is repeated after 429, 5xx, a broken connection or --timeout, after "
             "pauses that grow to 8 s, or when the server says; 10: about a minute."
         ),
     ] = 10
-    timeout: Annotated[float, EXECUTION, KEPT, Parameter(help="Time limit of a request in seconds, above 0.")] = 300.0
+    timeout: Annotated[
+        float,
+        EXECUTION,
+        KEPT,
+        Range(above=0, most=86_400),
+        Parameter(help="Time limit of a request in seconds, above 0."),
+    ] = 300.0
     max_tokens_total: Annotated[
         int | None,
         EXECUTION,
         KEPT,
         FIRST_RUN,
+        Range(least=1),
         Parameter(
             help="Number of tokens, in and out, that all answers of this variant may take, those of earlier runs "
             "included. Then no request is sent any more; those in flight are still answered. Default: no limit."
         ),
     ] = None
 
-    def check(self) -> None:
-        for flag, value, most in (("batch", self.batch, 1 << 16), ("in-flight", self.in_flight, 4096)):
-            if not 1 <= value <= most:
-                raise UserError(f"--{flag} {value} is out of range", hint=f"give 1 to {most}")
-        if not 0 <= self.retries <= 1000:
-            raise UserError(f"--retries {self.retries} is out of range", hint="give 0 to 1000")
-        if not 0 < self.timeout <= 86_400:
-            raise UserError(f"--timeout {self.timeout:g} is out of range", hint="give seconds, up to 86400")
-        if self.max_tokens_total is not None and self.max_tokens_total < 1:
-            raise UserError(f"--max-tokens-total {self.max_tokens_total} is out of range", hint="give 1 or more")
+    def rules(self) -> Iterator[UserError]:
+        yield from super().rules()
         if self.max_tokens_total is not None and self.part is not None:
-            raise UserError(
+            yield UserError(
                 "--max-tokens-total does not apply to --part: the parts do not know of each other's tokens",
                 hint="run one command with more --in-flight, or omit --max-tokens-total",
+                flags=("--max-tokens-total", "--part"),
             )
-        super().check()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +94,9 @@ class CaptionsPlanRequest(PlanRequest):
 
     trial: Annotated[
         int,
+        Range(0, 100),
         Parameter(help="Number of chunks to caption now, for the estimate of tokens and time; a run keeps them."),
     ] = 0
-
-    def check(self) -> None:
-        if not 0 <= self.trial <= 100:
-            raise UserError(f"--trial {self.trial} is out of range", hint="give 0 to 100, for example 3")
 
 
 def _read_settings(stored: Mapping[str, Any], weights: str | None) -> CaptionsSettings:

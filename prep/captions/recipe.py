@@ -1,6 +1,7 @@
 """The settings of `prep captions`, and the values of the recipe that they give."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,6 +11,7 @@ from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.settings import Checked, Needs, Range, caught
 from clipmill.prep.captions.weights import find_model
 from clipmill.prep.core.recipe import NOT_STORED, Recipe
 from clipmill.shards.where_flag import check_where
@@ -20,11 +22,11 @@ PROMPT = "Describe this video clip in one sentence."
 _MAX_PROMPT_CHARS = 100_000
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
-_RANGES = {"frames": (1, 256), "size": (16, 4096), "max_tokens": (1, 100_000)}
+_SAMPLING = Needs("temperature", use="1")  # with 0, the most likely token is taken at each step
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptionsSettings:
+class CaptionsSettings(Checked):
     """Settings of `prep captions`: all but the address of the server and `where` affect the captions."""
 
     model: Annotated[str, MODEL, FIRST_RUN]
@@ -42,22 +44,22 @@ class CaptionsSettings:
     prompt_file: Annotated[Path | None, MODEL, NOT_STORED] = None
     """UTF-8 file with the prompt, in place of --prompt."""
 
-    frames: Annotated[int, MODEL, FIRST_RUN] = 8
+    frames: Annotated[int, MODEL, FIRST_RUN, Range(1, 256)] = 8
     """Number of frames of each chunk that the model sees, evenly spaced, 1 to 256."""
 
-    size: Annotated[int, MODEL, FIRST_RUN] = 448
+    size: Annotated[int, MODEL, FIRST_RUN, Range(16, 4096)] = 448
     """Longer side of these pictures in pixels at most, 16 to 4096. Smaller frames are not enlarged."""
 
-    max_tokens: Annotated[int, MODEL] = 256
+    max_tokens: Annotated[int, MODEL, Range(1, 100_000)] = 256
     """Maximum number of tokens of an answer, 1 to 100000. An answer that reaches it is a failure (answer_truncated)."""
 
-    temperature: Annotated[float, MODEL] = 0.0
+    temperature: Annotated[float, MODEL, Range(0, 2)] = 0.0
     """Temperature, 0 to 2; 0: the most likely token at each step."""
 
-    top_p: Annotated[float | None, MODEL] = None
+    top_p: Annotated[float | None, MODEL, Range(above=0, most=1), _SAMPLING] = None
     """Nucleus sampling, from the most likely tokens whose probabilities add up to this, above 0 to 1."""
 
-    seed: Annotated[int | None, MODEL] = None
+    seed: Annotated[int | None, MODEL, Range(0, (1 << 31) - 1), _SAMPLING] = None
     """Random seed of sampling. Default: 0, or with --endpoint that of the server."""
 
     precision: Annotated[Literal["float32", "float16", "bfloat16"], MODEL] = "bfloat16"
@@ -67,27 +69,24 @@ class CaptionsSettings:
     """Condition that selects the chunks to caption, on their scores and videos, such as 'num_captions = 0'. It is not
     part of the variant. Default: all chunks."""
 
-    def __post_init__(self) -> None:
+    def rules(self) -> Iterator[UserError]:
+        """Yield names, prompts, addresses and conditions that are not such."""
         if not self.model or self.model != self.model.strip() or _CONTROL.search(self.model):
-            raise UserError(f"--model {self.model!r} is not a name", hint="give a folder, or the name of a model")
-        for name, (least, most) in _RANGES.items():
-            if not least <= getattr(self, name) <= most:
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} {getattr(self, name)} is out of range", hint=f"give {least} to {most}")
-        if not 0 <= self.temperature <= 2:
-            raise UserError(f"--temperature {self.temperature:g} is out of range", hint="give 0 to 2")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p {self.top_p:g} is out of range", hint="give a number above 0, and 1 at most")
-        if self.seed is not None and not 0 <= self.seed < 1 << 31:
-            raise UserError(f"--seed {self.seed} is out of range", hint="give a whole number from 0 to 2^31 - 1")
-        if not self.temperature and (self.top_p is not None or self.seed is not None):
-            raise UserError("--top-p and --seed have no effect at --temperature 0", hint="omit them, or sample")
+            yield UserError(
+                f"--model {self.model!r} is not a name",
+                hint="give a folder, or the name of a model",
+                flags=("--model",),
+            )
         if self.prompt_file is not None and self.prompt != PROMPT:
-            raise UserError("--prompt and --prompt-file exclude each other", hint="give one of them")
-        _require_prompt(self.prompt, of="--prompt")
+            yield UserError(
+                "--prompt and --prompt-file exclude each other",
+                hint="give one of them",
+                flags=("--prompt", "--prompt-file"),
+            )
+        yield from caught(_require_prompt, self.prompt, flag="--prompt")
         if self.endpoint is not None:
-            _require_address(self.endpoint)
-        check_where(self.where)
+            yield from caught(_require_address, self.endpoint)
+        yield from caught(check_where, self.where)
 
     def with_prompt(self) -> "CaptionsSettings":
         """Return the settings with the text of `prompt_file`.
@@ -102,18 +101,23 @@ class CaptionsSettings:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
             raise UserError(f"--prompt-file {self.prompt_file} cannot be read: {reason}", hint="give a text") from None
-        _require_prompt(text, of=f"--prompt-file {self.prompt_file}")
+        _require_prompt(text, flag="--prompt-file", of=f" {self.prompt_file}")
         return replace(self, prompt=text, prompt_file=None)
 
 
-def _require_prompt(text: str, *, of: str) -> None:
+def _require_prompt(text: str, *, flag: str, of: str = "") -> None:
     if not text.strip():
-        raise UserError(f"{of} is empty", hint="describe the caption that you want")
+        raise UserError(f"{flag}{of} is empty", hint="describe the caption that you want", flags=(flag,))
     if len(text) > _MAX_PROMPT_CHARS:
-        raise UserError(f"{of} has {len(text):,} characters", hint=f"use at most {_MAX_PROMPT_CHARS:,}")
-    if found := _CONTROL.search(text):
-        where = f"character {found.start() + 1} is U+{ord(found[0]):04X}"
-        raise UserError(f"{of} has a control character: {where}", hint="use text, spaces, tabs and line feeds alone")
+        raise UserError(
+            f"{flag}{of} has {len(text):,} characters", hint=f"use at most {_MAX_PROMPT_CHARS:,}", flags=(flag,)
+        )
+    if match := _CONTROL.search(text):
+        raise UserError(
+            f"{flag}{of} has a control character: character {match.start() + 1} is U+{ord(match[0]):04X}",
+            hint="use only text, spaces, tabs and line feeds",
+            flags=(flag,),
+        )
 
 
 def _require_address(address: str) -> None:
@@ -123,11 +127,14 @@ def _require_address(address: str) -> None:
     except ValueError:
         is_address = False
     if not is_address or _CONTROL.search(address) or " " in address:
-        raise UserError("--endpoint is not an address", hint="give one such as http://localhost:8000/v1")
+        raise UserError(
+            "--endpoint is not an address", hint="give one such as http://localhost:8000/v1", flags=("--endpoint",)
+        )
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise UserError(
             "--endpoint has a password, a query or a fragment, which would be recorded",
             hint="put the key into the environment variable OPENAI_API_KEY",
+            flags=("--endpoint",),
         )
 
 

@@ -1,7 +1,7 @@
 """`prep advise`: check whether a disk or a bucket can keep up with training."""
 
 import json as json_module
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.settings import Checked, Range
 from clipmill.prep.core.request import Data, Json
 from clipmill.shards.columns import LATENTS, VIDEO
 
@@ -24,52 +25,41 @@ _MAX_NODES, _MAX_GPUS = 100_000, 1_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Asked(Checked):
     """The flags of `prep advise`."""
 
-    step_time: Annotated[float | None, _Number] = None
+    step_time: Annotated[float | None, _Number, Range(above=0)] = None
     """Duration of a training step in seconds, without waiting for data. Default: the median of --run."""
 
-    batch: Annotated[int | None, _Number] = None
+    batch: Annotated[int | None, _Number, Range(above=0)] = None
     """Batch size in clips per step, of all nodes. Default: that of --run, scaled to --nodes and --gpus."""
 
     run: Path | None = None
     """Run folder of train, which provides step time and batch size."""
 
-    nodes: Annotated[int | None, _Number] = None
+    nodes: Annotated[int | None, _Number, Range(1, _MAX_NODES)] = None
     """Number of nodes that read the same disk or bucket. Default: 1."""
 
-    gpus: Annotated[int | None, _Number] = None
+    gpus: Annotated[int | None, _Number, Range(1, _MAX_GPUS)] = None
     """GPUs per node. Default: 1."""
 
     column: ReadColumn = VIDEO
     """What training reads: video, or latents (train --input latents)."""
 
-    read_speed: Annotated[float | None, _Number] = None
+    read_speed: Annotated[float | None, _Number, Range(above=0)] = None
     """Read speed of the disk or bucket in MB/s, of all nodes together. Default: measured from this node."""
 
     bitrate: Annotated[str | None, _Number] = None
     """Bitrate of the chunks in bit/s, such as 800k, 0.8M or 2M. Default: that of the existing chunks."""
 
-    def check(self) -> None:
-        """Raise a UserError if a number is out of range, or a flag has no effect."""
-        limits = {
-            "step_time": ("seconds", math.inf),
-            "batch": ("clips", math.inf),
-            "read_speed": ("MB/s", math.inf),
-            "nodes": ("nodes", _MAX_NODES),
-            "gpus": ("GPUs", _MAX_GPUS),
-        }
-        for name, (unit, most) in limits.items():
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and 0 < value <= most):
-                limit = "" if math.isinf(most) else f", at most {most:,}"
-                raise UserError(
-                    f"--{name.replace('_', '-')} {value} is out of range",
-                    hint=f"give a number of {unit} greater than 0{limit}",
-                )
+    def rules(self) -> Iterator[UserError]:
+        """Yield --bitrate beside a column that has none."""
         if self.bitrate is not None and self.column != VIDEO:
-            raise UserError(f"--bitrate has no effect on {self.column}", hint=f"leave it out, or use --column {VIDEO}")
+            yield UserError(
+                f"--bitrate has no effect on {self.column}",
+                hint=f"leave it out, or use --column {VIDEO}",
+                flags=("--bitrate",),
+            )
 
 
 def advise(
@@ -96,7 +86,6 @@ def advise(
     from clipmill.prep.core.data_folder import require_data_folder
     from clipmill.shards.damage import Damaged
 
-    asked.check()
     given_bytes_per_s = None if asked.bitrate is None else parse_bitrate(asked.bitrate, flag="--bitrate") / 8
     data_dir = require_data_folder(data)
     step = _step(asked)

@@ -1,9 +1,14 @@
-"""Kinds of datasets that `prep manifest` reads; `DATASETS` lists those of video-text retrieval and action classes."""
+"""The datasets that `prep manifest` reads: `DATASETS` has a row for each.
+
+To add a dataset, write a reader in `manifests/adapters/` and add a row to `DATASETS`, or declare the row in a package
+of your own (docs/plugins.md).
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from clipmill.manifests.imported import imported
+from clipmill.manifests.plugins import Parts
 
 if TYPE_CHECKING:
     from clipmill.manifests.adapters.reading import Reading
@@ -14,11 +19,11 @@ class Adapter:
     """A kind of dataset.
 
     Attributes:
-        name: of the command, and default name of the dataset.
-        reader: import path `package.module:function` of its reader, which returns a `Reading`.
-        takes: input of the reader: "captions" for a folder of videos and one table of captions, "annotations" for a
+        name: Name of the command, and default name of the dataset.
+        reader: Import path `package.module:function` of its reader, which returns a `Reading`.
+        takes: Input of the reader: "captions" for a folder of videos and one table of captions, "annotations" for a
             folder of videos and annotation files, "lists" for lists of clips.
-        text: help text of the command and its parameters.
+        text: Help text of the command and its parameters.
     """
 
     name: str
@@ -33,6 +38,63 @@ class Adapter:
 
 
 DATASETS = (
+    Adapter(
+        "folder",
+        "clipmill.manifests.adapters.folder:read_folder",
+        "captions",
+        """Read all video files in a folder, with an optional caption table.
+
+        The table has the columns video and text, and optionally begin_s, end_s or duration_s (in seconds), source,
+        likelihood, split (train, val or test), label, and label_NAME for other labels; with a label, text may be
+        missing. Common other names of these columns, separators and encodings are recognized. If none of its rows is
+        valid, the manifest is not changed.
+
+        Videos on a web server, which cannot be listed, are those that the table names by URLs, or by paths below the
+        URL given as the folder.
+
+        Example: prep manifest folder VIDEOS --captions captions.csv
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, a path or a URL such as s3://bucket/videos; subfolders are included. Omit it if the
+            table has the URLs of the videos.
+        """,
+    ),
+    Adapter(
+        "vatex",
+        "clipmill.manifests.adapters.vatex:read_vatex",
+        "annotations",
+        """Read VATEX: clips with ten English captions each.
+
+        Example: prep manifest vatex VIDEOS --annotations vatex_training_v1.0.json
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, named <videoID>.mp4 or with another extension.
+        """,
+    ),
+    Adapter(
+        "ego4d",
+        "clipmill.manifests.adapters.ego4d:read_ego4d",
+        "annotations",
+        """Read Ego4D narrations: the official JSON files, the pickled lists of AVION and LaViLa, or EgoVLP's files.
+
+        The files are all_narrations_redacted.json or narration.json. Their timestamps are expanded to intervals by
+        EgoVLP's rule. With ego4d.json, videos of any validation or test split are not in train. Pickles may contain
+        only lists, tuples, strings and numbers; any other pickle is rejected without being executed. EgoVLP's
+        egoclip.csv has training pairs, and the clips of its egomcq.json are in val. A .txt file lists videos to leave
+        out, one ID per line.
+
+        Example: prep manifest ego4d VIDEOS --annotations narration.json ego4d.json
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, named <video_uid>.mp4.
+        """,
+    ),
     Adapter(
         "epic-kitchens",
         "clipmill.manifests.adapters.epic_kitchens:read_epic_kitchens",
@@ -128,4 +190,11 @@ DATASETS = (
             Folder of the videos, named ID.webm.
         """,
     ),
+)
+ADAPTERS = Parts(
+    "adapter",
+    group="adapters",
+    kind=Adapter,
+    own={adapter.name: adapter for adapter in DATASETS},
+    taken=("captions", "synthetic"),
 )

@@ -1,7 +1,7 @@
 """`prep manifest KIND`: the commands that read datasets into the manifest, one per kind of dataset.
 
-`ADAPTERS` has the kinds: each entry has the reader, its parameters and the help text. To add a kind of dataset, write a
-reader in `manifests/adapters/` and add an entry here, or declare it in a package of your own (docs/plugins.md).
+`datasets.py` lists the kinds. A kind takes a table of captions, annotation files or lists of clips; a kind that takes
+something else needs a function here that makes its command.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ from cyclopts import App, Parameter, Token
 from clipmill.manifests.data_location import address_of
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.flag_values import OPTIONS
-from clipmill.manifests.plugins import Parts
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.settings import Range, refuse
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.storage.urls import folder_of, place_of
 from clipmill.prep.commands import manifest_captions
-from clipmill.prep.commands.datasets import DATASETS, Adapter
+from clipmill.prep.commands.datasets import ADAPTERS, Adapter
 from clipmill.prep.commands.manifest_write import Target, write_dataset
 from clipmill.prep.core.request import Data
 
@@ -59,75 +59,6 @@ def _places(tokens: Sequence[Token]) -> "list[Place]":
 
 ONE_PLACE = Parameter(converter=lambda _type, tokens: _places(tokens)[0])
 app = App(name="manifest", help="Read videos and captions of a dataset into the manifest.", group_parameters=OPTIONS)
-
-
-_ADAPTERS = (
-    Adapter(
-        "folder",
-        "clipmill.manifests.adapters.folder:read_folder",
-        "captions",
-        """Read all video files in a folder, with an optional caption table.
-
-        The table has the columns video and text, and optionally begin_s, end_s or duration_s (in seconds), source,
-        likelihood, split (train, val or test), label, and label_NAME for other labels; with a label, text may be
-        missing. Common other names of these columns, separators and encodings are recognized. If none of its rows is
-        valid, the manifest is not changed.
-
-        Videos on a web server, which cannot be listed, are those that the table names by URLs, or by paths below the
-        URL given as the folder.
-
-        Example: prep manifest folder VIDEOS --captions captions.csv
-
-        Parameters
-        ----------
-        directory
-            Folder of the videos, a path or a URL such as s3://bucket/videos; subfolders are included. Omit it if the
-            table has the URLs of the videos.
-        """,
-    ),
-    Adapter(
-        "vatex",
-        "clipmill.manifests.adapters.vatex:read_vatex",
-        "annotations",
-        """Read VATEX: clips with ten English captions each.
-
-        Example: prep manifest vatex VIDEOS --annotations vatex_training_v1.0.json
-
-        Parameters
-        ----------
-        directory
-            Folder of the videos, named <videoID>.mp4 or with another extension.
-        """,
-    ),
-    Adapter(
-        "ego4d",
-        "clipmill.manifests.adapters.ego4d:read_ego4d",
-        "annotations",
-        """Read Ego4D narrations: the official JSON files, the pickled lists of AVION and LaViLa, or EgoVLP's files.
-
-        The files are all_narrations_redacted.json or narration.json. Their timestamps are expanded to intervals by
-        EgoVLP's rule. With ego4d.json, videos of any validation or test split are not in train. Pickles may contain
-        only lists, tuples, strings and numbers; any other pickle is rejected without being executed. EgoVLP's
-        egoclip.csv has training pairs, and the clips of its egomcq.json are in val. A .txt file lists videos to leave
-        out, one ID per line.
-
-        Example: prep manifest ego4d VIDEOS --annotations narration.json ego4d.json
-
-        Parameters
-        ----------
-        directory
-            Folder of the videos, named <video_uid>.mp4.
-        """,
-    ),
-    *DATASETS,
-)
-ADAPTERS = Parts(
-    "adapter",
-    group="adapters",
-    kind=Adapter,
-    own={adapter.name: adapter for adapter in _ADAPTERS},
-    taken=("captions", "synthetic"),
-)
 
 
 def _with_captions(adapter: Adapter) -> Callable[..., None]:
@@ -249,10 +180,7 @@ def synthetic(
     from clipmill.manifests.progress import Activity
     from clipmill.prep.synthetic.make import Mode, make_synthetic
 
-    if videos < 1:
-        raise UserError(f"--videos {videos} is out of range", hint="give 1 or more")
-    if not 0 < minutes <= 600:
-        raise UserError(f"--minutes {minutes} is out of range", hint="give a number greater than 0 and at most 600")
+    refuse([*Range(least=1).mistakes("--videos", videos), *Range(above=0, most=600).mistakes("--minutes", minutes)])
     name = dataset or "synthetic"
     if out is None and (mirror := mirror_of(data)) is not None:
         raise UserError(

@@ -3,7 +3,6 @@
 import json as json_module
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,10 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted, on_one_line, quoted
+from clipmill.manifests.settings import Range, refuse
 from clipmill.prep.core.request import Data
+
+_LIKELIHOOD = Range(most=0, hint="give the logarithm of a probability, 0 or less, such as -1.5")
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -88,11 +90,7 @@ def captions(
     from clipmill.shards.columns import VIDEO
     from clipmill.shards.dataset import current_variant
 
-    if min_likelihood is not None and not (isfinite(min_likelihood) and min_likelihood <= 0):
-        raise UserError(
-            f"--min-likelihood {min_likelihood} is out of range",
-            hint="give the logarithm of a probability, 0 or less, such as -1.5",
-        )
+    refuse(_LIKELIHOOD.mistakes("--min-likelihood", min_likelihood))
     if source is not None and not is_source_name(source):
         raise UserError(f"--source {quoted(source)} is not a name", hint=f"give a name of {SOURCE_CHARS}")
     folder = require_data_folder(data)

@@ -96,9 +96,8 @@ def plan_column(column: ColumnSpec, settings: Any, request: PlanRequest) -> None
     """Print what making the column would do, and why; or the state of what `explain` names (`ColumnWork.explain`).
 
     Raises:
-        UserError: a record is damaged, or a flag has an invalid value.
+        UserError: a record is damaged.
     """
-    request.check()
     with Activity("planning"):
         from clipmill.prep.core.data_folder import require_data_folder
         from clipmill.prep.core.ending import with_file_problems

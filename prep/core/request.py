@@ -4,7 +4,7 @@ A request is passed on whole, from the command line to the column's work.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter, Token
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.settings import Checked, Range, caught, mistakes, refuse
 from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
 from clipmill.manifests.units import parse_size
 from clipmill.prep.core.column import DATA_VARIABLE
@@ -66,6 +67,7 @@ Workers = Annotated[
     int | None,
     EXECUTION,
     FIRST_RUN,
+    Range(least=1),
     Parameter(help="Number of shards to make in parallel, 1 or more. Default: one per CPU core."),
 ]
 MaxFailures = Annotated[
@@ -95,11 +97,13 @@ ModelWorkers = Annotated[
     int | None,
     EXECUTION,
     FIRST_RUN,
+    Range(least=1),
     Parameter(help="Number of model replicas, 1 or more. Default: one per GPU, or one per CPU core."),
 ]
 NumGpus = Annotated[
     float | None,
     EXECUTION,
+    Range(least=0),
     Parameter(
         help="GPUs per worker, such as 1 or 0.5; 0: run on the CPU. Default: 1 if this machine, or the Ray cluster at "
         "--address, has a GPU, else 0."
@@ -109,7 +113,7 @@ _HIDDEN = Parameter(parse=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(Checked):
     """Options of a command that are not settings of its column.
 
     Attributes:
@@ -184,41 +188,46 @@ class Request:
 
         return LIMIT_S if self.cluster is not None else 0.0
 
-    def check(self) -> None:
-        """Validate the flags.
+    def __post_init__(self) -> None:
+        """Leave the checks to `check`: some depend on the environment, and commands have default requests."""
 
-        Raises:
-            UserError: a flag has an invalid value, or flags contradict each other.
-        """
-        if self.workers is not None and self.workers < 1:
-            raise UserError(f"--workers {self.workers} is out of range", hint="give 1 or more, or omit it")
-        if self.num_gpus is not None and not 0 <= self.num_gpus < float("inf"):
-            raise UserError(
-                f"--num-gpus {self.num_gpus:g} is out of range", hint="give 1, a fraction such as 0.5, or 0 for the CPU"
-            )
-        _ = self.scratch_bytes
+    def check(self) -> None:
+        """Raise a UserError with all flags that have an invalid value, or that contradict each other."""
+        refuse(mistakes(self))
+
+    def rules(self) -> Iterator[UserError]:
+        """Yield an invalid size, addresses that are not those of clusters, and flags that contradict each other."""
+        yield from caught(lambda: self.scratch_bytes)
         if self.address is not None and not _CLUSTER.fullmatch(self.address):
-            raise UserError(
+            yield UserError(
                 f'--address "{self.address}" is not the address of a Ray cluster',
                 hint="give auto, or host:port such as 10.0.0.1:6379",
+                flags=("--address",),
             )
-        if self.address is not None and self.engine == "processes":
-            raise UserError(
-                f"--address {self.address} requires --engine ray", hint="omit --engine processes, or omit --address"
+        elif self.address is not None and self.engine == "processes":
+            yield UserError(
+                f"--address {self.address} requires --engine ray",
+                hint="omit --engine processes, or omit --address",
+                flags=("--address", "--engine"),
             )
-        if self.cluster is not None and not _CLUSTER.fullmatch(self.cluster):
-            raise UserError(
+        elif self.address is None and self.cluster is not None and not _CLUSTER.fullmatch(self.cluster):
+            yield UserError(
                 f'RAY_ADDRESS "{self.cluster}" is not the address of a Ray cluster',
                 hint="set it to auto or host:port such as 10.0.0.1:6379, or give --engine processes",
             )
-        if self.execution.changed and self.engine_name != "ray":
-            flags = ", ".join(self.execution.changed)
-            raise UserError(f"{flags} requires --engine ray", hint=f"give --engine ray or --address, or omit {flags}")
+        if (changed := self.execution.changed) and self.engine_name != "ray":
+            flags = ", ".join(changed)
+            yield UserError(
+                f"{flags} requires --engine ray",
+                hint=f"give --engine ray or --address, or omit {flags}",
+                flags=(*changed, "--engine"),
+            )
         if self.cluster is not None and self.part is not None:
             asked = "RAY_ADDRESS=" if self.address is None else "--address "
-            raise UserError(
+            yield UserError(
                 f"--part {self.part} has no effect with {asked}{self.cluster}: Ray divides the work itself",
                 hint="omit --part to use all nodes of the cluster, or give --engine processes without --address",
+                flags=("--part",),
             )
 
     def gpus_per_worker(self, *, has_work: bool) -> float:
@@ -280,7 +289,7 @@ class ModelRequest(PartRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest:
+class PlanRequest(Checked):
     """The flags of `prep plan NAME` that are not settings of the column.
 
     Attributes:
@@ -293,10 +302,3 @@ class PlanRequest:
     data: Data = Path("data")
     explain: Annotated[str | None, _HIDDEN] = None
     json: Json = False
-
-    def check(self) -> None:
-        """Validate the flags.
-
-        Raises:
-            UserError: a flag has an invalid value.
-        """

@@ -5,42 +5,31 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import RARE
+from clipmill.manifests.settings import Checked, Range
 
 CLUSTER = Parameter(group=Group("Ray", sort_key=8.5))
-_MAX_WAIT_S = 7 * 24 * 3600.0
 _BYTES_PER_GB = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Execution:
+class Execution(Checked):
     """Settings of the Ray engine; none of them affects what is made."""
 
-    task_cpus: Annotated[float | None, CLUSTER, RARE] = None
+    task_cpus: Annotated[float | None, CLUSTER, RARE, Range(above=0, below=10_000)] = None
     """CPUs to reserve per task. Default: 1; none for a worker with a GPU, which uses its share of the node's cores."""
-    task_memory: Annotated[float | None, CLUSTER, RARE] = None
+    task_memory: Annotated[float | None, CLUSTER, RARE, Range(0, below=10_000)] = None
     """Memory to reserve per task on a cluster, in GB (10^9 bytes); 0: none. Default: what the column was measured to
     need (docs/cluster.md)."""
-    task_retries: Annotated[int, CLUSTER, RARE] = 2
+    task_retries: Annotated[int, CLUSTER, RARE, Range(0, 100)] = 2
     """Number of times to retry a task whose worker died, 0 or more. A lost node does not count."""
-    wait_for_nodes: Annotated[float, CLUSTER, RARE] = 600.0
+    wait_for_nodes: Annotated[float, CLUSTER, RARE, Range(0, 7 * 24 * 3600)] = 600.0
     """Time to wait for nodes that can run a task, in seconds, for example for an autoscaler to start them."""
-
-    def __post_init__(self) -> None:
-        for name, is_allowed, rule in (
-            ("task_cpus", self.task_cpus is None or 0 < self.task_cpus < 10_000, "give a number above 0, such as 2"),
-            ("task_memory", self.task_memory is None or 0 <= self.task_memory < 10_000, "give GB such as 2.5, or 0"),
-            ("task_retries", 0 <= self.task_retries <= 100, "give 0 to 100"),
-            ("wait_for_nodes", 0 <= self.wait_for_nodes <= _MAX_WAIT_S, "give seconds, up to a week"),
-        ):
-            if not is_allowed:
-                raise UserError(f"{_flag(name)} {getattr(self, name):g} is out of range", hint=rule)
 
     @property
     def changed(self) -> list[str]:
         """The flags whose values are not the defaults."""
-        return [_flag(field.name) for field in fields(self) if getattr(self, field.name) != field.default]
+        return [self.flag(field.name) for field in fields(self) if getattr(self, field.name) != field.default]
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,3 @@ def need_of(execution: Execution, *, gpus: float, default_memory_gb: float) -> N
     cpus = execution.task_cpus if execution.task_cpus is not None else 0.0 if gpus else 1.0
     memory_gb = execution.task_memory if execution.task_memory is not None else default_memory_gb
     return Need(cpus, gpus, round(memory_gb * _BYTES_PER_GB))
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

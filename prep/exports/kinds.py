@@ -1,6 +1,6 @@
 """The kinds of `prep export`: a row each, with its flags and the function that writes it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.imported import imported
+from clipmill.manifests.settings import Checked, Range
 
 Progress = Callable[[int, int | None], None]  # is called with the number of samples done and of all
 
@@ -55,7 +56,7 @@ class ExportKind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZarrFlags:
+class ZarrFlags(Checked):
     """The flags of `prep export zarr`."""
 
     split: str = "train"
@@ -64,21 +65,15 @@ class ZarrFlags:
     segment: str = "5s"
     """Length of a segment, a whole number of latent frames, such as 5s."""
 
-    chunk: Annotated[int, Parameter(allow_leading_hyphen=True)] = 1
+    chunk: Annotated[int, Parameter(allow_leading_hyphen=True), Range(least=1)] = 1
     """Number of segments per Zarr chunk, 1 or more, such as the batch size of training."""
 
-    level: Annotated[int, Parameter(allow_leading_hyphen=True)] = 5
+    level: Annotated[int, Parameter(allow_leading_hyphen=True), Range(0, 9)] = 5
     """Compression level of Blosc with Zstandard, 0 to 9."""
-
-    def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise UserError(f"--chunk {self.chunk} is out of range", hint="give 1 or more segments")
-        if not 0 <= self.level <= 9:
-            raise UserError(f"--level {self.level} is out of range", hint="give 0 (no compression) to 9")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerFlags:
+class TrainerFlags(Checked):
     """The flags of exports for trainers of video models."""
 
     split: str = "train"
@@ -93,9 +88,14 @@ class DiffusionPipeFlags(TrainerFlags):
     """Name of the trainer's model, that of its folder in the cache. Default: wan, wan2.2_5b, hunyuan-video or
     hunyuan_video_1.5; for LTX-Video, the name of the file of single_file_path, without .safetensors."""
 
-    def __post_init__(self) -> None:
+    def rules(self) -> Iterator[UserError]:
+        """Yield a model that is not the name of a folder."""
         if self.model is not None and (not self.model or Path(self.model).name != self.model):
-            raise UserError(f'--model "{self.model}" is not the name of a folder', hint="give a name such as wan")
+            yield UserError(
+                f'--model "{self.model}" is not the name of a folder',
+                hint="give a name such as wan",
+                flags=("--model",),
+            )
 
 
 KINDS = (

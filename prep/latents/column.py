@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.settings import Range
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.request import EXECUTION, ModelRequest
 from clipmill.prep.latents.recipe import LATENTS, LATENTS_SCHEMA, LatentsSettings, latents_recipe_from_dict
@@ -20,15 +20,9 @@ BATCH = 16
 class LatentsRequest(ModelRequest):
     """The flags of `prep latents` that are not settings: a VAE encodes frames in batches."""
 
-    batch: Annotated[int, EXECUTION, FIRST_RUN, Parameter(help="Batch size of the VAE in frames, 1 or more.")] = BATCH
-
-    def check(self) -> None:
-        if self.batch < 1:
-            raise UserError(
-                f"--batch {self.batch} is out of range",
-                hint="give 1 or more, for example 16 on a CPU or 64 on a large GPU",
-            )
-        super().check()
+    batch: Annotated[
+        int, EXECUTION, FIRST_RUN, Range(least=1), Parameter(help="Batch size of the VAE in frames, 1 or more.")
+    ] = BATCH
 
 
 def _read_settings(stored: Mapping[str, Any], weights: str | None) -> LatentsSettings:

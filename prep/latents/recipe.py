@@ -1,7 +1,7 @@
 """The recipe of the `latents` column: the settings of `prep latents`, the VAE's weights, and the variant of `video`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from typing import Annotated, Any, Literal
@@ -11,6 +11,7 @@ from cyclopts import Group, Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.settings import Checked, Range, caught
 from clipmill.manifests.units import parse_length
 from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.prep.latents.weights import Vae, find_vae
@@ -20,7 +21,8 @@ LATENTS = "latents"
 Precision = Literal["float32", "float16", "bfloat16"]
 MODEL = Parameter(group=Group("Latents", sort_key=1))
 LATENTS_SCHEMA = 2  # incremented when the same settings begin to produce different bytes
-_MAX_SIZE_PX = 4096
+SEED = Range(0, (1 << 63) - 1, hint="use a whole number from 0 to 2^63 - 1")
+_FPS = Range(Fraction(1, 60), 240, hint="--fps must be from 1/60 to 240")  # type: ignore[arg-type]
 _FRAMES = re.compile(r"([1-9]\d{0,5})f", re.ASCII)
 _VAE = ("channels", "factor", "scaling_factor", "shift_factor")
 _VIDEO_VAE = ("kind", "temporal_factor", "latents_mean", "latents_std")
@@ -29,7 +31,7 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentsSettings:
+class LatentsSettings(Checked):
     """Settings of `prep latents` that affect the bytes of the latents."""
 
     vae: Annotated[str, MODEL, FIRST_RUN]
@@ -39,7 +41,7 @@ class LatentsSettings:
     fps: Annotated[str, MODEL, FIRST_RUN] = "4"
     """Sampling rate in frames per second, 1/60 to 240, such as 1/2 or 30000/1001."""
 
-    size: Annotated[int, MODEL, FIRST_RUN] = 256
+    size: Annotated[int, MODEL, FIRST_RUN, Range(8, 4096)] = 256
     """Side of the square VAE input in pixels, 8 to 4096, a multiple of the VAE's downsampling factor."""
 
     crop: Annotated[Literal["centre", "random", "exact"], MODEL, FIRST_RUN] = "centre"
@@ -55,7 +57,7 @@ class LatentsSettings:
     """Segments of a VAE of videos that lack frames at the end of a video. drop: they are left out; repeat: the last
     frame is repeated."""
 
-    seed: Annotated[int, MODEL] = 0
+    seed: Annotated[int, MODEL, SEED] = 0
     """Random seed of --crop random, --crop exact and --posterior sample, 0 or more."""
 
     posterior: Annotated[Literal["mean", "sample"], MODEL] = "mean"
@@ -83,17 +85,20 @@ class LatentsSettings:
     duplicate'. It is not part of the variant: another condition encodes what is missing, and drops what it does not
     select. Default: all chunks."""
 
-    def __post_init__(self) -> None:
+    def rules(self) -> Iterator[UserError]:
+        """Yield an empty VAE, wrong lengths and rates, and an invalid condition."""
         if not self.vae:
-            raise UserError("--vae is empty", hint="give a folder, a model such as stabilityai/sd-vae-ft-mse, or tiny")
-        if not Fraction(1, 60) <= self.fps_exact <= 240:
-            raise UserError(f"--fps {self.fps} is out of range", hint="give 1/60 to 240 frames a second")
-        if not 8 <= self.size <= _MAX_SIZE_PX:
-            raise UserError(f"--size {self.size} is out of range", hint=f"give 8 to {_MAX_SIZE_PX} pixels")
-        if not 0 <= self.seed < 1 << 63:
-            raise UserError(f"--seed {self.seed} is out of range", hint="give a whole number from 0 to 2^63 - 1")
-        self.segment_frames(is_video=False)
-        check_where(self.where)
+            yield UserError(
+                "--vae is empty",
+                hint="give a folder, a model such as stabilityai/sd-vae-ft-mse, or tiny",
+                flags=("--vae",),
+            )
+        wrong = [*caught(lambda: self.fps_exact)]
+        yield from wrong
+        if not wrong:
+            yield from _FPS.mistakes("--fps", self.fps_exact)
+            yield from caught(self.segment_frames, is_video=False)
+        yield from caught(check_where, self.where)
 
     @property
     def fps_exact(self) -> Fraction:
@@ -101,7 +106,9 @@ class LatentsSettings:
         try:
             return Fraction(self.fps)
         except (ValueError, ZeroDivisionError):
-            raise UserError(f'--fps "{self.fps}" is not a number', hint="write 4, 1/2 or 30000/1001") from None
+            raise UserError(
+                f'--fps "{self.fps}" is not a number', hint="write 4, 1/2 or 30000/1001", flags=("--fps",)
+            ) from None
 
     def segment_frames(self, *, is_video: bool) -> int:
         """Return the number of frames in a segment; a length in seconds includes the frame at its end for a video VAE.
@@ -117,6 +124,7 @@ class LatentsSettings:
                 f"a segment of {self.segment} at {self.fps} fps has {float(num_frames):g} frames",
                 hint="choose --segment and --fps for a whole number of frames per segment, for example "
                 "--segment 5s --fps 4",
+                flags=("--segment", "--fps"),
             )
         return int(num_frames) + is_video
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.settings import Checked, Range
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.shards.columns import SCORES
 
@@ -14,18 +14,12 @@ _METHODS = Parameter(group=Group("Scores", sort_key=1))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoresSettings:
+class ScoresSettings(Checked):
     """Settings of `prep scores`."""
 
-    cut_threshold: Annotated[float, _METHODS, FIRST_RUN] = 27.0
+    cut_threshold: Annotated[float, _METHODS, FIRST_RUN, Range(1, 255)] = 27.0
     """Threshold of PySceneDetect's ContentDetector for a shot cut, 1 to 255. A lower threshold finds more cuts, but
     also mistakes fast motion for cuts."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.cut_threshold <= 255:
-            raise UserError(
-                f"--cut-threshold {self.cut_threshold:g} is out of range", hint="give 1 to 255, for example 27"
-            )
 
 
 COLUMN = ColumnSpec(

@@ -20,6 +20,7 @@ from typing import TypeGuard
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.storage.errors import AccessDenied
 from clipmill.manifests.storage.objects import AccessRefused, ObjectInfo, Objects, open_objects
 from clipmill.manifests.storage.urls import is_web, masked, split_url
 from clipmill.prep.core.failures import FailureCode, SourceFailure
@@ -136,9 +137,10 @@ def _listed(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State]]:
         for info in islice(objects.list(folder), most):
             if info.key in keys:
                 yield info.key, object_state(info)
-    except AccessRefused as error:
-        if "access denied" not in str(error):
-            raise
+    except AccessDenied:
+        return
+    except AccessRefused:
+        raise
     except OSError as error:
         failure = SourceFailure(FailureCode.IO_ERROR, masked(error.strerror or str(error)), is_lasting=False)
         yield from ((key, failure) for key in keys)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import Range
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.request import EXECUTION, ModelRequest
 from clipmill.prep.text.recipe import T5, TEXT, TEXT_RECIPE_SCHEMA, TextRecipe, text_recipe_from_dict
@@ -19,13 +19,9 @@ class TextRequest(ModelRequest):
     batch: Annotated[
         int | None,
         EXECUTION,
+        Range(least=1),
         Parameter(help="Batch size of the text encoder, 1 or more. Default: 32; 256 for --clip on a GPU."),
     ] = None
-
-    def check(self) -> None:
-        if self.batch is not None and self.batch < 1:
-            raise UserError(f"--batch {self.batch} is out of range", hint="give 1 or more, or omit it")
-        super().check()
 
 
 def _read_settings(stored: Mapping[str, Any], weights: str | None) -> TextRecipe:

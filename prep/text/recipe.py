@@ -11,7 +11,7 @@ the file does not change the embeddings.
 import hashlib
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +21,7 @@ from cyclopts import Group, Parameter
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.settings import Checked, Range, caught
 from clipmill.prep.core.column import WEIGHTS
 from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.prep.core.selection import WHERE
@@ -39,12 +40,11 @@ MODEL = Parameter(group=Group("Model", sort_key=1))
 DTYPE = "float16"
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 _MAX_SLUG_CHARS = 80
-_MAX_TOKENS = 4096
 _ONE_OF_BOTH = "give --clip MODEL:TAG for embeddings, or --encoder t5:NAME for sequences"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRecipe:
+class TextRecipe(Checked):
     """Settings of `prep text` that affect the embeddings."""
 
     clip: Annotated[str | None, MODEL, FIRST_RUN] = None
@@ -55,7 +55,7 @@ class TextRecipe:
     """Encoder of sequences in place of --clip: t5: and the folder or Hugging Face name of a T5 or umT5, such as
     t5:google/umt5-xxl."""
 
-    max_tokens: Annotated[int, MODEL] = 512
+    max_tokens: Annotated[int, MODEL, Range(2, 4096)] = 512
     """Length of a sequence of --encoder, 2 to 4096; longer texts are truncated."""
 
     precision: Annotated[Literal["float32", "bfloat16"], MODEL] = "float32"
@@ -65,23 +65,29 @@ class TextRecipe:
     """Condition that selects the captions to encode, such as 'words > 3 and source == "human"'. It is not part of the
     variant: another condition encodes what is missing, and drops what it does not select. Default: all captions."""
 
-    def __post_init__(self) -> None:
+    def rules(self) -> Iterator[UserError]:
+        """Yield two encoders, names that are not those of encoders, and an invalid condition."""
         if self.clip is not None and self.encoder is not None:
-            raise UserError("--clip and --encoder are both given", hint=_ONE_OF_BOTH)
+            yield UserError("--clip and --encoder are both given", hint=_ONE_OF_BOTH, flags=("--clip", "--encoder"))
         if self.encoder is not None and not self.encoder.removeprefix(T5):
-            raise UserError(f'--encoder "{self.encoder}" does not name a model', hint="give t5:NAME or t5:FOLDER")
-        if self.encoder is not None and not self.encoder.startswith(T5):
-            raise UserError(
-                f'--encoder "{self.encoder}" is not the encoder of a T5', hint="give t5:NAME, or a CLIP with --clip"
+            yield UserError(
+                f'--encoder "{self.encoder}" does not name a model',
+                hint="give t5:NAME or t5:FOLDER",
+                flags=("--encoder",),
             )
-        if not 2 <= self.max_tokens <= _MAX_TOKENS:
-            raise UserError(f"--max-tokens {self.max_tokens} is out of range", hint=f"give 2 to {_MAX_TOKENS}")
+        elif self.encoder is not None and not self.encoder.startswith(T5):
+            yield UserError(
+                f'--encoder "{self.encoder}" is not the encoder of a T5',
+                hint="give t5:NAME, or a CLIP with --clip",
+                flags=("--encoder",),
+            )
         if self.clip is not None and self.clip != TINY and not all(self.clip.partition(":")[::2]):
-            raise UserError(
+            yield UserError(
                 f'--clip "{self.clip}" does not name a text encoder',
                 hint="give MODEL:TAG or MODEL:FILE, for example ViT-B-32:laion2b_s34b_b79k, or tiny",
+                flags=("--clip",),
             )
-        check_where(self.where)
+        yield from caught(check_where, self.where)
 
     def require_encoder(self) -> None:
         """Raise UserError if no encoder is given."""

@@ -5,7 +5,7 @@ In a `Recipe`, settings that the user did not give are None and take their value
 compared when a run is repeated; the name of the named recipe is not part of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.settings import Checked, Needs, Range, caught
 from clipmill.manifests.units import bitrate_text, parse_bitrate
 from clipmill.prep.sources.detector import DEFAULT_DETECTOR, DEFAULT_THRESHOLD, DetectorName, scenedetect_version
 from clipmill.prep.video.codecs import DEFAULT_KEYINT, codec_named
@@ -31,6 +32,7 @@ from clipmill.prep.video.settings import (
 
 ENCODING = Parameter(group=Group("Encoding", sort_key=1))
 CUTTING = Parameter(group=Group("Cutting", sort_key=2))
+_OF_SHOTS = Needs("cut", ("shots",))
 
 RecipeName = Literal["balanced", "small", "fast"]
 # docs/encoding.md explains the choices. Settings that a named recipe does not contain come from the codec.
@@ -42,7 +44,7 @@ NAMED_RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Checked):
     """Settings of `prep chunk` that affect the bytes of chunks. Settings that are None come from the named recipe."""
 
     recipe: Annotated[RecipeName, ENCODING, FIRST_RUN] = "balanced"
@@ -70,13 +72,13 @@ class Recipe:
     """GOP layout. comb: a P frame every 16 frames, and B frames between them that are never references; star: a comb
     with a single P frame; closed: closed GOPs as the encoder chooses; intra: key frames only. Default: the recipe's."""
 
-    keyint: Annotated[int | None, ENCODING] = None
+    keyint: Annotated[int | None, ENCODING, Range(1, 600)] = None
     """Key frame interval in frames, 1 to 600. Default: the recipe's, or 90 for comb, 16 for star, 30 for closed."""
 
     fps: Annotated[str, ENCODING] = "30"
     """Constant frame rate of the chunks in frames per second, 1 to 240, such as 25 or 30000/1001."""
 
-    short_side: Annotated[int, ENCODING] = 288
+    short_side: Annotated[int, ENCODING, Range(16, 4320)] = 288
     """Short side of the frames in pixels, an even number from 16 to 4320. Smaller videos are not upscaled."""
 
     scaler: Annotated[Scaler, ENCODING] = "bicubic"
@@ -93,25 +95,28 @@ class Recipe:
     """Where chunks begin and end. even: every --len; shots: at shot boundaries, which are detected in each source
     first."""
 
-    detector: Annotated[DetectorName | None, CUTTING] = None
+    detector: Annotated[DetectorName | None, CUTTING, _OF_SHOTS] = None
     """PySceneDetect detector for --cut shots. adaptive: compares the change between two frames with that of their
     neighbours, which tolerates camera motion; content: compares it with a fixed threshold. Default: adaptive."""
 
-    threshold: Annotated[float | None, CUTTING] = None
+    threshold: Annotated[float | None, CUTTING, Range(above=0, most=255), _OF_SHOTS] = None
     """Threshold of --detector, above 0 and up to 255; lower values give more cuts. Default: 3 for adaptive, 27 for
     content."""
 
-    min_scene_len: Annotated[str | None, CUTTING] = None
+    min_scene_len: Annotated[str | None, CUTTING, _OF_SHOTS] = None
     """Minimum time between two cuts of --detector, such as 500ms. Default: 500ms."""
 
-    min_len: Annotated[str | None, CUTTING] = None
+    min_len: Annotated[str | None, CUTTING, _OF_SHOTS] = None
     """Minimum chunk length for --cut shots, at most half of --len. A shorter shot is joined to a neighbour if the
     result fits into --len, and left out otherwise. Default: 2s, or half of --len if that is less."""
 
-    def __post_init__(self) -> None:
+    def rules(self) -> Iterator[UserError]:
+        """Yield two rates, and settings that the codec does not have or that conflict."""
         if self.crf is not None and self.bitrate is not None:
-            raise UserError("--crf and --bitrate are mutually exclusive", hint="give one of them")
-        self.settings()  # raises UserError if settings conflict
+            yield UserError(
+                "--crf and --bitrate are mutually exclusive", hint="give one of them", flags=("--crf", "--bitrate")
+            )
+        yield from caught(self.settings)
 
     def settings(self) -> ChunkSettings:
         """Return the settings with all values filled in and normalised.

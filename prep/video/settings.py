@@ -4,16 +4,18 @@ A task carries them to its worker, which therefore loads nothing of the command 
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import Checked, Range, caught
 from clipmill.manifests.units import parse_bitrate, parse_length
 from clipmill.prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, changed_arguments, codec_named
 
 if TYPE_CHECKING:
-    from clipmill.prep.sources.detector import Detector, DetectorName
+    from clipmill.prep.sources.detector import Detector
 
 RECIPE_SCHEMA = 4  # incremented when the same settings begin to produce different bytes
 SPAN_CHUNKS = 20  # chunks per encoder pass: five minutes of video at 15 s per chunk
@@ -23,11 +25,12 @@ Tail = Literal["keep", "drop", "merge"]
 Audio = Literal["drop", "keep"]
 Scaler = Literal["bicubic", "area", "bilinear", "lanczos"]
 Cut = Literal["even", "shots"]
+_FPS = Range(1, 240)
 SHOT_SETTINGS = ("detector", "threshold", "min_scene_len", "min_len")  # None unless `cut` is shots
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkSettings:
+class ChunkSettings(Checked):
     """Every setting that affects the bytes of chunks; see `clipmill.prep.video.recipe.Recipe` for their meaning.
 
     Attributes:
@@ -52,81 +55,83 @@ class ChunkSettings:
     tail: Tail
     audio: Audio
     cut: Cut = "even"
-    detector: "DetectorName | None" = None
+    detector: Literal["adaptive", "content"] | None = None
     threshold: float | None = None
     min_scene_len: str | None = None
     min_len: str | None = None
 
-    def __post_init__(self) -> None:
+    def rules(self) -> Iterator[UserError]:
+        """Yield values that the codec does not support, and settings that exclude each other."""
         codec = codec_named(self.codec)
         low, high = codec.crf_range
-        if self.crf is not None and not low <= self.crf <= high:
-            raise UserError(
-                f"--crf {self.crf} is out of range", hint=f"give {low} (best quality) to {high} for {self.codec}"
-            )
+        yield from Range(
+            low, high, hint=f"--crf must be from {low} (best quality) to {high} for {self.codec}"
+        ).mistakes("--crf", self.crf)
         if self.bitrate is not None:
-            parse_bitrate(self.bitrate, flag="--bitrate")  # raises UserError if it is invalid
+            yield from caught(parse_bitrate, self.bitrate, flag="--bitrate")
         if self.preset is not None and self.preset not in codec.presets:
             hint = f"use one of {', '.join(codec.presets)}" if codec.presets else "omit --preset"
-            raise UserError(f'{self.codec} has no preset "{self.preset}"', hint=hint)
+            yield UserError(f'{self.codec} has no preset "{self.preset}"', hint=hint, flags=("--preset",))
         if self.gop not in codec.gops:
-            raise UserError(
-                f"{self.codec} does not support --gop {self.gop}", hint=f"use --gop {' or '.join(codec.gops)}"
+            yield UserError(
+                f"{self.codec} does not support --gop {self.gop}",
+                hint=f"use --gop {' or '.join(codec.gops)}",
+                flags=("--gop",),
             )
-        self._check_keyint()
-        if not 16 <= self.short_side <= 4320 or self.short_side % 2:
-            raise UserError(f"--short-side {self.short_side} is invalid", hint="give an even number from 16 to 4320")
-        if not 1 <= self.fps_exact <= 240:
-            raise UserError(f"--fps {self.fps} is out of range", hint="give 1 to 240 frames per second")
-        if (self.len_s * self.fps_exact).denominator != 1:
-            raise UserError(
+        yield from self._wrong_keyint()
+        if self.short_side % 2:
+            yield UserError(
+                f"--short-side is {self.short_side}",
+                hint="--short-side must be an even number",
+                flags=("--short-side",),
+            )
+        wrong_times = [*caught(lambda: self.len_s), *caught(lambda: self.fps_exact)]
+        yield from wrong_times or self._wrong_frames()
+
+    def _wrong_frames(self) -> Iterator[UserError]:
+        """Yield lengths and rates that are out of range, or do not give whole chunks."""
+        wrong = [*_FPS.mistakes("--fps", self.fps_exact)]
+        if self.len_s > 3600:
+            wrong.append(UserError(f"--len is {self.len}", hint="--len must be at most 3600s", flags=("--len",)))
+        if not wrong and (self.len_s * self.fps_exact).denominator != 1:
+            yield UserError(
                 f"a chunk of {self.len} at {self.fps} fps has {float(self.len_s * self.fps_exact):g} frames",
                 hint="choose --len and --fps for a whole number of frames per chunk, for example --len 15s --fps 30",
+                flags=("--len", "--fps"),
             )
-        if self.len_s > 3600:
-            raise UserError(f'--len "{self.len}" is too long', hint="give at most 3600s, for example 15s")
-        self._check_shots()
-
-    def _check_shots(self) -> None:
-        given = [name for name in SHOT_SETTINGS if getattr(self, name) is not None]
-        if self.cut == "even":
-            if given:
-                flag = f"--{given[0].replace('_', '-')}"
-                raise UserError(f"{flag} requires --cut shots", hint=f"add --cut shots, or omit {flag}")
-            return
-        if self.tail != "keep":
-            raise UserError(
+        yield from wrong
+        if self.cut == "shots" and self.tail != "keep":
+            yield UserError(
                 f"--tail {self.tail} has no effect with --cut shots",
                 hint="omit --tail; --min-len determines which shots are too short",
+                flags=("--tail",),
             )
-        assert self.threshold is not None, "the settings of --cut shots have values"
-        if not 0 < self.threshold <= 255:
-            raise UserError(
-                f"--threshold {self.threshold:g} is out of range",
-                hint="give a number above 0 and up to 255, such as 3 for --detector adaptive or 27 for content",
-            )
-        if self.min_frames > -(-self.chunk_frames // 2):
-            raise UserError(
+        if not wrong and self.cut == "shots" and self.min_frames > -(-self.chunk_frames // 2):
+            yield UserError(
                 f"--min-len {self.min_len} is longer than half of --len {self.len}",
                 hint="longer shots are divided into equal chunks: give at most half of --len",
+                flags=("--min-len",),
             )
 
-    def _check_keyint(self) -> None:
-        if not 1 <= self.keyint <= 600:
-            raise UserError(f"--keyint {self.keyint} is out of range", hint="give 1 to 600 frames")
+    def _wrong_keyint(self) -> Iterator[UserError]:
+        flags = ("--keyint", "--gop")
         if self.gop == INTRA and self.keyint != 1:
-            raise UserError(
+            yield UserError(
                 f"--keyint {self.keyint} is incompatible with --gop intra, in which every frame is a key frame",
                 hint="omit --keyint, or give another --gop",
+                flags=flags,
             )
         if self.gop == STAR and not 3 <= self.keyint <= MAX_CONSECUTIVE_B_FRAMES + 2:
-            raise UserError(
-                f"--keyint {self.keyint} is incompatible with --gop star", hint="give 3 to 18 frames, or use --gop comb"
+            yield UserError(
+                f"--keyint {self.keyint} is incompatible with --gop star",
+                hint="give 3 to 18 frames, or use --gop comb",
+                flags=flags,
             )
         if self.gop == "comb" and self.keyint < 3:
-            raise UserError(
+            yield UserError(
                 f"--keyint {self.keyint} is incompatible with --gop comb",
                 hint="give 3 frames or more, or use --gop intra",
+                flags=flags,
             )
 
     @property
@@ -140,7 +145,9 @@ class ChunkSettings:
         try:
             return Fraction(self.fps)
         except (ValueError, ZeroDivisionError):
-            raise UserError(f'--fps "{self.fps}" is not a frame rate', hint="write 30, 25 or 30000/1001") from None
+            raise UserError(
+                f'--fps "{self.fps}" is not a frame rate', hint="write 30, 25 or 30000/1001", flags=("--fps",)
+            ) from None
 
     @property
     def chunk_frames(self) -> int:
@@ -219,7 +226,9 @@ def _seconds(flag: str, length: str) -> Fraction:
     seconds = parse_length(length, flag=flag)
     if (seconds * 1000).denominator != 1:
         raise UserError(
-            f'{flag} "{length}" is not a whole number of milliseconds', hint="round it to milliseconds: 500ms"
+            f'{flag} "{length}" is not a whole number of milliseconds',
+            hint="round it to milliseconds: 500ms",
+            flags=(flag,),
         )
     return seconds
 

@@ -15,7 +15,7 @@ _PACKAGES = {
     "prep": "prep",
     "train": "train",
 }
-_ERRORS = frozenset({"UserError", "FailedWork", "AccessRefused"})
+_ERRORS = frozenset({"UserError", "FailedWork", "AccessRefused", "AccessDenied", "NoCaptions"})
 _GAP = "…"
 _INTRO = """# Error messages
 

@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.training import flat
+from clipmill.train.losses.settings import Loss
+
 # Table 7: betas, epsilon, peak rate, weight decay.
 TABLE_7 = {
     "medium": (0.9, 0.999, 1e-8, 1e-3, 0.1),
@@ -69,4 +73,14 @@ def optimizers_of(size: str) -> dict[str, dict[str, Any]]:
         # 'Other hyperparameters are kept the same'; the code passes the same betas and epsilon to LAMB.
         found[name] |= {} if name == "sgd" else {"optimizer.beta1": beta1, "optimizer.beta2": beta2}
         found[name] |= {"optimizer.eps": eps} if name in ("adamw", "lamb") else {}
+    return found
+
+
+def published_rows(preset: str) -> dict[str, Any]:
+    """The rows that a preset has in the package, with their sources, by loss and by optimizer."""
+    found: dict[str, Any] = {}
+    for choice, rows in (("loss.kind", Loss.published), ("optimizer.name", OptimizerSettings.published)):
+        for name, row in rows.get(preset, {}).items():
+            values = flat(row.values) | {"source": row.source}
+            found |= {f"by.{choice}.{name}.{key}": value for key, value in values.items()}
     return found

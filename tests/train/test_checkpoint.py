@@ -239,7 +239,7 @@ def test_the_last_and_the_best_stay() -> None:
 @pytest.mark.parametrize(("metric", "best"), [("score", 2), ("mean_rank", 3)])
 def test_the_best_checkpoint_of_a_metric_is_kept(tmp_path: Path, metric: str, best: int) -> None:
     values = {1: 0.2, 2: 0.9, 3: 0.1, 4: 0.5, 5: 0.4}
-    writer = CheckpointWriter(tmp_path, world=World(), keep=1, best=metric)
+    writer = CheckpointWriter(tmp_path, world=World(), keep=1, best=metric, lower_is_better=metric == "mean_rank")
     found = []
     for step, value in values.items():
         if writer.is_best({metric: value}):

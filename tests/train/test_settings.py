@@ -9,15 +9,16 @@ import pytest
 
 import clipmill.train.commands.launch
 from clipmill.manifests.errors import UserError, UserErrors
+from clipmill.manifests.settings import Range, deferred_checks, mistakes
 from clipmill.train.cli import app
-from clipmill.train.config.fields import Range, deferred_checks, mistakes
+from clipmill.train.config.evaluation import ProbeEvaluation
 from clipmill.train.config.files import PRESETS_FOLDER, load_settings, preset_path, save_settings
 from clipmill.train.config.model import Towers
-from clipmill.train.config.training import FREE_ON_RESUME, require_same, shaping
+from clipmill.train.config.training import FREE_ON_RESUME, TrainingSettings, require_same, shaping
 from clipmill.train.registry import task_named, task_names
-from clipmill.train.tasks.caption.settings import CaptionerSettings
+from clipmill.train.tasks.caption.settings import CaptionerSettings, CaptionEvaluation
 from clipmill.train.tasks.classify.settings import ClassifySettings
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
 from clipmill.train.tasks.mae.settings import MaeOptimizer, MaeSettings
 from tests.train.running import train
 
@@ -76,6 +77,32 @@ def test_all_mistakes_are_named_at_once_and_none_twice() -> None:
         *("--batch is 1", "--size-px is 40"),
     ]
     assert str(caught.value).splitlines() == named and len((caught.value.hint or "").splitlines()) == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_lowest"),
+    [
+        (DualEncoderSettings(best="val/text_to_video_median_rank", evaluate=DualEncoderEvaluation(every=1)), True),
+        (
+            DualEncoderSettings(
+                best="val/video_to_text_dual_softmax_median_rank",
+                evaluate=DualEncoderEvaluation(every=1, dual_softmax=100.0),
+            ),
+            True,
+        ),
+        (DualEncoderSettings(best="val/text_to_video_r1", evaluate=DualEncoderEvaluation(every=1)), False),
+        (CaptionerSettings(best="val/loss", evaluate=CaptionEvaluation(every=1)), True),
+        (CaptionerSettings(best="val/cider", evaluate=CaptionEvaluation(every=1)), False),
+        # The name of a label says nothing about its accuracy, nor does that of the data.
+        (MaeSettings(best="val/rank_knn_top1", evaluate=ProbeEvaluation(every=1, labels=("rank",))), False),
+        (
+            CaptionerSettings(best="rank/bleu4", evaluate=CaptionEvaluation(every=1, shards=("rank=data@val",))),
+            False,
+        ),
+    ],
+)
+def test_a_metric_says_whether_lower_is_better(settings: TrainingSettings, is_lowest: bool) -> None:
+    assert settings.best_is_lowest == is_lowest
 
 
 def test_a_simple_crop_finds_its_size_in_the_frame() -> None:

@@ -169,6 +169,7 @@ def _use(objective: Objective, exchange: Exchange) -> None:
             "--exchanges compares the exchanges of a contrastive loss with gradients in closed form, and this is "
             f"{type(objective).__name__}",
             hint="leave it out, or profile a task with a contrastive --loss.kind of clipmill's own",
+            flags=("--exchanges",),
         )
     objective.exchange = _EXCHANGES[exchange]
 

@@ -11,13 +11,12 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.bench.communication import measure_breakdown
 from clipmill.train.bench.report import advice, judge
 from clipmill.train.bench.stages import measure_stages
 from clipmill.train.bench.steps import Opened, enough_samples, open_to_measure, take_steps
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.shards import names_tars
+from clipmill.train.config.shards import is_local_folder
 from clipmill.train.config.training import Strategy, plain_values
 from clipmill.train.device.precision import choose_device
 from clipmill.train.distributed.world import World
@@ -37,7 +36,7 @@ def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict
     """
     opened = _open(spec, settings, World(), seconds=seconds)
     disk = None
-    if not (is_remote(settings.folder) or names_tars(settings.folder)):
+    if is_local_folder(settings.folder):
         with Activity("measuring the disk"):
             disk = examine_disk(Path(settings.folder), is_data=True)
     rates, steps = measure_stages(opened, seconds=seconds)
@@ -84,6 +83,7 @@ def run_breakdown(
         raise UserError(
             f"train bench measures data parallelism, not --parallel.stages {settings.parallel.stages}",
             hint="leave out --parallel.stages",
+            flags=("--parallel.stages",),
         )
     opened, found = _open(spec, settings, world, seconds=seconds), []
     with enough_samples(opened.settings):
@@ -99,11 +99,12 @@ def run_breakdown(
 
 def _open(spec: TaskSpec, settings: ClipSettings, world: World, *, seconds: float) -> Opened:
     if not (math.isfinite(seconds) and seconds > 0):
-        raise UserError(f"--seconds is {seconds}", hint="it must be more than 0")
+        raise UserError(f"--seconds is {seconds}", hint="it must be more than 0", flags=("--seconds",))
     if len(settings.folders) > 1:
         raise UserError(
             f"train bench measures one data folder, and --shards names {len(settings.folders)}",
             hint=f"measure each by itself: --shards {settings.folders[0]}",
+            flags=("--shards",),
         )
     device = choose_device(settings.device, needs_gpu=settings.require_gpu)
     device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device

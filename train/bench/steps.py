@@ -12,7 +12,7 @@ import torch
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.progress import Activity
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.epochs import in_steps
+from clipmill.train.config.fields import in_steps
 from clipmill.train.data.outcomes import LoadedBatch, TooManyFailures
 from clipmill.train.data.prefetch import prefetch
 from clipmill.train.device.precision import open_precision

@@ -60,7 +60,9 @@ def bench_command(name: str) -> Callable[..., None]:
     ) -> None:
         if (page := several.page) is not None and not page.parent.is_dir():
             raise UserError(
-                f"--page is {page}, and there is no folder {page.parent}", hint="name a file in an existing one"
+                f"--page is {page}, and there is no folder {page.parent}",
+                hint="name a file in an existing one",
+                flags=("--page",),
             )
         if provenance is not None and os.environ.get("RANK", "0") == "0":
             for remark in provenance.remarks:
@@ -112,6 +114,7 @@ def _measure(
                     raise UserError(
                         f"--{name} is about several processes, and there is one",
                         hint="leave it out, or launch with torchrun --nproc-per-node 2 --no-python train bench",
+                        flags=(f"--{name}",),
                     )
             result = run_bench(spec, settings, seconds=seconds)
         else:

@@ -62,11 +62,17 @@ def score_run(
             read_lines(path)  # a damaged line is reported before anything is computed
         if out is not None:
             raise UserError(
-                f"--out is {out}, and the results of a run are written into {run.path}", hint="leave it out"
+                f"--out is {out}, and the results of a run are written into {run.path}",
+                hint="leave it out",
+                flags=("--out",),
             )
     elif use.shards is None:
         require_weights(weights, tasks)
-        raise UserError(f"--shards is missing: {weights} is not a run, which has data of its own", hint="add it")
+        raise UserError(
+            f"--shards is missing: {weights} is not a run, which has data of its own",
+            hint="add it",
+            flags=("--shards",),
+        )
     with ExitStack() as held:
         held.enter_context(reading_variants_of_run(weights, use.shards, say=say))
         opened = open_weights_as(tasks, weights, use, suited=_evaluations_of, say=say)

@@ -94,6 +94,7 @@ def export_run(
         raise UserError(
             f"--frame-embedding is about the pictures of a dual encoder, and {whose} of train {task}",
             hint="leave it out",
+            flags=("--frame-embedding",),
         )
     if path is not None and not opened.overrides.given():
         tensors = whole_weights(path)
@@ -133,9 +134,15 @@ def _require_format(form: str) -> None:
     """Raise UserError for a name that is no format, and if packages that the format needs are missing."""
     known = dict.fromkeys(form for _, form, _ in _FORMATS)
     if form not in known:
-        raise UserError(f"there is no format {form} (--format)", hint=f"formats: {', '.join(known)}")
+        raise UserError(
+            f"there is no format {form} (--format)", hint=f"formats: {', '.join(known)}", flags=("--format",)
+        )
     if missing := [name for name in _PACKAGES.get(form, ()) if find_spec(name) is None]:
-        raise UserError(f"--format {form} needs {' and '.join(missing)}", hint=f"pip install 'clipmill[{form}]'")
+        raise UserError(
+            f"--format {form} needs {' and '.join(missing)}",
+            hint=f"pip install 'clipmill[{form}]'",
+            flags=("--format",),
+        )
 
 
 def _checkpoint_of(run: RunFolder, path: Path) -> Path:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from clipmill.manifests import help_text as shared
-from clipmill.train.config.fields import Range
+from clipmill.manifests.settings import Range
 from clipmill.train.config.files import presets_of
 from clipmill.train.config.training import TrainingSettings
 

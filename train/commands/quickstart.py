@@ -50,9 +50,13 @@ def quickstart(
         Print the plan as one JSON object. It is not run.
     """
     if yes and as_json:
-        raise UserError("--yes runs the command, and --json only prints the plan", hint="leave out one of them")
+        raise UserError(
+            "--yes runs the command, and --json only prints the plan",
+            hint="leave out one of them",
+            flags=("--yes", "--json"),
+        )
     if asked.minutes is not None and not 0 < asked.minutes < float("inf"):
-        raise UserError(f"--minutes is {asked.minutes}", hint="it must be more than 0")
+        raise UserError(f"--minutes is {asked.minutes}", hint="it must be more than 0", flags=("--minutes",))
     plan = _plan(data, asked)
     if as_json:
         print(json.dumps(plan.as_json()))

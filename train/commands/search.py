@@ -90,7 +90,11 @@ def _own_folder(weights: str) -> str:
             from clipmill.train.evaluation.opening import require_weights
 
         require_weights(weights, _embedding_tasks())
-        raise UserError(f"--shards is missing: {weights} is not a run, which has data of its own", hint="add it")
+        raise UserError(
+            f"--shards is missing: {weights} is not a run, which has data of its own",
+            hint="add it",
+            flags=("--shards",),
+        )
     settings = read_values(open_run(Path(weights)).settings)
     folders = folders_of(settings.get("shards", DataSettings.shards))
     if len(folders) > 1:
@@ -131,7 +135,9 @@ def search(
     page = request.page
     if page is None and request.shards is not None:
         raise UserError(
-            f"--shards is {request.shards}, which has no effect without --page", hint="leave it out, or add --page"
+            f"--shards is {request.shards}, which has no effect without --page",
+            hint="leave it out, or add --page",
+            flags=("--shards", "--page"),
         )
     if page is not None:
         require_page_path(page, flag="--page")

@@ -6,23 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from clipmill.manifests.errors import UserError, UserErrors
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.flag_values import check_values
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.settings import Checked, deferred_checks, flags_without_effect, mistakes, refuse
 from clipmill.train.config import fields as groups
 from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.fields import (
-    FIRST_RUN,
-    FLAG,
-    Checked,
-    deferred_checks,
-    flags_without_effect,
-    mistakes,
-    refuse,
-    unknown_parts,
-)
+from clipmill.train.config.fields import FIRST_RUN, unknown_parts
 from clipmill.train.config.files import RENAMED, load_settings, preset_path, presets_of, yaml_source
 from clipmill.train.config.places import require_places
 from clipmill.train.config.training import TrainingSettings
@@ -120,6 +112,7 @@ def _require_as_many(folders: Sequence[str], of_run: Sequence[str], *, out: Path
             f"--shards names {counted(len(folders), 'data folder')}, but the run in {out} has {len(of_run)}: "
             f"{', '.join(of_run)}",
             hint="name each of them, or leave --shards out to continue, or start a new run with another --out",
+            flags=("--shards",),
         )
 
 
@@ -131,7 +124,7 @@ def _preset_of(name: str, command: str) -> Path:
         path = preset_path(name, command)
     except UserError as error:
         hint = error.hint if RENAMED.get(name) in known else f"presets of train {command}: {', '.join(known)}"
-        raise UserError(str(error), hint=hint) from error
+        raise UserError(str(error), hint=hint, flags=error.flags) from error
     if path not in known.values():
         raise UserError(
             f"preset {name!r} is not one of train {command}", hint=f"presets of train {command}: {', '.join(known)}"
@@ -150,10 +143,8 @@ def name_sources(error: UserError, sources: Mapping[str, str]) -> None:
     Args:
         sources: of each value by its flag (`Provenance`).
     """
-    for one in error.errors if isinstance(error, UserErrors) else (error,):
-        flags = [flag for flag in dict.fromkeys(FLAG.findall(str(one))) if sources.get(flag)]
-        said = [] if one.hint is None else [one.hint]
-        one.hint = "; ".join(said + [f"{flag} is from {sources[flag]}" for flag in flags]) or None
+    for mistake in error.errors:
+        mistake.add_hint(*(f"{flag} is from {sources[flag]}" for flag in mistake.flags if sources.get(flag)))
 
 
 def docstring(help_text: str, *, example: str, **parameters: str) -> str:

@@ -7,9 +7,10 @@ from typing import Annotated, ClassVar, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import GoesWith, Range, caught
 from clipmill.train.config import fields as groups
 from clipmill.train.config.data import Augment
-from clipmill.train.config.fields import FIRST_RUN, GoesWith, Range, caught
+from clipmill.train.config.fields import FIRST_RUN
 from clipmill.train.config.model import Init, Kind, ModelName, Towers, check_frames
 from clipmill.train.config.training import COUNT, TrainingSettings
 from clipmill.train.config.tuning import Freeze, Lora, Tower, towers_to_adapt, tuning_mistakes
@@ -84,6 +85,7 @@ class ClipSettings(TrainingSettings):
             yield UserError(
                 f"--short-side-px is {self.short_side_px}, less than --size-px {self.size_px}",
                 hint="use a larger --short-side-px, or a smaller --size-px",
+                flags=("--short-side-px", "--size-px"),
             )
         yield from caught(check_frames, self.towers, num_frames=self.num_frames)
         yield from tuning_mistakes(
@@ -117,11 +119,16 @@ class LatentSettings(ClipSettings):
         """Yields patches of pixels for latents, which have their own."""
         yield from super().rules()
         if self.reads_latents and self.towers.image is not None:
-            yield UserError(f"--towers.image is {self.towers.image}, which takes pixels", hint="use --input pixels")
+            yield UserError(
+                f"--towers.image is {self.towers.image}, which takes pixels",
+                hint="use --input pixels",
+                flags=("--towers.image",),
+            )
         if self.reads_latents and self.towers.patch_px is not None:
             yield UserError(
                 f"--towers.patch-px is {self.towers.patch_px}, and latents have patches of their own",
                 hint="leave it out, or use --input pixels",
+                flags=("--towers.patch-px",),
             )
 
 

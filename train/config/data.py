@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import PROBABILITY, SHARE, Checked, GoesWith, Range, caught
+from clipmill.manifests.settings import PROBABILITY, SHARE, Checked, GoesWith, Range, caught
 from clipmill.train.config.model import PICTURE_PX
 
 Settings = TypeVar("Settings")
@@ -53,10 +53,15 @@ def parse_weights(text: str) -> dict[str, float]:
             raise UserError(
                 f"--captions.sources has {part.strip()!r}",
                 hint="write each source once, as name=weight with a weight of 0 or more: human=1,rephraser=2",
+                flags=("--captions.sources",),
             )
         weights[name] = weight
     if not any(weights.values()):
-        raise UserError(f"--captions.sources is {text!r}: every weight is 0", hint="give one a weight of more than 0")
+        raise UserError(
+            f"--captions.sources is {text!r}: every weight is 0",
+            hint="give one a weight of more than 0",
+            flags=("--captions.sources",),
+        )
     return weights
 
 

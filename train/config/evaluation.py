@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import Checked, GoesWith, Range, caught
 from clipmill.shards.where_flag import check_where
-from clipmill.train.config.fields import FIRST_RUN, SEVERAL, Checked, GoesWith, Range, caught
+from clipmill.train.config.fields import FIRST_RUN, SEVERAL, Steps
 
 EVERY = GoesWith("every", use="STEPS")
 
@@ -19,7 +20,6 @@ _NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 _GOOD_NAME = re.compile(r"\w[\w.-]*")
 _DATA = re.compile(r"(?P<shards>.+?)(?:@(?P<split>[^/@:]+)(?::(?P<protocol>[\w-]+))?)?")
 _USE = "use [NAME=]DATA[@SPLIT]"
-_FLAGS = re.compile(r"(?<![\w.-])--(?:split|shards(?: DIR)?)(?![\w.-])")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +50,16 @@ class EvaluatedData:
         try:
             yield
         except UserError as error:
-            flags = {"--split": "--evaluate.split"}
             if not self.is_named:
                 instead = f"{error.hint or ''}; or name the data to evaluate with --evaluate.shards".removeprefix("; ")
-                raise UserError(f"evaluation of {self.shards}: {error}", hint=instead) from error
+                raise UserError(f"evaluation of {self.shards}: {error}", hint=instead, flags=error.flags) from error
+            place, names = "", {"--split": "--evaluate.split"}
             if self.shards is not None:
-                own = f"--evaluate.shards {self.name}="
-                flags = {"--split": f"{own}DATA@SPLIT", "--shards DIR": f"{own}DIR", "--shards": "--evaluate.shards"}
-            hint = error.hint and _FLAGS.sub(lambda flag: flags.get(flag[0], flag[0]), error.hint)
-            place = "" if self.shards is None else f"--evaluate.shards {self.name}={self.shards}: "
-            raise UserError(f"{place}{error}", hint=hint) from error
+                place = f"--evaluate.shards {self.name}={self.shards}: "
+                names = {"--split": f"--evaluate.shards {self.name}=DATA@SPLIT", "--shards": "--evaluate.shards"}
+            named = UserError(f"{place}{error}", hint=error.hint, flags=error.flags)
+            named.rename_flags(lambda flag: names.get(flag, flag))
+            raise named from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,10 @@ class EvaluationSettings(Checked):
     """On what, and how often, a model is evaluated during training."""
 
     prefix = "evaluate"
+    lower_is_better: ClassVar[tuple[str, ...]] = ()
+    """Metrics, without the name of their data, of which a lower value is better. --best keeps the lowest one."""
 
-    every: Annotated[int | str, FIRST_RUN, Range(least=0, epochs=True)] = 0
+    every: Annotated[int | str, FIRST_RUN, Steps(least=0)] = 0
     """Steps between evaluations, or epochs, such as 1ep; 0: none. The last step is evaluated too."""
     split: Annotated[str, EVERY] = "val"
     """Split to evaluate on."""
@@ -93,15 +95,20 @@ class EvaluationSettings(Checked):
                     f"{self.flag('shards')} has {text!r}, whose NAME is {given['name']!r}",
                     hint="use a name of letters, digits, '.', '-' and '_' that begins with a letter or digit, or leave "
                     "out NAME=",
+                    flags=(self.flag("shards"),),
                 )
             folder = parts["shards"].rstrip("/").rpartition("/")[2] if parts else ""
             # A pattern of tars has braces, which are not for names.
             name = parts and (given["name"] if given else _NOT_IN_NAMES.sub("-", folder).strip("-"))
             if parts is None or not name:
-                raise UserError(f"{self.flag('shards')} has {text!r}, without a folder", hint=_USE)
+                raise UserError(
+                    f"{self.flag('shards')} has {text!r}, without a folder", hint=_USE, flags=(self.flag("shards"),)
+                )
             if name in found:
                 raise UserError(
-                    f"{self.flag('shards')} has two data folders named {name!r}", hint="use NAME=DATA with other names"
+                    f"{self.flag('shards')} has two data folders named {name!r}",
+                    hint="use NAME=DATA with other names",
+                    flags=(self.flag("shards"),),
                 )
             found[name] = EvaluatedData(
                 name=name,
@@ -130,6 +137,7 @@ class EvaluationSettings(Checked):
         raise UserError(
             f"{self.flag('shards')} names the protocol {name!r}, but this task has only one",
             hint=_USE,
+            flags=(self.flag("shards"),),
         )
 
 
@@ -172,6 +180,7 @@ class ProbeEvaluation(EvaluationSettings):
                 "features",
                 hint="name a label column of the captions, such as --evaluate.labels motion, or leave out "
                 "--evaluate.every",
+                flags=("--evaluate.every", "--evaluate.labels"),
             )
         yield from named_once(self.flag("labels"), self.labels)
         yield from named_once(self.flag("methods"), self.methods, known=METHODS)
@@ -180,6 +189,6 @@ class ProbeEvaluation(EvaluationSettings):
 def named_once(flag: str, values: tuple[str, ...], *, known: tuple[str, ...] = ()) -> Iterator[UserError]:
     """Yields the mistakes of a flag with several values: a repeated value, or none."""
     if len(set(values)) < len(values):
-        yield UserError(f"{flag} names one twice: {', '.join(values)}", hint="name each once")
+        yield UserError(f"{flag} names one twice: {', '.join(values)}", hint="name each once", flags=(flag,))
     if known and not values:
-        yield UserError(f"{flag} names none", hint=f"there are {', '.join(known)}")
+        yield UserError(f"{flag} names none", hint=f"there are {', '.join(known)}", flags=(flag,))

@@ -1,30 +1,24 @@
-"""Annotations of a field of the settings beside its type and its text, and the one pass that checks all fields.
+"""What settings of training have beside the annotations of `clipmill.manifests.settings`: groups of the help, numbers
+of steps in epochs, fields that name a part, and fields that only some choices take.
 
     batch: Annotated[int, groups.TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
     \"\"\"Batch size, over all processes.\"\"\"
-    stride: Annotated[int, groups.CLIPS, Range(1, 10**6), GoesWith("sampling", ("stride",))] = 4
-
-A class of settings is a frozen dataclass with `Checked` as its base. Rules about several fields are in its generator
-`rules`. Constructing invalid settings raises a UserError with all mistakes. The command line builds groups before the
-settings that contain them, so it defers the checks and makes them once for the whole tree.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import MISSING, dataclass, fields, replace
-from functools import cache
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 from cyclopts import Group, Parameter
 
-from clipmill.manifests.errors import UserError, UserErrors
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN as FIRST_RUN  # --help shows these flags, --help-all shows all
 from clipmill.manifests.plugins import Parts
-from clipmill.train.config.epochs import epochs_of
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.settings import Checked, Range, annotations_of, caught
 
+_EPOCHS = re.compile(r"(\d+\.?\d*|\.\d+)ep")
 # Groups of flags in the help, and what else a flag says to the command line. Lower positions come first.
 
 
@@ -53,103 +47,95 @@ HIDDEN = Parameter(show=False)
 SEVERAL = Parameter(negative_iterable=(), consume_multiple=True)  # --flag A B, besides --flag A --flag B
 
 
-FLAG = re.compile(r"--[a-z][a-z0-9.-]*[a-z0-9]")
-_checks_are_deferred: ContextVar[bool] = ContextVar("checks_are_deferred", default=False)
-
-
 @dataclass(frozen=True)
-class Range:
-    """The values that a number may have, or each number of a tuple; None is always one of them.
+class Steps(Range):
+    """Numbers of steps, which may be given in epochs: `500`, or `0.1ep` for a tenth of an epoch.
 
-    Attributes:
-        least, most: bounds that belong to the range.
-        above, below: bounds that do not.
-        epochs: whether a number of epochs is one too, such as 0.1ep (clipmill.train.config.epochs).
-        hint: what to do about another value, where the bounds alone do not say it.
+    How many steps an epoch has is known once the samples are open (`clipmill.train.data.loader.TrainingSet`). Settings
+    keep what was given; the loop takes `in_steps` of them.
     """
-
-    least: float = -math.inf
-    most: float = math.inf
-    above: float = -math.inf
-    below: float = math.inf
-    epochs: bool = False
-    hint: str = ""
 
     def holds(self, value: Any) -> bool:
-        """Whether `value` is in the range; NaN and infinity never are."""
-        if value is None or isinstance(value, tuple):
-            return all(map(self.holds, value or ()))
-        if isinstance(value, str):
-            return self.epochs and epochs_of(value) is not None
-        return bool(self.least <= value <= self.most and self.above < value < self.below)
+        """Return True if `value` is in the range, or a number of epochs."""
+        return epochs_of(value) is not None if isinstance(value, str) else super().holds(value)
 
     def __str__(self) -> str:
-        """The range in words: `from 1 to 1,024`."""
-        return self._bounds() + (", or a number of epochs such as 0.1ep" if self.epochs else "")
-
-    def _bounds(self) -> str:
-        if math.isfinite(self.least) and math.isfinite(self.most):
-            return f"from {_number(self.least)} to {_number(self.most)}"
-        bounds = {
-            "{} or more": self.least,
-            "more than {}": self.above,
-            "at most {}": self.most,
-            "less than {}": self.below,
-        }
-        words = [text.format(_number(bound)) for text, bound in bounds.items() if math.isfinite(bound)]
-        return " and ".join(words) or "a finite number"
+        """The range in words: `1 or more, or a number of epochs such as 0.1ep`."""
+        return f"{super().__str__()}, or a number of epochs such as 0.1ep"
 
 
-SHARE = Range(least=0, below=1)
-PROBABILITY = Range(0, 1)
+def epochs_of(given: int | str) -> float | None:
+    """The number of epochs in `0.1ep`, more than 0; None for anything else."""
+    found = _EPOCHS.fullmatch(given) if isinstance(given, str) else None
+    return float(found[1]) or None if found else None
 
 
-@dataclass(frozen=True)
-class GoesWith:
-    """The setting of the same group without which this one has no effect.
+def num_steps(given: int | str, *, epoch_steps: float | None = None, flag: str = "") -> int:
+    """The number of steps that a setting gives, 1 or more if it is in epochs.
+
+    Args:
+        epoch_steps: steps in an epoch; None if unknown, as in a stream of tars.
+        flag: of the setting.
+
+    Raises:
+        UserError: it is in epochs, and `epoch_steps` is None.
+    """
+    if isinstance(given, int):
+        return given
+    epochs = epochs_of(given)
+    if epoch_steps is None or epochs is None:
+        raise UserError(
+            f"{flag} is {given}, and how long an epoch of these data is, is unknown",
+            hint="give a number of steps",
+            flags=(flag,),
+        )
+    return max(1, round(epochs * epoch_steps))
+
+
+def in_steps(settings: Any, epoch_steps: float | None) -> Any:
+    """Training settings whose numbers of steps are no longer in epochs; raises as `num_steps`."""
+    changed: dict[str, dict[str, int]] = {"": {}, "evaluate": {}}
+    for group, name, flag, given in _numbers(settings):
+        changed[group][name] = num_steps(given, epoch_steps=epoch_steps, flag=flag)
+    return replace(settings, **changed[""], evaluate=replace(settings.evaluate, **changed["evaluate"]))
+
+
+def given_in_epochs(settings: Any, epoch_steps: float | None) -> list[str]:
+    """What the log says of settings that are in epochs; raises as `num_steps`."""
+    given = [(flag, value) for _, _, flag, value in _numbers(settings) if epochs_of(value)]
+    steps = [num_steps(value, epoch_steps=epoch_steps, flag=flag) for flag, value in given]
+    return [f"{flag} {value} = {counted(num, 'step')}" for (flag, value), num in zip(given, steps, strict=True)]
+
+
+def _numbers(settings: Any) -> Iterator[tuple[str, str, str, int | str]]:
+    """Group, field, flag and value of the settings that may be in epochs."""
+    for group, name in (("", "warmup_steps"), ("", "checkpoint_every"), ("evaluate", "every")):
+        of = getattr(settings, group) if group else settings
+        yield group, name, of.flag(name), getattr(of, name)
+
+
+class Published(NamedTuple):
+    """Published settings of a choice, such as the hyperparameters of a loss.
 
     Attributes:
-        name: of its field.
-        values: with which this one has an effect; any but 0 where there are none.
-        use: what the hint offers in place of these values.
+        source: Where they are published.
+        values: Values, nested as in a file of settings.
     """
 
-    name: str
-    values: tuple[object, ...] = ()
-    use: str = ""
-
-    def holds(self, value: object) -> bool:
-        """Whether a setting that goes with `value` has an effect."""
-        return value in self.values if self.values else bool(value)
+    source: str
+    values: dict[str, Any]
 
 
-class Needs(GoesWith):
-    """The setting of the same group without which this one is a mistake, wherever it was given."""
+class Choice(Checked):
+    """Base of settings in which one field decides which of the others apply.
 
-
-class Checked:
-    """Base of frozen dataclasses of settings: `prefix` of its flags, checks of its fields, rules about several.
-
-    `parts` are the fields that name a part, which another package may have. Their names are not checked when settings
-    are constructed: what a run was trained with is read, and its model used, without all of its packages.
+    Attributes:
+        choice: Field that decides, such as the name of an optimizer.
+        published: Published settings by preset and by the value of `choice`.
     """
 
-    prefix: ClassVar[str] = ""
-    parts: ClassVar[Mapping[str, Parts[Any]]] = {}
-    choice: ClassVar[str] = ""
-    """Field that decides which of the others apply, such as the name of an optimizer. None: all apply."""
-
-    def __post_init__(self) -> None:
-        if not _checks_are_deferred.get():
-            refuse(mistakes(self))
-
-    def rules(self) -> Iterator[UserError]:
-        """Yields the mistakes that are about several fields. Each field by itself is in its range."""
-        return iter(())
-
-    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yields the flags that were typed and have no effect, besides those that `GoesWith` finds."""
-        return iter(())
+    choice: ClassVar[str]
+    published: ClassVar[Mapping[str, Mapping[str, Published]]] = {}
 
     @classmethod
     def hyperparameters(cls) -> Mapping[str, Mapping[str, Any]]:
@@ -157,110 +143,17 @@ class Checked:
         return {}
 
     def not_taken(self) -> Iterator[UserError]:
-        """Yields the hyperparameters that were given and that the choice does not take."""
-        taken, chosen = self.hyperparameters(), getattr(self, self.choice)
-        for name in dict.fromkeys(one for own in taken.values() for one in own):
+        """Yield the hyperparameters that were given and that the choice does not take."""
+        of_choices, chosen = self.hyperparameters(), getattr(self, self.choice)
+        for name in dict.fromkeys(name for names in of_choices.values() for name in names):
             value = getattr(self, name)
-            if name not in taken[chosen] and value not in (None, False):
-                users = ", ".join(sorted(other for other, own in taken.items() if name in own))
+            if name not in of_choices[chosen] and value not in (None, False):
+                users = ", ".join(sorted(other for other, names in of_choices.items() if name in names))
                 yield UserError(
                     f"{self.flag(name)} is {value}, and {chosen} does not use it",
                     hint=f"leave out {self.flag(name)}, or use {self.flag(self.choice)} with one of: {users}",
+                    flags=(self.flag(name),),
                 )
-
-    @classmethod
-    def flag(cls, name: str) -> str:
-        """The flag of a field."""
-        return "--" + f"{cls.prefix}.{name}".lstrip(".").replace("_", "-")
-
-
-class _Said(NamedTuple):
-    name: str
-    default: Any
-    range: Range | None
-    goes_with: GoesWith | None
-    needs: Needs | None
-
-
-def _said_by(settings: Checked) -> tuple[_Said, ...]:
-    kind: Any = type(settings)
-    return _said_of(kind)
-
-
-@cache
-def _said_of(kind: Any) -> tuple[_Said, ...]:
-    """The annotations of the fields of a class of settings; of nested annotations, the outer one counts."""
-    hints, found = get_type_hints(kind, include_extras=True), []
-    for field in fields(kind):
-        said = {type(one): one for one in getattr(hints[field.name], "__metadata__", ())}
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        found.append(_Said(field.name, default, said.get(Range), said.get(GoesWith), said.get(Needs)))
-    return tuple(found)
-
-
-def mistakes(settings: Checked) -> list[UserError]:
-    """Every mistake in the settings and their groups."""
-    return _examined(settings)[0]
-
-
-def _examined(settings: Checked) -> tuple[list[UserError], Any]:
-    """The mistakes, and the settings with defaults in place of values out of range, so that rules get valid values."""
-    found: list[UserError] = []
-    sound: dict[str, object] = {}
-    for said in _said_by(settings):
-        name, value = said.name, getattr(settings, said.name)
-        if isinstance(value, Checked):
-            inner, sound[name] = _examined(value)
-            found += inner
-        elif said.range is not None and not said.range.holds(value):
-            hint = said.range.hint or f"{settings.flag(name)} must be {said.range}"
-            found.append(UserError(f"{settings.flag(name)} is {value}", hint=hint))
-            sound[name] = said.default
-        elif said.needs is not None and value != said.default:
-            found += _unmet(settings, name, said.needs)
-    if found:
-        with deferred_checks():
-            settings = replace(settings, **sound)  # type: ignore[type-var]
-    named = {flag for one in found for flag in FLAG.findall(str(one))}
-    return found + [one for one in settings.rules() if named.isdisjoint(FLAG.findall(str(one)))], settings
-
-
-def without_idle(
-    values: Mapping[str, Any], defaults: Checked, given: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of a file without those that do nothing beside flags or stronger files, and why these do nothing.
-
-    Args:
-        values: Values of the file, nested as the settings.
-        given: Values of flags and stronger files, by flag.
-
-    Returns:
-        The values that are left; and for the flag of each other one, the flag and value beside which it does nothing.
-    """
-    kept, idle = dict(values), dict[str, str]()
-    fields_said = {said.name: said for said in _said_by(defaults)}
-    for key, value in values.items():
-        said = fields_said.get(str(key).replace("-", "_"))
-        group = getattr(defaults, said.name) if said else None  # the parser reports unknown keys
-        if isinstance(group, Checked) and isinstance(value, Mapping):
-            kept[key], inner = without_idle(value, group, given)
-            idle |= inner
-        elif said and said.needs is not None and value != said.default:
-            other = defaults.flag(said.needs.name)
-            if other in given and given[other] not in map(str, said.needs.values):
-                del kept[key]
-                idle[defaults.flag(said.name)] = f"{other} {given[other]}"
-    return kept, idle
-
-
-def _unmet(settings: Checked, name: str, needs: Needs) -> Iterator[UserError]:
-    other, beside = settings.flag(needs.name), getattr(settings, needs.name)
-    if not needs.holds(beside):
-        use = " or ".join(map(str, needs.values))
-        yield UserError(
-            f"{settings.flag(name)} {getattr(settings, name)} does nothing with {other} {beside}",
-            hint=f"use {other} {use}, or leave it out",
-        )
 
 
 class NamedPart(NamedTuple):
@@ -272,78 +165,24 @@ class NamedPart(NamedTuple):
 
 
 def named_parts(settings: Checked) -> Iterator[NamedPart]:
-    """Yields the parts that settings and their groups name."""
-    for said in _said_by(settings):
-        value = getattr(settings, said.name)
+    """Yield the parts that settings and their groups name: the fields in `parts` of their classes.
+
+    Names of parts are not checked when settings are constructed: what a run was trained with is read, and its model
+    used, without all of its packages.
+    """
+    of_class: Mapping[str, Parts[Any]] = getattr(type(settings), "parts", {})
+    for field in annotations_of(settings):
+        value = getattr(settings, field.name)
         if isinstance(value, Checked):
             yield from named_parts(value)
-        elif said.name in settings.parts and value is not None:
-            yield NamedPart(settings.flag(said.name), settings.parts[said.name], value)
+        elif field.name in of_class and value is not None:
+            yield NamedPart(settings.flag(field.name), of_class[field.name], value)
 
 
 def unknown_parts(settings: Checked) -> Iterator[UserError]:
-    """Yields the mistakes of naming parts that there are not, or that cannot be used."""
+    """Yield the mistakes of naming parts that do not exist, or that cannot be used."""
     for flag, parts, name in named_parts(settings):
         if name not in parts:
             yield parts.unknown(name, where=flag)
         else:
             yield from caught(parts.__getitem__, name)
-
-
-def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterator[UserError]:
-    """Yields the flags that were typed and have no effect beside the other settings.
-
-    Settings from files are accepted: flags may leave some values of a preset or of a run without effect. Flags that
-    give the default are accepted too.
-
-    Args:
-        typed: flags of the command line with their values.
-    """
-    for said in _said_by(settings):
-        value, flag, goes_with = getattr(settings, said.name), settings.flag(said.name), said.goes_with
-        if isinstance(value, Checked):
-            yield from flags_without_effect(value, typed)
-        if goes_with is None or flag not in typed or value == said.default:
-            continue
-        other, beside = settings.flag(goes_with.name), getattr(settings, goes_with.name)
-        if not goes_with.holds(beside):
-            use = goes_with.use or " or ".join(map(str, goes_with.values))
-            state = "not given" if beside is None else beside
-            yield without_effect(flag, typed, f"{other} is {state}", use=f"{other} {use}".strip())
-    yield from settings.without_effect(typed)
-
-
-def without_effect(flag: str, typed: Mapping[str, str], why: str, *, use: str) -> UserError:
-    """The error for a flag that was typed and has no effect."""
-    return UserError(f"{flag} is {typed[flag]}, which has no effect: {why}", hint=f"leave it out, or use {use}")
-
-
-@contextmanager
-def deferred_checks() -> Iterator[None]:
-    """Settings that are constructed meanwhile are not checked; the caller checks them later."""
-    token = _checks_are_deferred.set(True)
-    try:
-        yield
-    finally:
-        _checks_are_deferred.reset(token)
-
-
-def caught(check: Callable[..., object], *arguments: Any, **more: Any) -> Iterator[UserError]:
-    """Yields the mistake that a check raises, for rules of settings."""
-    try:
-        check(*arguments, **more)
-    except UserError as error:
-        yield error
-
-
-def refuse(found: Iterable[UserError]) -> None:
-    """Raises all mistakes at once, if there are any: of each flag that they begin with, the first one."""
-    by_flag: dict[str, UserError] = {}
-    for one in found:
-        by_flag.setdefault(next(iter(FLAG.findall(str(one))), str(one)), one)
-    if by_flag:
-        raise UserErrors(by_flag.values()) if len(by_flag) > 1 else next(iter(by_flag.values()))
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"

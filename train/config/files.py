@@ -2,8 +2,8 @@
 
 Where a value comes from, the strongest first: a flag, a `--config` file (later files before earlier ones), the
 `--preset`, with `--resume` the settings that the run saved, the default. A run saves what took effect as
-RUN/settings.yaml, which loads back to an equal object; a comment on top says where the values came from. Values that
-depend on another setting: `choices.py`.
+RUN/settings.yaml, which loads back to an equal object; a comment on top says where the values came from. What a preset
+sets beside another loss or optimizer than its own: `choices.py`.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_bytes
-from clipmill.train.config.choices import alternatives, chosen_parts
-from clipmill.train.config.fields import deferred_checks, mistakes, refuse
+from clipmill.manifests.settings import deferred_checks, mistakes, refuse
+from clipmill.train.config.choices import chosen_parts
 from clipmill.train.config.training import TrainingSettings, plain_values
 
 PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
@@ -66,8 +66,9 @@ def _parsed(path: Path, kind: type[Settings]) -> Settings:
     from cyclopts import CycloptsError
 
     app = _reader(kind)  # type: ignore[arg-type]  # classes are hashable, whatever their instances are
+    place = ""  # errors about the file name it, errors about its values do not
     try:
-        app.config = [yaml_source(path, kind)]
+        app.config, place = [yaml_source(path, kind)], f"{path}: "
         with deferred_checks():
             settings: Settings = app([])
         refuse(mistakes(settings))
@@ -75,8 +76,7 @@ def _parsed(path: Path, kind: type[Settings]) -> Settings:
     except (CycloptsError, UserError) as error:
         from clipmill.manifests.usage_errors import usage_message
 
-        wrong = str(error) if isinstance(error, UserError) else usage_message(error)
-        wrong = wrong if str(path) in wrong else f"{path}: {wrong}"
+        wrong = f"{place}{error}" if isinstance(error, UserError) else usage_message(error)  # names the file
         hints = ["put back what the run wrote"]
         if isinstance(error, UserError) and error.hint:
             hints += error.hint.splitlines()
@@ -109,7 +109,7 @@ def yaml_source(
     Args:
         kind: of the settings.
         preset: its name, if the file is a preset.
-        remarks: takes what is said about values that depend on other settings.
+        remarks: Takes remarks on rows that were taken, and on values that were not.
 
     Raises:
         UserError: there is no such file, or it is not a YAML mapping.
@@ -122,7 +122,7 @@ def yaml_source(
 
     def fill(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
         given = {argument.name: str(argument.tokens[-1].value) for argument in arguments if argument.tokens}
-        parts, said = chosen_parts(spelled, kind(), name=name, given=given, is_preset=preset is not None)
+        parts, said = chosen_parts(spelled, kind(), name=name, given=given, preset=preset)
         named = _by_name()(arguments)
         for part in parts:
             Dict(part.values, source=part.source, use_commands_as_keys=False)(app, commands, named)
@@ -249,7 +249,7 @@ def presets_of(kind: type[TrainingSettings]) -> dict[str, str]:
     found = {}
     for path, values in _presets().items():
         name = path.stem.removesuffix(f"-{kind.command}")
-        if preset_path(name, kind.command) == path and all(_fits(part, kind) for part in alternatives(values, name)):
+        if preset_path(name, kind.command) == path and _fits(values, kind):
             found[name] = path.read_text().partition("\n")[0].removeprefix("# ").rstrip(".")
     return found
 

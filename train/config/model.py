@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import FIRST_RUN, SHARE, TOWER_SIZES, TOWERS_BY_NAME, Checked, GoesWith, Range
+from clipmill.manifests.settings import SHARE, Checked, GoesWith, Range
+from clipmill.train.config.fields import FIRST_RUN, TOWER_SIZES, TOWERS_BY_NAME
 from clipmill.train.config.towers import TOWERS
 
 ModelName = Literal["tiny", "s16", "b32", "b16", "l16", "l14", "l14-336"]
@@ -101,28 +102,36 @@ class Towers(Checked):
             yield UserError(
                 f"--towers.attention is divided, which needs every patch of every frame, and {flag} is not for it",
                 hint=f"leave {flag} out, or use --towers.attention joint",
+                flags=("--towers.attention", flag),
             )
         if self.image is None:
             if self.kind == LIBRARY:
-                yield UserError(f"--towers.kind is {LIBRARY}", hint="name the tower instead, with --towers.image")
+                yield UserError(
+                    f"--towers.kind is {LIBRARY}",
+                    hint="name the tower instead, with --towers.image",
+                    flags=("--towers.kind",),
+                )
             return
         yield from self._of_library("image", self.image, unused=_OF_OUR_IMAGE)
         if self.kind not in (None, LIBRARY):
             yield UserError(
-                f"--towers.kind is {self.kind}, and --towers.image names a tower of a library", hint="leave out one"
+                f"--towers.kind is {self.kind}, and --towers.image names a tower of a library",
+                hint="leave out one",
+                flags=("--towers.kind", "--towers.image"),
             )
 
     def _of_library(self, name: str, reference: str, *, unused: tuple[str, ...]) -> Iterator[UserError]:
         """Yields a name of another form, and settings that a library's tower decides by its name."""
         flag = self.flag(name)
         if _REFERENCE.fullmatch(reference) is None:
-            yield UserError(f"{flag} is {reference}", hint="use open_clip:NAME, timm:NAME or hf:FOLDER")
+            yield UserError(f"{flag} is {reference}", hint="use open_clip:NAME, timm:NAME or hf:FOLDER", flags=(flag,))
         defaults = {one.name: one.default for one in fields(self)}
         for other in unused:
             if getattr(self, other) != defaults[other]:
                 yield UserError(
                     f"{self.flag(other)} is {getattr(self, other)}, and {flag} {reference} has its own architecture",
                     hint=f"leave out {self.flag(other)} or {flag}",
+                    flags=(self.flag(other), flag),
                 )
 
 
@@ -150,7 +159,11 @@ class DualEncoderTowers(Towers):
         if self.text is not None:
             yield from self._of_library("text", self.text, unused=_OF_OUR_TEXT)
             if self.text.startswith("timm:"):
-                yield UserError(f"--towers.text is {self.text}, and timm has image towers only", hint="use open_clip")
+                yield UserError(
+                    f"--towers.text is {self.text}, and timm has image towers only",
+                    hint="use open_clip",
+                    flags=("--towers.text",),
+                )
 
 
 def of_clip_alone(towers: Towers, *, hint: str) -> Iterator[UserError]:
@@ -158,7 +171,9 @@ def of_clip_alone(towers: Towers, *, hint: str) -> Iterator[UserError]:
     for name, none in _OF_CLIP_ALONE.items():
         value = getattr(towers, name)
         if value != none:
-            yield UserError(f"{towers.flag(name)} is {value}, and a videomae tower has none", hint=hint)
+            yield UserError(
+                f"{towers.flag(name)} is {value}, and a videomae tower has none", hint=hint, flags=(towers.flag(name),)
+            )
 
 
 def kind_of(towers: Towers) -> str:
@@ -187,10 +202,15 @@ def check_picture(model: ModelName, towers: Towers, *, size_px: int) -> None:
         raise UserError(
             f"--size-px is {size_px}, and --model {model} is {plain} for pictures of {only_px} px",
             hint=f"use --size-px {only_px}, or --model {plain}",
+            flags=("--size-px", "--model"),
         )
     if size_px < patch_px or size_px % patch_px:
         whose = "" if towers.patch_px else f" of {model}"
-        raise UserError(f"--size-px is {size_px}", hint=f"it must be a multiple of {patch_px}, the patch{whose}")
+        raise UserError(
+            f"--size-px is {size_px}",
+            hint=f"it must be a multiple of {patch_px}, the patch{whose}",
+            flags=("--size-px",),
+        )
 
 
 def check_frames(towers: Towers, *, num_frames: int) -> None:
@@ -200,6 +220,7 @@ def check_frames(towers: Towers, *, num_frames: int) -> None:
         raise UserError(
             f"--num-frames {num_frames} cannot be cut into cubes of {tubelet} frames (--towers.tubelet)",
             hint=f"use a multiple of {tubelet} frames, or another --towers.tubelet",
+            flags=("--num-frames", "--towers.tubelet"),
         )
 
 
@@ -230,7 +251,9 @@ class Init(Checked):
         """Yields flags about initial weights if there are none."""
         if self.weights is None and (self.format != "auto" or self.allow):
             yield UserError(
-                "--init.format and --init.allow are about weights, and there are none", hint="name them: --init.weights"
+                "--init.format and --init.allow are about weights, and there are none",
+                hint="name them: --init.weights",
+                flags=("--init.format", "--init.allow"),
             )
 
 
@@ -252,5 +275,7 @@ class DualEncoderInit(Init):
         yield from super().rules()
         if self.text is not None and self.weights is None:
             yield UserError(
-                f"--init.text is {self.text}, and the video tower has no weights", hint="name them: --init.weights"
+                f"--init.text is {self.text}, and the video tower has no weights",
+                hint="name them: --init.weights",
+                flags=("--init.text",),
             )

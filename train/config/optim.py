@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import SHARE, Checked, GoesWith, Range
+from clipmill.manifests.settings import SHARE, GoesWith, Range
+from clipmill.train.config.fields import Choice, Published
 
 OptimizerName = Literal["adamw", "lamb", "lion", "sgd"]
 
@@ -18,12 +19,38 @@ DEFAULTS: dict[str, dict[str, float]] = {
 }
 
 
+def _rows(
+    beta1: float, beta2: float, eps: float, *, source: str = "FastCLIP, tables 7 and 10", **rates: tuple[float, float]
+) -> dict[str, Published]:
+    """The rows of a setting of FastCLIP: its betas and epsilon, and the rate and weight decay of each optimizer."""
+    given = {"beta1": beta1, "beta2": beta2, "eps": eps}
+    rows = {}
+    for name, (lr, weight_decay) in rates.items():
+        values = {"lr": lr, "weight_decay": weight_decay}
+        taken = {key: given[key] for key in DEFAULTS[name] if key in given}
+        row = Published(source, values | {"optimizer": taken}) if taken else Published("FastCLIP, table 10", values)
+        rows[name] = row
+    return rows
+
+
+# Wei et al. 2024: table 7 has betas and epsilon, table 10 rates and decays. Its public code passes the same betas and
+# epsilon to LAMB.
+_MEDIUM = _rows(0.9, 0.999, 1e-8, adamw=(1e-3, 0.1), lamb=(2e-3, 0.1), lion=(2e-4, 0.3), sgd=(1.0, 3e-6))
+PUBLISHED = {
+    "fastclip-medium": _MEDIUM,
+    "fastclip-medium-images": _MEDIUM,
+    "fastclip-large": _rows(0.9, 0.98, 1e-6, adamw=(4e-4, 0.1), lamb=(2e-3, 0.1), lion=(1e-4, 0.3), sgd=(2.0, 3e-6)),
+    "fastclip-xlarge": _rows(0.9, 0.98, 1e-6, source="FastCLIP, table 7", adamw=(2e-4, 0.2)),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSettings(Checked):
+class OptimizerSettings(Choice):
     """Optimizer, learning rate of each parameter at each step, and the average of the weights."""
 
     prefix = "optimizer"
     choice = "name"
+    published = PUBLISHED
 
     name: OptimizerName = "adamw"
     """Optimizer. lamb: You et al. 2020; lion: Chen et al. 2023; sgd: with momentum."""

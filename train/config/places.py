@@ -8,11 +8,10 @@ import re
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.train.config.shards import is_local_folder
 
 NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")
 HUB_PREFIX = "hf:"  # of the name of a model on the Hugging Face Hub
-_PATTERNS = ("{", "::", "$")
 
 
 def is_name_and_tag(weights: str) -> bool:
@@ -28,8 +27,12 @@ def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...]
     if "RANK" in os.environ:
         return
     for address in shards:
-        if address is not None and _is_local_folder(address) and not Path(address).exists():
-            raise UserError(f"there is no data folder {address}", hint="name one that prep made: --shards DIR")
+        if address is not None and is_local_folder(address) and not Path(address).exists():
+            raise UserError(
+                f"there is no data folder {address}",
+                hint="name the data folder that prep made with --shards",
+                flags=("--shards",),
+            )
     for weights in init:
         if not is_name_and_tag(weights) and not Path(weights).exists():
             raise UserError(
@@ -55,7 +58,3 @@ def no_weights(weights: str | Path, *, takes_tags: bool) -> UserError:
         f"there is no run in {weights}, and there are no other weights",
         hint=f"name {', '.join(kinds[:-1])}, or {kinds[-1]}",
     )
-
-
-def _is_local_folder(address: str) -> bool:
-    return not (is_remote(address) or address.endswith(".tar") or any(one in address for one in _PATTERNS))

@@ -1,37 +1,116 @@
-"""`--shards` and `--mix`: the data folders of a run, their names and proportions."""
+"""`--shards` and `--mix`: the data of a run, their kinds, names and proportions. `KINDS` has a row for each kind."""
 
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.imported import imported
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.settings import Checked, caught, without_effect
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.units import parse_size
 from clipmill.train.config import fields as groups
-from clipmill.train.config.fields import FIRST_RUN, Checked, caught, without_effect
+from clipmill.train.config.fields import FIRST_RUN
 
 # One data folder, or several.
 Shards = str | tuple[str, ...]
 _REPEATED = Parameter(negative=())  # --shards A --shards B
 _MAX_WHOLE = 10**6  # of a weight as a whole number
 
+Content = Literal["captions", "labels", "frames"]
+
+_ANY = re.compile("")
+_TARS = re.compile(r"\{|\.tar$")
+_PRODUCERS = "clipmill.train.data.producers"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of data.
+
+    Attributes:
+        openers: Import paths of the functions that open its samples, by their content, so that a run loads only the
+            modules of its own data.
+        lacks: Why samples have no other content.
+        spelling: Regular expression that is found in addresses of this kind.
+        test: Import path of a function that looks whether an address spelled so names this kind. Empty: it does.
+        has_manifest: The data have a manifest: splits, sources of captions, labels, scores, and variants.
+        can_be_mixed: Samples are found by number, so that several addresses can be mixed.
+    """
+
+    openers: Mapping[Content, str]
+    lacks: Mapping[Content, str] = field(default_factory=dict)
+    spelling: re.Pattern[str] = _ANY
+    test: str = ""
+    has_manifest: bool = True
+    can_be_mixed: bool = True
+
+
+IMAGES = Kind(
+    dict.fromkeys(("captions", "labels", "frames"), f"{_PRODUCERS}.tar_images:open_images"),
+    spelling=_TARS,
+    test="clipmill.train.data.images.query:names_images",
+    has_manifest=False,
+)
+STREAM = Kind(
+    {"captions": "clipmill.train.data.streams.stream:open_stream"},
+    lacks={"labels": "labels are in the manifest of a data folder", "frames": "chunks are in a data folder"},
+    spelling=_TARS,
+    has_manifest=False,
+    can_be_mixed=False,
+)
+LATENTS = Kind(
+    {
+        "captions": f"{_PRODUCERS}.latent_segments:open_captions",
+        "labels": f"{_PRODUCERS}.latent_segments:open_labels",
+        "frames": f"{_PRODUCERS}.latent_segments:open_frames",
+    }
+)
+CLIPS = Kind(
+    {
+        "captions": f"{_PRODUCERS}.captioned_clips:open_captions",
+        "labels": f"{_PRODUCERS}.labelled_clips:open_labels",
+        "frames": f"{_PRODUCERS}.chunk_clips:open_frames",
+    }
+)
+KINDS = (IMAGES, STREAM, CLIPS)  # the first one that fits
+
+
+def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
+    """The kind of data that an address names.
+
+    Args:
+        settings: Settings with which the data are read. Without them, nothing is looked at: of kinds that are spelled
+            alike, which have the same kind of manifest, it is the first one.
+
+    Raises:
+        UserError: the address names tars, and one is missing or cannot be read.
+    """
+    if settings is not None and settings.reads_latents:
+        return LATENTS
+    spelled = (kind for kind in KINDS if kind.spelling.search(address))
+    if settings is None:
+        return next(spelled)
+    cache = {"cache": settings.cache, "cache_size": settings.cache_size}
+    return next(kind for kind in spelled if not kind.test or imported(kind.test)(address, **cache))
+
+
+def is_local_folder(address: str) -> bool:
+    """Return True if an address is the path of a data folder on this machine."""
+    return kind_of(address).has_manifest and not is_remote(address)
+
 
 def absolute(address: str) -> str:
     """`--shards` with absolute paths, valid in any working directory; patterns of tars are joined by `::`."""
     parts = address.split("::")
     return "::".join(one if is_remote(one) or one.startswith("$") else str(Path.cwd() / one) for one in parts)
-
-
-def names_tars(shards: str) -> bool:
-    """Return True if `--shards` names tars rather than a data folder."""
-    return shards.endswith(".tar") or "{" in shards
 
 
 def normalised(address: str) -> str:
@@ -71,10 +150,13 @@ def parse_mix(mix: str) -> tuple[Fraction, ...]:
             raise UserError(
                 f"--mix is {mix}, and {part.strip()!r} is not a weight",
                 hint="give a number above 0 for each --shards; leave out folders that are not to be trained on",
+                flags=("--mix",),
             )
         if max(weights[-1].as_integer_ratio()) > _MAX_WHOLE:
             raise UserError(
-                f"--mix is {mix}, and {part.strip()!r} has too many digits", hint="use weights such as 2,1 or 0.7,0.3"
+                f"--mix is {mix}, and {part.strip()!r} has too many digits",
+                hint="use weights such as 2,1 or 0.7,0.3",
+                flags=("--mix",),
             )
     return tuple(weights)
 
@@ -108,7 +190,13 @@ class DataSettings(Checked):
         raise UserError(
             f"--shards names {len(self.folders)} data folders, and this reads one: {', '.join(self.folders)}",
             hint=f"name one of them: --shards {self.folders[0]}",
+            flags=("--shards",),
         )
+
+    @property
+    def reads_latents(self) -> bool:
+        """True if samples are latents, which are not decoded."""
+        return False
 
     def rules(self) -> Iterator[UserError]:
         """Yields repeated data folders, a wrong number of weights, and an invalid size of the cache."""
@@ -133,7 +221,11 @@ def _same_folders(folders: Sequence[str]) -> Iterator[UserError]:
     for folder in folders:
         if (other := seen.get(normalised(folder))) is not None:
             same = "twice" if other == folder else f"and {other}, which are the same folder"
-            yield UserError(f"--shards names {folder} {same}", hint="name it once, and give it more weight with --mix")
+            yield UserError(
+                f"--shards names {folder} {same}",
+                hint="name it once, and give it more weight with --mix",
+                flags=("--shards",),
+            )
             return
         seen[normalised(folder)] = folder
 
@@ -144,4 +236,5 @@ def _require_weights(mix: str, *, num_folders: int) -> None:
         raise UserError(
             f"--mix is {mix}: {weights} for {num_folders} data folders",
             hint=f"give a weight for each --shards, in their order, as {','.join('1' * num_folders)}",
+            flags=("--mix",),
         )

@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import Checked, GoesWith, Range, caught, without_effect
 from clipmill.shards.where_flag import check_where
 from clipmill.train.config import fields as groups
 from clipmill.train.config.evaluation import EvaluatedData, EvaluationSettings
-from clipmill.train.config.fields import FIRST_RUN, Checked, GoesWith, Range, caught, without_effect
+from clipmill.train.config.fields import FIRST_RUN, Steps
 from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.config.shards import DataSettings, folder_names, normalised
 
@@ -51,6 +52,7 @@ class ParallelSettings(Checked):
             yield UserError(
                 f"--parallel.strategy fsdp and --parallel.stages {self.stages} do not go together",
                 hint="a stage has its own layers alone: use ddp, or zero1 for a part of the optimizer's state too",
+                flags=("--parallel.strategy", "--parallel.stages"),
             )
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
@@ -71,6 +73,7 @@ def check_rule(rule: str) -> None:
     raise UserError(
         f"--parallel.partition is {rule!r}",
         hint="use parameters, uniform, type:KIND (as type:block), or the number of layers of each stage, as 5,9",
+        flags=("--parallel.partition",),
     )
 
 
@@ -91,7 +94,7 @@ class TrackSettings(Checked):
 Device = Literal["auto", "cpu", "cuda"]
 # What lies beyond these would fail later and less clearly, for want of memory, threads or digits.
 STEPS = Range(1, 10**10)
-EVERY = Range(1, 10**10, epochs=True)
+EVERY = Steps(1, 10**10)
 COUNT = Range(1, 10**6)
 # Fields of which tasks have defaults of their own; their meaning is inherited.
 LearningRate = Annotated[float, groups.TRAINING, FIRST_RUN, Range(1e-12, 1e3)]
@@ -129,7 +132,7 @@ class TrainingSettings(DataSettings):
     """Batch size, over all processes."""
     lr: LearningRate = 3e-4
     """Peak learning rate. It is reached after warmup; --optimizer.schedule takes over from there."""
-    warmup_steps: Annotated[int | str, groups.TRAINING, FIRST_RUN, Range(0, 10**10, epochs=True)] = 500
+    warmup_steps: Annotated[int | str, groups.TRAINING, FIRST_RUN, Steps(0, 10**10)] = 500
     """Number of linear warmup steps, or epochs, such as 0.1ep."""
     weight_decay: WeightDecay = 0.1
     """Weight decay. Gains, biases and embeddings are not decayed."""
@@ -186,6 +189,11 @@ class TrainingSettings(DataSettings):
         # --best names a metric of the run, whose evaluations are those of all of its folders.
         return replace(self, shards=shards, best=None, **({} if is_own else self.of_other_data))
 
+    @property
+    def best_is_lowest(self) -> bool:
+        """True if a lower value of `best` is better."""
+        return self.best is not None and self.best.rpartition("/")[2] in self.evaluate.lower_is_better
+
     def evaluated(self) -> tuple[EvaluatedData, ...]:
         """The data of each evaluation in the loop; of several data folders, each has its own unless others are named.
 
@@ -205,26 +213,35 @@ class TrainingSettings(DataSettings):
         kept = f"md5(concat(video, ' {self.seed}')) < '{int(self.share * 2**32):08x}'"
         return kept if self.where is None else f"{kept} and ({self.where})"
 
-    @property
-    def reads_latents(self) -> bool:
-        """Whether samples are latents, which are not decoded."""
-        return False
-
     def rules(self) -> Iterator[UserError]:
         """Yields --best without an evaluation, and learning rates above the peak."""
         yield from super().rules()
         if self.best is not None and not self.evaluate.every:
-            yield UserError(f"--best {self.best} needs an evaluation in the loop", hint="add --evaluate.every STEPS")
+            yield UserError(
+                f"--best {self.best} needs an evaluation in the loop",
+                hint="add --evaluate.every STEPS",
+                flags=("--best",),
+            )
         if self.require_gpu and self.device == "cpu":
-            yield UserError("--require-gpu and --device cpu contradict each other", hint="leave out one of them")
+            yield UserError(
+                "--require-gpu and --device cpu contradict each other",
+                hint="leave out one of them",
+                flags=("--require-gpu", "--device"),
+            )
         start_lr = self.optimizer.start_lr
         if start_lr is not None and start_lr > self.lr:
-            yield UserError(f"--optimizer.start-lr is {start_lr}, more than --lr {self.lr}", hint="use a smaller one")
+            yield UserError(
+                f"--optimizer.start-lr is {start_lr}, more than --lr {self.lr}",
+                hint="use a smaller one",
+                flags=("--optimizer.start-lr", "--lr"),
+            )
         yield from caught(check_best, self.best, self)
         yield from caught(check_where, self.where)
         if self.optimizer.end_lr > self.lr:
             yield UserError(
-                f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}", hint="use a smaller one"
+                f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}",
+                hint="use a smaller one",
+                flags=("--optimizer.end-lr", "--lr"),
             )
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
@@ -241,7 +258,11 @@ def check_best(best: str | None, settings: TrainingSettings) -> None:
     """Raises a UserError if `--best` is not a metric of the evaluations, as far as these are known."""
     numbers = [f"{one.name}/{name}" for one in settings.evaluated() for name in settings.evaluate.number_names(one)]
     if best is not None and numbers and best not in numbers:
-        raise UserError(f"--best {best} is not a metric of the evaluation", hint=f"there are {', '.join(numbers)}")
+        raise UserError(
+            f"--best {best} is not a metric of the evaluation",
+            hint=f"there are {', '.join(numbers)}",
+            flags=("--best",),
+        )
 
 
 # What may differ when a run is resumed: it does not change the weights, but for rounding.
@@ -306,4 +327,5 @@ def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: 
     if other:
         first, *more = [f"--{name.replace('_', '-')} is {new[name]}, {{}}{old[name]}" for name in other]
         words = [first.format(f"{where} has "), *(one.format("not ") for one in more)]
-        raise UserError("; ".join(words), hint=hint)
+        flags = [f"--{name.replace('_', '-')}" for name in other]
+        raise UserError("; ".join(words), hint=hint, flags=flags)

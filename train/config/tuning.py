@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import MODEL, SEVERAL, Checked, GoesWith, Range
+from clipmill.manifests.settings import Checked, GoesWith, Range
+from clipmill.train.config.fields import MODEL, SEVERAL
 
 Target = Literal["attention", "mlp"]
 Tower = Literal["video", "text", "decoder"]
@@ -43,7 +44,9 @@ class Lora(Checked):
     def rules(self) -> Iterator[UserError]:
         """Yields adapters without any layer."""
         if self.rank and not self.targets:
-            yield UserError("--lora.targets names no layers", hint="use attention, mlp, or both")
+            yield UserError(
+                "--lora.targets names no layers", hint="use attention, mlp, or both", flags=("--lora.targets",)
+            )
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def frozen_part(name: str) -> FrozenPart:
         raise UserError(
             f"--freeze is {name}",
             hint="name a tower (video, text), or the first N blocks of one (blocks:N, text.blocks:N)",
+            flags=("--freeze",),
         )
     return FrozenPart(match["tower"], None if match["count"] is None else int(match["count"]), given=name)
 
@@ -122,7 +126,7 @@ def tuning_mistakes(
     whole = {part.tower for part in parts if part.is_whole}
     if not has_head and whole >= set(towers):
         hint = "leave one of them out" if len(freeze) > 1 else "leave it out, or freeze the first blocks: blocks:N"
-        yield UserError(f"--freeze {' '.join(freeze)} leaves nothing to train", hint=hint)
+        yield UserError(f"--freeze {' '.join(freeze)} leaves nothing to train", hint=hint, flags=("--freeze",))
         return
     if not lora.rank:
         return
@@ -130,6 +134,7 @@ def tuning_mistakes(
         yield UserError(
             f"--lora.rank is {lora.rank}, and adapters are for pretrained weights",
             hint="name the weights to adapt: --init.weights, or train without --lora.rank",
+            flags=("--lora.rank",),
         )
     for tower in lora.towers:
         if tower not in towers:
@@ -138,13 +143,17 @@ def tuning_mistakes(
             yield UserError(
                 f"--lora.towers {tower} adapts a tower that --freeze {' '.join(freeze)} keeps as it is",
                 hint="leave it out of one of them: the weights of a tower with adapters are frozen in any case",
+                flags=("--lora.towers", "--freeze"),
             )
     if not towers_to_adapt(lora, freeze, towers=towers):
         yield UserError(
             f"--lora.rank is {lora.rank}, and --freeze {' '.join(freeze)} leaves no tower to adapt",
             hint="leave out one of them",
+            flags=("--lora.rank", "--freeze"),
         )
 
 
 def _no_tower(flag: str, tower: str, towers: Sequence[str]) -> UserError:
-    return UserError(f"{flag}: the model has no {tower} tower of its own", hint=f"it has: {', '.join(towers)}")
+    return UserError(
+        f"{flag}: the model has no {tower} tower of its own", hint=f"it has: {', '.join(towers)}", flags=(flag,)
+    )

@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import wraps
 from numbers import Integral
@@ -15,7 +14,6 @@ from torch.utils.data import get_worker_info
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import quoted
-from clipmill.train.config.fields import FLAG
 from clipmill.train.config.shards import Shards
 from clipmill.train.distributed.world import World
 
@@ -23,9 +21,6 @@ Data = str | Path | Sequence[str | Path]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# Command lines, whose flags stay flags; a flag, with what follows it: a verb, a value, or a name at the end.
-_FOLLOWS = r"( (?=is\b|must\b))| (?=['\"/.\dA-Z])| ([a-z]\w*$)"
-_FLAGS = re.compile(rf"\b(?:prep|train) [a-z][^;:,]*|({FLAG.pattern})(?:{_FOLLOWS})?")
 _ARGUMENTS = {"--shards": "data"}  # of other names than their flags
 
 
@@ -36,30 +31,23 @@ def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
     """
     names = inspect.signature(call).parameters.keys()
 
-    def say(text: str) -> str:
-        return _FLAGS.sub(lambda found: _argument(found, names), text)
-
     @wraps(call)
     def named(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return call(*args, **kwargs)
         except UserError as error:
-            error.reword(say)
+            error.rename_flags(lambda flag: _argument(flag, names))
             raise
 
     return named
 
 
-def _argument(found: re.Match[str], names: Collection[str]) -> str:
-    flag = found[1]
-    if flag is None:
-        return found[0]
-    first, _, rest = flag[2:].replace("-", "_").partition(".")
-    written = [name for name in (first, rest, _ARGUMENTS.get(flag, "")) if name in names]
-    if not written:
-        return found[0]
-    name = f"{first}.{rest}" if written[-1] == first and rest else written[-1]
-    return f"{name}={found[3]!r}" if found[3] else name + (found[2] or "=")
+def _argument(flag: str, names: Collection[str]) -> str:
+    """The argument for a flag: that of its name, of the name within its group, or of the group; else the flag."""
+    group, _, name = flag.removeprefix("--").replace("-", "_").partition(".")
+    if (argument := _ARGUMENTS.get(flag, name or group)) in names:
+        return argument
+    return f"{group}.{name}" if group in names else flag
 
 
 def require_whole_numbers(**arguments: object) -> None:

@@ -97,6 +97,7 @@ def choose_sources(names: list[str], *, wanted: str | None, elsewhere: Collectio
             raise UserError(
                 f"no caption of this manifest has the source {pattern!r} (asked for by --captions.sources)",
                 hint=f"available sources: {', '.join(sorted(names)) or 'none'}",
+                flags=("--captions.sources",),
             )
         found = [name for name in left if name in matching]
         left = [name for name in left if name not in found]
@@ -105,6 +106,7 @@ def choose_sources(names: list[str], *, wanted: str | None, elsewhere: Collectio
         raise UserError(
             f"--captions.sources is {wanted!r}, and this split has no captions of these sources",
             hint=f"sources of this split: {', '.join(sorted(names))}",
+            flags=("--captions.sources",),
         )
     rank = np.full(len(names), -1, np.int16)
     for number, (name, _) in enumerate(chosen):

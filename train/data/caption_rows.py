@@ -175,11 +175,16 @@ def make_clip_table(
     )
 
 
-def no_captions(data_dir: Path, split: str) -> UserError:
+class NoCaptions(UserError):
+    """A split has no captions."""
+
+
+def no_captions(data_dir: Path, split: str) -> NoCaptions:
     """The error for a split without captions."""
-    return UserError(
+    return NoCaptions(
         f"the manifest of {data_dir} has no captions of split {split!r}",
         hint="run prep manifest with annotations that have captions of this split",
+        flags=("--split",),
     )
 
 

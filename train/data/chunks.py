@@ -45,6 +45,7 @@ def videos_of_split(data_dir: Path, split: str) -> pa.Array:
         raise UserError(
             f"{data_dir} has no videos of split {split!r}",
             hint=f"splits of this manifest: {splits}; choose one with --split",
+            flags=("--split",),
         )
     return of_split["video_id"].combine_chunks()
 
@@ -117,7 +118,11 @@ class ChunkSet:
         has_captions: bool = False,
     ) -> None:
         if not resolved_folder(data_dir).is_dir():
-            raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made: --shards DIR")
+            raise UserError(
+                f"there is no data folder {data_dir}",
+                hint="name the data folder that prep made with --shards",
+                flags=("--shards",),
+            )
         self._data_dir = data_dir
         self._variant = Variant.open(data_dir, tars=tars).whole()
         self.variant_name = self._variant.directory.name

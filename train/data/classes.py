@@ -83,6 +83,7 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Co
         raise UserError(
             f"the data of split {' and '.join(sorted(set(splits)))} have {values} of {label!r}: nothing to tell apart",
             hint="use a dataset with labels (see docs/classification.md), or another --label",
+            flags=("--label",),
         )
     are_numbers = all(name.removeprefix("-").isdecimal() for name in found)
     return ClassList(label, tuple(sorted(found, key=int) if are_numbers else sorted(found)))
@@ -131,6 +132,7 @@ def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.Chunke
             raise UserError(
                 f"the captions{of} have no column {name} (asked for as label {label!r})",
                 hint=f"labels there: {listed(class_labels(captions.schema))}",
+                flags=("--label",),
             )
         if pa.types.is_nested(captions[name].type):
             raise UserError(

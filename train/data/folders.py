@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.shards.columns import VIDEO
+from clipmill.shards.dataset import is_data_folder, not_a_data_folder
 from clipmill.train.data.node_cache import choose_folder
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ def open_data_folder(
     """
     choose_folder(cache)
     if not is_remote(address):
-        return DataFolder(Path(address))
+        if (path := Path(address)).exists() and not is_data_folder(path):
+            raise not_a_data_folder(path)
+        return DataFolder(path)
     from clipmill.train.data.remote import open_remote_folder
 
     return DataFolder(*open_remote_folder(address, cache=cache, cache_size=cache_size, column=column))

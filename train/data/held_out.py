@@ -11,7 +11,7 @@ from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import percent
 from clipmill.shards.columns import SCORES
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.shards import names_tars
+from clipmill.train.config.shards import kind_of
 
 FEW = 100  # clips or questions: with fewer, the interval of a metric of 50 % is wider than 20 points
 _Z = 1.96  # 95 % of a normal distribution
@@ -94,7 +94,7 @@ def held_out(samples: EvaluatedClips, settings: ClipSettings, *, split: str, dat
     if num_clips is None:
         return None
     is_own = bool(data.get("is_own_data") or data.get("is_part_of_own_data"))
-    if names_tars(settings.folder):
+    if not kind_of(settings.folder).has_manifest:
         return HeldOut(num_clips=num_clips, were_trained_on=is_own)
     found = HeldOut(num_clips=num_clips, trained_split=settings.split)
     if split == settings.split or not is_own:

@@ -10,9 +10,9 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.shards import DataSettings, names_tars, parse_mix
+from clipmill.train.config.shards import IMAGES, DataSettings, kind_of, parse_mix
 from clipmill.train.data.folders import DataFolder, open_data_folder
-from clipmill.train.data.query import LATENT_PATCH, TARS_SPLIT, reads_images
+from clipmill.train.data.query import LATENT_PATCH, TARS_SPLIT
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.video_vit import VideoViTSize
 
@@ -32,7 +32,7 @@ def open_folder(settings: ClipSettings, *, reason: str, column: str | None = VID
     Raises:
         UserError: the settings name tars, or the folder cannot be read.
     """
-    if names_tars(settings.folder):
+    if not kind_of(settings.folder).has_manifest:
         raise UserError(f"{settings.folder} names tars, and {reason}", hint="name the data folder that prep made")
     return open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=column)
 
@@ -66,10 +66,11 @@ def open_mixed(open_one: Callable[[str], Opened], settings: DataSettings) -> "Op
 def require_no_streams(settings: DataSettings) -> None:
     """Raise a UserError if one of several data folders is a stream of tars."""
     for folder in settings.folders if len(settings.folders) > 1 else ():
-        if names_tars(folder) and not reads_images(settings, folder):
+        if not kind_of(folder, settings).can_be_mixed:
             raise UserError(
                 f"--shards names {folder}, a stream of tars, which cannot be mixed with other data",
                 hint="name data folders that prep made or tars of images, or train on the tars alone",
+                flags=("--shards",),
             )
 
 
@@ -87,11 +88,12 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
     names: set[str] = set()
     folders: list[Path] = []
     for address in settings.folders:
-        if reads_images(settings, address):
+        kind = kind_of(address, settings)
+        if kind is IMAGES:
             from clipmill.train.data.images.query import class_names_of_images
 
             names |= class_names_of_images(address, label=label, cache=settings.cache, cache_size=settings.cache_size)
-        elif names_tars(address):
+        elif not kind.has_manifest:
             raise UserError(
                 f"{address} is a stream of tars, without labels", hint="name the data folder that prep made"
             )
@@ -105,13 +107,12 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
 
 @contextmanager
 def naming(folder: str) -> Iterator[None]:
-    """Name one of several data folders in errors that do not."""
+    """Name one of several data folders in the hints of errors."""
     try:
         yield
     except UserError as error:
-        if folder in str(error):
-            raise
-        raise UserError(f"{folder}: {error}", hint=error.hint) from error
+        error.add_hint(f"this is about {folder}")
+        raise
 
 
 def picture_size(samples: Any, settings: ClipSettings) -> tuple[VideoViTSize, int]:

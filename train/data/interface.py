@@ -16,7 +16,7 @@ from clipmill.shards.columns import LATENTS
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.model import Init
-from clipmill.train.config.shards import DataSettings, names_tars
+from clipmill.train.config.shards import DataSettings, kind_of
 from clipmill.train.data.arguments import (
     Data,
     colours_of,
@@ -249,7 +249,7 @@ def open_latents(
     require_device(device)
     settings = DataSettings(shards=shards_of(data, mix), mix=None if mix is None else ",".join(map(str, mix)))
     for one in settings.folders:
-        if names_tars(one):
+        if not kind_of(one).has_manifest:
             raise UserError(
                 f"latents cannot be read from {one}: a stream of tars has no index", hint="name a data folder"
             )
@@ -307,7 +307,7 @@ def open_latents(
 
 
 def _require_plain(settings: DataSettings, *, where: str | None, has_one_caption: bool) -> None:
-    for address in filter(names_tars, settings.folders):
+    for address in (one for one in settings.folders if not kind_of(one).has_manifest):
         if where is not None:
             raise UserError(f"{address} names tars, without scores", hint="name the data folder that prep made")
         if not has_one_caption:

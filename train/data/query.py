@@ -1,12 +1,8 @@
-"""`DataQuery`: the samples that a task needs; `open_samples` opens them, whatever kind of data they are.
-
-A kind of data is a row of `_OPENERS`: the import path of a function for each content that it has, so that a run loads
-only the modules of its own data. A new kind is a module with such functions, and its row.
-"""
+"""`DataQuery`: the samples that a task needs; `open_samples` opens them, whatever kind of data they are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +10,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.imported import imported
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import CaptionSettings
-from clipmill.train.config.shards import DataSettings, names_tars
+from clipmill.train.config.shards import Content, kind_of
 from clipmill.train.data.decoding.clip import ClipShape, Views
 from clipmill.train.data.decoding.pictures import SIMPLE_SHARE
 from clipmill.train.data.folders import DataFolder, open_data_folder
@@ -31,28 +27,7 @@ if TYPE_CHECKING:
 # A VAE scales a side down by 8, so that a patch of 2 covers as much of the frame as a patch of 16 pixels.
 LATENT_PATCH = 2
 
-Content = Literal["captions", "labels", "frames"]
 TARS_SPLIT = "all"  # tars have no splits
-Kind = Literal["clips", "latents", "images", "stream"]
-
-_OPENERS: dict[Kind, dict[Content, str]] = {
-    "clips": {
-        "captions": "clipmill.train.data.producers.captioned_clips:open_captions",
-        "labels": "clipmill.train.data.producers.labelled_clips:open_labels",
-        "frames": "clipmill.train.data.producers.chunk_clips:open_frames",
-    },
-    "latents": {
-        "captions": "clipmill.train.data.producers.latent_segments:open_captions",
-        "labels": "clipmill.train.data.producers.latent_segments:open_labels",
-        "frames": "clipmill.train.data.producers.latent_segments:open_frames",
-    },
-    "images": dict.fromkeys(("captions", "labels", "frames"), "clipmill.train.data.producers.tar_images:open_images"),
-    "stream": {"captions": "clipmill.train.data.streams.stream:open_stream"},
-}
-_NOT_IN_STREAMS: dict[Content, str] = {
-    "labels": "labels are in the manifest of a data folder",
-    "frames": "chunks are in a data folder",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,37 +85,14 @@ def open_samples(query: DataQuery) -> Any:
     Raises:
         UserError: there are none, they do not fit the settings, or this kind of data has no such content.
     """
-    kind, folder = kind_of_data(query.settings), query.settings.folder
-    path = _OPENERS[kind].get(query.content)
-    if path is None:
+    folder = query.settings.folder
+    kind = kind_of(folder, query.settings)
+    if query.content in kind.lacks:
         raise UserError(
-            f"{folder} names tars of videos, and {_NOT_IN_STREAMS[query.content]}",
+            f"{folder} names tars of videos, and {kind.lacks[query.content]}",
             hint="name the data folder that prep made",
         )
-    return imported(path)(query)
-
-
-def kind_of_data(settings: ClipSettings) -> Kind:
-    """The kind of a task's data.
-
-    Raises:
-        UserError: --shards names tars, and one is missing or cannot be read.
-    """
-    if settings.reads_latents:
-        return "latents"
-    if not names_tars(settings.folder):
-        return "clips"
-    return "images" if reads_images(settings) else "stream"
-
-
-def reads_images(settings: DataSettings, address: str | None = None) -> bool:
-    """Return True if the data, or the data of one address, are tars of images; raises UserError as `kind_of_data`."""
-    address = settings.folder if address is None else address
-    if not names_tars(address):
-        return False
-    from clipmill.train.data.images.query import names_images
-
-    return names_images(address, cache=settings.cache, cache_size=settings.cache_size)
+    return imported(kind.openers[query.content])(query)
 
 
 def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:

@@ -252,6 +252,7 @@ def _actions(captions: pa.Table) -> Actions:
                 f"{num_missing:,} of {captions.num_rows:,} captions have no {name}, and --captions.min-relevancy "
                 "needs their classes",
                 hint="leave it out, or use a dataset with verb and noun classes: prep manifest epic-kitchens",
+                flags=("--captions.min-relevancy",),
             )
     verb = captions["label_verb"].to_numpy().astype(np.int64)
     nouns = captions["label_nouns"].combine_chunks()

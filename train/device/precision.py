@@ -107,6 +107,7 @@ def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
         raise UserError(
             f"{torch.cuda.get_device_name()} has no bf16 (asked for by --precision bf16)",
             hint="use --precision fp16, or fp32",
+            flags=("--precision",),
         )
     name, reason = str(choice), f"asked for by --precision {choice}"
     if choice == "auto":
@@ -135,6 +136,7 @@ def choose_device(name: str, *, needs_gpu: bool = False) -> torch.device:
         raise UserError(
             f"torch finds no CUDA device{f': {reason}' if reason else ''} (asked for by {flag})",
             hint="use --device cpu or auto" if not needs_gpu else "repair it, or leave out --require-gpu",
+            flags=(flag,),
         )
     if reason is not None:
         _say_once(f"note: the CPU is used, because the GPU of this machine cannot be: {reason}")

@@ -179,6 +179,7 @@ def check_microbatches(num_samples: int, *, size: int, settings: ParallelSetting
         raise UserError(
             f"--microbatch is {size}, and a pipeline's share of --batch is {counted(num_samples, 'sample')}",
             hint="microbatches of a pipeline must have equal sizes: use a divisor of its share",
+            flags=("--microbatch", "--batch"),
         )
     num_parts = num_samples // size
     if settings.schedule == "1f1b" and num_parts < settings.stages:
@@ -188,6 +189,7 @@ def check_microbatches(num_samples: int, *, size: int, settings: ParallelSetting
             f"a pipeline of {settings.stages} stages needs as many microbatches, and its share of --batch, "
             f"{num_samples} samples, makes {num_parts} with --microbatch {size}",
             hint=f"{hint}, or --parallel.schedule gpipe, which is idle for most of the time then",
+            flags=("--batch", "--microbatch"),
         )
 
 

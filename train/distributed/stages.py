@@ -42,6 +42,7 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
         raise UserError(
             f"--parallel.stages is {num_stages}, and the model has {len(layers)} layers to cut between",
             hint=f"use {len(layers)} stages or fewer",
+            flags=("--parallel.stages",),
         )
     if COUNTS_RULE.fullmatch(rule):
         return _given([int(part) for part in rule.split(",")], num_layers=len(layers), num_stages=num_stages)
@@ -56,6 +57,7 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
                 f"--parallel.partition is {rule!r}, and {len(chosen)} layers of that kind are less than "
                 f"{num_stages} stages",
                 hint=f"use fewer --parallel.stages, or another kind: {kinds}",
+                flags=("--parallel.partition",),
             )
         return _even(chosen, num_layers=len(layers), num_stages=num_stages)
     return _balanced([layer.num_parameters for layer in layers], num_stages=num_stages)
@@ -66,6 +68,7 @@ def _given(counts: list[int], *, num_layers: int, num_stages: int) -> list[range
         raise UserError(
             f"--parallel.partition is {','.join(map(str, counts))}: {sum(counts)} layers on {len(counts)} stages",
             hint=f"name the layers of each of {num_stages} stages, 1 or more each and {num_layers} in all",
+            flags=("--parallel.partition",),
         )
     begins = [sum(counts[:stage]) for stage in range(num_stages + 1)]
     return _ranges(begins)

@@ -64,6 +64,7 @@ class World:
             raise UserError(
                 f"--parallel.stages is {num_stages}, and {processes} cannot be divided into pipelines of that length",
                 hint=f"launch a multiple of {num_stages} processes, as torchrun --nproc-per-node {num_stages} does",
+                flags=("--parallel.stages",),
             )
         num_replicas = self.size // num_stages
         replica, stage = divmod(self.rank, num_stages)
@@ -82,6 +83,7 @@ class World:
             raise UserError(
                 f"--batch is {batch}, and {self.size} processes cannot have equal shares of it",
                 hint=f"--batch counts the samples of all processes: use --batch {fitting}, or another --nproc-per-node",
+                flags=("--batch",),
             )
         return batch // self.size
 

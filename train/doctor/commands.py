@@ -57,9 +57,10 @@ def _require_folder(shards: Path) -> None:
         raise UserError(
             f"train doctor measures disks, and --shards {remote} is in object storage",
             hint=f"leave out --shards, and measure the bucket with prep advise --data {remote}",
+            flags=("--shards",),
         )
     what = f"{shards} is a file, not a data folder" if shards.exists() else f"there is no folder {shards}"
-    raise UserError(f"{what} (asked for by --shards)", hint="name the data folder of prep")
+    raise UserError(f"{what} (asked for by --shards)", hint="name the data folder of prep", flags=("--shards",))
 
 
 def doctor_facts(*, asked_device: str, device_type: str) -> dict[str, Any]:

@@ -120,7 +120,9 @@ def describe_fallback(
             what = f"xformers has no kernel for heads of width {width} here: {why_no_operator(error)}"
             if attention.attend is attend_with_xformers:
                 raise UserError(
-                    f"{what} (asked for by --attention xformers)", hint="use --attention auto, or other heads"
+                    f"{what} (asked for by --attention xformers)",
+                    hint="use --attention auto, or other heads",
+                    flags=("--attention",),
                 ) from error
             yield f"attention of heads of width {width}: sdpa ({what})"
 

@@ -162,6 +162,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
                 raise UserError(
                     f"--lora.towers {tower} adapts pretrained weights, and {source.title} has none of that tower",
                     hint="name other weights, or other --lora.towers",
+                    flags=("--lora.towers",),
                 )
         # Resized tensors are not the same objects: they are in the checkpoints, so that no rule of resizing matters.
         frozen = [plain_name(name) for name, one in model.named_parameters() if not one.requires_grad]

@@ -21,7 +21,7 @@ from torch import nn
 
 from clipmill.manifests.errors import ClipmillError, Stopped, UserError
 from clipmill.manifests.quoting import counted
-from clipmill.train.config.epochs import given_in_epochs, in_steps, num_steps
+from clipmill.train.config.fields import given_in_epochs, in_steps, num_steps
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.batch import PICTURES, TENSORS, to_device
 from clipmill.train.data.loader import TrainingSet
@@ -113,7 +113,13 @@ def train(
     counted = in_steps(settings, epoch_steps(settings, samples))
     state = new_state(task, samples, settings, world=world, device=device)
     # Before the latest checkpoint is looked up: the writer renames one that a killed process left complete.
-    writer = CheckpointWriter(run.checkpoints, world=world, keep=settings.keep_checkpoints, best=settings.best)
+    writer = CheckpointWriter(
+        run.checkpoints,
+        world=world,
+        keep=settings.keep_checkpoints,
+        best=settings.best,
+        lower_is_better=settings.best_is_lowest,
+    )
     saved_step: int | None = None
     if (path := world.first(lambda: latest_checkpoint(run.checkpoints))) is not None:
         state.restore(path, samples, settings, task=task, world=world)
@@ -210,6 +216,7 @@ def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
         raise UserError(
             f"--batch is {settings.batch}, and there {verb} {counted(samples.num_samples, 'sample')} to train on",
             hint=f"use --batch {1 << (samples.num_samples.bit_length() - 1)}, or more data",
+            flags=("--batch",),
         )
 
 
@@ -288,7 +295,9 @@ def _evaluate(
     of_batches = {name: one for name, one in metrics.items() if isinstance(one, list)}
     found = {name: one for name, one in metrics.items() if not isinstance(one, list)}
     if best is not None and best not in found:
-        raise UserError(f"--best {best} is not a metric of the evaluation", hint=f"it has: {', '.join(found)}")
+        raise UserError(
+            f"--best {best} is not a metric of the evaluation", hint=f"it has: {', '.join(found)}", flags=("--best",)
+        )
     return found, of_batches
 
 

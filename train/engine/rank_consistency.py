@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.store import read_manifest
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.table_commits import committed_tars
-from clipmill.train.config.shards import folder_names, names_tars
+from clipmill.train.config.shards import folder_names, is_local_folder
 from clipmill.train.config.training import TrainingSettings, flat, plain_values
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.distributed.launch import COMMAND, Start, difference
@@ -89,7 +88,7 @@ def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tupl
     own = own if len(folders) > 1 else {"": settings.folder}
     others = {f" of {one.name}": one.shards for one in settings.evaluated() if one.shards is not None}
     for name, shards in {**own, **(others if settings.evaluate.every else {})}.items():
-        if not is_remote(shards) and not names_tars(shards):
+        if is_local_folder(shards):
             content[f"manifest{name}"] = str(read_manifest(Path(shards))["fingerprint"])[:16]
             for column in columns:
                 content[f"column {column}{name}"] = _column(Path(shards), column)

@@ -109,6 +109,7 @@ def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world:
         raise UserError(
             f"--parallel.stages is {parallel.stages}, and the models of train {task.name} cannot be cut into stages",
             hint="use --parallel.strategy fsdp for models that are larger than a GPU",
+            flags=("--parallel.stages",),
         )
     from clipmill.train.distributed.pipeline import check_microbatches
     from clipmill.train.distributed.stages import partition

@@ -8,8 +8,8 @@ from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.settings import deferred_checks
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.fields import deferred_checks
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.model import Init, Towers
 from clipmill.train.config.places import HUB_PREFIX, NAME_AND_TAG, is_name_and_tag, no_weights
@@ -52,7 +52,11 @@ def open_weights_as(
     if is_run(path):
         return open_for(task_of_run(open_run(path), tasks, suited=suited), open_run(path), use, say=say)
     if use.checkpoint is not None:
-        raise UserError(f"--checkpoint is {use.checkpoint}, and {weights} is not a run", hint="leave it out")
+        raise UserError(
+            f"--checkpoint is {use.checkpoint}, and {weights} is not a run",
+            hint="leave it out",
+            flags=("--checkpoint",),
+        )
     require_weights(weights, tasks)
     record = read_record(path)
     if record is None:
@@ -168,6 +172,7 @@ def _require_whole_cubes(settings: ClipSettings, shape: ModelShape) -> None:
         raise UserError(
             f"--num-frames {settings.num_frames}, --size-px {settings.size_px}: {error}",
             hint=f"use multiples of {counted(size.cube_frames, 'frame')} and {size.patch_px} px",
+            flags=("--num-frames", "--size-px"),
         ) from error
 
 

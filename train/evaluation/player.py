@@ -11,7 +11,7 @@ import pyarrow as pa
 from clipmill.manifests.errors import UserError
 from clipmill.shards.pages.media import CLIP_FPS, data_uri, evenly_within, jpeg_uri, small_clip, small_frame
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.shards import names_tars
+from clipmill.train.config.shards import kind_of
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.folders import open_data_folder
@@ -182,7 +182,7 @@ class Player:
 
 def open_player(settings: ClipSettings, *, split: str) -> Player | None:
     """A player for the examples of a result, up to 8 MB; None if the data are tars, or have no chunks of video."""
-    if names_tars(settings.folder):
+    if not kind_of(settings.folder).has_manifest:
         return None
     try:
         return Player(settings.folder, split=split, cache=settings.cache, budget_bytes=_RESULT_BUDGET_BYTES)

@@ -15,7 +15,7 @@ from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_bytes, publish_json
-from clipmill.train.config.fields import deferred_checks
+from clipmill.manifests.settings import deferred_checks
 from clipmill.train.config.files import save_settings
 from clipmill.train.config.model import Init
 from clipmill.train.config.training import TrainingSettings

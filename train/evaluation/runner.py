@@ -18,7 +18,7 @@ from clipmill.manifests.quoting import counted
 from clipmill.train.config.clips import ClipSettings, LatentSettings
 from clipmill.train.config.data import AS_TRAINED, Overrides
 from clipmill.train.config.files import load_settings
-from clipmill.train.config.shards import names_tars
+from clipmill.train.config.shards import kind_of
 from clipmill.train.config.training import flat, plain_values
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.held_out import EvaluatedClips, held_out
@@ -224,7 +224,7 @@ def score_opened(
         UserError: the data lack what the evaluation needs, or `out` has the result of other weights or data.
         FailedWork: nothing could be decoded.
     """
-    if names_tars(opened.settings.folder):
+    if not kind_of(opened.settings.folder).has_manifest:
         wanted = replace(wanted, split=TARS_SPLIT)  # a result is named after the data that it is of
     score: Score = evaluation.score(opened, wanted)
     facts = opened.facts()

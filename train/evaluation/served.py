@@ -52,6 +52,7 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
         raise UserError(
             f"{request.title} cannot be exported as --format {request.form}: {reason}",
             hint="a tower must be traceable by torch.export: no branches on values of tensors, no kernels of its own",
+            flags=("--format",),
         ) from error
     values = {"input": _input_of(settings, list(example.shape[1:])), "output": dict(output)}
 

@@ -167,6 +167,7 @@ class GlobalContrast(ContrastiveObjective):
             raise UserError(
                 f"--loss.kind {self._settings.kind} needs clips that have ids, and these have none",
                 hint="use --loss.kind infonce with these data",
+                flags=("--loss.kind",),
             )
         num_all = (self._dataset.num_clips, self._dataset.num_captions)
         clip_id_b = _checked(batch["clip_id"], "clip", num_all[0])

@@ -130,6 +130,7 @@ class MaxMargin(ContrastiveObjective):
             raise UserError(
                 "these captions carry no relevancy (asked for by --loss.use-relevancy)",
                 hint="use captions of a source that has it, or leave out --loss.use-relevancy",
+                flags=("--loss.use-relevancy",),
             )
         return margin_b * batch["relevancy"].to(like_b)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from clipmill.manifests.imported import imported
 from clipmill.manifests.plugins import Parts
+from clipmill.train.config.fields import Published
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +66,53 @@ def _fault(spec: LossSpec) -> str:
 LOSSES = Parts("loss", group="losses", kind=LossSpec, own={spec.name: spec for spec in _ROWS}, fault=_fault)
 # The settings that some loss takes and others may not.
 SETTINGS = tuple(dict.fromkeys(name for spec in _ROWS for name in spec.settings))
+
+# Published settings by preset: `--preset NAME --loss.kind KIND` takes the row of KIND. Wei et al. 2024.
+_TABLE_8 = "FastCLIP, table 8 and appendix B"
+_TABLES_8_9 = "FastCLIP, tables 8 and 9 and appendix B"
+_TEMPERATURE = "FastCLIP, appendix B, temperature"
+
+
+def _published(source: str, **values: Any) -> Published:
+    return Published(source, {"loss": values} if values else {})
+
+
+def _constant(gamma: float) -> dict[str, Any]:
+    return {"gamma": gamma, "gamma_schedule": "constant"}
+
+
+def _cosine(gamma: float, *, epochs: int) -> dict[str, Any]:
+    return {"gamma": gamma, "gamma_schedule": "cosine", "gamma_epochs": epochs}
+
+
+# Table 3 has other pairs for v2 alone.
+_MBCL = _published("FastCLIP, appendix B, scaling performance")
+_MEDIUM = {
+    "mbcl": _MBCL,
+    "sogclr": _published(_TABLE_8, temperature=0.03, **_constant(0.6)),
+    "isogclr": _published(_TABLE_8, temperature=0.03, temperature_lr=1e-2, rho=9.0, **_constant(0.6)),
+    "fastclip-v0": _published(_TEMPERATURE, temperature=0.03, **_cosine(0.2, epochs=18)),
+    "fastclip-v1": _published(_TABLE_8, temperature=0.03, **_cosine(0.2, epochs=18)),
+    "fastclip-v2": _published(_TABLES_8_9, temperature=0.03, temperature_lr=1e-2, rho=7.0, **_cosine(0.2, epochs=18)),
+    "fastclip-v3": _published(_TABLES_8_9, temperature=0.07, temperature_lr=2e-4, rho=6.5, **_cosine(0.2, epochs=18)),
+}
+_LARGE_V2 = "FastCLIP, table 9 and appendix B, temperature"
+_LARGE = {
+    "mbcl": _MBCL,
+    "sogclr": _published(_TABLE_8, temperature=0.03, **_constant(0.6)),
+    "isogclr": _published(_TABLE_8, temperature=0.03, temperature_lr=1e-2, rho=9.0, **_constant(0.8)),
+    "fastclip-v0": _published(_TEMPERATURE, temperature=0.03, **_cosine(0.2, epochs=16)),
+    "fastclip-v1": _published(_TABLE_8, temperature=0.03, **_cosine(0.2, epochs=16)),
+    "fastclip-v2": _published(_LARGE_V2, temperature=0.03, temperature_lr=1e-4, rho=8.5, **_cosine(0.2, epochs=16)),
+    "fastclip-v3": _published(_TABLES_8_9, temperature=0.07, temperature_lr=1e-4, rho=8.5, **_cosine(0.2, epochs=16)),
+}
+_XLARGE = {
+    "mbcl": _MBCL,
+    "fastclip-v3": _published(_TABLES_8_9, temperature=0.07, temperature_lr=5e-5, rho=16.0, **_cosine(0.8, epochs=10)),
+}
+PUBLISHED = {
+    "fastclip-medium": _MEDIUM,
+    "fastclip-medium-images": _MEDIUM,
+    "fastclip-large": _LARGE,
+    "fastclip-xlarge": _XLARGE,
+}

@@ -7,8 +7,9 @@ from typing import Annotated, Literal, cast
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, Range
-from clipmill.train.losses.registry import LOSSES, LossSpec
+from clipmill.manifests.settings import SHARE, Range
+from clipmill.train.config.fields import FIRST_RUN, Choice
+from clipmill.train.losses.registry import LOSSES, PUBLISHED, LossSpec
 
 Convention = Literal["paper", "fast_clip"]
 Exchange = Literal["scalars", "features"]
@@ -20,12 +21,13 @@ ADAPTIVE_MARGIN = 0.4  # LaViLa's, scaled by the relevancy of each caption
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss(Checked):
+class Loss(Choice):
     """Contrastive loss and its hyperparameters."""
 
     prefix = "loss"
     parts = {"kind": LOSSES}  # noqa: RUF012 - a ClassVar of the base
     choice = "kind"
+    published = PUBLISHED
 
     kind: Annotated[str, FIRST_RUN, Parameter(help=_KINDS)] = "infonce"
     convention: Convention = "fast_clip"
@@ -72,6 +74,7 @@ class Loss(Checked):
             yield UserError(
                 f"--loss.temperature is {start}",
                 hint=f"--loss.temperature must be at least --loss.min-temperature, {self.min_temperature}",
+                flags=("--loss.temperature",),
             )
 
     @property

@@ -151,6 +151,7 @@ def peft_config(
             f"--lora.targets {' '.join(lora.targets)}: the blocks of this {type(model).__name__} have no linear layers "
             "of that kind",
             hint="use other --lora.targets, train it without --lora.rank, or name another tower with --lora.towers",
+            flags=("--lora.targets",),
         )
     return LoraConfig(
         r=lora.rank,

@@ -138,6 +138,7 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
         raise UserError(
             f"{choice} has no attention for a {device_type.upper()} (asked for by --attention {choice})",
             hint="use --attention sdpa, or --device cuda",
+            flags=("--attention",),
         )
     if choice in PREFERRED:
         return AttentionBackend(choice, f"asked for by --attention {choice}", attend_preferring(choice))
@@ -152,6 +153,7 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
             raise UserError(
                 f"xformers cannot be imported: {error} (asked for by --attention xformers)",
                 hint="install it, or use --attention sdpa",
+                flags=("--attention",),
             ) from error
         return AttentionBackend("sdpa", f"xformers cannot be imported: {error}", attend_with_sdpa)
     if choice == "xformers":

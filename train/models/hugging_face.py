@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.hub import hub_if_reachable
-from clipmill.train.config.fields import Range
+from clipmill.manifests.settings import Range
 from clipmill.train.config.model import PIXEL_MEAN, PIXEL_STD
 
 Mean = tuple[float, float, float]
@@ -143,16 +143,15 @@ class HuggingFace:
     def tokenizer(self, name: str, context_length: int) -> Callable[[list[str]], Tensor]:
         """Ids of texts [B, L], with `PADDING` behind the tokens of each.
 
-        The side of the tokenizer's own padding does not matter: behind its tokens, a text has the positions that it has
-        alone. A SigLIP was trained to attend to padding up to a fixed length, which belongs to a text there.
+        A text has the positions that it has alone, whatever the side of the tokenizer's padding. A SigLIP attends to
+        padding up to a fixed length, which belongs to its texts.
         """
-        tokenizer, text = self.hub_tokenizer(name), getattr(config := self.config(name), "text_config", config)
-        limit = self._limit(name)
+        tokenizer, limit = self.hub_tokenizer(name), self._limit(name)
+        text = getattr(config := self.config(name), "text_config", config)
         if limit is not None and context_length > limit and text.model_type != "clip_text_model":
-            raise UserError(
-                f"--towers.context-length is {context_length}, and hf:{name} takes texts of {limit} tokens",
-                hint=f"give {limit} at most",
-            )
+            flag, hint = "--towers.context-length", f"give {limit} at most"
+            what = f"{flag} is {context_length}, and hf:{name} takes texts of {limit} tokens"
+            raise UserError(what, hint=hint, flags=(flag,))
         ends = (tokenizer.eos_token_id, tokenizer.pad_token_id, pad := getattr(text, "pad_token_id", None), 0)
         end = next(token for token in ends if token is not None)
         if is_siglip := text.model_type.startswith(_SIGLIP):

@@ -230,7 +230,9 @@ def image_outline(reference: str, size_px: int) -> Outline:
             if native in (None, size_px):
                 raise _no_tower(reference, "of images", error) from error
             raise UserError(
-                f"--size-px is {size_px}, and {reference} takes pictures of {native} px", hint=f"use --size-px {native}"
+                f"--size-px is {size_px}, and {reference} takes pictures of {native} px",
+                hint=f"use --size-px {native}",
+                flags=("--size-px",),
             ) from error
     num_tokens, token_width = tokens.shape[1:]
     names = frozenset(model.state_dict())

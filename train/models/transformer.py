@@ -61,6 +61,7 @@ class TransformerSize:
             raise UserError(
                 f"{flag}width is {wide}, which {heads} heads cannot share",
                 hint=f"use a multiple of {heads}, or other {flag}heads",
+                flags=(f"{flag}width",),
             )
         return replace(self, width=wide, depth=deep, num_heads=heads)
 

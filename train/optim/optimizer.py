@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from clipmill.train.config.epochs import num_steps
+from clipmill.train.config.fields import num_steps
 from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.device.transfer import Scalar, is_on_host

@@ -153,6 +153,7 @@ def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
             raise UserError(
                 f"--freeze {part.given}, and the {part.tower} tower has {counted(depth, 'block')}",
                 hint=f"use {depth} or less, or --freeze {part.tower} for all of the tower",
+                flags=("--freeze",),
             )
         for name, parameter in parameters.items():
             is_cross = any(one in name for one in CROSS_ATTENTION)

@@ -14,7 +14,7 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import duration_text, size_text
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.epochs import in_steps
+from clipmill.train.config.fields import in_steps
 from clipmill.train.config.files import load_settings, preset_path, presets_of
 from clipmill.train.data.caption_choice import asking_for
 from clipmill.train.data.held_out import HeldOut, alike_of
@@ -207,6 +207,7 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
         raise UserError(
             f"--label {asked.label} has no effect: train {task.value} needs no labels",
             hint="add --task " + " or ".join(name for name in OFFERED if choice.first_run_of(name).needs_label),
+            flags=("--label",),
         )
     if asked.out is not None and asked.out.exists() and any(asked.out.iterdir()):
         raise UserError(f"{asked.out} exists and is not empty", hint="name another --out, or leave it out")

@@ -21,7 +21,7 @@ from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.format import DATASET_FILE
 from clipmill.shards.reader import Variant
-from clipmill.train.config.shards import names_tars
+from clipmill.train.config.shards import kind_of
 from clipmill.train.data.chunk_table import ChunkTable, chunk_table, rows_of
 from clipmill.train.data.classes import class_labels
 from clipmill.train.data.folders import open_data_folder
@@ -72,7 +72,7 @@ def survey(address: str) -> Survey:
     Raises:
         UserError: there is no such data folder, its manifest is empty, or it has no chunks of video.
     """
-    if names_tars(address):
+    if not kind_of(address).has_manifest:
         raise UserError(
             f"{address} names tar files, and train quickstart looks at the manifest of a data folder",
             hint="name the data folder that prep made",

@@ -134,7 +134,11 @@ def _text(settings: Mapping[str, Any], name: str) -> str:
 def _title(page: Path) -> str:
     title = page_title(page) if page.is_file() else None
     if title is None:
-        raise UserError(f"{page} is not a page of clipmill (--link)", hint="write it first, with train search --page")
+        raise UserError(
+            f"{page} is not a page of clipmill (--link)",
+            hint="write it first, with train search --page",
+            flags=("--link",),
+        )
     return title
 
 

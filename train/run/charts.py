@@ -27,7 +27,7 @@ def check_tracking(settings: TrackSettings) -> None:
         (f"--track.wandb {settings.wandb}", "wandb", settings.wandb != "off"),
     ):
         if asked and find_spec(module) is None:
-            raise UserError(f"{flag} needs {module}", hint="pip install 'clipmill[track]'")
+            raise UserError(f"{flag} needs {module}", hint="pip install 'clipmill[track]'", flags=(flag,))
 
 
 def tagged(line: dict[str, Any]) -> dict[str, float]:
@@ -128,6 +128,7 @@ def _open_wandb(track: TrackSettings, run: RunFolder, *, run_id: str, **more: An
         raise UserError(
             f"W&B cannot be reached: {str(error).splitlines()[0]} (asked for by --track.wandb online)",
             hint="wandb login, or --track.wandb offline and wandb sync later",
+            flags=("--track.wandb",),
         ) from error
 
 

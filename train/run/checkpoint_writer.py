@@ -25,20 +25,21 @@ from clipmill.train.run.checkpoint import (
     is_intact,
 )
 
-# Metrics with these words in their names are better if lower.
-_LOWER_IS_BETTER = ("loss", "rank")
-
 
 class CheckpointWriter:
     """Writes the checkpoints of a run into `folder`. All ranks call its methods in the same order.
 
     Args:
         keep: number of latest checkpoints to keep.
-        best: metric whose best checkpoint is kept too.
+        best: Metric whose best checkpoint is kept too.
+        lower_is_better: Take the lowest value of this metric as the best one.
     """
 
-    def __init__(self, folder: Path, *, world: World, keep: int, best: str | None) -> None:
+    def __init__(
+        self, folder: Path, *, world: World, keep: int, best: str | None, lower_is_better: bool = False
+    ) -> None:
         self._folder, self._world, self._keep, self._best = folder, world, keep, best
+        self._sign = -1 if lower_is_better else 1
         self._storage = Storage(world)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -81,10 +82,8 @@ class CheckpointWriter:
         if self._best is None or self._best not in numbers:
             return False
         self.wait()
-        metric, score = self._best, _score(self._best, numbers[self._best])
-        return self._world.first(
-            lambda: all(score > _score(metric, other) for other in _values(self._folder, metric).values())
-        )
+        score = self._sign * numbers[self._best]
+        return self._world.first(lambda: all(score > other for other in self._scores().values()))
 
     def _write(self, staged: dict[str, torch.Tensor], metadata: CheckpointMetadata) -> None:
         name = checkpoint_name(metadata.step)
@@ -102,10 +101,20 @@ class CheckpointWriter:
 
     def _prune(self) -> None:
         there = all_checkpoints(self._folder)
-        values = _values(self._folder, self._best) if self._best is not None else {}
-        scores = {step: _score(self._best or "", value) for step, value in values.items()}
-        for step in superfluous(list(there), keep=self._keep, scores=scores):
+        for step in superfluous(list(there), keep=self._keep, scores=self._scores()):
             _remove(there[step])
+
+    def _scores(self) -> dict[int, float]:
+        """The value of the selected metric in each checkpoint that has it, negated if lower is better."""
+        scores: dict[int, float] = {}
+        for step, path in all_checkpoints(self._folder).items() if self._best is not None else ():
+            try:
+                numbers = content_of(path)["numbers"]
+            except (OSError, ValueError, KeyError):
+                continue  # a damaged one is never the best; it is reported when it is read
+            if self._best in numbers:
+                scores[step] = self._sign * float(numbers[self._best])
+        return scores
 
 
 def recover(folder: Path) -> None:
@@ -124,22 +133,6 @@ def superfluous(steps: list[int], *, keep: int, scores: Mapping[int, float]) -> 
     if scores:
         kept.add(max(sorted(scores), key=lambda step: scores[step]))
     return [step for step in steps if step not in kept]
-
-
-def _values(folder: Path, metric: str) -> dict[int, float]:
-    values = {}
-    for step, path in all_checkpoints(folder).items():
-        try:
-            numbers = content_of(path)["numbers"]
-        except (OSError, ValueError, KeyError):
-            continue  # a damaged one is never the best; it is reported when it is read
-        if metric in numbers:
-            values[step] = float(numbers[metric])
-    return values
-
-
-def _score(metric: str, value: float) -> float:
-    return -value if any(word in metric for word in _LOWER_IS_BETTER) else value
 
 
 def _publish(temporary: Path, final: Path) -> None:

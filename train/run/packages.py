@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import Checked, NamedPart, named_parts
+from clipmill.manifests.settings import Checked
+from clipmill.train.config.fields import NamedPart, named_parts
 from clipmill.train.run.folder import RunFolder
 
 PACKAGES_FACT = "packages"

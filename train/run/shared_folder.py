@@ -84,6 +84,7 @@ def _answer(folder: Path, name: str, answer: str | None, *, world: World, writer
             f"--out {folder} is not shared by all nodes: {here} does not see a file that rank 0 on {writer} wrote into "
             f"it {VISIBLE_S:g} s ago",
             hint="use a folder on a disk that all nodes share; each process writes its part of checkpoints there",
+            flags=("--out",),
         )
     if answer is None:
         return
@@ -93,6 +94,7 @@ def _answer(folder: Path, name: str, answer: str | None, *, world: World, writer
         raise UserError(
             f"{here} cannot write into --out {folder}: {error.strerror}",
             hint="each process writes its part of checkpoints there: make the folder writable on all nodes",
+            flags=("--out",),
         ) from error
 
 
@@ -105,6 +107,7 @@ def _find_answers(folder: Path, answers: list[str | None], hosts: list[str]) -> 
         f"--out {folder} is not shared by all nodes: rank 0 on {hosts[0]} does not see a file that rank {rank} on "
         f"{hosts[rank]} wrote into it {VISIBLE_S:g} s ago",
         hint="use a folder on a disk that all nodes share; each process writes its part of checkpoints there",
+        flags=("--out",),
     )
 
 

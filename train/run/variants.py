@@ -17,7 +17,7 @@ from clipmill.shards.format import RECIPE_FILE
 from clipmill.shards.reader import Variant
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import read_values
-from clipmill.train.config.shards import folders_of, names_tars, normalised
+from clipmill.train.config.shards import folders_of, kind_of, normalised
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.folders import folder_path, open_data_folder
 from clipmill.train.run.folder import RunFolder, is_run
@@ -53,7 +53,7 @@ def _variants_of(
         from clipmill.shards.where import parse_where
 
         names += parse_where(where).stored_in
-    paths = [None if names_tars(one) else folder_path(one, cache=cache) for one in folders]
+    paths = [folder_path(one, cache=cache) if kind_of(one).has_manifest else None for one in folders]
     return [
         {
             name: {"name": variant, "recipe": _verified_recipe(variant_dir(path, name, variant))}
@@ -156,6 +156,7 @@ def choose_variants(
         raise UserError(
             f"--variant {unknown[0]}: there is no such variant in {', '.join(folders)}",
             hint="prep status shows the variants of a data folder",
+            flags=("--variant",),
         )
     return chosen
 

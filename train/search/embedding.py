@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import remove_temporaries
 from clipmill.train.data.batch import Batch, BatchRing, Sample, to_device
+from clipmill.train.data.caption_rows import NoCaptions
 from clipmill.train.data.chunks import clip_query
 from clipmill.train.data.clip_reader import ClipReader
 from clipmill.train.data.inputs import open_folder
@@ -149,11 +150,9 @@ def _open_samples(model: LoadedModel, settings: Any, request: EmbedRequest) -> S
         return open_chunk_clips(query)
     try:
         return open_captioned_clips(query, captions=getattr(settings, "captions", ALL_CAPTIONS))
-    except UserError as error:
-        if "has no captions" not in str(error):
-            raise
-        hint = f"{error.hint}; or embed whole chunks, which need no captions: --clips chunks"
-        raise UserError(str(error), hint=hint) from error
+    except NoCaptions as error:
+        error.add_hint("or embed whole chunks, which need no captions: --clips chunks")
+        raise
 
 
 def embed(work: EmbeddingWork, out: Path, *, world: World, progress: Progress) -> dict[str, Any]:
@@ -182,7 +181,7 @@ def embed(work: EmbeddingWork, out: Path, *, world: World, progress: Progress) -
 def _begin(work: EmbeddingWork, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
     """Lock and prepare the folder; return its record if it is finished."""
     if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file (--out)", hint="use another --out")
+        raise UserError(f"{out} is a file (--out)", hint="use another --out", flags=("--out",))
     plan = out / PARTS / PLAN
     record = read_folder_record(out)
     if record is None and not plan.is_file() and out.is_dir() and any(path.name != PARTS for path in out.iterdir()):

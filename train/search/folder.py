@@ -126,12 +126,17 @@ class Embedded:
                 f"{self.path} has no clip {name!r} (--like)",
                 hint=f"rows are 0 to {self.num_clips - 1}, keys look like {self.clips([0])[0].key}; "
                 f"they are in {self.path / CLIPS}",
+                flags=("--like",),
             )
         if len(rows) > 1:
             shown = ", ".join(
                 f"{clip.row} ({clip.begin_s:.2f}-{clip.end_s:.2f} s)" for clip in self.clips(rows[:_MAX_NAMED])
             )
-            raise UserError(f"{len(rows)} clips begin in {name} (--like)", hint=f"name the row of one of them: {shown}")
+            raise UserError(
+                f"{len(rows)} clips begin in {name} (--like)",
+                hint=f"name the row of one of them: {shown}",
+                flags=("--like",),
+            )
         return int(rows[0])
 
     def vector(self, row: int) -> NDArray[np.float32]:

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from clipmill.manifests.settings import Checked, Range
 from clipmill.train.config.data import AS_TRAINED, Overrides
-from clipmill.train.config.fields import Checked, Range
 from clipmill.train.config.training import Device
 
 FeatureKind = Literal["embedding", "pooled", "tokens"]

@@ -122,8 +122,8 @@ def _encode(
         with Activity(f"loading {source}"):
             model = load_model(source, device=device, **shown)
     except UserError as error:
-        hint = f"{error.hint or 'see train embed'}; if the weights have moved, name them with --weights"
-        raise UserError(str(error), hint=hint) from error
+        error.add_hint("if the weights have moved, name them with --weights")
+        raise
     if model.identity != record["identity"]:
         raise UserError(
             f"{embedded.path} was embedded with other weights than {source} has now: {record['description']}",
@@ -138,7 +138,7 @@ def _check(embedded: Embedded, texts: Sequence[str], *, like: Sequence[str], top
     if any(not text.strip() for text in texts):
         raise UserError("a query is empty", hint='name a text, such as "a dog catches a frisbee"')
     if top < 1:
-        raise UserError(f"--top is {top}", hint="it must be 1 or more")
+        raise UserError(f"--top is {top}", hint="it must be 1 or more", flags=("--top",))
     features = embedded.record["features"]
     if features == "tokens":
         raise UserError(

@@ -46,7 +46,11 @@ class Exported:
 def require_format(form: str, known: Sequence[str], *, what: str) -> None:
     """Raises a UserError if a model cannot be exported to a format."""
     if form not in known:
-        raise UserError(f"--format is {form}, which has no place for {what}", hint=f"use --format {' or '.join(known)}")
+        raise UserError(
+            f"--format is {form}, which has no place for {what}",
+            hint=f"use --format {' or '.join(known)}",
+            flags=("--format",),
+        )
 
 
 def publish_folder(out: Path, write: Callable[[Path], None]) -> None:

@@ -106,7 +106,9 @@ def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) ->
     """
     if trunk.activation != VIDEOMAE.facts.activation:
         raise UserError(
-            f"VideoMAE's code has no {trunk.activation} (--towers.activation)", hint="use --format hf, which does"
+            f"VideoMAE's code has no {trunk.activation} (--towers.activation)",
+            hint="use --format hf, which does",
+            flags=("--towers.activation",),
         )
     remarks = []
     if not math.isclose(trunk.norm_eps, _EPS):

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import Checked, Range
 from clipmill.prep.core.chunk_input import Chunk, Chunks
 from clipmill.prep.core.column import CheckedSample, ColumnSpec, DeepCode
 from clipmill.prep.core.failures import SourceFailure
@@ -25,15 +25,11 @@ MEAN = "brightness_mean"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BrightnessSettings:
+class BrightnessSettings(Checked):
     """Settings of `prep brightness`: each field is a flag, and a part of the recipe."""
 
-    every: int = 1
+    every: Annotated[int, Range(least=1)] = 1
     """Frames from one that is measured to the next, 1 or more."""
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UserError(f"--every {self.every} is out of range", hint="give 1 or more")
 
 
 COLUMN = ColumnSpec(

@@ -214,8 +214,8 @@ def test_tables_of_which_nothing_is_left_leave_the_manifest_as_it_is(data: Path,
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--min-likelihood", "0.5"), "--min-likelihood 0.5 is out of range"),
-        (("--min-likelihood", "nan"), "--min-likelihood nan is out of range"),
+        (("--min-likelihood", "0.5"), "--min-likelihood is 0.5"),
+        (("--min-likelihood", "nan"), "--min-likelihood is nan"),
         (("--source", " "), "--source ' ' is not a name"),
         (("--source", "a=b,c"), "--source 'a=b,c' is not a name"),
         (("--source", "x@y"), "--source 'x@y' is not a name"),

@@ -32,7 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Pa
         (["--codec", "divx"], '"divx"'),
         (["--codec", "h264_nvenc"], "h264_nvenc"),
         (["--crf", "20", "--bitrate", "800k"], "--crf and --bitrate"),
-        (["--crf", "99"], "--crf 99"),
+        (["--crf", "99"], "--crf is 99"),
         (["--bitrate", "800kbps"], '"800kbps"'),
         (["--bitrate", "0"], '"0"'),
         (["--bitrate", "800"], '"800" has no unit'),
@@ -44,19 +44,19 @@ def data(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Pa
         (["--recipe", "small", "--preset", "veryfast"], 'av1 has no preset "veryfast"'),
         (["--recipe", "large"], "large"),
         (["--preset", "warp"], '"warp"'),
-        (["--short-side", "287"], "--short-side 287"),
-        (["--fps", "0"], "--fps 0"),
+        (["--short-side", "287"], "--short-side is 287"),
+        (["--fps", "0"], "--fps is 0"),
         (["--fps", "thirty"], '"thirty"'),
         (["--tail", "wag"], "wag"),
-        (["--workers", "0"], "--workers 0"),
+        (["--workers", "0"], "--workers is 0"),
         (["--max-failures", "some"], '"some"'),
         (["--max-failures", "101%"], '"101%"'),
         (["--address", "nonsense"], '--address "nonsense"'),
         (["--address", "nowhere:1", "--engine", "processes"], "--address nowhere:1"),
-        (["--engine", "ray", "--task-cpus", "0"], "--task-cpus 0 is out of range"),
-        (["--engine", "ray", "--task-memory", "-1"], "--task-memory -1 is out of range"),
-        (["--engine", "ray", "--task-retries", "-1"], "--task-retries -1 is out of range"),
-        (["--engine", "ray", "--wait-for-nodes", "nan"], "--wait-for-nodes nan is out of range"),
+        (["--engine", "ray", "--task-cpus", "0"], "--task-cpus is 0.0"),
+        (["--engine", "ray", "--task-memory", "-1"], "--task-memory is -1.0"),
+        (["--engine", "ray", "--task-retries", "-1"], "--task-retries is -1"),
+        (["--engine", "ray", "--wait-for-nodes", "nan"], "--wait-for-nodes is nan"),
         (["--task-cpus", "2", "--engine", "processes"], "--task-cpus requires --engine ray"),
         (["--engine", "slurm"], "slurm"),
         (["--lenn", "15s"], "--lenn"),
@@ -68,6 +68,19 @@ def test_a_wrong_setting_is_named_and_nothing_is_done(arguments: list[str], name
     engine = [] if "--engine" in arguments else ["--engine", "processes"]
     assert named in prep_here("chunk", "--data", data, *engine, *arguments, status=2).error
     assert contents(data) == before
+
+
+def test_several_wrong_settings_are_named_at_once(data: Path) -> None:
+    words = ("--crf", 99, "--short-side", 15, "--gop", "star", "--keyint", 601, "--threshold", 3)
+    ran = prep_here("chunk", "--data", data, *words, status=2)
+    assert [line for line in ran.stderr.splitlines() if line.startswith("error: ")] == [
+        "error: --keyint is 601",
+        "error: --short-side is 15",
+        "error: --threshold 3.0 does nothing with --cut even",
+        "error: --crf is 99",
+    ]
+    ran = prep_here("scores", "--data", data, "--workers", 0, "--address", "nonsense", status=2)
+    assert "--workers must be 1 or more" in ran.stderr and 'error: --address "nonsense" is not' in ran.stderr
 
 
 @pytest.mark.parametrize(

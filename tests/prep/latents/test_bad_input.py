@@ -180,16 +180,16 @@ def test_no_chunks_is_said(prep: Prep, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        (("--fps", "0"), "--fps 0 is out of range"),
+        (("--fps", "0"), "--fps is 0"),
         (("--fps", "x"), '--fps "x" is not a number'),
-        (("--size", "4"), "--size 4 is out of range"),
+        (("--size", "4"), "--size is 4"),
         (("--segment", "5"), '--segment "5" is not a length'),
         (("--segment", "1s", "--fps", "1/2"), "has 0.5 frames"),
-        (("--batch", "0"), "--batch 0 is out of range"),
-        (("--workers", "0"), "--workers 0 is out of range"),
-        (("--num-gpus", "-1"), "--num-gpus -1 is out of range"),
+        (("--batch", "0"), "--batch is 0"),
+        (("--workers", "0"), "--workers is 0"),
+        (("--num-gpus", "-1"), "--num-gpus is -1"),
         (("--num-gpus", "1"), "this machine has 0 GPUs, but a worker requires 1"),
-        (("--seed", "-1"), "--seed -1 is out of range"),
+        (("--seed", "-1"), "--seed is -1"),
     ],
 )
 def test_settings_that_make_no_sense_are_named(

@@ -88,8 +88,8 @@ def test_views_are_a_dimension_of_their_own(data_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words", "hint"),
     [
-        ({"sources": {"robot": 1}}, r"the source 'robot' \(asked for by sources=\)", "human"),
-        ({"sources": {"human": -1}}, "sources= has 'human=-1'", "each source once"),
+        ({"sources": {"robot": 1}}, r"the source 'robot' \(asked for by sources\)", "human"),
+        ({"sources": {"human": -1}}, "sources has 'human=-1'", "each source once"),
         ({"sources": "human=1"}, "sources is 'human=1'", "by name"),
         ({"min_relevancy": 2.0}, "min_relevancy is 2.0", "min_relevancy must be"),
         ({"augment": {"flip": 2}, "pixel_mean": MEAN, "pixel_std": STD}, "augment.flip is 2", "augment.flip must be"),
@@ -100,10 +100,10 @@ def test_views_are_a_dimension_of_their_own(data_dir: Path) -> None:
         ({"captions": "every"}, "captions is 'every'", "text, embedding, all"),
         ({"captions": "embedding"}, "has no text shards", "prep text"),
         ({"label": "verb", "captions": "all"}, "label is 'verb', in place of captions", "leave out"),
-        ({"label": "kind"}, "no column label_kind", "for example label='"),
+        ({"label": "kind"}, "no column label_kind", "for example label "),
         ({"num_frames": 0}, "^num_frames is 0", "num_frames must be from 1"),
         ({"size_px": 32, "num_frames": 2, "stride": 0}, "^stride is 0", "stride must be from 1"),
-        ({"where": "motion >"}, "where='motion >': character 9", "conditions look like"),
+        ({"where": "motion >"}, "where 'motion >': character 9", "conditions look like"),
     ],
 )
 def test_errors_name_arguments_and_not_flags(narrated: Path, changes: dict[str, Any], words: str, hint: str) -> None:

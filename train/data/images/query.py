@@ -5,7 +5,6 @@ from pathlib import Path
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.mirrors import is_remote
-from clipmill.train.config.shards import names_tars
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.images.index import LABEL, ImageTars, holds_images
 from clipmill.train.data.loader import LoaderSettings
@@ -40,13 +39,11 @@ def open_tars(pattern: str, *, cache: Path | None, cache_size: str | None, label
 
 
 def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> bool:
-    """Whether `--shards` names tars of images, by the first sample of the first tar that has samples.
+    """Return True if tars have images, by the first sample of the first tar that has samples.
 
     Raises:
-        UserError: it names tars, and one is missing or cannot be read.
+        UserError: a tar is missing or cannot be read.
     """
-    if not names_tars(shards):
-        return False
     for tar in expand(shards):
         try:
             are_images = holds_images(tar, local_copy(tar, cache=cache, size=cache_size))

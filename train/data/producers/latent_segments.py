@@ -18,7 +18,7 @@ from clipmill.shards.dataset import current_variant
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
 from clipmill.train.config.clips import LatentSettings
-from clipmill.train.config.shards import names_tars
+from clipmill.train.config.shards import kind_of
 from clipmill.train.data.captions import Captions
 from clipmill.train.data.chunks import manifest_mark
 from clipmill.train.data.latents.reader import LatentReader
@@ -199,10 +199,11 @@ def _query(query: DataQuery) -> SegmentQuery:
             f"{views.num_clips} clips x {views.num_crops} crops apply to frames in pixels, not to latents",
             hint="leave --clips and --crops out with --input latents",
         )
-    if names_tars(settings.folder):
+    if not kind_of(settings.folder).has_manifest:
         raise UserError(
             f"--input latents cannot be read from {settings.folder}: latents need the index of their tars",
             hint="name the data folder that prep made",
+            flags=("--input",),
         )
     folder = query.open_folder(column=LATENTS)
     return SegmentQuery(
@@ -223,6 +224,7 @@ def _require_fitting(query: DataQuery, samples: Samples[LatentReader]) -> Sample
         raise UserError(
             f"--num-frames {settings.num_frames}: a segment of {reader.segment_s:g}s has {reader.num_frames} frames",
             hint=f"use --num-frames {reader.num_frames} or fewer, or a longer --segment",
+            flags=("--num-frames",),
         )
     if shape.height != shape.width or shape.height % LATENT_PATCH:
         raise UserError(

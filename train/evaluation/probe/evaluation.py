@@ -81,7 +81,9 @@ def score_features(opened: OpenedRun, wanted: ProbeFlags) -> Score:
     features, settings, trained, how = opened.spec.features, opened.settings, opened.trained, wanted.evaluation()
     assert features is not None  # of every task that lists this evaluation
     if not wanted.label:
-        raise UserError("--label is missing", hint=f"labels there: {listed(available_labels(settings))}")
+        raise UserError(
+            "--label is missing", hint=f"labels there: {listed(available_labels(settings))}", flags=("--label",)
+        )
     device = trained.device
     sets = open_sets(settings, how, bank_split=wanted.train_split, world=World(), device=device, is_whole=True)
     towers = {name: tower_of(model) for name, model in _models(opened, split=wanted.split).items()}

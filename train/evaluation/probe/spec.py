@@ -9,8 +9,8 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.imported import late
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.settings import Checked
 from clipmill.train.config.evaluation import METHODS, NEIGHBOURS, PROBE_NUMBERS, Method, ProbeEvaluation, named_once
-from clipmill.train.config.fields import Checked
 from clipmill.train.evaluation.by_class import BASELINE_KEYS
 from clipmill.train.evaluation.tables import CLASSES_SECTION, FEW_CLASSES, MAJORITY, Row, Table, protocol_of, share_cell
 from clipmill.train.spec import CurveGroup, EvaluationSpec

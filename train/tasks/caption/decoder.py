@@ -103,12 +103,17 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
         return DecoderParts(tokenizer=tokenizer, size=size)
     found = read_caption_folder(folder, needs_decoder=True)
     if found.config.decoder is None:
-        raise UserError(f"{folder} has no GPT-2 (--decoder.weights)", hint="name a folder that has one")
+        raise UserError(
+            f"{folder} has no GPT-2 (--decoder.weights)",
+            hint="name a folder that has one",
+            flags=("--decoder.weights",),
+        )
     if settings.max_tokens > found.config.decoder.context_length:
         raise UserError(
             f"--decoder.max-tokens is {settings.max_tokens}, and the decoder of {folder} has a context of "
             f"{found.config.decoder.context_length}",
             hint="use fewer",
+            flags=("--decoder.max-tokens",),
         )
     tensors = {name: one for name, one in found.converted.tensors.items() if name.startswith("decoder.")}
     hint = "name the tokenizer of the decoder, or leave --decoder.tokenizer out"
@@ -147,6 +152,7 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
             raise UserError(
                 f"--decoder.{name} is {given}, and the decoder of {folder} has {its} (--init.weights)",
                 hint="leave it out: the decoder comes with these weights",
+                flags=(f"--decoder.{name}", "--init.weights"),
             )
     own = read_tokenizer(folder) if has_tokenizer(folder) else None
     other = None if wanted.tokenizer is None else read_tokenizer(Path(wanted.tokenizer))
@@ -158,6 +164,7 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
             f"--decoder.tokenizer {wanted.tokenizer} has other tokens than those that the decoder of {folder} was "
             "trained with (--init.weights)",
             hint="leave --decoder.tokenizer out: the tokenizer comes with these weights",
+            flags=("--decoder.tokenizer", "--init.weights"),
         )
     return DecoderParts(tokenizer=tokenizer, size=size)
 
@@ -191,7 +198,7 @@ def decoder_folder(
     if folder.is_dir():
         return folder
     if _NAME.fullmatch(wanted) is None:
-        raise UserError(f"there is no folder {wanted} ({flag})", hint="name one with the model's files")
+        raise UserError(f"there is no folder {wanted} ({flag})", hint="name one with the model's files", flags=(flag,))
     say(f"decoder: there is no folder {wanted} here; the model comes from Hugging Face's cache or a download")
     return hub_folder(wanted, files=files, what="the model's files")
 

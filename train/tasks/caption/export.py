@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import deferred_checks
+from clipmill.manifests.settings import deferred_checks
 from clipmill.train.config.model import Init, Towers, kind_of
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.captioner import Captioner

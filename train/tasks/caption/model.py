@@ -76,6 +76,7 @@ def _language_captioner(settings: CaptionerSettings, decoder: LanguageDecoder, t
         raise UserError(
             f"--decoder.visual-tokens is {decoder.num_visual}, and the encoder has {cells} tokens for a clip",
             hint=f"use {cells} or fewer, or more --num-frames",
+            flags=("--decoder.visual-tokens",),
         )
     language = decoder.new_model()
     projection = VisualProjector(
@@ -143,7 +144,9 @@ def effective_settings(settings: CaptionerSettings, source: Source | None, *, sa
         settings = replace(settings, towers=replace(settings.towers, kind="timesformer"))
     if (kind := settings.towers.kind) not in (None, *KINDS):
         raise UserError(
-            f"--towers.kind is {kind}, a tower that this task does not support", hint=f"use {', '.join(KINDS)}"
+            f"--towers.kind is {kind}, a tower that this task does not support",
+            hint=f"use {', '.join(KINDS)}",
+            flags=("--towers.kind",),
         )
     if source is not None:
         settings = with_decoder_of(settings, source, say=say)
@@ -166,6 +169,7 @@ def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) ->
         raise UserError(
             f"two decoders are named: {source.title} has one, and --decoder.weights is {wanted.weights}",
             hint="leave --decoder.weights out, or name weights without a decoder with --init.weights",
+            flags=("--decoder.weights",),
         )
     if wanted.tokenizer is None and not (has_captioner(folder) and has_tokenizer(folder)):
         raise no_tokenizer(source.title)
@@ -177,6 +181,7 @@ def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) ->
             f"--decoder.max-tokens is {wanted.max_tokens}, and the decoder of {source.title} has a context of "
             f"{context_length}",
             hint="use fewer",
+            flags=("--decoder.max-tokens",),
         )
     say(f"weights: their decoder has a context of {context_length} tokens: --decoder.max-tokens {context_length}")
     return replace(settings, decoder=replace(wanted, max_tokens=context_length))
@@ -187,10 +192,11 @@ def _with_language_of(settings: CaptionerSettings, source: Source, folder: Path)
     wanted, decoder = settings.decoder, kept_decoder(RunFolder(folder))["decoder"]
     assert isinstance(decoder, LanguageDecoder)
     if (named := wanted.lm or wanted.weights) is not None:
+        flag = wanted.flag("lm" if wanted.lm else "weights")
         raise UserError(
-            f"two decoders are named: {source.title} has one, and --decoder.{'lm' if wanted.lm else 'weights'} is "
-            f"{named}",
+            f"two decoders are named: {source.title} has one, and {flag} is {named}",
             hint="leave the latter out, or name weights without a decoder with --init.weights",
+            flags=(flag,),
         )
     if any(".lora_A." in name for name in source.converted.tensors):
         raise UserError(
@@ -202,6 +208,7 @@ def _with_language_of(settings: CaptionerSettings, source: Source, folder: Path)
             f"--decoder.max-tokens is {wanted.max_tokens}, and the decoder of {source.title} has room for "
             f"{decoder.context_length}",
             hint="use fewer",
+            flags=("--decoder.max-tokens",),
         )
     its = replace(
         wanted,

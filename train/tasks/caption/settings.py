@@ -9,11 +9,12 @@ from cyclopts import Parameter
 
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import SHARE, Checked, GoesWith, Needs, Range, caught
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import ClipSettings, NumFrames, adapted_towers
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
-from clipmill.train.config.fields import FIRST_RUN, SHARE, Checked, GoesWith, Needs, Range, caught, help_group
+from clipmill.train.config.fields import FIRST_RUN, help_group
 from clipmill.train.config.model import SIZE, check_picture
 from clipmill.train.config.tuning import Freeze, Tower
 
@@ -70,6 +71,7 @@ class DecodingSettings(Checked):
             yield UserError(
                 f"{self.flag('min_tokens')} is {self.min_tokens}",
                 hint=f"it must be from 0 to below {self.flag('max_tokens')}, {self.max_tokens}",
+                flags=(self.flag("min_tokens"),),
             )
 
 
@@ -116,17 +118,20 @@ def within(settings: Decoding, context_length: int, *, is_of_run: bool = False) 
         raise UserError(
             f"{most_flag} is {settings.max_tokens}, and the decoder's context has {context_length} tokens",
             hint=f"give {context_length} at most, or leave it out",
+            flags=(most_flag,),
         )
     if settings.min_tokens >= context_length:
         raise UserError(
             f"{least_flag} is {settings.min_tokens}, and the decoder's context has {context_length} tokens",
             hint=f"give {context_length - 1} at most",
+            flags=(least_flag,),
         )
     most = min(max_tokens_of(settings), context_length)
     if settings.min_tokens >= most:
         raise UserError(
             f"{least_flag} is {settings.min_tokens}, and captions have {most} tokens at most",
             hint=f"give {most - 1} at most, or a larger {most_flag}: the context has {context_length} tokens",
+            flags=(least_flag,),
         )
     unset: dict[str, Any] = {name: None for name, value in _DEFAULTS.items() if getattr(settings, name) == value}
     return replace(settings, max_tokens=most, seed=settings.seed if settings.method == "sample" else 0, **unset)
@@ -202,19 +207,23 @@ class DecoderSettings(Checked):
         for name in ("width", "depth", "heads", *(("weights", "dropout") if pretrained == "lm" else ())):
             if getattr(self, pretrained) is not None and getattr(self, name):
                 yield UserError(
-                    f"--decoder.{name} is {getattr(self, name)}, and --decoder.{pretrained} has its own",
+                    f"{self.flag(name)} is {getattr(self, name)}, and {self.flag(pretrained)} has its own",
                     hint="leave one of them out",
+                    flags=(self.flag(name), self.flag(pretrained)),
                 )
         if self.prompt.count(VIDEO_MARK) != 1:
             yield UserError(
                 f"--decoder.prompt is {self.prompt!r}, which has {VIDEO_MARK} {self.prompt.count(VIDEO_MARK)} times",
                 hint=f"write {VIDEO_MARK} once, where the visual tokens are to be",
+                flags=("--decoder.prompt",),
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionEvaluation(EvaluationSettings):
     """How a captioner is evaluated during training: by the captions that it generates."""
+
+    lower_is_better = ("loss",)
 
     max_samples: Annotated[int, Range(least=2), EVERY] = 500
     """Maximum number of clips: every k-th of the split, with the smallest sufficient k."""
@@ -274,16 +283,19 @@ class CaptionerSettings(ClipSettings):
             yield UserError(
                 f"--parallel.stages is {self.parallel.stages}, and a captioner with --decoder.lm cannot be cut",
                 hint="use --parallel.strategy fsdp",
+                flags=("--parallel.stages", "--decoder.lm"),
             )
         if self.decoder.lm is not None and "decoder-except-cross-attention" in self.freeze:
             yield UserError(
                 "--freeze decoder-except-cross-attention is about the GPT-2: --decoder.lm has no cross-attention",
                 hint="use --freeze decoder",
+                flags=("--freeze", "--decoder.lm"),
             )
         if self.captions.min_relevancy is not None:
             yield UserError(
                 "--captions.min-relevancy draws captions of other clips, which do not describe the clip",
                 hint="leave it out",
+                flags=("--captions.min-relevancy",),
             )
         yield from caught(check_picture, self.model, self.towers, size_px=self.size_px)
 
@@ -301,6 +313,7 @@ class CaptionerSettings(ClipSettings):
                 yield UserError(
                     f"{flag} is {typed[flag]}, which has no effect: {other} is {value}, which has its own",
                     hint="leave it out",
+                    flags=(flag, other),
                 )
 
 

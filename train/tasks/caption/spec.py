@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from clipmill.manifests.imported import late
 from clipmill.manifests.quoting import counted
-from clipmill.train.config.fields import Checked, Range
+from clipmill.manifests.settings import Checked, Range
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
 from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, FirstRun, TaskSpec
 from clipmill.train.tasks.caption.settings import DECODING, METRIC_LABELS, CaptionerSettings, DecodingSettings

@@ -214,6 +214,7 @@ def _tower_of(module: nn.Module) -> TokenTower:
         raise UserError(
             "--towers.image names a tower of a library, which cannot be cut into pipeline stages",
             hint="leave out --parallel.stages",
+            flags=("--towers.image",),
         )
     return module.video
 

@@ -265,6 +265,7 @@ def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dic
         raise UserError(
             f"--classes names {counted(len(files), 'file')}, and {classes.label} needs {len(parts)}",
             hint=f"give {' '.join(f'--classes {name.upper()}S.csv' for name in parts)}",
+            flags=("--classes",),
         )
     found: dict[str, dict[str, str]] = {}
     for path, (label, part) in zip(files, parts.items(), strict=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import deferred_checks
+from clipmill.manifests.settings import deferred_checks
 from clipmill.train.data.classes import ClassList
 from clipmill.train.evaluation.served import PROGRAM_FORMATS, exported_program
 from clipmill.train.models.attention import attend_with_sdpa
@@ -101,6 +101,7 @@ def exported_classifier(request: ExportRequest) -> Exported:
         raise UserError(
             f"{request.title} is a classifier with CLIP's tower, which --format {request.form} has no place for",
             hint="use --format torch or onnx, or export a classifier with --towers.kind videomae",
+            flags=("--format",),
         )
     require_format(request.form, ("hf", "videomae", *PROGRAM_FORMATS), what="a classifier of videos")
     # VideoMAE's own checkpoints do not name the classes.

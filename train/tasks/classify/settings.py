@@ -7,11 +7,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import SHARE, GoesWith, Range, caught
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import LatentSettings
 from clipmill.train.config.data import Augment
 from clipmill.train.config.evaluation import EVERY, EvaluationSettings
-from clipmill.train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
+from clipmill.train.config.fields import FIRST_RUN, help_group
 from clipmill.train.config.model import LIBRARY, check_picture
 
 CLASSES = help_group("Classes", 6)
@@ -61,14 +62,20 @@ class ClassifySettings(LatentSettings):
         yield from super().rules()
         if (kind := self.towers.kind) not in (None, "clip", "videomae", LIBRARY):
             yield UserError(
-                f"--towers.kind is {kind}, a tower that this task does not support", hint="use clip or videomae"
+                f"--towers.kind is {kind}, a tower that this task does not support",
+                hint="use clip or videomae",
+                flags=("--towers.kind",),
             )
         if not self.reads_latents:
             yield from caught(check_picture, self.model, self.towers, size_px=self.size_px)
         else:
             yield from self._rules_of_latents()
         if (self.mixup or self.cutmix) and self.batch < 2:
-            yield UserError(f"--batch is {self.batch}, and --mixup and --cutmix mix two clips", hint="use 2 or more")
+            yield UserError(
+                f"--batch is {self.batch}, and --mixup and --cutmix mix two clips",
+                hint="use 2 or more",
+                flags=("--batch", "--mixup", "--cutmix"),
+            )
 
     def _rules_of_latents(self) -> Iterator[UserError]:
         for one in fields(Augment):
@@ -76,14 +83,17 @@ class ClassifySettings(LatentSettings):
                 yield UserError(
                     f"{self.augment.flag(one.name)} applies to frames in pixels, not to latents",
                     hint="leave it out with --input latents, or use --input pixels",
+                    flags=(self.augment.flag(one.name),),
                 )
         if self.repeats > 1:
             yield UserError(
                 f"--repeats is {self.repeats}, but latents are not decoded, so that it saves nothing",
                 hint="leave it out with --input latents",
+                flags=("--repeats",),
             )
         if self.sampling == "lavila":
             yield UserError(
                 "--sampling lavila applies to the frames of clips, not to segments of latents",
                 hint="use --sampling uniform, or stride for frames in a row",
+                flags=("--sampling",),
             )

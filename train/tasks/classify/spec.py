@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.imported import late
 from clipmill.manifests.quoting import counted
-from clipmill.train.config.fields import Checked
+from clipmill.manifests.settings import Checked
 from clipmill.train.evaluation.by_class import BASELINE_KEYS
 from clipmill.train.evaluation.probe.spec import PROBE
 from clipmill.train.evaluation.tables import CLASSES_SECTION, FEW_CLASSES, MAJORITY, Row, Table, protocol_of, share_cell

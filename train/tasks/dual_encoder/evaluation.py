@@ -11,11 +11,10 @@ from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.shards.pages.media import evenly_spaced
-from clipmill.train.config.shards import names_tars
+from clipmill.train.config.shards import IMAGES, kind_of
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.loader import TrainingSet
-from clipmill.train.data.query import reads_images
 from clipmill.train.data.relevancy import Relevancy
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import PicturedSamples, open_player
@@ -217,6 +216,7 @@ class LoopEvaluation:
                 f"--evaluate.max-samples is {wanted.max_samples}, and {wanted.protocol} needs all "
                 f"{samples.num_samples:,} clips of {name}",
                 hint=f"use {samples.num_samples} or more, or --evaluate.protocol retrieval",
+                flags=("--evaluate.max-samples",),
             )
         self._scorer = open_scorer(wanted, settings, samples)
         self.protocol = f"{wanted.protocol}: {self._scorer.definition}"
@@ -239,7 +239,7 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, sa
     Raises:
         UserError: see `make_scorer`; also for protocols of clips on latents, or of images on clips.
     """
-    if not settings.reads_latents and reads_images(settings):
+    if kind_of(settings.folder, settings) is IMAGES:
         from clipmill.train.tasks.dual_encoder.clip_benchmark import class_prompts, image_captions
 
         if settings.text_tower == "frozen":
@@ -258,7 +258,7 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, sa
             f"{wanted.protocol} scores the clips of captions, and latents are in segments", hint="use --input pixels"
         )
     data_dir: Path | None = None
-    if wanted.protocol != "retrieval" and not names_tars(settings.folder):
+    if wanted.protocol != "retrieval" and kind_of(settings.folder).has_manifest:
         data_dir = open_data_folder(settings.folder, cache=settings.cache, column=None).path
     has_text, sources, towers = settings.text_tower == "trained", settings.captions.sources, settings.towers
     scorer = make_scorer(wanted, data_dir=data_dir, has_text_tower=has_text, sources=sources)
@@ -284,7 +284,7 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
     settings, trained, task = opened.settings, opened.trained, opened.task
     wanted, num_clips = flags.evaluation(), flags.clips
     if num_clips > 1 and settings.reads_latents:
-        raise UserError(f"--clips is {num_clips}", hint="leave it out: latents have a single view")
+        raise UserError(f"--clips is {num_clips}", hint="leave it out: latents have a single view", flags=("--clips",))
     samples = task.samples_of(wanted, World(), num_clips=num_clips)
     scorer = open_scorer(wanted, settings, samples)
     model = trained.fill(task.build_model(samples))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.fields import deferred_checks
+from clipmill.manifests.settings import deferred_checks
 from clipmill.train.config.model import LIBRARY, DualEncoderTowers, kind_of
 from clipmill.train.evaluation.served import PROGRAM_FORMATS, exported_program, similarity
 from clipmill.train.models.attention import attend_with_sdpa
@@ -121,11 +121,13 @@ def exported_clip(request: ExportRequest) -> Exported:
         raise UserError(
             f"the text tower is {settings.towers.text}, and --format {form} is of a CLIP with our text tower",
             hint="use --format torch or onnx, which are the video tower alone",
+            flags=("--format",),
         )
     if (kind := kind_of(settings.towers)) != "clip":
         raise UserError(
             f"the video tower is of the kind {kind}, and --format {form} is of CLIP's image tower",
             hint="use --format torch or onnx, which take every video tower",
+            flags=("--format",),
         )
     _require_clip(request.weights)
     size, side_px = request.shape.size, settings.size_px
@@ -218,6 +220,7 @@ def _require_clip(weights: Tensors) -> None:
         raise UserError(
             "the run has no text tower (--text-tower frozen), and both formats require one",
             hint="export a run that trained a text tower",
+            flags=("--text-tower",),
         )
     if any(".temporal_attn." in name for name in weights):
         raise UserError(

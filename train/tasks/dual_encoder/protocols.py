@@ -19,6 +19,7 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.caption_choice import choose_sources
+from clipmill.train.data.caption_rows import no_captions
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import videos_of_split
 from clipmill.train.models.text import CONTEXT_LENGTH, load_tokenizer
@@ -109,10 +110,7 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
     elsewhere = pc.unique(captions["source"]).to_pylist()
     captions = captions.filter(pa.array(rows_of(captions["video_id"], videos_of_split(data_dir, split)) >= 0))
     if not captions.num_rows:
-        raise UserError(
-            f"the manifest of {data_dir} has no captions of split {split!r}",
-            hint="run prep manifest with annotations that have captions of this split",
-        )
+        raise no_captions(data_dir, split)
     for name_of_column in ("video_id", "source"):  # dictionaries, which may differ between chunks
         number = captions.column_names.index(name_of_column)
         captions = captions.set_column(number, name_of_column, captions[name_of_column].cast(pa.string()))

@@ -8,11 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import Range, caught
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import LatentSettings
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
-from clipmill.train.config.fields import FIRST_RUN, Range, caught, help_group
+from clipmill.train.config.fields import FIRST_RUN, help_group
 from clipmill.train.config.model import DualEncoderInit, DualEncoderTowers, check_picture
 from clipmill.train.config.tuning import Tower
 from clipmill.train.losses.settings import Loss
@@ -23,11 +24,11 @@ RetrievalName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "clip-b
 ProtocolName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "clip-benchmark", "mir", "egomcq", "zero-shot"]
 RETRIEVAL_NAMES: tuple[RetrievalName, ...] = get_args(RetrievalName)
 TEMPERATURE = Range(1e-4, 1e4)
+_SOFTMAX, _RANKS = "_dual_softmax", ("median_rank",)
 
 
-def _retrieval_numbers(kind: str = "") -> tuple[str, ...]:
-    ways, numbers = ("text_to_video", "video_to_text"), ("r1", "r5", "r10", "median_rank")
-    return tuple(f"{way}{kind}_{number}" for way in ways for number in numbers)
+def _retrieval_numbers(kind: str = "", *, numbers: tuple[str, ...] = ("r1", "r5", "r10", *_RANKS)) -> tuple[str, ...]:
+    return tuple(f"{way}{kind}_{number}" for way in ("text_to_video", "video_to_text") for number in numbers)
 
 
 # The metrics that a protocol logs during training.
@@ -46,6 +47,8 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 @dataclass(frozen=True, kw_only=True)
 class DualEncoderEvaluation(EvaluationSettings):
     """How a dual encoder is evaluated."""
+
+    lower_is_better = tuple(name for kind in ("", _SOFTMAX) for name in _retrieval_numbers(kind, numbers=_RANKS))
 
     protocol: Annotated[ProtocolName, EVERY] = "retrieval"
     """Evaluation protocol. retrieval: R@k and median rank; msrvtt-1ka, paragraph, vatex, clip-benchmark: the same by
@@ -70,7 +73,7 @@ class DualEncoderEvaluation(EvaluationSettings):
         """Names of the metrics of its protocol, also with dual softmax."""
         protocol = one.protocol or self.protocol
         has_more = self.dual_softmax is not None and protocol in RETRIEVAL_NAMES
-        return _NUMBERS.get(protocol, ()) + (_retrieval_numbers("_dual_softmax") if has_more else ())
+        return _NUMBERS.get(protocol, ()) + (_retrieval_numbers(_SOFTMAX) if has_more else ())
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """Settings of protocols that none of the evaluations uses."""
@@ -85,13 +88,18 @@ class DualEncoderEvaluation(EvaluationSettings):
                 yield UserError(
                     f"{flag} is {typed[flag]}, which has no effect: {other} is {', '.join(sorted(used))}",
                     hint=f"leave it out, or use {other} {' or '.join(protocols)}",
+                    flags=(flag, other),
                 )
 
     def protocol_named(self, name: str) -> ProtocolName:
         """The protocol called `name`; raises UserError if it is unknown."""
         known: dict[str, ProtocolName] = {one: one for one in get_args(ProtocolName)}
         if name not in known:
-            raise UserError(f"{self.flag('shards')} names the protocol {name!r}", hint=f"protocols: {', '.join(known)}")
+            raise UserError(
+                f"{self.flag('shards')} names the protocol {name!r}",
+                hint=f"protocols: {', '.join(known)}",
+                flags=(self.flag("shards"),),
+            )
         return known[name]
 
 
@@ -134,10 +142,13 @@ class DualEncoderSettings(LatentSettings):
             yield UserError(
                 "--captions.min-relevancy draws captions for clips, not for segments of latents",
                 hint="leave it out, or use --input pixels",
+                flags=("--captions.min-relevancy",),
             )
         if self.batch < self.least_batch:
             yield UserError(
-                f"--batch is {self.batch}", hint="it must be at least 2: a contrastive loss needs negatives"
+                f"--batch is {self.batch}",
+                hint="it must be at least 2: a contrastive loss needs negatives",
+                flags=("--batch",),
             )
         if not self.reads_latents:
             yield from caught(check_picture, self.model, self.towers, size_px=self.size_px)
@@ -145,9 +156,11 @@ class DualEncoderSettings(LatentSettings):
             yield UserError(
                 f"--init.text is {self.init.text}, and stored embeddings take the place of the text tower",
                 hint="leave out --init.text or --text-tower frozen",
+                flags=("--init.text",),
             )
         if self.text_tower == "frozen" and self.towers.embedding_width is not None:
             yield UserError(
                 f"--towers.embedding-width is {self.towers.embedding_width}, and stored embeddings have their own",
                 hint="leave it out with --text-tower frozen",
+                flags=("--towers.embedding-width",),
             )

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from clipmill.manifests.imported import late
 from clipmill.manifests.quoting import counted
-from clipmill.train.config.fields import Checked, Range
+from clipmill.manifests.settings import Checked, Range
 from clipmill.train.evaluation.by_class import BASELINE_KEYS
 from clipmill.train.evaluation.probe.spec import PROBE
 from clipmill.train.evaluation.tables import CLASSES_SECTION, MAJORITY, Cell, Row, Table, protocol_of, share_cell

@@ -76,6 +76,7 @@ def _of_dual_encoder(towers: DualEncoderTowers) -> DualEncoderTowers:
         raise UserError(
             f"--towers.kind is {kind}, a tower that train dual-encoder does not support",
             hint=f"leave it out, or use one of: {', '.join(known)}",
+            flags=("--towers.kind",),
         )
     return replace(towers, kind=kind)
 

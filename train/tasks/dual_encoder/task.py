@@ -14,7 +14,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO, how_to_make
 from clipmill.shards.dataset import current_variant
 from clipmill.train.config.evaluation import EvaluatedData
-from clipmill.train.config.shards import names_tars
+from clipmill.train.config.shards import IMAGES, kind_of
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.folders import open_data_folder
@@ -26,7 +26,6 @@ from clipmill.train.data.query import (
     DataQuery,
     loader_settings,
     open_samples,
-    reads_images,
 )
 from clipmill.train.device.random import uniform
 from clipmill.train.distributed.world import World
@@ -80,7 +79,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 
         settings = self._settings
-        if wanted.protocol == "zero-shot" and not settings.reads_latents and reads_images(settings):
+        if wanted.protocol == "zero-shot" and kind_of(settings.folder, settings) is IMAGES:
             from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
 
             numbers = class_numbers(settings.folder, wanted.classes)
@@ -92,7 +91,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
                 tokenize=tokenizer_for(settings.towers),
                 classes=(numbers,),
             )
-        if settings.reads_latents or names_tars(settings.folder) or wanted.protocol not in NAMED:
+        if settings.reads_latents or not kind_of(settings.folder).has_manifest or wanted.protocol not in NAMED:
             # In multi-instance retrieval, two narrations of one span are two queries.
             each_caption = wanted.protocol == "mir"
             return self.samples(wanted.split, world, num_clips=num_clips, each_caption=each_caption)
@@ -154,13 +153,14 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
     def _require_texts(self) -> None:
         """Raise UserError if the embeddings that take the place of a text tower are missing."""
         settings = self._settings
-        if names_tars(settings.folder):
+        if not kind_of(settings.folder).has_manifest:
             return  # opening them says that tars have no such embeddings
         folder = open_data_folder(settings.folder, cache=settings.cache, column=None)
         if current_variant(folder.path, TEXT) is None:
             raise UserError(
                 f"{settings.folder} has no text shards, and --text-tower is frozen",
                 hint=f"run {how_to_make(TEXT, settings.folder)}, or train a text tower: --text-tower trained",
+                flags=("--text-tower",),
             )
 
     def new_model(self, samples: "AnySamples") -> DualEncoder:
@@ -239,6 +239,7 @@ def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> Datas
         raise UserError(
             f"--loss.kind {settings.loss.kind} keeps a number for each clip, and {settings.folder} is a stream of them",
             hint="name a data folder that prep made, or use --loss.kind infonce",
+            flags=("--loss.kind",),
         )
     num_epochs = settings.steps * settings.batch / samples.num_samples
     return DatasetSize(num_clips=samples.num_clips, num_captions=samples.num_caption_ids, num_epochs=num_epochs)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from clipmill.train.config.fields import deferred_checks
+from clipmill.manifests.settings import deferred_checks
 from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.models.masked_autoencoder import decoder_size
 from clipmill.train.models.transformer import TransformerSize

@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.settings import SHARE, GoesWith, Range, caught
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import Crop, LatentSettings, NumFrames, Sampling
 from clipmill.train.config.evaluation import ProbeEvaluation
-from clipmill.train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
+from clipmill.train.config.fields import FIRST_RUN, help_group
 from clipmill.train.config.model import Kind, Towers, check_picture, of_clip_alone, patch_px_of
 from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.config.training import COUNT, LearningRate, WeightDecay
@@ -64,15 +65,25 @@ class MaeTowers(Towers):
         """Yields other values of the settings that the help leaves out."""
         hint = "leave it out: train mae has no other kind of tower"
         if self.image is not None:
-            yield UserError(f"--towers.image is {self.image}, and train mae trains its own towers", hint=hint)
+            yield UserError(
+                f"--towers.image is {self.image}, and train mae trains its own towers",
+                hint=hint,
+                flags=("--towers.image",),
+            )
             return
         if self.kind != "videomae":
             yield UserError(
-                f"--towers.kind is {self.kind}, and train mae trains towers of the kind videomae", hint="leave it out"
+                f"--towers.kind is {self.kind}, and train mae trains towers of the kind videomae",
+                hint="leave it out",
+                flags=("--towers.kind",),
             )
         yield from of_clip_alone(self, hint=hint)
         if self.temporal != "zero":
-            yield UserError(f"--towers.temporal is {self.temporal}, and a videomae tower has none", hint=hint)
+            yield UserError(
+                f"--towers.temporal is {self.temporal}, and a videomae tower has none",
+                hint=hint,
+                flags=("--towers.temporal",),
+            )
 
 
 @Parameter(name="*")
@@ -123,16 +134,19 @@ class MaeSettings(LatentSettings):
             yield UserError(
                 f"--augment.erase is {self.augment.erase}, but noise in erased boxes cannot be reconstructed",
                 hint="leave it out",
+                flags=("--augment.erase",),
             )
         if self.decoder_mask == "running-cell" and self.decoder_mask_ratio not in _CELL_RATIOS:
             yield UserError(
                 f"--decoder-mask-ratio is {self.decoder_mask_ratio}, and a running cell has four places",
                 hint="use 0.25, 0.5 or 0.75, or --decoder-mask random",
+                flags=("--decoder-mask-ratio",),
             )
         if self.repeat == "masks" and self.samples_per_chunk == 1:
             yield UserError(
                 "--repeat masks is about several samples of a chunk, and --samples-per-chunk is 1",
                 hint="use --samples-per-chunk 2 or more, or leave --repeat out",
+                flags=("--repeat", "--samples-per-chunk"),
             )
         if not self.reads_latents:
             misfits = list(caught(check_picture, self.model, self.towers, size_px=self.size_px))
@@ -163,6 +177,7 @@ def check_mask(ratio: float, *, num_places: int) -> None:
         hint=f"use {least} or more, less than 1"
         if num_places > 1
         else "use larger pictures: one cube must be left to see",
+        flags=("--mask-ratio",),
     )
 
 

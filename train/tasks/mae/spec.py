@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from clipmill.manifests.imported import late
 from clipmill.manifests.quoting import counted
+from clipmill.manifests.settings import Checked, Range
 from clipmill.manifests.units import percent
-from clipmill.train.config.fields import Checked, Range
 from clipmill.train.evaluation.probe.spec import PROBE
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
 from clipmill.train.spec import EvaluationSpec, Features, FirstRun, TaskSpec

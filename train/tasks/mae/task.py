@@ -12,12 +12,13 @@ from torch import nn
 
 from clipmill.shards.columns import LATENTS, VIDEO
 from clipmill.train.config.evaluation import EvaluatedData, ProbeEvaluation
+from clipmill.train.config.shards import kind_of
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.chunks import videos_of_split
 from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import window_frames
 from clipmill.train.data.inputs import picture_size
-from clipmill.train.data.query import LATENT_PATCH, DataQuery, loader_settings, open_samples, reads_images
+from clipmill.train.data.query import LATENT_PATCH, DataQuery, loader_settings, open_samples
 from clipmill.train.device.random import uniform
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
@@ -63,7 +64,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         if settings.evaluate.split != ProbeEvaluation.split:
             # The run reconstructs clips of it at the end; only the default split may be missing.
             for folder in settings.folders:
-                if reads_images(settings, folder):
+                if not kind_of(folder).has_manifest:
                     continue
                 with EvaluatedData(name="", shards=None, split=settings.evaluate.split).opening():
                     path = open_data_folder(folder, cache=settings.cache, column=None).path

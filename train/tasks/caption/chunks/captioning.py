@@ -171,7 +171,9 @@ def _begin(work: CaptionWork, out: Path, *, held: ExitStack) -> dict[str, Any] |
     try:
         parts.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be made: {error.strerror}", hint="use another --out") from error
+        raise UserError(
+            f"--out {out} cannot be made: {error.strerror}", hint="use another --out", flags=("--out",)
+        ) from error
     held.enter_context(held_folder(parts, work="captions chunks"))
     if record is not None:
         shutil.rmtree(parts)

@@ -49,7 +49,9 @@ class CaptionPart:
 def require_table_path(out: Path) -> None:
     """Raise a UserError if a table cannot have this path."""
     if out.suffix != _SUFFIX:
-        raise UserError(f"--out {out} does not end in {_SUFFIX}", hint=f"name a Parquet file: {out}{_SUFFIX}")
+        raise UserError(
+            f"--out {out} does not end in {_SUFFIX}", hint=f"name a Parquet file: {out}{_SUFFIX}", flags=("--out",)
+        )
 
 
 def parts_path(out: Path) -> Path:

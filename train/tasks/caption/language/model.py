@@ -210,7 +210,9 @@ def checkpoint_language_blocks(decoder: "PreTrainedModel") -> None:
         enable({"use_reentrant": False})
     except ValueError as error:
         raise UserError(
-            f"--towers.activation-checkpointing: {error}", hint="leave it out, or use a smaller --microbatch"
+            f"--towers.activation-checkpointing: {error}",
+            hint="leave it out, or use a smaller --microbatch",
+            flags=("--towers.activation-checkpointing",),
         ) from error
 
 

@@ -118,6 +118,7 @@ def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel"
         raise UserError(
             f"cannot read the weights of {folder} (--decoder.lm): {first_line(error)}",
             hint=f"weights are read from safetensors files alone; {again}",
+            flags=("--decoder.lm",),
         ) from error
     if lacks := sorted({*report["missing_keys"], *(one[0] for one in report["mismatched_keys"])}):
         raise UserError(f"the weights of {folder} do not fit its config.json: {', '.join(lacks[:3])}", hint=again)
@@ -155,6 +156,7 @@ def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: 
             f"{context - room + settings.max_tokens:,}: prompt {len(before) + len(after)}, visual tokens "
             f"{settings.visual_tokens}, caption {settings.max_tokens} (--decoder.max-tokens)",
             hint="use fewer --decoder.visual-tokens, a smaller --decoder.max-tokens, or a shorter --decoder.prompt",
+            flags=("--decoder.max-tokens",),
         )
     return LanguageDecoder(
         config=config,
@@ -197,7 +199,9 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
     raw = read_config(folder / "config.json")
     if raw is None:
         raise UserError(
-            f"{folder} has no config.json (--decoder.lm)", hint="name the folder of a causal language model"
+            f"{folder} has no config.json (--decoder.lm)",
+            hint="name the folder of a causal language model",
+            flags=("--decoder.lm",),
         )
     kind = raw.get("model_type")
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
@@ -208,6 +212,7 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
             f"{folder} has no causal language model of transformers (--decoder.lm), but {saved[0]}, "
             f"{kinds}of type {kind}",
             hint=_SUPPORTED,
+            flags=("--decoder.lm",),
         )
     if (
         not {"past_key_values", "inputs_embeds"}
@@ -216,7 +221,9 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
         raise _undecodable(folder, kind)
     if "quantization_config" in raw:
         raise UserError(
-            f"the weights of {folder} are quantized (--decoder.lm)", hint="name the model in bfloat16 or float32"
+            f"the weights of {folder} are quantized (--decoder.lm)",
+            hint="name the model in bfloat16 or float32",
+            flags=("--decoder.lm",),
         )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # type: ignore[no-any-return]
@@ -233,6 +240,7 @@ def _undecodable(folder: Path, kind: Any) -> UserError:
         f"the language model of {folder} is a {kind}, which does not write texts token by token with a cache of keys "
         "and values (--decoder.lm)",
         hint=_SUPPORTED,
+        flags=("--decoder.lm",),
     )
 
 

@@ -60,7 +60,9 @@ def length_us(length: str, *, flag: str = "--len") -> int:
     found_us = round(parse_length(length, flag=flag) * US_PER_S)
     if not _SHORTEST_US <= found_us <= _LONGEST_US:
         raise UserError(
-            f"{flag} {length} is out of range", hint="use 100ms to 3600s; most captioned clips have about 10s"
+            f"{flag} {length} is out of range",
+            hint="use 100ms to 3600s; most captioned clips have about 10s",
+            flags=(flag,),
         )
     return found_us
 

@@ -83,7 +83,9 @@ def format_of(path: Path, wanted: VideoFormat | None) -> VideoFormat:
     named = next((known for known in WRITERS if path.suffix.lower() == f".{known}"), None)
     if wanted is not None and named not in (None, wanted):
         raise UserError(
-            f"--out {path} ends in .{named}, and --format is {wanted}", hint="leave out --format, or the suffix"
+            f"--out {path} ends in .{named}, and --format is {wanted}",
+            hint="leave out --format, or the suffix",
+            flags=("--out", "--format"),
         )
     form = wanted or named
     if form is not None:
@@ -91,6 +93,7 @@ def format_of(path: Path, wanted: VideoFormat | None) -> VideoFormat:
     raise UserError(
         f"--out {path} has no known format",
         hint="end it in .json or .srt, or add --format; without --out, lines of text are printed",
+        flags=("--out",),
     )
 
 
@@ -207,12 +210,19 @@ def open_sink(out: Path, videos: Sequence[Path], *, wanted: VideoFormat | None) 
         raise UserError(
             f"--out {out} is one file, and there are {len(videos)} videos with subtitles of their own",
             hint="name a folder: --out captions --format srt",
+            flags=("--out",),
         )
     if out.is_dir() and not is_folder:
-        raise UserError(f"--out {out} is a folder", hint=f"name a file, such as {out / 'captions'}.{form}")
+        raise UserError(
+            f"--out {out} is a folder", hint=f"name a file, such as {out / 'captions'}.{form}", flags=("--out",)
+        )
     if out.exists() and not out.is_dir() and not out.is_file():
         # A device or a pipe, which publishing would replace by a file.
-        raise UserError(f"--out {out} is not a regular file", hint="name a file, or leave --out out to print lines")
+        raise UserError(
+            f"--out {out} is not a regular file",
+            hint="name a file, or leave --out out to print lines",
+            flags=("--out",),
+        )
     folder = out if is_folder else out.parent
     files = [out / name for name in subtitle_names(videos)] if is_folder else [out]
     if there := [file for file in files if file.exists()]:
@@ -225,7 +235,9 @@ def open_sink(out: Path, videos: Sequence[Path], *, wanted: VideoFormat | None) 
             pass
     except OSError as error:
         raise UserError(
-            f"--out {out} cannot be made: {error.strerror or error}", hint="name a place where files can be written"
+            f"--out {out} cannot be made: {error.strerror or error}",
+            hint="name a place where files can be written",
+            flags=("--out",),
         ) from error
     if is_folder:
         return file_per_video(dict(zip(videos, files, strict=True)))

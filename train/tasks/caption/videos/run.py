@@ -107,9 +107,13 @@ def caption_files(
             written.
     """
     if batch < 1:
-        raise UserError(f"--batch is {batch}", hint="it must be 1 or more")
+        raise UserError(f"--batch is {batch}", hint="it must be 1 or more", flags=("--batch",))
     if wanted is not None and out is None:
-        raise UserError(f"--format {wanted} is the format of a file", hint="add --out, or leave it out to print lines")
+        raise UserError(
+            f"--format {wanted} is the format of a file",
+            hint="add --out, or leave it out to print lines",
+            flags=("--format",),
+        )
     window_us, videos = length_us(length), find_videos(paths)
     if out is not None:  # a file of captions is read in other folders
         videos = [video.parent.resolve() / video.name for video in videos]

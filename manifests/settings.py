@@ -1,0 +1,243 @@
+"""Settings of a command: frozen dataclasses whose annotations say what each field may be, and one check of them all.
+
+    batch: Annotated[int, Range(1, 10**6)] = 64
+    \"\"\"Batch size, over all processes.\"\"\"
+    stride: Annotated[int, Range(1, 10**6), GoesWith("sampling", ("stride",))] = 4
+
+A class of settings has `Checked` as its base. Rules about several fields are in its generator `rules`. Constructing
+invalid settings raises a UserError with all mistakes. A command line that builds groups before the settings that
+contain them defers the checks, and makes them once for the whole tree.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, get_type_hints
+
+from clipmill.manifests.errors import UserError, UserErrors
+
+_checks_are_deferred: ContextVar[bool] = ContextVar("checks_are_deferred", default=False)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a number may have, or each number of a tuple; None is always one of them.
+
+    Attributes:
+        least, most: Bounds that belong to the range.
+        above, below: Bounds that do not.
+        hint: What to do about another value, where the bounds alone do not say it.
+    """
+
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    hint: str = ""
+
+    def holds(self, value: Any) -> bool:
+        """Return True if `value` is in the range; NaN and infinity never are."""
+        if value is None or isinstance(value, tuple):
+            return all(map(self.holds, value or ()))
+        return bool(self.least <= value <= self.most and self.above < value < self.below)
+
+    def mistakes(self, flag: str, value: Any) -> Iterator[UserError]:
+        """Yield the mistake of giving a flag a value that is not in the range."""
+        if not self.holds(value):
+            yield UserError(f"{flag} is {value}", hint=self.hint or f"{flag} must be {self}", flags=(flag,))
+
+    def __str__(self) -> str:
+        """The range in words: `from 1 to 1,024`."""
+        if math.isfinite(self.least) and math.isfinite(self.most):
+            return f"from {_number(self.least)} to {_number(self.most)}"
+        bounds = {
+            "{} or more": self.least,
+            "more than {}": self.above,
+            "at most {}": self.most,
+            "less than {}": self.below,
+        }
+        words = [text.format(_number(bound)) for text, bound in bounds.items() if math.isfinite(bound)]
+        return " and ".join(words) or "a finite number"
+
+
+SHARE = Range(least=0, below=1)
+PROBABILITY = Range(0, 1)
+
+
+@dataclass(frozen=True)
+class GoesWith:
+    """The setting of the same group without which this one has no effect.
+
+    Attributes:
+        name: Name of its field.
+        values: Values with which this one has an effect; any but 0 where there are none.
+        use: What the hint offers in place of these values.
+    """
+
+    name: str
+    values: tuple[object, ...] = ()
+    use: str = ""
+
+    def holds(self, value: object) -> bool:
+        """Return True if a setting that goes with `value` has an effect."""
+        return value in self.values if self.values else bool(value)
+
+
+class Needs(GoesWith):
+    """The setting of the same group without which this one is a mistake, wherever it was given."""
+
+
+class Checked:
+    """Base of frozen dataclasses of settings: `prefix` of its flags, checks of its fields, rules about several."""
+
+    prefix: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        if not _checks_are_deferred.get():
+            refuse(mistakes(self))
+
+    def rules(self) -> Iterator[UserError]:
+        """Yield the mistakes that are about several fields. Each field by itself is in its range."""
+        return iter(())
+
+    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+        """Yield the flags that were typed and have no effect, besides those that `GoesWith` finds."""
+        return iter(())
+
+    @classmethod
+    def flag(cls, name: str) -> str:
+        """The flag of a field."""
+        return "--" + f"{cls.prefix}.{name}".lstrip(".").replace("_", "-")
+
+
+class Annotations(NamedTuple):
+    """The annotations of a field; of nested annotations, the outer one counts."""
+
+    name: str
+    default: Any
+    range: Range | None
+    goes_with: GoesWith | None
+    needs: Needs | None
+
+
+def annotations_of(settings: Checked) -> tuple[Annotations, ...]:
+    """The annotations of the fields of settings, in their order."""
+    kind: Any = type(settings)
+    return _annotations_of(kind)
+
+
+@cache
+def _annotations_of(kind: Any) -> tuple[Annotations, ...]:
+    hints, annotations = get_type_hints(kind, include_extras=True), []
+    for field in fields(kind):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        known: dict[str, Any] = {}
+        for one in getattr(hints[field.name], "__metadata__", ()):
+            name = "range" if isinstance(one, Range) else "needs" if isinstance(one, Needs) else "goes_with"
+            if isinstance(one, Range | GoesWith):
+                known[name] = one
+        annotations.append(
+            Annotations(field.name, default, known.get("range"), known.get("goes_with"), known.get("needs"))
+        )
+    return tuple(annotations)
+
+
+def mistakes(settings: Checked) -> list[UserError]:
+    """Every mistake in the settings and their groups."""
+    return _examine(settings)[0]
+
+
+def _examine(settings: Checked) -> tuple[list[UserError], Any]:
+    """The mistakes, and the settings with defaults in place of values out of range, so that rules get valid values."""
+    errors: list[UserError] = []
+    valid: dict[str, object] = {}
+    for field in annotations_of(settings):
+        value, flag = getattr(settings, field.name), settings.flag(field.name)
+        if isinstance(value, Checked):
+            of_group, group = _examine(value)
+            errors += of_group
+            valid |= {field.name: group} if of_group else {}
+        elif field.range is not None and not field.range.holds(value):
+            errors += field.range.mistakes(flag, value)
+            valid[field.name] = field.default
+        elif field.needs is not None and value != field.default:
+            beside = getattr(settings, field.needs.name)
+            if not field.needs.holds(beside):
+                other = settings.flag(field.needs.name)
+                use = field.needs.use or " or ".join(map(str, field.needs.values))
+                errors.append(
+                    UserError(
+                        f"{flag} {value} does nothing with {other} {beside}",
+                        hint=f"use {other} {use}, or leave it out",
+                        flags=(flag, other),
+                    )
+                )
+    if valid:
+        with deferred_checks():
+            settings = replace(settings, **valid)  # type: ignore[type-var]
+    wrong = {flag for error in errors for flag in error.flags}
+    return errors + [error for error in settings.rules() if wrong.isdisjoint(error.flags)], settings
+
+
+def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterator[UserError]:
+    """Yield the flags that were typed and have no effect beside the other settings.
+
+    Settings from files are accepted: flags may leave some values of a preset or of a run without effect. Flags that
+    give the default are accepted too.
+
+    Args:
+        typed: Flags of the command line with their values.
+    """
+    for field in annotations_of(settings):
+        value, flag, goes_with = getattr(settings, field.name), settings.flag(field.name), field.goes_with
+        if isinstance(value, Checked):
+            yield from flags_without_effect(value, typed)
+        if goes_with is None or flag not in typed or value == field.default:
+            continue
+        other, beside = settings.flag(goes_with.name), getattr(settings, goes_with.name)
+        if not goes_with.holds(beside):
+            use = goes_with.use or " or ".join(map(str, goes_with.values))
+            state = "not given" if beside is None else beside
+            yield without_effect(flag, typed, f"{other} is {state}", use=f"{other} {use}".strip())
+    yield from settings.without_effect(typed)
+
+
+def without_effect(flag: str, typed: Mapping[str, str], why: str, *, use: str) -> UserError:
+    """The error for a flag that was typed and has no effect."""
+    return UserError(
+        f"{flag} is {typed[flag]}, which has no effect: {why}", hint=f"leave it out, or use {use}", flags=(flag,)
+    )
+
+
+@contextmanager
+def deferred_checks() -> Iterator[None]:
+    """Context in which settings are constructed without checks; the caller checks them later."""
+    token = _checks_are_deferred.set(True)
+    try:
+        yield
+    finally:
+        _checks_are_deferred.reset(token)
+
+
+def caught(check: Callable[..., object], *arguments: Any, **more: Any) -> Iterator[UserError]:
+    """Yield the mistakes that a check raises, for rules of settings."""
+    try:
+        check(*arguments, **more)
+    except UserError as error:
+        yield from error.errors
+
+
+def refuse(errors: Iterable[UserError]) -> None:
+    """Raise all mistakes at once, if there are any: the first one of each flag."""
+    by_flag: dict[str, UserError] = {}
+    for error in errors:
+        by_flag.setdefault(next(iter(error.flags), str(error)), error)
+    if by_flag:
+        raise UserErrors(by_flag.values()) if len(by_flag) > 1 else next(iter(by_flag.values()))
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
