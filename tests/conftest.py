@@ -1,6 +1,7 @@
 """Fixtures of all tests: the root of the checkout, its files and servers; and the same environment for every user."""
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -21,6 +22,9 @@ from tests.workers import ForkedContext, fork_from, fsync_at_once
 fix_environment()
 # A user may keep Python from writing bytecode; the many programs that tests start would compile the packages each time.
 sys.dont_write_bytecode = False
+
+# torch writes hundreds of records for each checkpoint, which pytest would format and keep.
+logging.disable(logging.DEBUG)
 
 # Imports and the collection make millions of objects that stay; see `pytest_collection_finish`.
 gc.disable()
@@ -63,14 +67,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Makes the tiny model smaller for tests that may train it, which is not worth the import of torch to the others.
+    """Makes runs cheaper for tests that may train, which is not worth the import of torch to the others.
 
     Keeps the garbage collector from looking, again and again, at what stays until the end, or for long.
     """
     if any(item.path.relative_to(ROOT / "tests").parts[0] not in WITHOUT_TRAINING for item in session.items):
         from tests.narrow_text import narrow
+        from tests.present_devices import seed_present_devices
 
         narrow()
+        seed_present_devices()
     gc.freeze()
     gc.enable()
     gc.set_threshold(20_000, 20, 50)

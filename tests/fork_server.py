@@ -8,6 +8,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import multiprocessing
 import os
 import runpy
@@ -195,6 +196,8 @@ def servers(address: str) -> Server:
         listening.close()
         _import(_HEAVY)
         importlib.import_module("tests.narrow_text").narrow()
+        importlib.import_module("tests.present_devices").seed_present_devices()
+        logging.disable(logging.DEBUG)  # torch writes hundreds of records for each checkpoint
     gc.freeze()  # keeps memory shared with the forks
     gc.enable()
     return Server(listening, heavy) if is_light else Server(handed_on, None)

@@ -62,7 +62,7 @@ RUNS = {
     "library, SigLIP 2": f"dual-encoder {LIBRARY} {SINGLE} --towers.image open_clip:test-SigLIP2"
     " --towers.text open_clip:test-SigLIP2 --towers.pool-frames attention --optimizer.layer-decay 0.5",
     "library, CLIP and T5": f"dual-encoder {LIBRARY} {SINGLE} --towers.image hf:MODELS/clip --towers.text hf:MODELS/t5"
-    " --towers.text-pooling mean --towers.activation-checkpointing --microbatch 2",
+    " --towers.text-pooling mean --towers.context-length 12 --towers.activation-checkpointing --microbatch 2",
     "library, DINOv2 and BERT": f"dual-encoder {LIBRARY} {HALF} --towers.image hf:MODELS/dinov2 --freeze video"
     " --towers.text hf:MODELS/bert --towers.text-pooling first --optimizer.ema 0.9",
     "library, timm": f"classify {LIBRARY} {HALF} {LABELS} --towers.image timm:tiny_pe --mixup 0.8 --dropout 0.5",

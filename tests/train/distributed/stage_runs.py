@@ -163,7 +163,7 @@ def clips_of(batch: Batch, rows: slice) -> torch.Tensor:
 
 
 def chosen_of(out: Path, *, parallel: ParallelSettings = ONE_STAGE, **changes: Any) -> TrainingSettings:
-    base = settings(out, batch=8, steps=4, checkpoint_every=2, microbatch=2, parallel=parallel)
+    base = settings(out, batch=8, steps=3, checkpoint_every=2, microbatch=2, parallel=parallel)
     # Gradients are longer than this: what clipping does shows.
     return replace(base, **{"optimizer": replace(base.optimizer, ema=0.9), "max_grad_norm": 0.5, **changes})
 
