@@ -24,7 +24,7 @@ from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.workers import fsync_at_once
+from tests.workers import LIGHT, fsync_at_once
 
 ROOT = Path(__file__).parent.parent
 # Of `prep`: a hundred megabytes.
@@ -215,7 +215,10 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _is_light(request: Mapping[str, Any]) -> bool:
-    return request["module"] == "clipmill.prep.cli" and request["arguments"][:1] not in (["latents"], ["text"])
+    module, first = request["module"], request["arguments"][:1]
+    if module == "tests.workers":
+        return bool(first == [LIGHT])
+    return module == "clipmill.prep.cli" and first not in (["latents"], ["text"])
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
