@@ -1,7 +1,7 @@
 """Processes of `multiprocessing`, forked off one that has imported what they need.
 
-The imports of a rank or of a worker cost more than all that it does in a test. There are two such processes: one without
-torch, because a fork of one with torch takes a tenth of a second.
+The imports of a rank or of a worker cost more than all that it does in a test. There are two such processes: one
+without torch, because a fork of one with torch takes a tenth of a second.
 """
 
 import multiprocessing

@@ -14,6 +14,7 @@ Modes of torch are of one thread, so every thread that starts within `simulation
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ class Device:
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator as it would run on its tensors' device."""
-        name = func._opname if hasattr(func, "_opname") else str(func._overloadpacket).rpartition(".")[2]
+        name = _name_of(func)
         tensors: list[torch.Tensor] = []
         _collect((*args, *kwargs.values()), tensors)
         ours = [x for x in tensors if isinstance(x, Simulated)]
@@ -205,7 +206,7 @@ class Device:
         generator = plain_kwargs.get("generator")
         if generator is not None and generator.device.type == "cuda":
             plain_kwargs["generator"] = None
-        if ours and (known := emulated(str(func._overloadpacket))):
+        if ours and (known := _emulation_of(func)):
             found = known(*plain_args, **plain_kwargs)
         else:
             if ours and func.namespace not in _OURS:
@@ -223,12 +224,29 @@ class Device:
         if is_on_device:
             self.journal.devices.add(device.index)
         wrapped = _mapped(wrap, found)
-        if name == "_to_copy" or not (ours or is_on_device):
+        if name == "_to_copy" or not (ours or is_on_device) or not _has_aliases(func):
             return wrapped
         try:
             return return_and_correct_aliasing(func, args, kwargs, wrapped)
         except (RuntimeError, AssertionError, IndexError, AttributeError):  # of operators on lists
             return wrapped
+
+
+@cache
+def _name_of(func: Any) -> str:
+    return str(func._opname) if hasattr(func, "_opname") else str(func._overloadpacket).rpartition(".")[2]
+
+
+@cache
+def _emulation_of(func: Any) -> Callable[..., Any] | None:
+    return emulated(str(func._overloadpacket))
+
+
+@cache
+def _has_aliases(func: Any) -> bool:
+    """Return whether an operator writes to its arguments or returns views of them."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
 
 
 def _collect(values: Any, found: list[torch.Tensor]) -> None:

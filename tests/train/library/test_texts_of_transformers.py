@@ -105,9 +105,7 @@ def poolings_of(kind: str, *, padding: int) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("is_complete", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["some", "all"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_text_is_embedded_as_alone_by_every_pooling_and_padding(
-    tmp_path: Path, kind: str, is_complete: bool
-) -> None:
+def test_a_text_is_embedded_as_alone_by_every_pooling_and_padding(tmp_path: Path, kind: str, is_complete: bool) -> None:
     for number, (side, pad, config_pad) in enumerate(PADDINGS):
         folder = tmp_path / str(number)
         save_tokenizer(folder, side=side, pad=pad)
