@@ -73,10 +73,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     if any(item.path.relative_to(ROOT / "tests").parts[0] not in WITHOUT_TRAINING for item in session.items):
         from tests.narrow_text import narrow
-        from tests.present_devices import seed_present_devices
+        from tests.torch_work import omit_torch_work
 
         narrow()
-        seed_present_devices()
+        omit_torch_work()
     gc.freeze()
     gc.enable()
     gc.set_threshold(20_000, 20, 50)

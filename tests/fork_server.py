@@ -196,7 +196,7 @@ def servers(address: str) -> Server:
         listening.close()
         _import(_HEAVY)
         importlib.import_module("tests.narrow_text").narrow()
-        importlib.import_module("tests.present_devices").seed_present_devices()
+        importlib.import_module("tests.torch_work").omit_torch_work()
         logging.disable(logging.DEBUG)  # torch writes hundreds of records for each checkpoint
     gc.freeze()  # keeps memory shared with the forks
     gc.enable()
