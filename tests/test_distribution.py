@@ -230,8 +230,8 @@ def test_the_example_of_plug_ins_is_built_and_known_to_both_programs(environment
         ("prep", ["", "manifest"], ["brightness", "names"]),
         ("train", ["", "dual-encoder"], ["frame-order", "decoupled", "mean-frame"]),
     ):
-        words = (environment / "python", "-c", _HELP_ALL, program, *commands)
-        said = run(*words, cwd=tmp_path, PYTHONPATH=str(packages))
+        python = environment / "python"
+        said = run(python, "-c", _HELP_ALL, program, *commands, cwd=tmp_path, PYTHONPATH=str(packages))
         assert [part for part in parts if part not in said] == []
 
 

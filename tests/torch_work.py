@@ -16,7 +16,7 @@ def omit_torch_work() -> None:
     """From now on, in this process, seed only devices that are present, and draw only weights that have memory."""
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         if not kind.is_available():
-            kind.manual_seed_all = _ignore_seed
+            kind.manual_seed_all = _ignore_seed  # type: ignore[attr-defined]
     init._no_grad_normal_ = _fill_normally  # type: ignore[assignment]
 
 
