@@ -61,6 +61,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves tests/gpu out without a driver, unless it is asked for: its imports take seconds in each process."""
+    if collection_path != ROOT / "tests" / "gpu" or Path("/dev/nvidiactl").exists():
+        return None
+    is_asked = config.getoption("gpu_device") != "auto" or any("gpu" in word for word in config.args)
+    return None if is_asked else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Moves the files of `LONG` to the front, in that order."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
