@@ -1,6 +1,7 @@
 """Fixtures of all tests: the root of the checkout, its files and servers; and the same environment for every user."""
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -21,6 +22,9 @@ from tests.workers import ForkedContext, fork_from, fsync_at_once
 fix_environment()
 # A user may keep Python from writing bytecode; the many programs that tests start would compile the packages each time.
 sys.dont_write_bytecode = False
+
+# torch writes hundreds of records for each checkpoint, which pytest would format and keep.
+logging.disable(logging.DEBUG)
 
 # Imports and the collection make millions of objects that stay; see `pytest_collection_finish`.
 gc.disable()
@@ -57,20 +61,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves tests/gpu out without a driver, unless it is asked for: its imports take seconds in each process."""
+    if collection_path != ROOT / "tests" / "gpu" or Path("/dev/nvidiactl").exists():
+        return None
+    is_asked = config.getoption("gpu_device") != "auto" or any("gpu" in word for word in config.args)
+    return None if is_asked else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Moves the files of `LONG` to the front, in that order."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Makes the tiny model smaller for tests that may train it, which is not worth the import of torch to the others.
+    """Makes runs cheaper for tests that may train, which is not worth the import of torch to the others.
 
     Keeps the garbage collector from looking, again and again, at what stays until the end, or for long.
     """
     if any(item.path.relative_to(ROOT / "tests").parts[0] not in WITHOUT_TRAINING for item in session.items):
         from tests.narrow_text import narrow
+        from tests.torch_work import omit_torch_work
 
         narrow()
+        omit_torch_work()
     gc.freeze()
     gc.enable()
     gc.set_threshold(20_000, 20, 50)

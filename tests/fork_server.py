@@ -8,6 +8,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import multiprocessing
 import os
 import runpy
@@ -23,7 +24,7 @@ from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.workers import fsync_at_once
+from tests.workers import LIGHT, fsync_at_once
 
 ROOT = Path(__file__).parent.parent
 # Of `prep`: a hundred megabytes.
@@ -199,6 +200,8 @@ def servers(address: str) -> Server:
         listening.close()
         _import(_HEAVY)
         importlib.import_module("tests.narrow_text").narrow()
+        importlib.import_module("tests.torch_work").omit_torch_work()
+        logging.disable(logging.DEBUG)  # torch writes hundreds of records for each checkpoint
     gc.freeze()  # keeps memory shared with the forks
     gc.enable()
     return Server(listening, heavy) if is_light else Server(handed_on, None)
@@ -216,7 +219,10 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _is_light(request: Mapping[str, Any]) -> bool:
-    return request["module"] == "clipmill.prep.cli" and request["arguments"][:1] not in (["latents"], ["text"])
+    module, first = request["module"], request["arguments"][:1]
+    if module == "tests.workers":
+        return bool(first == [LIGHT])
+    return module == "clipmill.prep.cli" and first not in (["latents"], ["text"])
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:

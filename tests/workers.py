@@ -1,6 +1,7 @@
 """Processes of `multiprocessing`, forked off one that has imported what they need.
 
-The imports of a rank or of a worker cost more than all that it does in a test.
+The imports of a rank or of a worker cost more than all that it does in a test. There are two such processes: one
+without torch, because a fork of one with torch takes a tenth of a second.
 """
 
 import multiprocessing
@@ -8,15 +9,21 @@ import os
 import secrets
 import select
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+LIGHT, HEAVY = "light", "heavy"  # without and with torch: the argument of this module as a program
+# Packages of `prep` whose workers compute with torch, or import much else.
+_HEAVY_WORK = ("clipmill.prep.captions", "clipmill.prep.latents", "clipmill.prep.text")
 
 
 class _Server(Protocol):
@@ -34,38 +41,71 @@ class _Server(Protocol):
     ) -> socket.socket: ...
 
 
+@dataclass
+class _Forks:
+    """The process that workers are forked off, which starts with the first of them.
+
+    Attributes:
+        answer: Connection to the server that started it; None until it is asked for.
+        address: Socket on which it takes requests.
+        alive: Descriptor that keeps it running.
+    """
+
+    kind: str
+    answer: socket.socket | None = None
+    address: str = ""
+    alive: int = -1
+
+    def start(self, server: _Server) -> None:
+        if self.answer is not None and not select.select([self.answer], [], [], 0)[0]:
+            return  # no word of its end
+        resource_tracker.ensure_running()
+        self.address = f"\0clipmill-workers-{os.getpid()}-{secrets.token_hex(4)}"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.address)
+            listener.listen()
+            alive, self.alive = os.pipe()
+            self.answer = server.start(
+                __name__,
+                [self.kind],
+                environment={**os.environ, "OMP_NUM_THREADS": "1"},
+                folder=Path.cwd(),
+                descriptors=(listener.fileno(), alive, 2),
+                limit_s=240,  # the first process imports torch, on a machine that may do much else
+            )
+            os.close(alive)
+        while (character := self.answer.recv(1)) != b"\n":  # its process ID
+            if not character:
+                raise RuntimeError("the process that workers are forked from did not start")
+
+
+class _Process(ForkServerProcess):
+    """A process that is forked off the one with torch."""
+
+    forked_from = HEAVY
+    starting = threading.RLock()  # held from the choice of a process to the fork
+    chosen = HEAVY
+
+    def start(self) -> None:
+        with _Process.starting:
+            _Process.chosen = self.forked_from
+            super().start()
+
+
+class _LightProcess(_Process):
+    forked_from = LIGHT
+
+
 def fork_from(server: _Server) -> None:
-    """From now on, fork processes off a fork of `server`."""
-    started: list[socket.socket] = []
-    lock = threading.Lock()
+    """From now on, fork processes off forks of `server`."""
+    forks = {kind: _Forks(kind) for kind in (LIGHT, HEAVY)}
+    known: Any = forkserver._forkserver
 
     def ensure_running() -> None:
-        with lock:
-            if started and not select.select(started, [], [], 0)[0]:
-                return  # no word of its end
-            started.clear()
-            resource_tracker.ensure_running()
-            address = f"\0clipmill-workers-{os.getpid()}-{secrets.token_hex(4)}"
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(address)
-                listener.listen()
-                alive, known._forkserver_alive_fd = os.pipe()
-                answer = server.start(
-                    __name__,
-                    [],
-                    environment={**os.environ, "OMP_NUM_THREADS": "1"},
-                    folder=Path.cwd(),
-                    descriptors=(listener.fileno(), alive, 2),
-                    limit_s=240,  # the first process imports torch, on a machine that may do much else
-                )
-                os.close(alive)
-            while (character := answer.recv(1)) != b"\n":  # its process ID
-                if not character:
-                    raise RuntimeError("the process that workers are forked from did not start")
-            started.append(answer)
-            known._forkserver_address = address
+        chosen = forks[_Process.chosen]
+        chosen.start(server)
+        known._forkserver_address, known._forkserver_alive_fd = chosen.address, chosen.alive
 
-    known: Any = forkserver._forkserver
     known.ensure_running = ensure_running
 
 
@@ -73,7 +113,7 @@ def process(
     *, target: Callable[..., object], args: tuple[Any, ...] = (), daemon: bool | None = None, **environment: str
 ) -> BaseProcess:
     """Return a process, to be started, with the environment that this one has now and `environment`."""
-    return _CONTEXT.Process(target=_run, args=(target, args, {**os.environ, **environment}), daemon=daemon)
+    return _Process(target=_run, args=(target, args, {**os.environ, **environment}), daemon=daemon)
 
 
 def fsync_at_once(descriptor: int) -> None:
@@ -95,7 +135,9 @@ class ForkedContext:
         return _CONTEXT.Pipe()
 
     def Process(self, *, target: Callable[..., object], args: tuple[Any, ...], daemon: bool = False) -> BaseProcess:
-        return process(target=target, args=args, daemon=daemon)
+        needs_torch = getattr(args[0], "__module__", "").startswith(_HEAVY_WORK)
+        kind = _Process if needs_torch else _LightProcess
+        return kind(target=_run, args=(target, args, {**os.environ}), daemon=daemon)
 
 
 def serve() -> None:
@@ -106,4 +148,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    assert sys.argv[1] in (LIGHT, HEAVY)
     serve()

@@ -278,3 +278,8 @@ KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "thumbnail.mkv": (thumbnail_first, "2 video tracks"),
     "second.mkv": (default_second, "2 video tracks: stream 1 is taken"),
 }
+# The others have no sound, so that --audio changes nothing.
+WITH_SOUND = (
+    *("late-ts.ts", "late-ps.mpg", "cat.ts", "cat-without-dts.ts"),
+    *("cells.mpg", "twice.flv", "blobs.webm", "appended.mkv"),
+)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 
 from tests.simulated_gpu.journal import Copy, Journal, place
 from tests.simulated_gpu.kernels import emulated, scaled_dot_product
+from tests.simulated_gpu.operators import collect_tensors, has_aliases, is_dense, name_of
 
 CPU = torch.device("cpu")
 # The host waits for a number or for the size of a result.
@@ -109,9 +110,9 @@ class Device:
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator as it would run on its tensors' device."""
-        name = func._opname if hasattr(func, "_opname") else str(func._overloadpacket).rpartition(".")[2]
+        name = name_of(func)
         tensors: list[torch.Tensor] = []
-        _collect((*args, *kwargs.values()), tensors)
+        collect_tensors((*args, *kwargs.values()), tensors)
         ours = [x for x in tensors if isinstance(x, Simulated)]
         for tensor in ours:
             self._use(tensor)
@@ -119,6 +120,8 @@ class Device:
             return self._copy(func, name, args, kwargs)
         if ours:
             self._check(func, name, args, kwargs, tensors, ours)
+        elif kwargs.get("device") is None and kwargs.get("generator") is None:
+            return func(*args, **kwargs)  # of the CPU
         return self._run(func, name, args, kwargs, ours)
 
     def _use(self, tensor: Simulated) -> None:
@@ -169,7 +172,7 @@ class Device:
         elif source.device.type == "cpu" and target.type == "cuda":
             if waits:
                 self._wait(f"a copy of {what} to the device", target)
-            elif not (source.is_pinned() and source.is_contiguous() | _is_dense(source)):
+            elif not (source.is_pinned() and source.is_contiguous() | is_dense(source)):
                 journal.note(journal.pageable, what)
             else:
                 journal.note(journal.copies, what)
@@ -205,7 +208,7 @@ class Device:
         generator = plain_kwargs.get("generator")
         if generator is not None and generator.device.type == "cuda":
             plain_kwargs["generator"] = None
-        if ours and (known := emulated(str(func._overloadpacket))):
+        if ours and (known := emulated(func)):
             found = known(*plain_args, **plain_kwargs)
         else:
             if ours and func.namespace not in _OURS:
@@ -223,21 +226,12 @@ class Device:
         if is_on_device:
             self.journal.devices.add(device.index)
         wrapped = _mapped(wrap, found)
-        if name == "_to_copy" or not (ours or is_on_device):
+        if name == "_to_copy" or not (ours or is_on_device) or not has_aliases(func):
             return wrapped
         try:
             return return_and_correct_aliasing(func, args, kwargs, wrapped)
         except (RuntimeError, AssertionError, IndexError, AttributeError):  # of operators on lists
             return wrapped
-
-
-def _collect(values: Any, found: list[torch.Tensor]) -> None:
-    """Append all tensors in nested lists; torch's own trees take most of the time of a small operator."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif type(value) in (list, tuple):
-            _collect(value, found)
 
 
 def _plain(value: Any) -> Any:
@@ -257,15 +251,6 @@ def _is_cuda(device: Any) -> bool:
 def _with_index(device: Any) -> torch.device:
     device = torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    size = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length > 1 and stride != size:
-            return False
-        size *= length
-    return True
 
 
 class _Operators(TorchDispatchMode):

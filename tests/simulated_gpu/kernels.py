@@ -6,6 +6,7 @@ the memory-efficient kernels, a B of 1.
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,9 +32,10 @@ def scaled_dot_product(query: Tensor, *args: Any, **options: Any) -> Tensor:
     return _SDPA(query, *args, **options)
 
 
-def emulated(name: str) -> Callable[..., Any] | None:
-    """The emulation of an operator by its qualified name; None if it has none."""
-    return _OPERATORS.get(name)
+@cache
+def emulated(func: Any) -> Callable[..., Any] | None:
+    """The emulation of an operator; None if it has none."""
+    return _OPERATORS.get(str(func._overloadpacket))
 
 
 def _weights(q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:

@@ -32,14 +32,18 @@ def line(command: str, data_dir: Path, out: Path, *more: object) -> list[str]:
     return [*words, *map(str, more), "--resume", "auto"]
 
 
+# Changes of names before which a run is killed: while its folder is made, before there are settings, before the first
+# checkpoint, and behind it. Until there is a checkpoint, nothing depends on the task.
+KILLED_AT = dict.fromkeys(COMMANDS, (30,)) | {"dual-encoder": (1, 2, 6, 30)}
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_one_command_line_begins_a_run_and_goes_on_with_it_however_it_was_killed(
     moving: Path, tmp_path: Path, command: str
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert train(*line(command, moving, whole)) == 0
-    # While the folder is made, before there are settings, before the first checkpoint, and behind it.
-    for number in (1, 2, 6, 30):
+    for number in KILLED_AT[command]:
         status = killed_at(number, run_command, *line(command, moving, killed), folder=killed)
         assert status == -signal.SIGKILL, f"change {number}"
     assert all_checkpoints(RunFolder(killed).checkpoints)
@@ -48,9 +52,6 @@ def test_one_command_line_begins_a_run_and_goes_on_with_it_however_it_was_killed
     assert all(torch.equal(value, expected[name]) for name, value in weights_of(killed).items())
     assert all_files(killed) == all_files(whole)
     assert [one["step"] for one in read_lines(RunFolder(killed).metrics)] == [1, 2, 3]
-    before = RunFolder(killed).metrics.read_bytes()
-    assert train(*line(command, moving, killed)) == 0
-    assert RunFolder(killed).metrics.read_bytes() == before
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +78,14 @@ def test_a_flag_or_preset_that_the_run_did_not_begin_with_is_named_with_both_val
 
 
 def test_settings_that_do_not_shape_the_weights_may_be_others_and_those_left_out_are_the_runs(
-    begun: Path, tmp_path: Path
+    moving: Path, begun: Path, tmp_path: Path
 ) -> None:
+    before = RunFolder(begun).metrics.read_bytes()
     config = tmp_path / "where.yaml"
     config.write_text(f"out: {begun}\n")
     assert train("dual-encoder", "--config", config, "--workers", 2, "--resume", "auto") == 0
+    assert train(*line("dual-encoder", moving, begun)) == 0
+    assert RunFolder(begun).metrics.read_bytes() == before, "a complete run takes no more steps"
 
 
 def test_a_folder_that_holds_something_else_is_not_taken_for_a_run(

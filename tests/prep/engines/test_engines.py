@@ -55,11 +55,19 @@ def private_ray() -> Engine:
     return isolated_ray_engine(num_workers=2, address=None, need=Need(1, 0, 0), execution=Execution())
 
 
-@pytest.mark.parametrize("engine", [ProcessEngine(num_workers=2), private_ray()], ids=type)
+@pytest.mark.parametrize(
+    "engine", [ProcessEngine(num_workers=2), pytest.param(private_ray(), marks=pytest.mark.nightly)], ids=type
+)
 def test_workers_keep_what_they_loaded_and_outlive_each_other(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ray on a cluster: test_ray.py."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    check_workers(engine, tmp_path)
+
+
+def check_workers(engine: Engine, tmp_path: Path) -> None:
+    """Run tasks of which some kill their worker; each worker has to load once, and only deadly tasks may be lost."""
     outcomes: list[Outcome[Task, tuple[int, int]]] = [
         outcome
         for outcome in engine.run(work, (Task(number, tmp_path) for number in range(NUM_TASKS)))

@@ -29,6 +29,7 @@ from clipmill.prep.engines.ray_connection import connect
 from clipmill.prep.engines.ray_nodes import Nodes
 from clipmill.prep.sources.table import probe_sources, read_probes
 from tests.conftest import ROOT
+from tests.prep.engines.test_engines import check_workers
 from tests.prep.running import MARK, manifest, processes, running, start, wait_until
 from tests.prep.sources.test_readers import leasable, lease, waits_for_lease
 
@@ -167,6 +168,10 @@ def test_a_worker_without_the_package_of_a_column_is_refused(
         assert ticket() is None
         with pytest.raises(UserError, match="the column's package hidden_column is not installed"):
             list(engine.run(work, [Task(0, tmp_path)], check=ticket))
+
+
+def test_workers_keep_what_they_loaded_and_outlive_each_other(cluster: Any, tmp_path: Path) -> None:
+    check_workers(RayEngine(num_workers=2, address=cluster.address, need=Need(0.5, 0, 0)), tmp_path)
 
 
 def test_a_worker_that_keeps_dying_is_not_tried_for_ever(cluster: Any, tmp_path: Path) -> None:

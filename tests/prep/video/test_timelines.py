@@ -19,7 +19,7 @@ from clipmill.shards.timeline.model import frame_times
 from clipmill.shards.timeline.repairs import times_in_display_order
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
 from clipmill.train.tasks.caption.videos.clips import window_clips
-from tests.prep.irregular import FPS, KINDS, ffmpeg, joined, parts
+from tests.prep.irregular import FPS, KINDS, WITH_SOUND, ffmpeg, joined, parts
 from tests.prep.numbered import frame_numbers
 from tests.prep.running import chunk, manifest, prep_here
 from tests.prep.video.test_frames import chunks_by_source
@@ -36,19 +36,35 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
     return folder, due
 
 
-@pytest.fixture(scope="module", params=["drop", "keep"])
-def chunks(
-    request: pytest.FixtureRequest, sources: tuple[Path, dict[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, list[int]], Path]:
-    data = tmp_path_factory.mktemp("data")
-    manifest(data, sources[0])
-    settings = ("--len", "500ms", "--fps", FPS, "--keyint", 10, "--preset", "ultrafast", "--audio", request.param)
+def make_chunks(videos: Path, data: Path, *, audio: str) -> dict[str, list[int]]:
+    """Make chunks of videos; return the frame numbers that the chunks of each show."""
+    manifest(data, videos)
+    settings = ("--len", "500ms", "--fps", FPS, "--keyint", 10, "--preset", "ultrafast", "--audio", audio)
     chunk(data, *settings, status=None)
-    shown = {
+    return {
         name: [number for _, content in of_source for number in frame_numbers(content)]
         for name, of_source in chunks_by_source(data).items()
     }
-    return shown, data
+
+
+@pytest.fixture(scope="module")
+def chunks(
+    sources: tuple[Path, dict[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, list[int]], Path]:
+    """Chunks with the sound of the sources that have one."""
+    data = tmp_path_factory.mktemp("data")
+    return make_chunks(sources[0], data, audio="keep"), data
+
+
+@pytest.fixture(scope="module")
+def silent_chunks(
+    sources: tuple[Path, dict[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[int]]:
+    """Chunks of the sources with sound, without it."""
+    videos = tmp_path_factory.mktemp("with-sound")
+    for name in WITH_SOUND:
+        (videos / name).hardlink_to(sources[0] / name)
+    return make_chunks(videos, tmp_path_factory.mktemp("silent"), audio="drop")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -57,6 +73,13 @@ def test_every_frame_of_an_irregular_source_is_shown_at_its_time(
 ) -> None:
     due = sources[1][name]
     assert chunks[0].get(name.partition(".")[0]) == due
+
+
+@pytest.mark.parametrize("name", WITH_SOUND)
+def test_frames_of_a_source_with_sound_are_the_same_without_it(
+    name: str, sources: tuple[Path, dict[str, list[int]]], silent_chunks: dict[str, list[int]]
+) -> None:
+    assert silent_chunks.get(name.partition(".")[0]) == sources[1][name]
 
 
 def test_what_may_surprise_is_noted_in_plan_and_status(

@@ -36,7 +36,7 @@ EVALUATIONS = {
     "probe": ("dual-encoder", "--split val --label class --neighbours 3"),
     "classification": ("classify", "--split val"),
     "reconstruction": ("mae", "--split val"),
-    "caption": ("caption", "--split val --decoding.method beam --decoding.num-beams 2"),
+    "caption": ("caption", "--split val --decoding.method beam --decoding.num-beams 2 --decoding.max-tokens 4"),
 }
 
 

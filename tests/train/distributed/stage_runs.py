@@ -163,7 +163,7 @@ def clips_of(batch: Batch, rows: slice) -> torch.Tensor:
 
 
 def chosen_of(out: Path, *, parallel: ParallelSettings = ONE_STAGE, **changes: Any) -> TrainingSettings:
-    base = settings(out, batch=8, steps=4, checkpoint_every=2, microbatch=2, parallel=parallel)
+    base = settings(out, batch=8, steps=3, checkpoint_every=2, microbatch=2, parallel=parallel)
     # Gradients are longer than this: what clipping does shows.
     return replace(base, **{"optimizer": replace(base.optimizer, ema=0.9), "max_grad_norm": 0.5, **changes})
 
@@ -220,9 +220,8 @@ def begun(folder: Path, source: Path, world: World) -> Path:
 
 def _on_two(folder: Path, world: World) -> None:
     shown = {}
-    for schedule in SCHEDULES:
-        parallel = ParallelSettings(stages=2, schedule=schedule, partition="6,3")
-        train_stages(chosen_of(folder / f"2-{schedule}", parallel=parallel), world)
+    parallel = ParallelSettings(stages=2, schedule="1f1b", partition="6,3")
+    train_stages(chosen_of(folder / "2-1f1b", parallel=parallel), world)
     for name, points, most in (("poisoned", Captions(poisoned=7), 9), ("budget", Captions(failing=FAILING), 1)):
         try:
             train_stages(chosen_of(folder / name, max_failures=most, parallel=parallel), world, points)
@@ -251,9 +250,8 @@ def _on_four(folder: Path, world: World, two_by_two: World) -> None:
     for strategy in ("ddp", "zero1"):
         pairs = ParallelSettings(stages=2, strategy=strategy, partition="6,3")
         train_stages(chosen_of(folder / f"2x2-{strategy}", parallel=pairs), two_by_two)
-        train_stages(
-            chosen_of(begun(folder / f"resumed-2x2-{strategy}", folder / "one", world), parallel=pairs), two_by_two
-        )
+    resumed = begun(folder / "resumed-2x2-zero1", folder / "one", world)
+    train_stages(chosen_of(resumed, parallel=pairs), two_by_two)
     four = ParallelSettings(stages=4, partition="uniform")
     part = train_stages(chosen_of(folder / "4", parallel=four), world)
     tied = {name: one for name, one in part.named_parameters() if name == TIED}

@@ -23,7 +23,7 @@ from tests.train.distributed.runs import STRATEGIES, run_and_resume
 from tests.train.models import small_captioners, small_towers
 
 
-@pytest.mark.parametrize("num_ranks", [3, 4])
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_that_resume_a_run_end_with_its_bits(tmp_path: Path, num_ranks: int) -> None:
     """Two ranks sum in one order only; three do not."""
     end_well(fork_ranks(run_and_resume, tmp_path, size=num_ranks, folder=tmp_path))

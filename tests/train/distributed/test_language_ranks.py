@@ -10,8 +10,8 @@ from tests.train.distributed.runs import run_command
 from tests.train.running import losses, steps, train
 
 SMALL = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 8 --lr 1e-3 --warmup-steps 2 --device cpu"
-LM = "--decoder.visual-tokens 4 --decoder.max-tokens 16 --lora.rank 2 --lora.towers decoder --microbatch 2 --steps 4"
-EVALUATION = "--evaluate.every 4 --evaluate.split train --evaluate.max-samples 4"
+LM = "--decoder.visual-tokens 4 --decoder.max-tokens 16 --lora.rank 2 --lora.towers decoder --microbatch 2 --steps 2"
+EVALUATION = "--evaluate.every 2 --evaluate.split train --evaluate.max-samples 4"
 
 
 def test_two_ranks_of_fsdp_give_the_losses_of_one_process(data_dir: Path, tmp_path: Path) -> None:

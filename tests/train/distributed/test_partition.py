@@ -28,7 +28,7 @@ def cheapest(costs: list[int], num_stages: int) -> int:
     return min(found)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
 def test_by_parameters_the_dearest_stage_is_as_cheap_as_can_be(costs: list[int], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))

@@ -38,8 +38,8 @@ from tests.train.distributed.test_ranks import assert_same, losses
 from tests.train.plane import PlaneTask
 
 LIKE_ONE = [
-    *(f"{num_stages}-{schedule}" for num_stages in (2, 3) for schedule in SCHEDULES),
-    *("4", "2x2-ddp", "2x2-zero1", "resumed-2x2-ddp", "resumed-2x2-zero1", "resumed-4", "four-of-2x2"),
+    *("2-1f1b", *(f"3-{schedule}" for schedule in SCHEDULES), "4", "2x2-ddp", "2x2-zero1"),
+    *("resumed-2x2-zero1", "resumed-4", "four-of-2x2"),
 ]
 
 
@@ -71,7 +71,7 @@ def test_a_pipeline_is_one_process(runs: Path, name: str) -> None:
     lines, expected = (read_lines(RunFolder(runs / one).metrics) for one in (name, "one"))
     for key in ("grad_norm", "num_tokens", "lr"):
         assert [line[key] for line in lines] == pytest.approx([line[key] for line in expected], rel=1e-10), key
-    assert [line["step"] for line in lines] == list(range(1, 5)), "each step is logged once"
+    assert [line["step"] for line in lines] == [1, 2, 3], "each step is logged once"
     assert any(line["grad_norm"] > 0.5 for line in lines), "nothing was clipped: the test shows nothing"
     after_2 = [read_weights(all_checkpoints(RunFolder(runs / one).checkpoints)[2]) for one in (name, "one")]
     assert after_2[0].keys() == after_2[1].keys()

@@ -39,6 +39,7 @@ def jars(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("java") is None, reason="METEOR needs Java")
 def test_meteor_is_that_of_pycocoevalcap_and_starts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
@@ -65,6 +66,25 @@ for line in sys.stdin:
     print("statistics" if line.startswith("SCORE") else "\\n".join(["0.25"] * num_videos + ["0.5"]), flush=True)
     if line.startswith("EVAL"): num_videos = 0
 """
+
+
+def test_meteor_is_asked_as_by_pycocoevalcap_and_starts_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = tmp_path / "asked.txt"
+    record = f"file = open({str(asked)!r}, 'a')\nprint(sys.argv[1:], file=file, flush=True)\n"
+    answers = ANSWERS.replace("sys.stdin:\n", "sys.stdin:\n    print(line, end='', file=file, flush=True)\n")
+    monkeypatch.setenv("PATH", str(program(tmp_path / "bin", record + answers)))
+    with Meteor() as meteor:
+        for _ in range(2):
+            score_captions(CANDIDATES, REFERENCES, meteor=meteor)
+    arguments, *lines = asked.read_text().splitlines()
+    assert arguments.endswith("/meteor-1.5.jar', '-', '-', '-stdio', '-l', 'en', '-norm']")
+    assert lines == 2 * [
+        "SCORE ||| a man plays a guitar ||| someone is playing guitar ||| a man is playing the guitar",
+        "SCORE ||| two dogs run on grass ||| dogs are running ||| ",
+        "SCORE ||| a woman cooks ||| cooking a woman | | | x",
+        "SCORE ||| 日本 word ||| x | | | y ||| 日本",
+        "EVAL ||| statistics ||| statistics ||| statistics ||| statistics",
+    ]
 
 
 def test_the_evaluation_in_the_loop_has_meteor_if_it_is_asked_for(
