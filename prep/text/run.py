@@ -166,7 +166,7 @@ def _job(plan: TextPlan, maker: ShardMaker) -> Job[TextShardTask]:
         return plan.video_ids[shard.rows.start : shard.rows.stop]
 
     def task(shard: ShardPlan) -> TextShardTask:
-        return TextShardTask(shard.shard_id, shard.split, shard.plan_fingerprint, video_ids(shard))
+        return TextShardTask(plan.variant_dir, shard.shard_id, shard.split, shard.plan_fingerprint, video_ids(shard))
 
     return Job(
         column=COLUMN,

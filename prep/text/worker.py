@@ -1,26 +1,26 @@
 """Making one shard of the `text` column from the manifest's captions and the bank."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.quoting import counted
 from clipmill.prep.core.failures import FailureCode
-from clipmill.prep.core.shard_result import Heartbeat, ShardResult, stopped, system_errors_as_results
+from clipmill.prep.core.shard_result import ShardResult, begin_shard, stopped, system_errors_as_results
 from clipmill.prep.text.bank import Bank
 from clipmill.prep.text.captions import CaptionReader
 from clipmill.prep.text.digests import digests_of
 from clipmill.prep.text.plan import TextPlan
 from clipmill.prep.text.recipe import MEMBER, TEXT
 from clipmill.prep.text.tokens import texts_with_all
-from clipmill.shards.commits import Commit, Failure, write_commit
+from clipmill.shards.commits import Failure
 from clipmill.shards.format import TEXT_FIELDS
 from clipmill.shards.npy import npy_bytes
-from clipmill.shards.writer import Sample, ShardWriter
+from clipmill.shards.writer import Sample
 
 EXTENSIONS = (MEMBER, "json")
 _MAX_TEXTS, _MAX_SEQUENCES = 1 << 16, 64  # read at a time: embeddings of a kilobyte, sequences of megabytes
@@ -30,6 +30,7 @@ _MAX_TEXTS, _MAX_SEQUENCES = 1 << 16, 64  # read at a time: embeddings of a kilo
 class TextShardTask:
     """The videos of one shard."""
 
+    variant_dir: Path
     shard_id: int
     split: str
     plan_fingerprint: str
@@ -59,12 +60,14 @@ class ShardMaker:
 
     def _make(self, task: TextShardTask) -> ShardResult:
         videos = self._videos(task)
-        content = hashlib.sha256(task.plan_fingerprint.encode())
-        failures: list[Failure] = []
-        files = None
-        folder = self.plan.variant_dir
-        writer = ShardWriter(folder, shard_id=task.shard_id, extensions=EXTENSIONS, fields=TEXT_FIELDS)
-        with Heartbeat(folder, task.shard_id, num_chunks=len(videos)) as beat, writer:
+        with begin_shard(
+            task,
+            column=TEXT,
+            split=task.split,
+            extensions=EXTENSIONS,
+            fields=TEXT_FIELDS,
+            num_planned=len(videos),
+        ) as shard:
             for video, embedded, lengths in self._encoded(videos):
                 if not len(video.digests) and self.plan.where is not None:
                     continue  # none of its captions is selected
@@ -80,24 +83,13 @@ class ShardMaker:
                     unsound = np.flatnonzero(~is_sound)
                     text = video.texts[int(unsound[0])]
                     message = f"non-finite embeddings of {counted(len(unsound), 'text')}, for example {text[:80]!r}"
-                    failures.append(Failure(video.video_id, None, str(FailureCode.NOT_FINITE), message))
-                    content.update(f" {video.video_id} failed".encode())
+                    failure = Failure(video.video_id, None, str(FailureCode.NOT_FINITE), message)
+                    shard.fail(failure, content=f" {video.video_id} failed")
                     continue
                 is_sequence = self.plan.recipe.max_tokens is not None
                 row_tokens = lengths.tolist() if is_sequence else []
-                writer.add(video.sample(embedded, split=task.split, row_tokens=row_tokens))
-                beat.show(writer.num_samples)
-            num_samples = writer.num_samples
-            if num_samples:
-                files = writer.publish(content.hexdigest())
-        commit = Commit(TEXT, task.shard_id, task.split, task.plan_fingerprint, files, tuple(failures))
-        write_commit(folder, commit)
-        return ShardResult(
-            task.shard_id,
-            num_chunks=num_samples,
-            num_bytes=files.tar_bytes if files else 0,
-            failures=commit.failures,
-        )
+                shard.add(video.sample(embedded, split=task.split, row_tokens=row_tokens))
+            return shard.commit()
 
     def _encoded(self, videos: list["_VideoTexts"]) -> Iterator[tuple["_VideoTexts", np.ndarray, np.ndarray]]:
         """Yield each video with the rows of its texts and their lengths, read for many videos at a time."""
