@@ -136,14 +136,15 @@ def summary_report(
     else:
         lines.append(f"nothing to {verb}: {nothing or 'all shards are up to date'}")
     lines += [f"left out {refused.node}: {refused.reason}" for refused in summary.refused_workers]
-    lines += failure_lines(summary.failures, listed=listed)
+    lines += [*failure_lines(summary.failures, listed=listed), *summary.added.lines]
     values = {
         **more,
-        **asdict(summary),
+        **{name: value for name, value in asdict(summary).items() if name != "added"},
         **failure_values(summary.failures, listed=listed),
         "num_failed_videos": summary.num_failed_videos,
         "unchanged": len(summary.unchanged),
         "refused_workers": [refused.values() for refused in summary.refused_workers],
+        **summary.added.values,
     }
     return Report("\n".join(lines), values)
 

@@ -24,6 +24,7 @@ from clipmill.prep.core.plan import ShardPlan, ShardState, file_problems, with_w
 from clipmill.prep.core.progress import RunProgress, warn_refused
 from clipmill.prep.core.selection import make_variant, write_selection
 from clipmill.prep.core.shard_result import RunningChunks, ShardResult, Stop, W, stopped
+from clipmill.prep.core.work import Addition
 from clipmill.prep.engines import Engine, Refused
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.shards.chunk_table import update_chunk_table
@@ -44,9 +45,10 @@ class Summary:
     Attributes:
         num_shards_empty: of the shards that were made, those in which every sample failed.
         failures: all failures, including those of earlier runs that were not tried again.
-        unchanged: Those of the failures that an earlier run has reported and that this run had no reason to try again.
+        unchanged: The failures that an earlier run has reported and that this run had no reason to try again.
         gave_up: why the run ended before all shards were tried, or None.
         refused_workers: machines that failed the admission check, failed their tasks or were lost, and got no more.
+        added: What the column adds to the report.
     """
 
     variant: str
@@ -64,6 +66,7 @@ class Summary:
     unchanged: frozenset[Failure] = frozenset()
     gave_up: str | None = None
     refused_workers: list[Refused] = field(default_factory=list)
+    added: Addition = field(default_factory=Addition)
 
     @property
     def num_failed_videos(self) -> int:

@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 
 from clipmill.prep.core.table_file import as_array
 from clipmill.prep.sources.shot_table import shot_rows
+from clipmill.prep.video.encode import Span, chunks_of, num_chunks_of, num_output_frames, span_of
 from clipmill.prep.video.settings import SPAN_CHUNKS, ChunkSettings, ResolvedRecipe
-from clipmill.prep.video.spans import Span, chunks_of, num_chunks_of, num_output_frames, span_of
 from clipmill.shards.moments import Moments
 
 
@@ -302,8 +302,7 @@ def shots_of(recipe: ResolvedRecipe, probes: pa.Table, *, shots: pa.Table, retry
 
 def detector_key(recipe: ResolvedRecipe) -> str:
     """Return the key of a recipe's detector in the stored shots."""
-    assert recipe.scenedetect is not None, "the recipe has --cut shots"
-    return recipe.settings.shot_detector.key(recipe.scenedetect)
+    return recipe.settings.shot_detector.key(recipe.values["scenedetect"])
 
 
 def cutting_of(settings: ChunkSettings, num_frames: np.ndarray, shots: VideoShots | None) -> Cutting:

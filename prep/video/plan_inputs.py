@@ -24,17 +24,15 @@ from clipmill.manifests.table_files import VIDEOS_FILE
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState, StoredShards, pending_of, stored_shards
-from clipmill.prep.core.selection import make_variant
+from clipmill.prep.core.selection import make_variant, stored_recipe
 from clipmill.prep.core.table_file import as_array
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
 from clipmill.prep.sources.table import failed_sources, probe_sources, probes_of, read_probes
-from clipmill.prep.video.changes import ShardChange, with_changes
 from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.cutting import cutting_of, detector_key, frames_of, shots_of
 from clipmill.prep.video.layout import layout_path, video_layout_of_commits, wanted_rows
-from clipmill.prep.video.plan import Plan, Videos
-from clipmill.prep.video.recipe import stored_recipe
+from clipmill.prep.video.plan import Plan, ShardChange, Videos, with_changes
 from clipmill.prep.video.settings import ResolvedRecipe
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit
@@ -131,7 +129,7 @@ def _run_probes(
     from clipmill.prep.sources.probe_tasks import probe_group
 
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
-    make_variant(folder, recipe.as_dict())  # which the worker's ticket is put into
+    make_variant(folder, dict(recipe.values))  # which the worker's ticket is put into
     with worker_ticket(folder, package=COLUMN.package) as ticket:
         yield from engine.run(probe_group, tasks, check=ticket, name=lambda task: task.name)
 
@@ -181,8 +179,8 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
     if plan.shots is None or not len(plan.shots.undetected):
         return planned
     # The worker's ticket and, through the recipe, the detector that is in use are in the folder of the variant.
-    make_variant(planned.variant_dir, recipe.as_dict())
-    needs = ("clipmill.prep.sources.detector:version_mismatch", str(recipe.scenedetect))
+    make_variant(planned.variant_dir, dict(recipe.values))
+    needs = ("clipmill.prep.sources.detector:version_mismatch", recipe.values["scenedetect"])
     detecting = "detecting shots"
     with (
         worker_ticket(planned.variant_dir, package=COLUMN.package, needs=needs) as ticket,
@@ -215,10 +213,15 @@ def _keys_in_use(data_dir: Path) -> set[str]:
     keys = set()
     for variant in variants_of(data_dir, VIDEO):
         with suppress(UserError):  # a variant of another schema
-            recipe = stored_recipe(variant.recipe)
+            recipe = _stored_recipe(variant)
             if recipe.settings.cut == "shots":
                 keys.add(detector_key(recipe))
     return keys
+
+
+def _stored_recipe(variant: Variant) -> ResolvedRecipe:
+    recipe = stored_recipe(COLUMN, variant)
+    return replace(recipe, settings=recipe.settings.settings())
 
 
 def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[ShardTask]":
@@ -257,7 +260,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
         column=COLUMN,
         data_dir=planned.data_dir,
         variant_dir=planned.variant_dir,
-        recipe=plan.recipe.as_dict(),
+        recipe=dict(plan.recipe.values),
         shards=plan.shards,
         make=make_shard,
         task=task,
@@ -265,7 +268,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
         failed_before=list(plan.failed_sources()),
         read_again=planned.read_again,
         chunk_s=plan.mean_chunk_s,
-        needs=("clipmill.prep.video.ffmpeg:version_mismatch", plan.recipe.ffmpeg),
+        needs=("clipmill.prep.video.ffmpeg:version_mismatch", plan.recipe.values["ffmpeg"]),
     )
 
 
@@ -344,7 +347,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
             f"{data_dir} has no manifest, so the required chunks are unknown",
             hint="create it again with `prep manifest`",
         )
-    recipe = stored_recipe(variant.recipe)
+    recipe = _stored_recipe(variant)
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
     paths = videos.column("path")
     probes, is_known = probes_of(paths, read_probes(data_dir, paths=paths))

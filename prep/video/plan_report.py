@@ -114,7 +114,7 @@ def plan_report(planned: Planned) -> Report:
         or cutting.get("num_undetected_videos")
         or any(shard.state == ShardState.ORPHANED for shard in plan.shards)
     ):
-        command = COLUMN.command_line(plan.recipe.as_dict(), data_dir=planned.data_dir)
+        command = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir)
         lines.append(next_line(command))
     elif can_be_retried(failed):
         command = shlex.join(retry_words(COLUMN, data=planned.data_dir))

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from clipmill.prep.core.report import (
     summary_report,
 )
 from clipmill.prep.core.run import Summary
+from clipmill.prep.core.work import Addition
 from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.cutting import ShotCutting
 from clipmill.prep.video.plan import Plan
@@ -53,7 +53,7 @@ def other_settings_lines(planned: Planned) -> list[str]:
         chunks = counted(sum(len(span.span.chunk_frames) for span in plan.spans(rows.tolist())), "chunk")
         videos, length = counted(plan.num_videos_of(rows), "video"), duration_text(plan.workload(rows).seconds.sum())
         lines.append(f"variant  {variant}: {chunks} of {videos} to encode, {length} of video")
-        plan_line = COLUMN.command_line(plan.recipe.as_dict(), data_dir=planned.data_dir).replace("chunk", "plan", 1)
+        plan_line = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir).replace("chunk", "plan", 1)
         lines.append(f"         `{plan_line}` estimates time and disk")
     else:
         lost = lost_samples(planned.data_dir, VIDEO, variant=variant, former=current)
@@ -99,7 +99,7 @@ def named_videos(video_ids: Sequence[str], *, num_all: int) -> str:
 def settings_against_current(planned: Planned) -> list[str]:
     """Return the settings in which a plan differs from the current variant."""
     recipe = planned.plan.recipe
-    return changed_settings(planned.data_dir, VIDEO, variant=recipe.variant, recipe=recipe.as_dict())
+    return changed_settings(planned.data_dir, VIDEO, variant=recipe.variant, recipe=recipe.values)
 
 
 def chunk_summary(summary: Summary, *, listed: Path) -> Report:
@@ -107,48 +107,19 @@ def chunk_summary(summary: Summary, *, listed: Path) -> Report:
     speed = None
     if summary.cpu_s and summary.encoded_s:
         speed = f"{summary.encoded_s / summary.cpu_s:.1f}x real time per core ({summary.cpu_s:.1f} s of CPU time)"
-    report = summary_report(summary, listed=listed, speed=speed)
-    if not isinstance(summary, ShotSummary):
-        return report
-    lines = report.text.splitlines()
-    if summary.num_searched:
-        took = f"{summary.detection_cpu_s:.1f} s of CPU time"
-        lines.append(f"shots    detected in {counted(summary.num_searched, 'source')} ({took})")
-    return Report("\n".join([*lines, *left_out_lines(report.values)]), report.values)
+    return summary_report(summary, listed=listed, speed=speed)
 
 
-@dataclass
-class ShotSummary(Summary):
-    """Result of a run with `--cut shots`.
-
-    Attributes:
-        num_searched: number of sources whose shots were detected in this run.
-        detection_cpu_s: CPU time of this detection in seconds.
-        num_left_out: number of shots that are in no chunk.
-        left_out_s: their total length in seconds.
-        num_left_out_videos: number of videos with such shots.
-        first_left_out_videos: ids of the first few of them.
-    """
-
-    num_searched: int = 0
-    detection_cpu_s: float = 0.0
-    num_left_out: int = 0
-    left_out_s: float = 0.0
-    num_left_out_videos: int = 0
-    first_left_out_videos: list[str] = field(default_factory=list)
-
-
-def with_cutting(summary: Summary, planned: Planned) -> Summary:
-    """Return the summary of a run, with what `--cut shots` adds to it."""
-    values = left_out_values(planned.plan)
-    if not values:
-        return summary
-    detection = planned.detection
-    if detection is not None:
-        summary.refused_workers = list(dict.fromkeys([*detection.refused, *summary.refused_workers]))
-    return ShotSummary(
-        **vars(summary),
-        num_searched=0 if detection is None else detection.num_videos,
-        detection_cpu_s=0.0 if detection is None else detection.cpu_s,
-        **values,
-    )
+def cutting_addition(planned: Planned) -> Addition:
+    """Return what `--cut shots` adds to the report of a run."""
+    left_out = left_out_values(planned.plan)
+    if not left_out:
+        return Addition()
+    num_searched, detection_cpu_s, lines = 0, 0.0, []
+    if planned.detection is not None:
+        num_searched, detection_cpu_s = planned.detection.num_videos, planned.detection.cpu_s
+    if num_searched:
+        took = f"{detection_cpu_s:.1f} s of CPU time"
+        lines.append(f"shots    detected in {counted(num_searched, 'source')} ({took})")
+    values = {"num_searched": num_searched, "detection_cpu_s": detection_cpu_s, **left_out}
+    return Addition([*lines, *left_out_lines(left_out)], values)

@@ -1,26 +1,20 @@
 """The functions behind the column `video`."""
 
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from clipmill.manifests.imported import late
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
+from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
 from clipmill.prep.video.layout import layout_file
 from clipmill.prep.video.plan_inputs import Planned, chunk_job, make_plan, pending_chunks, with_shots
-from clipmill.prep.video.recipe import Recipe, recipe_from_dict, resolve
-from clipmill.prep.video.report import (
-    audio_lines,
-    chunk_summary,
-    other_settings_lines,
-    with_cutting,
-)
+from clipmill.prep.video.recipe import Recipe, resolve
+from clipmill.prep.video.report import audio_lines, chunk_summary, cutting_addition, other_settings_lines
 from clipmill.prep.video.scratch import remove_abandoned
 
 _WORKER_GB = 0.5  # measured (benchmarks/README.md): a source of 2160 lines takes 0.27 GB
@@ -47,15 +41,14 @@ def _run(plan: Planned, recipe: Recipe, request: Request, part_run: PartRun | No
     job = replace(
         chunk_job(plan, scratch_bytes=request.scratch_bytes),
         lag_limit_s=request.lag_limit_s,
-        asked=request.asked_engine,
+        asked=request.asked,
     )
-    summary = with_cutting(execute(job, engine, part_run=part_run), plan)
+    summary = execute(job, engine, part_run=part_run)
+    if plan.detection is not None:
+        summary.refused_workers = list(dict.fromkeys([*plan.detection.refused, *summary.refused_workers]))
+    summary.added = cutting_addition(plan)
     remove_abandoned()  # left by workers that were lost, in this run or an earlier one
     return summary
-
-
-def _layout_file(stored: Mapping[str, Any]) -> str:
-    return layout_file(recipe_from_dict(stored).settings())
 
 
 WORK = ColumnWork(
@@ -66,7 +59,7 @@ WORK = ColumnWork(
     explain=late("clipmill.prep.video.plan_report:explanation"),
     summary_report=lambda summary, recipe, listed: chunk_summary(summary, listed=listed),
     pending=pending_chunks,
-    layout_file=_layout_file,
+    layout_file=lambda stored: layout_file(COLUMN.stored_settings(stored).settings()),
     extra_files=(MERGED_TABLE,),
     sample_report=late("clipmill.prep.video.inspection:chunk_report"),
     write_page=late("clipmill.prep.video.page.write:write_chunk_page"),

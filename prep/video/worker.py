@@ -21,11 +21,11 @@ from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.keys import chunk_key
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.shard_result import ShardResult, begin_shard, stopped, system_errors_as_results
+from clipmill.prep.video.encode import SpanPlan, start_ms
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.scratch import scratch_folder
 from clipmill.prep.video.settings import ChunkSettings, ResolvedRecipe
 from clipmill.prep.video.span_task import OldChunks, ReadyChunk, SpanChunks, StagedSources, StoredTar, make_span
-from clipmill.prep.video.spans import SpanPlan, start_ms
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.format import VIDEO_FIELDS
@@ -80,8 +80,8 @@ def make_shard(task: ShardTask) -> ShardResult:
         version = find_ffmpeg().version
     except FailedWork as error:
         return stopped(task, FailureCode.WORKER_LOST, str(error))
-    if version != task.recipe.ffmpeg:
-        message = f"this node has ffmpeg {version}, but the plan requires {task.recipe.ffmpeg}"
+    if version != (planned := task.recipe.values["ffmpeg"]):
+        message = f"this node has ffmpeg {version}, but the plan requires {planned}"
         return stopped(task, FailureCode.FFMPEG_DIFFERS, message)
     return system_errors_as_results(_make, task)
 
