@@ -12,7 +12,7 @@ has a complete example.
 import json
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -47,6 +47,7 @@ class Pending:
         to_make: number of shards that need work, by state.
         num_orphaned: number of shards to remove, because nothing wants their content any more.
         stale_because: why the variant differs from what would be made now, or None.
+        left_out: What the settings leave out, such as tails, in lines.
     """
 
     num_wanted: int | None = None
@@ -54,6 +55,15 @@ class Pending:
     to_make: dict[str, int] = field(default_factory=dict)
     num_orphaned: int = 0
     stale_because: str | None = None
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Addition:
+    """What a column adds to a report: text lines and JSON values."""
+
+    lines: Sequence[str] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 class DeepCode(StrEnum):

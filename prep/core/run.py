@@ -13,7 +13,7 @@ from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import refresh, require_locks
-from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.core.column import Addition, ColumnSpec
 from clipmill.prep.core.data_folder import remove_variant_temporaries
 from clipmill.prep.core.failure_list import FAILURES_FILE, read_failures, shard_name, write_failures
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode, loss_code
@@ -24,7 +24,6 @@ from clipmill.prep.core.plan import ShardPlan, ShardState, file_problems, with_w
 from clipmill.prep.core.progress import RunProgress, warn_refused
 from clipmill.prep.core.selection import make_variant, write_selection
 from clipmill.prep.core.shard_result import RunningChunks, ShardResult, Stop, W, stopped
-from clipmill.prep.core.work import Addition
 from clipmill.prep.engines import Engine, Refused
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.shards.chunk_table import update_chunk_table

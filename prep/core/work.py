@@ -5,8 +5,8 @@ A column with one sample for each chunk has a `ChunkWork`, from which all functi
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from clipmill.manifests.imported import imported, late
 from clipmill.manifests.storage.mirrors import is_away
-from clipmill.prep.core.column import ColumnSpec, Pending, Stored
+from clipmill.prep.core.column import Addition, ColumnSpec, Pending, Stored
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import CommittedShard, Variant
 
@@ -164,14 +164,6 @@ class Workers:
     gpus_each: float = 0.0
     memory_gb: float = 0.5
     use: Any = None
-
-
-@dataclass(frozen=True)
-class Addition:
-    """What a column adds to a report: text lines and JSON values."""
-
-    lines: Sequence[str] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _settings_alone(settings: Any) -> tuple[Any, dict[str, Any]]:

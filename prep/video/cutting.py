@@ -6,6 +6,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -83,6 +84,21 @@ class Cutting(Protocol):
     """How all videos of a plan are cut; a video without chunks is unusable, or nothing is known of it yet."""
 
     @property
+    def num_left_out(self) -> int:
+        """Number of shots or tails that are in no chunk."""
+        ...
+
+    @property
+    def frames_left_out(self) -> int:
+        """Number of their frames."""
+        ...
+
+    @property
+    def videos_left_out(self) -> Sequence[int]:
+        """Videos with such shots or tails."""
+        ...
+
+    @property
     def num_chunks(self) -> np.ndarray:
         """Number of chunks of each video, int64."""
         ...
@@ -120,9 +136,26 @@ class EvenCutting:
     def num_chunks(self) -> np.ndarray:
         return num_chunks_of(self.num_frames, chunk_frames=self.chunk_frames, tail=self.tail)
 
+    @property
+    def num_left_out(self) -> int:
+        return len(self.videos_left_out)
+
+    @property
+    def frames_left_out(self) -> int:
+        return int(self._rests[self.videos_left_out].sum())
+
+    @cached_property
+    def videos_left_out(self) -> list[int]:
+        rows: list[int] = np.flatnonzero(self._rests).tolist() if self.tail == "drop" else []
+        return rows
+
+    @property
+    def _rests(self) -> np.ndarray:
+        return self.num_frames % self.chunk_frames
+
     def short_tails(self, *, max_frames: int) -> dict[int, int]:
         """Return the videos that end in a chunk of fewer than `max_frames` frames of its own, with its length."""
-        rest = self.num_frames % self.chunk_frames if self.tail == "keep" else np.zeros_like(self.num_frames)
+        rest = self._rests if self.tail == "keep" else np.zeros_like(self.num_frames)
         found = np.flatnonzero((rest > 0) & (rest < max_frames) & (self.num_frames > self.chunk_frames))
         return dict(zip(found.tolist(), rest[found].tolist(), strict=True))
 

@@ -4,12 +4,12 @@
 plans again. `pending_chunks` uses stored records only; it serves the commands that maintain a data folder.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,10 +18,11 @@ import pyarrow.parquet as pq
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.store import captions_path, has_manifest, manifest_dir, open_videos, read_videos
 from clipmill.manifests.table_files import VIDEOS_FILE
 from clipmill.prep.core.column import Pending
+from clipmill.prep.core.failure_list import MAX_NAMED
 from clipmill.prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState, StoredShards, pending_of, stored_shards
 from clipmill.prep.core.selection import make_variant, stored_recipe
@@ -219,6 +220,42 @@ def _keys_in_use(data_dir: Path) -> set[str]:
     return keys
 
 
+def left_out_values(plan: Plan) -> dict[str, Any]:
+    """Return the shots or tails of a plan that are in no chunk, as JSON values; nothing if every frame is in one."""
+    if plan.shots is None and plan.recipe.settings.tail != "drop":
+        return {}
+    cutting = plan.cutting
+    return {
+        "num_left_out": cutting.num_left_out,
+        "left_out_s": float(cutting.frames_left_out / plan.recipe.settings.fps_exact),
+        "num_left_out_videos": len(cutting.videos_left_out),
+        "first_left_out_videos": plan.video_ids(cutting.videos_left_out[:MAX_NAMED]),
+    }
+
+
+def left_out_lines(values: Mapping[str, Any], *, cut: str) -> list[str]:
+    """Return what is in no chunk, in words, and the first few videos; nothing if every frame is in a chunk.
+
+    Args:
+        cut: Value of `--cut`.
+    """
+    if not values.get("num_left_out"):
+        return []
+    seconds, noun = values["left_out_s"], "shot" if cut == "shots" else "tail"
+    length = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+    because = "shorter than --min-len, and no neighbour has room" if cut == "shots" else "dropped by --tail drop"
+    return [
+        f"{counted(values['num_left_out'], noun)}, {length}: {because}",
+        f"in {named_videos(values['first_left_out_videos'], num_all=values['num_left_out_videos'])}",
+    ]
+
+
+def named_videos(video_ids: Sequence[str], *, num_all: int) -> str:
+    """Return the names of the first few videos, and the number of the others."""
+    more = f", and {num_all - len(video_ids):,} more" if num_all > len(video_ids) else ""
+    return f"{on_one_line(', '.join(video_ids))}{more}"
+
+
 def _stored_recipe(variant: Variant) -> ResolvedRecipe:
     recipe = stored_recipe(COLUMN, variant)
     return replace(recipe, settings=recipe.settings.settings())
@@ -365,8 +402,10 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
         stored=StoredShards(dict(variant.commits), {}),
     )
     pending = pending_of(plan.shards)
+    left_out = tuple(left_out_lines(left_out_values(plan), cut=recipe.settings.cut))
     names = {str(ShardState.NEW): str(ShardState.MISSING)}  # a shard without a commit is missing in a variant
-    return replace(pending, to_make={names.get(state, state): count for state, count in pending.to_make.items()})
+    to_make = {names.get(state, state): count for state, count in pending.to_make.items()}
+    return replace(pending, to_make=to_make, left_out=left_out)
 
 
 def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -> Pending:

@@ -1,15 +1,13 @@
 """The reports of a run of `video`."""
 
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import duration_text
+from clipmill.prep.core.column import Addition
 from clipmill.prep.core.failure_list import (
-    MAX_NAMED,
     codes_line,
 )
 from clipmill.prep.core.lost_samples import lost_samples
@@ -19,11 +17,9 @@ from clipmill.prep.core.report import (
     summary_report,
 )
 from clipmill.prep.core.run import Summary
-from clipmill.prep.core.work import Addition
 from clipmill.prep.video.column import COLUMN
-from clipmill.prep.video.cutting import ShotCutting
 from clipmill.prep.video.plan import Plan
-from clipmill.prep.video.plan_inputs import Planned
+from clipmill.prep.video.plan_inputs import Planned, left_out_lines, left_out_values
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
@@ -65,37 +61,6 @@ def other_settings_lines(planned: Planned) -> list[str]:
     return lines
 
 
-def left_out_values(plan: Plan) -> dict[str, Any]:
-    """Return the shots of a plan that are in no chunk, as JSON values; nothing with `--cut even`."""
-    if not isinstance(plan.cutting, ShotCutting):
-        return {}
-    cutting = plan.cutting
-    return {
-        "num_left_out": cutting.num_left_out,
-        "left_out_s": float(cutting.frames_left_out / plan.recipe.settings.fps_exact),
-        "num_left_out_videos": len(cutting.videos_left_out),
-        "first_left_out_videos": plan.video_ids(cutting.videos_left_out[:MAX_NAMED]),
-    }
-
-
-def left_out_lines(values: Mapping[str, Any]) -> list[str]:
-    """Return what is said of the shots that are in no chunk."""
-    if not values.get("num_left_out"):
-        return []
-    count, seconds = values["num_left_out"], values["left_out_s"]
-    length = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
-    return [
-        f"left out {counted(count, 'shot')}, {length}: shorter than --min-len, and no neighbour has room",
-        f"         in {named_videos(values['first_left_out_videos'], num_all=values['num_left_out_videos'])}",
-    ]
-
-
-def named_videos(video_ids: Sequence[str], *, num_all: int) -> str:
-    """Return the names of the first few videos, and the number of the others."""
-    more = f", and {num_all - len(video_ids):,} more" if num_all > len(video_ids) else ""
-    return f"{on_one_line(', '.join(video_ids))}{more}"
-
-
 def settings_against_current(planned: Planned) -> list[str]:
     """Return the settings in which a plan differs from the current variant."""
     recipe = planned.plan.recipe
@@ -111,15 +76,19 @@ def chunk_summary(summary: Summary, *, listed: Path) -> Report:
 
 
 def cutting_addition(planned: Planned) -> Addition:
-    """Return what `--cut shots` adds to the report of a run."""
-    left_out = left_out_values(planned.plan)
-    if not left_out:
-        return Addition()
-    num_searched, detection_cpu_s, lines = 0, 0.0, []
-    if planned.detection is not None:
-        num_searched, detection_cpu_s = planned.detection.num_videos, planned.detection.cpu_s
-    if num_searched:
-        took = f"{detection_cpu_s:.1f} s of CPU time"
-        lines.append(f"shots    detected in {counted(num_searched, 'source')} ({took})")
-    values = {"num_searched": num_searched, "detection_cpu_s": detection_cpu_s, **left_out}
-    return Addition([*lines, *left_out_lines(left_out)], values)
+    """Return what a run leaves out and, with `--cut shots`, where shots were detected, for its report."""
+    plan, detection = planned.plan, planned.detection
+    values, left_out = {}, left_out_values(plan)
+    lines = left_out_report(plan)
+    if plan.shots is not None:
+        num_searched, cpu_s = (0, 0.0) if detection is None else (detection.num_videos, detection.cpu_s)
+        values = {"num_searched": num_searched, "detection_cpu_s": cpu_s}
+        if num_searched:
+            lines.insert(0, f"shots    detected in {counted(num_searched, 'source')} ({cpu_s:.1f} s of CPU time)")
+    return Addition(lines, {**values, **left_out})
+
+
+def left_out_report(plan: Plan) -> list[str]:
+    """Return the lines of a report with what is in no chunk."""
+    lines = left_out_lines(left_out_values(plan), cut=plan.recipe.settings.cut)
+    return [f"{'' if number else 'left out':<8} {line}" for number, line in enumerate(lines)]
