@@ -15,10 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.prep.core.table_file import as_array
-from clipmill.prep.sources.shot_table import shot_rows
 from clipmill.prep.video.encode import Span, chunks_of, num_chunks_of, num_output_frames, span_of
 from clipmill.prep.video.settings import SPAN_CHUNKS, ChunkSettings, ResolvedRecipe
-from clipmill.shards.moments import Moments
 
 
 @dataclass(frozen=True)
@@ -233,6 +231,8 @@ class ShotCutting:
 
     def span_index(self, videos: np.ndarray, first_frame: np.ndarray) -> np.ndarray:
         """Return the span of the chunks that begin at these frames, int64; -1 if no chunk begins there."""
+        from clipmill.shards.moments import Moments
+
         owners = np.repeat(np.arange(len(self.begins) - 1), self.num_chunks)
         moments = Moments.of(owners, self.first_frame)
         codes, wanted = moments.numbers(owners, self.first_frame), moments.numbers(videos, first_frame)
@@ -309,16 +309,20 @@ def frames_of(recipe: ResolvedRecipe, probes: pa.Table) -> np.ndarray:
     return np.where(np.asarray(pc.is_valid(ends_s)), num_frames, 0)
 
 
-def shots_of(recipe: ResolvedRecipe, probes: pa.Table, *, shots: pa.Table, retry_failed: bool) -> VideoShots | None:
+def shots_of(
+    recipe: ResolvedRecipe, probes: pa.Table, *, shots: pa.Table | None, retry_failed: bool
+) -> VideoShots | None:
     """Look up the shots of videos; return None with `--cut even`.
 
     Args:
         probes: probes of the videos (clipmill.prep.sources.table.PROBES).
-        shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS).
+        shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
         retry_failed: whether a failed detection is to be tried again.
     """
-    if recipe.settings.cut == "even":
+    if shots is None:
         return None
+    from clipmill.prep.sources.shot_table import shot_rows
+
     fingerprints = as_array(probes["fingerprint"])
     rows = shot_rows(shots, key=detector_key(recipe), fingerprints=fingerprints, num_frames=frames_of(recipe, probes))
     found = shots.take(pa.array(rows, mask=rows < 0))

@@ -19,6 +19,7 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -40,7 +41,6 @@ from clipmill.prep.core.plan import (
 )
 from clipmill.prep.core.table_file import as_array
 from clipmill.prep.sources.access import SourceFacts
-from clipmill.prep.sources.shot_table import ShotTask
 from clipmill.prep.video.cutting import ShotCutting, VideoShots, cutting_of, frames_of
 from clipmill.prep.video.encode import Span, SpanPlan
 from clipmill.prep.video.layout import extend_layout, shards_of_moved_videos, wanted_rows
@@ -50,6 +50,9 @@ from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.damage import Damaged
 from clipmill.shards.index import extensions_of, open_index
 from clipmill.shards.salvage import index_of, uncommitted_tars
+
+if TYPE_CHECKING:
+    from clipmill.prep.sources.shot_table import ShotTask
 
 _ROWS_AT_ONCE = 1 << 16
 _HELD = "kept, because a source cannot be read and its duration is unknown"
@@ -302,8 +305,10 @@ class Plan:
         left_out = self.cutting.left_out(row, num_frames=int(self._num_frames[row]))
         return ShotsOfVideo(True, [(first / fps, behind / fps) for first, behind in left_out])
 
-    def detection_tasks(self) -> Iterator[ShotTask]:
+    def detection_tasks(self) -> "Iterator[ShotTask]":
         """Yield the sources whose shots have to be detected; a source that occurs twice is searched once."""
+        from clipmill.prep.sources.shot_table import ShotTask
+
         assert self.shots is not None
         seen = set()
         paths = self._videos.take(self.shots.undetected, "path")["path"].to_pylist()

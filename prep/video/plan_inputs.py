@@ -28,7 +28,6 @@ from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState, St
 from clipmill.prep.core.selection import make_variant, stored_recipe
 from clipmill.prep.core.table_file import as_array
 from clipmill.prep.engines.admission import worker_ticket
-from clipmill.prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
 from clipmill.prep.sources.table import failed_sources, probe_sources, probes_of, read_probes
 from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.cutting import cutting_of, detector_key, frames_of, shots_of
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from clipmill.prep.core.run import Job
     from clipmill.prep.engines import Engine, Outcome, Refused
     from clipmill.prep.sources.probe_tasks import Probed, ProbeTask
+    from clipmill.prep.sources.shot_table import Detection
     from clipmill.prep.video.worker import ShardTask
 
 _IDS_AT_ONCE = 1 << 20  # looked up together, because each lookup begins with a hash table of all videos
@@ -55,7 +55,7 @@ class Planned:
 
     Attributes:
         probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
-        shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS); empty with `--cut even`.
+        shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
         changes: how shards that are written differ from the stored ones, by shard ID.
         detection: result of `with_shots`, if it had anything to do.
         read_again: ids of the videos whose source was read again and failed, although it is unchanged.
@@ -67,10 +67,10 @@ class Planned:
     commits: dict[int, Commit]
     videos: Videos
     probes: pa.Table
-    shots: pa.Table
+    shots: pa.Table | None
     retry_codes: frozenset[str]
     changes: dict[int, ShardChange]
-    detection: Detection | None = None
+    detection: "Detection | None" = None
     read_again: frozenset[str] = frozenset()
 
     @property
@@ -119,9 +119,18 @@ def make_plan(
     failed = failed_sources(probes, only_passing=not retry_codes)
     read_again = frozenset(videos.ids.take(pa.array(failed)).to_pylist())
     probes = probes.drop_columns(["path", "mtime_ns"])  # which take half a gigabyte of ten million videos
-    shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
+    shots = _stored_shots(data_dir, recipe)
     planned = _planned(data_dir, recipe, videos, probes, shots=shots, retry_codes=retry_codes)
     return replace(planned, read_again=read_again)
+
+
+def _stored_shots(data_dir: Path, recipe: ResolvedRecipe) -> pa.Table | None:
+    """Read the stored shots; None with `--cut even`."""
+    if recipe.settings.cut == "even":
+        return None
+    from clipmill.prep.sources.shot_table import read_shots
+
+    return read_shots(data_dir)
 
 
 def _run_probes(
@@ -141,9 +150,9 @@ def _planned(
     videos: Videos,
     probes: pa.Table,
     *,
-    shots: pa.Table,
+    shots: pa.Table | None,
     retry_codes: frozenset[str],
-    detection: Detection | None = None,
+    detection: "Detection | None" = None,
 ) -> Planned:
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
     stored = stored_shards(folder)
@@ -177,8 +186,10 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
     Call it while holding the lock of the column.
     """
     plan, recipe = planned.plan, planned.plan.recipe
-    if plan.shots is None or not len(plan.shots.undetected):
+    if plan.shots is None or planned.shots is None or not len(plan.shots.undetected):
         return planned
+    from clipmill.prep.sources.shot_table import detect_shots
+
     # The worker's ticket and, through the recipe, the detector that is in use are in the folder of the variant.
     make_variant(planned.variant_dir, dict(recipe.values))
     needs = ("clipmill.prep.sources.detector:version_mismatch", recipe.values["scenedetect"])
@@ -360,12 +371,10 @@ def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, n
 
     Paths and probes are held by this function alone: those of millions of videos take gigabytes.
     """
-    has_shots = recipe.settings.cut == "shots"
     paths = read_videos(data_dir, columns=["path"])["path"]
-    columns = ["path", "end_s", *(["fingerprint"] if has_shots else [])]
+    columns = ["path", "end_s", *(["fingerprint"] if recipe.settings.cut == "shots" else [])]
     of_videos, is_known = probes_of(paths, read_probes(data_dir, paths=paths, columns=columns))
-    shots = read_shots(data_dir) if has_shots else SHOTS.empty_table()
-    known_shots = shots_of(recipe, of_videos, shots=shots, retry_failed=False)
+    known_shots = shots_of(recipe, of_videos, shots=_stored_shots(data_dir, recipe), retry_failed=False)
     num_chunks = np.zeros(len(is_known), np.int64)
     num_chunks[is_known] = cutting_of(recipe.settings, frames_of(recipe, of_videos), known_shots).num_chunks
     undetected = known_shots.undetected if known_shots is not None else np.zeros(0, np.int64)
@@ -388,7 +397,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
     paths = videos.column("path")
     probes, is_known = probes_of(paths, read_probes(data_dir, paths=paths))
-    shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
+    shots = _stored_shots(data_dir, recipe)
     of_videos = shots_of(recipe, probes, shots=shots, retry_failed=False) if is_known.all() else None
     if not is_known.all() or (of_videos is not None and len(of_videos.undetected)):
         # What the variant should hold is unknown, and so is whether it is complete.

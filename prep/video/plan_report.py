@@ -44,7 +44,7 @@ from clipmill.prep.video.estimate import (
 )
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.plan_inputs import Planned, left_out_values, named_videos
-from clipmill.prep.video.report import audio_lines, left_out_report, settings_against_current
+from clipmill.prep.video.work import audio_lines, left_out_report, settings_against_current
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import current_variant
