@@ -81,15 +81,17 @@ def settings_from(stored: Mapping[str, Any], kind: type[Settings], *, column: st
     Raises:
         UserError: the recipe was written with another version of the recipe schema, or lacks a setting.
     """
-    again = f"run `prep {column}` with the desired settings to create a new variant"
     if stored.get("schema") != schema or stored.get("column") != column:
         raise UserError(
-            f"the recipe has schema {stored.get('schema')!r}, but this version supports {schema}", hint=again
+            f"the recipe has schema {stored.get('schema')!r}, but this version supports {schema}",
+            hint=f"run `prep {column}` with the desired settings to create a new variant",
         )
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     required = ["video", *(name for name in names if name not in marked_fields(kind, NOT_STORED))]
     if missing := [name for name in required if name not in stored]:
-        raise UserError(f"the recipe lacks {', '.join(map(repr, missing))}", hint=again)
+        raise UserError(
+            f"the recipe lacks {', '.join(map(repr, missing))}", hint=f"run `prep {column}` again to rewrite it"
+        )
     return kind(**{name: stored[name] for name in names if stored.get(name) is not None})
 
 

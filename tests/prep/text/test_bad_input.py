@@ -105,7 +105,7 @@ def test_a_checkpoint_that_would_run_a_program_is_refused(
 @pytest.mark.parametrize("flags", [("--batch", 0), ("--workers", 0), ("--num-gpus", -1)])
 def test_flags_that_make_nothing_are_named(prep: Command, data: Path, flags: tuple[str, int]) -> None:
     ran = prep("text", "--clip", "tiny", "--data", data, *flags, status=2)
-    assert ran.stderr.startswith(f"error: {flags[0]} {flags[1]} ")
+    assert ran.stderr.startswith(f"error: {flags[0]} is {flags[1]}")
 
 
 def test_without_a_manifest_the_command_that_makes_one_is_named(prep: Command, tmp_path: Path) -> None:

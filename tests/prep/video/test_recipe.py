@@ -142,7 +142,7 @@ def test_the_command_of_a_stored_recipe_asks_for_the_same(settings: dict[str, An
     words = shlex.split(COLUMN.command_line(stored, data_dir=Path("elsewhere")))
     assert words[:2] == ["prep", "chunk"] and words[-2:] == ["--data", "elsewhere"]
     _, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
-    asked = bound.arguments.get("recipe", Recipe())
+    asked = bound.arguments.get("settings", Recipe())
     assert resolve(asked, ffmpeg_version="9.0") == made
 
 
