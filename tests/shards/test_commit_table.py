@@ -67,7 +67,7 @@ def num_read(folder: Path) -> int:
         return read(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit_table_module, "read_commit", noted)
+        patch.setattr(commits_module, "read_commit", noted)
         found = read_commits(folder)
     assert (found.commits, list(map(str, found.damaged))) == (
         by_records(folder).commits,
