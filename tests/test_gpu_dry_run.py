@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu.first import fastest_backend
+from tests import workers
 from tests.forks import Forks
 from tests.train.classify.moving import write_moving
 
@@ -45,27 +47,31 @@ def test_every_benchmark_of_a_gpu_measures_in_a_dry_run(forks: Forks, repository
     assert done.stdout.startswith("# Dry run\n") and "## Losses\n" in done.stdout
 
 
+def measure(names: Sequence[str], words: Sequence[str]) -> None:
+    """Run the program with some of its first measurements."""
+    program.FIRST = tuple(one for one in program.FIRST if one.name in names)
+    sys.argv = ["benchmarks.gpu", *words]
+    program.main()
+
+
 # One measurement of each kind: the others run other files of tests/gpu, or the preset with other numbers.
 OF_EACH_KIND = {"Doctor", "Attention: equality and speed", "Where the host waits", "b16-ego4d, 4 frames"}
 
 
 @pytest.mark.parametrize("is_complete", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["some", "all"])
-def test_the_first_measurements_of_a_new_machine_run_without_data(
-    is_complete: bool, forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = [one for one in program.FIRST if is_complete or one.name in OF_EACH_KIND]
+def test_the_first_measurements_of_a_new_machine_run_without_data(is_complete: bool, tmp_path: Path) -> None:
+    chosen = [one.name for one in program.FIRST if is_complete or one.name in OF_EACH_KIND]
     assert len(chosen) == (len(program.FIRST) if is_complete else len(OF_EACH_KIND))
     results = tmp_path / "first.json"
     words = ("--first", "--json", str(results), "--data", str(tmp_path / "none"), "--dry-run")
-    monkeypatch.setattr(program, "FIRST", chosen)
-    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", *words])
-    monkeypatch.setattr(sys, "executable", str(forks.python()))  # the programs that it starts are forked
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(SystemExit) as left:
-        program.main()
-    assert not left.value.code
+    # In a process of its own, because the program runs tests, whose fixtures would replace those of this process.
+    process = workers.process(target=measure, args=(chosen, words), TMPDIR=str(tmp_path), HF_HUB_OFFLINE="1")
+    process.start()
+    process.join(600)
+    process.kill()
+    assert process.exitcode == 0
     found = json.loads(results.read_text())
-    assert [one["name"] for one in found["measurements"]] == [one.name for one in chosen] and found["running"] is None
+    assert [one["name"] for one in found["measurements"]] == chosen and found["running"] is None
     assert all(one["rows"] and not any("error" in row for row in one["rows"]) for one in found["measurements"])
     # Its results were of a GPU: the entry of the table of --attention auto.
     assert fastest_backend(results) == {}

@@ -91,7 +91,9 @@ def settings_from(stored: Mapping[str, Any], kind: type[Settings], *, column: st
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     required = ["video", *(name for name in names if name not in marked_fields(kind, NOT_STORED))]
     if missing := [name for name in required if name not in stored]:
-        raise UserError(f"the recipe lacks {', '.join(map(repr, missing))}", hint=_another_variant(column))
+        raise UserError(
+            f"the recipe lacks {', '.join(map(repr, missing))}", hint=f"run `prep {column}` again to rewrite it"
+        )
     return kind(**{name: stored[name] for name in names if stored.get(name) is not None})
 
 
@@ -100,12 +102,8 @@ def require_schema(stored: Mapping[str, Any], *, column: str, schema: int) -> No
     if stored.get("schema") != schema or stored.get("column", VIDEO) != column:
         raise UserError(
             f"the recipe has schema {stored.get('schema')!r}, but this version supports {schema}",
-            hint=_another_variant(column),
+            hint=f"run `prep {command_for(column)}` with the desired settings to create a new variant",
         )
-
-
-def _another_variant(column: str) -> str:
-    return f"run `prep {command_for(column)}` with the desired settings to create a new variant"
 
 
 def setting_flags(settings: Any) -> list[str]:

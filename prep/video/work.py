@@ -3,6 +3,7 @@
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
@@ -40,6 +41,10 @@ _WORKER_GB = 0.5  # measured (benchmarks/README.md): a source of 2160 lines take
 
 
 def _require(recipe: Recipe) -> None:
+    # Only workers import them, but the command says what is missing before it starts any.
+    for package in ("av", "ffmpeg"):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     ffmpeg = find_ffmpeg()
     if ffmpeg.passed_over:
         sys.stderr.write(f"using the ffmpeg of the imageio-ffmpeg package: {ffmpeg.passed_over} is too old\n")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clipmill.manifests.publish import publish_json
+from clipmill.shards import commit_table as commit_table_module
 from clipmill.shards import commits as commits_module
 from clipmill.shards.commit_table import distrust, table_bytes
 from clipmill.shards.commits import (
@@ -53,7 +54,7 @@ def variant(tmp_path: Path) -> Path:
 def by_records(folder: Path) -> Records:
     """The commits without the table."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commits_module, "open_commit_table", lambda *_, **__: None)
+        patch.setattr(commit_table_module, "open_commit_table", lambda *_, **__: None)
         return read_commits(folder)
 
 

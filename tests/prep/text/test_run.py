@@ -1,5 +1,6 @@
 """Every distinct text is encoded once, in one run and over many; shards hold the exact map from captions to rows."""
 
+import json
 import shutil
 import zlib
 from pathlib import Path
@@ -9,6 +10,8 @@ import pyarrow as pa
 import pytest
 
 from clipmill.prep.core.plan import ShardState
+from clipmill.prep.core.selection import stored_request
+from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.digests import text_digest
 from clipmill.prep.text.recipe import BANK_FOLDER
 from clipmill.shards.commits import read_commits
@@ -18,7 +21,7 @@ from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.npy import data_offset
 from clipmill.shards.reader import Variant
 from clipmill.shards.verify import verify_shard
-from tests.prep.running import contents, identities
+from tests.prep.running import contents, identities, prep_here
 from tests.prep.text.conftest import Checkpoints
 from tests.prep.text.sets import (
     CAPTIONS,
@@ -286,3 +289,14 @@ def test_the_layout_limits_videos_and_captions_of_a_shard(monkeypatch: pytest.Mo
     again = extend_text_layout(layout, video_ids=ids, splits=splits, num_captions=np.array([1, 1, 1, 5, 99, 4, 6]))
     assert again.slice(0, len(layout)).equals(layout)
     assert again.slice(len(layout)).to_pylist() == [{"shard_id": 4, "split": "train", "video_id": "d", "span_index": 0}]
+
+
+def test_a_retry_encodes_in_the_batches_of_the_run_before(tmp_path: Path) -> None:
+    write_captions(tmp_path, {"v": ["a dog"]})
+    flags = ("--data", tmp_path, "--engine", "processes")
+    made = prep_here("text", "--clip", "tiny", "--batch", 4, *flags, "--json").summary
+    asked = Path(made["variant_dir"]) / "selection.json"
+    assert json.loads(asked.read_text())["batch"] == "4"
+    prep_here("retry", "--column", "text", *flags)
+    assert json.loads(asked.read_text())["batch"] == "4"
+    assert COLUMN.flags(stored_request(Variant(asked.parent))) == ["--clip", "tiny", "--batch", "4"]

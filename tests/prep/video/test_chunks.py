@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import av
@@ -186,3 +187,15 @@ def test_videos_that_end_in_a_very_short_chunk_are_named_by_the_plan(tmp_path: P
     assert prep_here(*flags, "--json").summary["first_short_tails_s"] == {"lecture": pytest.approx(0.1, abs=0.04)}
     for tail in ("merge", "drop"):
         assert "tails " not in prep_here(*flags, "--tail", tail).stdout
+
+
+def test_a_retry_limits_copies_like_the_run_before(data: Path, tmp_path: Path) -> None:
+    own = copytree(data, tmp_path / "data")
+    chunk(own, "--len", "2s", *QUICK, "--scratch-size", "1GB")
+    asked = Variant.open(own).directory / "selection.json"
+    for _ in range(2):
+        assert json.loads(asked.read_text())["scratch_size"] == "1GB"
+        ran = prep_here("retry", "--data", own, "--json").summary
+        assert ran["num_shards_made"] == 0 and ran["gave_up"] is None
+    prep_here("retry", "--data", own, "--scratch-size", "2GB")
+    assert json.loads(asked.read_text())["scratch_size"] == "2GB"
