@@ -203,7 +203,7 @@ def open_private(folder: Path) -> int:
 
 
 def is_still_at(folder: Path, descriptor: int) -> bool:
-    """Return whether an open folder still has this name, or has been removed and perhaps made anew."""
+    """Return True if an open folder still has this name; False if it was removed, even if a new one has the name."""
     try:
         return os.path.samestat(folder.lstat(), os.fstat(descriptor))
     except FileNotFoundError:

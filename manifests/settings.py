@@ -29,7 +29,7 @@ class Range:
     Attributes:
         least, most: Bounds that belong to the range.
         above, below: Bounds that do not.
-        hint: What to do about another value, where the bounds alone do not say it.
+        hint: What to do about another value, if the bounds do not make it clear.
     """
 
     least: float = -math.inf
@@ -104,7 +104,7 @@ class Checked:
         return iter(())
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield the flags that were typed and have no effect, besides those that `GoesWith` finds."""
+        """Yield the flags that were typed and have no effect, except for the ones that `GoesWith` finds."""
         return iter(())
 
     @classmethod
@@ -222,8 +222,8 @@ def deferred_checks() -> Iterator[None]:
         _checks_are_deferred.reset(token)
 
 
-def caught(check: Callable[..., object], *arguments: Any, **more: Any) -> Iterator[UserError]:
-    """Yield the mistakes that a check raises, for rules of settings."""
+def errors_of(check: Callable[..., object], *arguments: Any, **more: Any) -> Iterator[UserError]:
+    """Yield the errors that a check raises, for rules of settings."""
     try:
         check(*arguments, **more)
     except UserError as error:

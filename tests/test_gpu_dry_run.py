@@ -64,7 +64,7 @@ def test_the_first_measurements_of_a_new_machine_run_without_data(is_complete: b
     assert len(chosen) == (len(program.FIRST) if is_complete else len(OF_EACH_KIND))
     results = tmp_path / "first.json"
     words = ("--first", "--json", str(results), "--data", str(tmp_path / "none"), "--dry-run")
-    # In a process of its own, because the program runs tests, whose fixtures would replace those of this process.
+    # A process of its own: the program runs tests, and their fixtures would replace the fixtures of this process.
     process = workers.process(target=measure, args=(chosen, words), TMPDIR=str(tmp_path), HF_HUB_OFFLINE="1")
     process.start()
     process.join(600)

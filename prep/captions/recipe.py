@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
-from clipmill.manifests.settings import Checked, Needs, Range, caught
+from clipmill.manifests.settings import Checked, Needs, Range, errors_of
 from clipmill.prep.captions.weights import find_model
 from clipmill.prep.core.recipe import NOT_STORED, Recipe
 from clipmill.shards.where_flag import check_where
@@ -70,7 +70,7 @@ class CaptionsSettings(Checked):
     part of the variant. Default: all chunks."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield names, prompts, addresses and conditions that are not such."""
+        """Yield an error for each invalid name, prompt, address or condition."""
         if not self.model or self.model != self.model.strip() or _CONTROL.search(self.model):
             yield UserError(
                 f"--model {self.model!r} is not a name",
@@ -83,10 +83,10 @@ class CaptionsSettings(Checked):
                 hint="give one of them",
                 flags=("--prompt", "--prompt-file"),
             )
-        yield from caught(_require_prompt, self.prompt, flag="--prompt")
+        yield from errors_of(_require_prompt, self.prompt, flag="--prompt")
         if self.endpoint is not None:
-            yield from caught(_require_address, self.endpoint)
-        yield from caught(check_where, self.where)
+            yield from errors_of(_require_address, self.endpoint)
+        yield from errors_of(check_where, self.where)
 
     def with_prompt(self) -> "CaptionsSettings":
         """Return the settings with the text of `prompt_file`.

@@ -1,4 +1,4 @@
-"""What the column `captions` adds to the reports of plans and runs: the cost of answers, and an estimate from it."""
+"""Lines of `captions` in the reports of plans and runs: the cost of answers, and an estimate from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

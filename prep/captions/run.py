@@ -1,4 +1,4 @@
-"""What the driver of `captions` does besides running its plan: how workers ask, answers of other shards, a trial."""
+"""Driver of `captions`: how its workers ask, answers in the journals of other shards, and the trial of a plan."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the column `captions` adds to the functions that are derived for a column of chunks."""
+"""The `ChunkWork` of the column `captions`."""
 
 from pathlib import Path
 

@@ -72,10 +72,10 @@ def make_captions(chunks: Chunks, recipe: Recipe[CaptionsSettings]) -> Iterator[
 
 @dataclass
 class Inquiry:
-    """What is known about the chunks of a shard that have no sample.
+    """State of the chunks of a shard that have no sample yet.
 
     Attributes:
-        failed: why there is no answer about a row.
+        failed: Reason why a row has no answer, by row.
     """
 
     chunks: Chunks

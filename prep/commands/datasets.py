@@ -49,7 +49,7 @@ DATASETS = (
         missing. Common other names of these columns, separators and encodings are recognized. If none of its rows is
         valid, the manifest is not changed.
 
-        Videos on a web server, which cannot be listed, are those that the table names by URLs, or by paths below the
+        Videos on a web server, which cannot be listed, are the ones that the table names by URLs, or by paths below the
         URL given as the folder.
 
         Example: prep manifest folder VIDEOS --captions captions.csv

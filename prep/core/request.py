@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter, Token
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
-from clipmill.manifests.settings import Checked, Range, caught, mistakes, refuse
+from clipmill.manifests.settings import Checked, Range, errors_of, mistakes, refuse
 from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
 from clipmill.manifests.units import parse_size
 from clipmill.prep.core.column import DATA_VARIABLE
@@ -197,8 +197,8 @@ class Request(Checked):
         refuse(mistakes(self))
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an invalid size, addresses that are not those of clusters, and flags that contradict each other."""
-        yield from caught(lambda: self.scratch_bytes)
+        """Yield an error for an invalid size, for an address that is not a cluster's, and for contradicting flags."""
+        yield from errors_of(lambda: self.scratch_bytes)
         if self.address is not None and not _CLUSTER.fullmatch(self.address):
             yield UserError(
                 f'--address "{self.address}" is not the address of a Ray cluster',

@@ -2,7 +2,7 @@
 
 Progress is a heartbeat: a small file in `<variant>/.tmp-running/`, where the driver's progress bar and `prep status` in
 another terminal read it, from any node of a cluster. Heartbeats are not part of the records: each run begins by
-deleting those of earlier runs. System errors become results with failure codes.
+deleting the heartbeats of earlier runs. System errors become results with failure codes.
 """
 
 import errno

@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.settings import Checked, Range, caught
+from clipmill.manifests.settings import Checked, Range, errors_of
 from clipmill.manifests.units import parse_length
 from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.prep.latents.weights import Vae, find_vae
@@ -93,12 +93,12 @@ class LatentsSettings(Checked):
                 hint="give a folder, a model such as stabilityai/sd-vae-ft-mse, or tiny",
                 flags=("--vae",),
             )
-        wrong = [*caught(lambda: self.fps_exact)]
+        wrong = [*errors_of(lambda: self.fps_exact)]
         yield from wrong
         if not wrong:
             yield from _FPS.mistakes("--fps", self.fps_exact)
-            yield from caught(self.segment_frames, is_video=False)
-        yield from caught(check_where, self.where)
+            yield from errors_of(self.segment_frames, is_video=False)
+        yield from errors_of(check_where, self.where)
 
     @property
     def fps_exact(self) -> Fraction:

@@ -20,7 +20,7 @@ from cyclopts import Group, Parameter
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
-from clipmill.manifests.settings import Checked, Range, caught
+from clipmill.manifests.settings import Checked, Range, errors_of
 from clipmill.prep.core.recipe import NOT_STORED, Recipe
 from clipmill.prep.core.selection import WHERE
 from clipmill.shards.where_flag import check_where
@@ -65,7 +65,7 @@ class TextSettings(Checked):
     variant: another condition encodes what is missing, and drops what it does not select. Default: all captions."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield two encoders, names that are not those of encoders, and an invalid condition."""
+        """Yield an error for two encoders, for a name that is not an encoder's, and for an invalid condition."""
         if self.clip is not None and self.encoder is not None:
             yield UserError("--clip and --encoder are both given", hint=_ONE_OF_BOTH, flags=("--clip", "--encoder"))
         if self.encoder is not None and not self.encoder.removeprefix(T5):
@@ -86,7 +86,7 @@ class TextSettings(Checked):
                 hint="give MODEL:TAG or MODEL:FILE, for example ViT-B-32:laion2b_s34b_b79k, or tiny",
                 flags=("--clip",),
             )
-        yield from caught(check_where, self.where)
+        yield from errors_of(check_where, self.where)
 
     def require_encoder(self) -> None:
         """Raise UserError if no encoder is given."""

@@ -280,7 +280,7 @@ def shot_cutting(
 
 @dataclass(frozen=True)
 class VideoShots:
-    """What is known of the shots of videos.
+    """Known shots of videos.
 
     Attributes:
         cuts: list<int32> [videos]: first frame of every shot but the first; null if they are unknown.

@@ -431,7 +431,7 @@ class ShardChange:
 
 @dataclass(frozen=True)
 class StoredSpans:
-    """What the index of a tar says.
+    """Content of the index of a tar.
 
     Attributes:
         spans: (video ID, fingerprint) of each span.
@@ -547,13 +547,13 @@ def _num_chunks(plan: Plan, rows: Sequence[int]) -> int:
 def stored_spans(
     variant_dir: Path, commits: Mapping[int, Commit], *, compared: Collection[int]
 ) -> dict[StoredTar, StoredSpans]:
-    """Return the spans in the tars of some shards, and in those that no commit names; unreadable indexes are left out.
+    """Return the spans in the tars of some shards, and in tars that no commit names; omit unreadable indexes.
 
-    In a bucket, where looking for the latter costs requests and time, they are not used.
+    In a bucket, tars without a commit are not used, because looking for them costs requests and time.
 
     Args:
-        commits: those of the variant, by shard ID.
-        compared: shards whose tars to open.
+        commits: Commits of the variant, by shard ID.
+        compared: Shards whose tars are opened.
     """
     chosen = [commits[shard_id] for shard_id in compared if shard_id in commits]
     tars = [StoredTar(commit.files.tar, commit) for commit in chosen if commit.files is not None]

@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
-from clipmill.manifests.settings import Checked, Needs, Range, caught
+from clipmill.manifests.settings import Checked, Needs, Range, errors_of
 from clipmill.manifests.units import bitrate_text, parse_bitrate
 from clipmill.prep.sources.detector import DEFAULT_DETECTOR, DEFAULT_THRESHOLD, DetectorName, scenedetect_version
 from clipmill.prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
@@ -120,7 +120,7 @@ class Recipe(Checked):
             yield UserError(
                 "--crf and --bitrate are mutually exclusive", hint="give one of them", flags=("--crf", "--bitrate")
             )
-        yield from caught(self.settings)
+        yield from errors_of(self.settings)
 
     def settings(self) -> ChunkSettings:
         """Return the settings with all values filled in and normalised.

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.settings import Checked, Range, caught
+from clipmill.manifests.settings import Checked, Range, errors_of
 from clipmill.manifests.units import parse_bitrate, parse_length
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
@@ -69,7 +69,7 @@ class ChunkSettings(Checked):
             low, high, hint=f"--crf must be from {low} (best quality) to {high} for {self.codec}"
         ).mistakes("--crf", self.crf)
         if self.bitrate is not None:
-            yield from caught(parse_bitrate, self.bitrate, flag="--bitrate")
+            yield from errors_of(parse_bitrate, self.bitrate, flag="--bitrate")
         if self.preset is not None and self.preset not in codec.presets:
             hint = f"use one of {', '.join(codec.presets)}" if codec.presets else "omit --preset"
             yield UserError(f'{self.codec} has no preset "{self.preset}"', hint=hint, flags=("--preset",))
@@ -86,7 +86,7 @@ class ChunkSettings(Checked):
                 hint="--short-side must be an even number",
                 flags=("--short-side",),
             )
-        wrong_times = [*caught(lambda: self.len_s), *caught(lambda: self.fps_exact)]
+        wrong_times = [*errors_of(lambda: self.len_s), *errors_of(lambda: self.fps_exact)]
         yield from wrong_times or self._wrong_frames()
 
     def _wrong_frames(self) -> Iterator[UserError]:

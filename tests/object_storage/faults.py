@@ -174,6 +174,8 @@ class Proxy:
                     break
                 if fault is not None and fault.kind == "error":
                     answer = error_answer(fault.status, fault.code)
+                    if method == "HEAD":  # a body would be read as the answer to the connection's next request
+                        answer = replace(answer, body=b"")
                 else:
                     if upstream is None:
                         upstream = await asyncio.open_connection("127.0.0.1", self.upstream_port)

@@ -1,4 +1,4 @@
-"""What is not a data folder is refused with a hint that fits what it holds."""
+"""A path that is not a data folder is refused with a hint that fits its content."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from tests.simulated_gpu.journal import Copy, Journal, place
-from tests.simulated_gpu.kernels import emulated, scaled_dot_product
+from tests.simulated_gpu.kernels import emulation_of, scaled_dot_product
 from tests.simulated_gpu.operators import collect_tensors, has_aliases, is_dense, name_of
 
 CPU = torch.device("cpu")
@@ -208,7 +208,7 @@ class Device:
         generator = plain_kwargs.get("generator")
         if generator is not None and generator.device.type == "cuda":
             plain_kwargs["generator"] = None
-        if ours and (known := emulated(func)):
+        if ours and (known := emulation_of(func)):
             found = known(*plain_args, **plain_kwargs)
         else:
             if ours and func.namespace not in _OURS:

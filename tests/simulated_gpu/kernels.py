@@ -33,7 +33,7 @@ def scaled_dot_product(query: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 @cache
-def emulated(func: Any) -> Callable[..., Any] | None:
+def emulation_of(func: Any) -> Callable[..., Any] | None:
     """The emulation of an operator; None if it has none."""
     return _OPERATORS.get(str(func._overloadpacket))
 

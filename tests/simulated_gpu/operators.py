@@ -1,4 +1,4 @@
-"""What the simulated device asks about operators and their tensors."""
+"""Questions of the simulated device about operators and their tensors."""
 
 from functools import cache
 from typing import Any

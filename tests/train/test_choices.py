@@ -1,4 +1,4 @@
-"""What a preset sets beside another loss or optimizer: the published row, and none of its hyperparameters."""
+"""A preset with another loss or optimizer sets the published row, and none of its own hyperparameters."""
 
 from collections.abc import Callable
 from dataclasses import asdict

@@ -93,7 +93,7 @@ def test_all_mistakes_are_named_at_once_and_none_twice() -> None:
         (DualEncoderSettings(best="val/text_to_video_r1", evaluate=DualEncoderEvaluation(every=1)), False),
         (CaptionerSettings(best="val/loss", evaluate=CaptionEvaluation(every=1)), True),
         (CaptionerSettings(best="val/cider", evaluate=CaptionEvaluation(every=1)), False),
-        # The name of a label says nothing about its accuracy, nor does that of the data.
+        # Neither the name of a label nor the name of the data says whether lower is better.
         (MaeSettings(best="val/rank_knn_top1", evaluate=ProbeEvaluation(every=1, labels=("rank",))), False),
         (
             CaptionerSettings(best="rank/bleu4", evaluate=CaptionEvaluation(every=1, shards=("rank=data@val",))),

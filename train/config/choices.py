@@ -1,4 +1,4 @@
-"""What a file of settings sets beside flags and stronger files, and where each value of a command comes from.
+"""Values that a file of settings contributes beside flags and stronger files, and the source of each value.
 
 A preset is a recipe of one loss and one optimizer. With another one, it does not set the hyperparameters of its own;
 the published row of the other one takes their place (`Choice.published`), if the preset has such rows. A row is weaker
@@ -114,7 +114,7 @@ def _defaults_beside(
 def _without_idle(
     values: Mapping[str, Any], defaults: Checked, given: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of a file without those that do nothing beside flags or stronger files, and why these do nothing.
+    """Drop the values of a file that flags or stronger files leave without effect; return the rest, and the reasons.
 
     Args:
         values: Values of the file, nested as the settings.

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.settings import GoesWith, Range, caught
+from clipmill.manifests.settings import GoesWith, Range, errors_of
 from clipmill.train.config import fields as groups
 from clipmill.train.config.data import Augment
 from clipmill.train.config.fields import FIRST_RUN
@@ -87,7 +87,7 @@ class ClipSettings(TrainingSettings):
                 hint="use a larger --short-side-px, or a smaller --size-px",
                 flags=("--short-side-px", "--size-px"),
             )
-        yield from caught(check_frames, self.towers, num_frames=self.num_frames)
+        yield from errors_of(check_frames, self.towers, num_frames=self.num_frames)
         yield from tuning_mistakes(
             self.freeze,
             self.lora,

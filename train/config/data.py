@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.settings import PROBABILITY, SHARE, Checked, GoesWith, Range, caught
+from clipmill.manifests.settings import PROBABILITY, SHARE, Checked, GoesWith, Range, errors_of
 from clipmill.train.config.model import PICTURE_PX
 
 Settings = TypeVar("Settings")
@@ -33,7 +33,7 @@ class CaptionSettings(Checked):
     def rules(self) -> Iterator[UserError]:
         """Yields weights that cannot be parsed."""
         if self.sources is not None:
-            yield from caught(parse_weights, self.sources)
+            yield from errors_of(parse_weights, self.sources)
 
 
 def parse_weights(text: str) -> dict[str, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.settings import Checked, GoesWith, Range, caught
+from clipmill.manifests.settings import Checked, GoesWith, Range, errors_of
 from clipmill.shards.where_flag import check_where
 from clipmill.train.config.fields import FIRST_RUN, SEVERAL, Steps
 
@@ -68,7 +68,7 @@ class EvaluationSettings(Checked):
 
     prefix = "evaluate"
     lower_is_better: ClassVar[tuple[str, ...]] = ()
-    """Metrics, without the name of their data, of which a lower value is better. --best keeps the lowest one."""
+    """Metrics that are better when lower, without the name of their data. --best keeps the lowest value."""
 
     every: Annotated[int | str, FIRST_RUN, Steps(least=0)] = 0
     """Steps between evaluations, or epochs, such as 1ep; 0: none. The last step is evaluated too."""
@@ -129,8 +129,8 @@ class EvaluationSettings(Checked):
 
     def rules(self) -> Iterator[UserError]:
         """Yields mistakes in --evaluate.shards, in its protocols and in --evaluate.where."""
-        yield from caught(self.evaluated)
-        yield from caught(check_where, self.where)
+        yield from errors_of(self.evaluated)
+        yield from errors_of(check_where, self.where)
 
     def protocol_named(self, name: str) -> str:
         """The protocol that --evaluate.shards names; raises UserError if this task has none of that name."""

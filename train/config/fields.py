@@ -1,5 +1,5 @@
-"""What settings of training have beside the annotations of `clipmill.manifests.settings`: groups of the help, numbers
-of steps in epochs, fields that name a part, and fields that only some choices take.
+"""Settings of training: groups of the help, numbers of steps in epochs, fields that name a part, and fields that only
+some choices take. `clipmill.manifests.settings` has the annotations that both programs share.
 
     batch: Annotated[int, groups.TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
     \"\"\"Batch size, over all processes.\"\"\"
@@ -16,7 +16,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN as FIRST_RUN  # --help shows these flags, --help-all shows all
 from clipmill.manifests.plugins import Parts
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.settings import Checked, Range, annotations_of, caught
+from clipmill.manifests.settings import Checked, Range, annotations_of, errors_of
 
 _EPOCHS = re.compile(r"(\d+\.?\d*|\.\d+)ep")
 # Groups of flags in the help, and what else a flag says to the command line. Lower positions come first.
@@ -101,7 +101,7 @@ def in_steps(settings: Any, epoch_steps: float | None) -> Any:
 
 
 def given_in_epochs(settings: Any, epoch_steps: float | None) -> list[str]:
-    """What the log says of settings that are in epochs; raises as `num_steps`."""
+    """Log lines about settings that are given in epochs; raises the errors of `num_steps`."""
     given = [(flag, value) for _, _, flag, value in _numbers(settings) if epochs_of(value)]
     steps = [num_steps(value, epoch_steps=epoch_steps, flag=flag) for flag, value in given]
     return [f"{flag} {value} = {counted(num, 'step')}" for (flag, value), num in zip(given, steps, strict=True)]
@@ -185,4 +185,4 @@ def unknown_parts(settings: Checked) -> Iterator[UserError]:
         if name not in parts:
             yield parts.unknown(name, where=flag)
         else:
-            yield from caught(parts.__getitem__, name)
+            yield from errors_of(parts.__getitem__, name)

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.imported import imported
 from clipmill.manifests.quoting import counted
-from clipmill.manifests.settings import Checked, caught, without_effect
+from clipmill.manifests.settings import Checked, errors_of, without_effect
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.units import parse_size
 from clipmill.train.config import fields as groups
@@ -201,10 +201,10 @@ class DataSettings(Checked):
     def rules(self) -> Iterator[UserError]:
         """Yields repeated data folders, a wrong number of weights, and an invalid size of the cache."""
         if self.cache_size is not None:
-            yield from caught(parse_size, self.cache_size, flag="--cache-size")
+            yield from errors_of(parse_size, self.cache_size, flag="--cache-size")
         if len(self.folders) > 1:
             yield from _same_folders(self.folders)
-            yield from () if self.mix is None else caught(_require_weights, self.mix, num_folders=len(self.folders))
+            yield from () if self.mix is None else errors_of(_require_weights, self.mix, num_folders=len(self.folders))
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """Yields --cache and --cache-size with data that is read in place, and --mix with a single folder."""

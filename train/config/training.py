@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.settings import Checked, GoesWith, Range, caught, without_effect
+from clipmill.manifests.settings import Checked, GoesWith, Range, errors_of, without_effect
 from clipmill.shards.where_flag import check_where
 from clipmill.train.config import fields as groups
 from clipmill.train.config.evaluation import EvaluatedData, EvaluationSettings
@@ -47,7 +47,7 @@ class ParallelSettings(Checked):
 
     def rules(self) -> Iterator[UserError]:
         """Yields an invalid partition, and a strategy that a pipeline cannot have."""
-        yield from caught(check_rule, self.partition)
+        yield from errors_of(check_rule, self.partition)
         if self.stages > 1 and self.strategy == "fsdp":
             yield UserError(
                 f"--parallel.strategy fsdp and --parallel.stages {self.stages} do not go together",
@@ -235,8 +235,8 @@ class TrainingSettings(DataSettings):
                 hint="use a smaller one",
                 flags=("--optimizer.start-lr", "--lr"),
             )
-        yield from caught(check_best, self.best, self)
-        yield from caught(check_where, self.where)
+        yield from errors_of(check_best, self.best, self)
+        yield from errors_of(check_where, self.where)
         if self.optimizer.end_lr > self.lr:
             yield UserError(
                 f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}",

@@ -43,7 +43,7 @@ def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _argument(flag: str, names: Collection[str]) -> str:
-    """The argument for a flag: that of its name, of the name within its group, or of the group; else the flag."""
+    """Argument for a flag, by its name, by its name within the group, or by the group; the flag itself otherwise."""
     group, _, name = flag.removeprefix("--").replace("-", "_").partition(".")
     if (argument := _ARGUMENTS.get(flag, name or group)) in names:
         return argument

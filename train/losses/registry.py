@@ -73,7 +73,7 @@ _TABLES_8_9 = "FastCLIP, tables 8 and 9 and appendix B"
 _TEMPERATURE = "FastCLIP, appendix B, temperature"
 
 
-def _published(source: str, **values: Any) -> Published:
+def _published_row(source: str, **values: Any) -> Published:
     return Published(source, {"loss": values} if values else {})
 
 
@@ -86,29 +86,37 @@ def _cosine(gamma: float, *, epochs: int) -> dict[str, Any]:
 
 
 # Table 3 has other pairs for v2 alone.
-_MBCL = _published("FastCLIP, appendix B, scaling performance")
+_MBCL = _published_row("FastCLIP, appendix B, scaling performance")
 _MEDIUM = {
     "mbcl": _MBCL,
-    "sogclr": _published(_TABLE_8, temperature=0.03, **_constant(0.6)),
-    "isogclr": _published(_TABLE_8, temperature=0.03, temperature_lr=1e-2, rho=9.0, **_constant(0.6)),
-    "fastclip-v0": _published(_TEMPERATURE, temperature=0.03, **_cosine(0.2, epochs=18)),
-    "fastclip-v1": _published(_TABLE_8, temperature=0.03, **_cosine(0.2, epochs=18)),
-    "fastclip-v2": _published(_TABLES_8_9, temperature=0.03, temperature_lr=1e-2, rho=7.0, **_cosine(0.2, epochs=18)),
-    "fastclip-v3": _published(_TABLES_8_9, temperature=0.07, temperature_lr=2e-4, rho=6.5, **_cosine(0.2, epochs=18)),
+    "sogclr": _published_row(_TABLE_8, temperature=0.03, **_constant(0.6)),
+    "isogclr": _published_row(_TABLE_8, temperature=0.03, temperature_lr=1e-2, rho=9.0, **_constant(0.6)),
+    "fastclip-v0": _published_row(_TEMPERATURE, temperature=0.03, **_cosine(0.2, epochs=18)),
+    "fastclip-v1": _published_row(_TABLE_8, temperature=0.03, **_cosine(0.2, epochs=18)),
+    "fastclip-v2": _published_row(
+        _TABLES_8_9, temperature=0.03, temperature_lr=1e-2, rho=7.0, **_cosine(0.2, epochs=18)
+    ),
+    "fastclip-v3": _published_row(
+        _TABLES_8_9, temperature=0.07, temperature_lr=2e-4, rho=6.5, **_cosine(0.2, epochs=18)
+    ),
 }
 _LARGE_V2 = "FastCLIP, table 9 and appendix B, temperature"
 _LARGE = {
     "mbcl": _MBCL,
-    "sogclr": _published(_TABLE_8, temperature=0.03, **_constant(0.6)),
-    "isogclr": _published(_TABLE_8, temperature=0.03, temperature_lr=1e-2, rho=9.0, **_constant(0.8)),
-    "fastclip-v0": _published(_TEMPERATURE, temperature=0.03, **_cosine(0.2, epochs=16)),
-    "fastclip-v1": _published(_TABLE_8, temperature=0.03, **_cosine(0.2, epochs=16)),
-    "fastclip-v2": _published(_LARGE_V2, temperature=0.03, temperature_lr=1e-4, rho=8.5, **_cosine(0.2, epochs=16)),
-    "fastclip-v3": _published(_TABLES_8_9, temperature=0.07, temperature_lr=1e-4, rho=8.5, **_cosine(0.2, epochs=16)),
+    "sogclr": _published_row(_TABLE_8, temperature=0.03, **_constant(0.6)),
+    "isogclr": _published_row(_TABLE_8, temperature=0.03, temperature_lr=1e-2, rho=9.0, **_constant(0.8)),
+    "fastclip-v0": _published_row(_TEMPERATURE, temperature=0.03, **_cosine(0.2, epochs=16)),
+    "fastclip-v1": _published_row(_TABLE_8, temperature=0.03, **_cosine(0.2, epochs=16)),
+    "fastclip-v2": _published_row(_LARGE_V2, temperature=0.03, temperature_lr=1e-4, rho=8.5, **_cosine(0.2, epochs=16)),
+    "fastclip-v3": _published_row(
+        _TABLES_8_9, temperature=0.07, temperature_lr=1e-4, rho=8.5, **_cosine(0.2, epochs=16)
+    ),
 }
 _XLARGE = {
     "mbcl": _MBCL,
-    "fastclip-v3": _published(_TABLES_8_9, temperature=0.07, temperature_lr=5e-5, rho=16.0, **_cosine(0.8, epochs=10)),
+    "fastclip-v3": _published_row(
+        _TABLES_8_9, temperature=0.07, temperature_lr=5e-5, rho=16.0, **_cosine(0.8, epochs=10)
+    ),
 }
 PUBLISHED = {
     "fastclip-medium": _MEDIUM,

@@ -143,8 +143,8 @@ class HuggingFace:
     def tokenizer(self, name: str, context_length: int) -> Callable[[list[str]], Tensor]:
         """Ids of texts [B, L], with `PADDING` behind the tokens of each.
 
-        A text has the positions that it has alone, whatever the side of the tokenizer's padding. A SigLIP attends to
-        padding up to a fixed length, which belongs to its texts.
+        Positions do not depend on the side of the tokenizer's padding: they equal the positions of the text alone. A
+        SigLIP attends to padding up to a fixed length, which belongs to its texts.
         """
         tokenizer, limit = self.hub_tokenizer(name), self._limit(name)
         text = getattr(config := self.config(name), "text_config", config)

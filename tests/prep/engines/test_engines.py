@@ -67,7 +67,7 @@ def test_workers_keep_what_they_loaded_and_outlive_each_other(
 
 
 def check_workers(engine: Engine, tmp_path: Path) -> None:
-    """Run tasks of which some kill their worker; each worker has to load once, and only deadly tasks may be lost."""
+    """Run tasks, some of which kill their worker; each worker loads once, and only deadly tasks may be lost."""
     outcomes: list[Outcome[Task, tuple[int, int]]] = [
         outcome
         for outcome in engine.run(work, (Task(number, tmp_path) for number in range(NUM_TASKS)))

@@ -48,7 +48,7 @@ SOURCES = [
     Source("slides.mp4", Fraction(1, 8), 2),
     Source("ts-hevc.ts", Fraction(30), 321, tick_s=2e-5, options={"codec": "libx265", "open_gop": True, "gop": 100}),
 ]
-# They differ from those by a rate, a container or an encoder that others have.
+# Each differs from one above only by a rate, a container or an encoder that another one covers.
 FURTHER_SOURCES = [
     Source("30.mp4", Fraction(30), 321),
     Source("film.mp4", Fraction(24), 257),

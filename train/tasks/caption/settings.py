@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.settings import SHARE, Checked, GoesWith, Needs, Range, caught
+from clipmill.manifests.settings import SHARE, Checked, GoesWith, Needs, Range, errors_of
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import ClipSettings, NumFrames, adapted_towers
 from clipmill.train.config.data import CaptionSettings
@@ -297,7 +297,7 @@ class CaptionerSettings(ClipSettings):
                 hint="leave it out",
                 flags=("--captions.min-relevancy",),
             )
-        yield from caught(check_picture, self.model, self.towers, size_px=self.size_px)
+        yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """Yields flags about a new decoder or tokenizer beside one that exists."""

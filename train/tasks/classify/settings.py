@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.settings import SHARE, GoesWith, Range, caught
+from clipmill.manifests.settings import SHARE, GoesWith, Range, errors_of
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import LatentSettings
 from clipmill.train.config.data import Augment
@@ -67,7 +67,7 @@ class ClassifySettings(LatentSettings):
                 flags=("--towers.kind",),
             )
         if not self.reads_latents:
-            yield from caught(check_picture, self.model, self.towers, size_px=self.size_px)
+            yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
         else:
             yield from self._rules_of_latents()
         if (self.mixup or self.cutmix) and self.batch < 2:

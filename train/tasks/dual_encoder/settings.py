@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.settings import Range, caught
+from clipmill.manifests.settings import Range, errors_of
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import LatentSettings
 from clipmill.train.config.data import CaptionSettings
@@ -151,7 +151,7 @@ class DualEncoderSettings(LatentSettings):
                 flags=("--batch",),
             )
         if not self.reads_latents:
-            yield from caught(check_picture, self.model, self.towers, size_px=self.size_px)
+            yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
         if self.text_tower == "frozen" and self.init.text is not None:
             yield UserError(
                 f"--init.text is {self.init.text}, and stored embeddings take the place of the text tower",

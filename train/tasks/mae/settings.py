@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.settings import SHARE, GoesWith, Range, caught
+from clipmill.manifests.settings import SHARE, GoesWith, Range, errors_of
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import Crop, LatentSettings, NumFrames, Sampling
 from clipmill.train.config.evaluation import ProbeEvaluation
@@ -149,11 +149,11 @@ class MaeSettings(LatentSettings):
                 flags=("--repeat", "--samples-per-chunk"),
             )
         if not self.reads_latents:
-            misfits = list(caught(check_picture, self.model, self.towers, size_px=self.size_px))
+            misfits = list(errors_of(check_picture, self.model, self.towers, size_px=self.size_px))
             yield from misfits
             if not misfits:
                 num_places = (self.size_px // patch_px_of(self.model, self.towers)) ** 2
-                yield from caught(check_mask, self.mask_ratio, num_places=num_places)
+                yield from errors_of(check_mask, self.mask_ratio, num_places=num_places)
 
 
 def without_effect(settings: MaeSettings) -> list[str]:
