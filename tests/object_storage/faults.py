@@ -173,9 +173,7 @@ class Proxy:
                     await self._held_back(request, method, fault, reader, writer)
                     break
                 if fault is not None and fault.kind == "error":
-                    answer = error_answer(fault.status, fault.code)
-                    if method == "HEAD":  # a body would be read as the answer to the connection's next request
-                        answer = replace(answer, body=b"")
+                    answer = error_answer(fault.status, fault.code, method)
                 else:
                     if upstream is None:
                         upstream = await asyncio.open_connection("127.0.0.1", self.upstream_port)
@@ -273,11 +271,12 @@ class Proxy:
         return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
 
 
-def error_answer(status: int, code: str) -> Message:
+def error_answer(status: int, code: str, method: str = "GET") -> Message:
     """An error of S3 or Google."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
     head = f"HTTP/1.1 {status} Injected\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
-    return Message(head.encode(), body, True)
+    # After a request of HEAD, a body would be taken for the answer to the connection's next request.
+    return Message(head.encode(), b"" if method == "HEAD" else body, True)
 
 
 async def _read_message(
