@@ -113,7 +113,7 @@ def commit_everything(data: Path, *, recipe: ResolvedRecipe, num_real_shards: in
     folder = variant_dir(data, COLUMN, recipe.variant)
     indexes: dict[int, ShardFiles] = {}
     with _without_flushing():
-        make_variant(folder, recipe.as_dict())
+        make_variant(folder, dict(recipe.values))
         for number, shard in enumerate(plan.shards):
             is_real = num_real_shards is None or number < num_real_shards or shard.num_chunks not in indexes
             files = _real_files(folder, plan, shard) if is_real else _linked_files(folder, shard, indexes)

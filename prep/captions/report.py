@@ -12,9 +12,9 @@ from clipmill.prep.captions.answers import ANSWERS_FOLDER, Answer, answers_in
 from clipmill.prep.captions.recipe import CaptionsSettings
 from clipmill.prep.captions.table import TABLE_FILE
 from clipmill.prep.core.chunk_columns import ChunksPlan
+from clipmill.prep.core.column import Addition
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.run import Summary
-from clipmill.prep.core.work import Addition
 
 CaptionsPlan = ChunksPlan[Recipe[CaptionsSettings]]
 _MAX_ANSWERS = 10_000  # that an estimate looks at

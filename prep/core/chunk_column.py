@@ -1,7 +1,7 @@
 """The functions of a column with one sample for each chunk, derived from its `ColumnSpec` and its `ChunkWork`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import join
@@ -13,26 +13,19 @@ from clipmill.prep.core.chunk_columns import ChunksPlan, pending_chunks, plan_ch
 from clipmill.prep.core.chunk_report import chunks_report, speed_text
 from clipmill.prep.core.chunk_shards import NO_CHUNKS, current_chunks
 from clipmill.prep.core.chunk_worker import ChunkTask, make_chunk_shard
-from clipmill.prep.core.column import WEIGHTS, ColumnSpec, Pending
+from clipmill.prep.core.column import WEIGHTS, Addition, ColumnSpec, Pending
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan
-from clipmill.prep.core.recipe import NOT_STORED, Recipe, marked_fields, setting_flags, stored_values
+from clipmill.prep.core.recipe import Recipe, setting_flags, stored_values, values_not_stored
 from clipmill.prep.core.report import Report, summary_report
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Job, Summary, execute
-from clipmill.prep.core.selection import WHERE, stored_request
-from clipmill.prep.core.work import Addition, ChunkWork, ColumnWork, Workers
+from clipmill.prep.core.selection import WHERE, stored_recipe
+from clipmill.prep.core.work import ChunkWork, ColumnWork, Workers
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.reader import Variant
 
 Plan = ChunksPlan[Recipe[Any]]
-
-
-@dataclass
-class ChunkSummary(Summary):
-    """Result of a run, and what the column adds to its report."""
-
-    added: Addition = field(default_factory=Addition)
 
 
 def column_work(column: ColumnSpec, work: ChunkWork) -> ColumnWork:
@@ -69,8 +62,7 @@ def resolve(column: ColumnSpec, work: ChunkWork, settings: Any, *, video: str) -
 
 def _asked(work: ChunkWork, recipe: Recipe[Any]) -> dict[str, str | None]:
     """Return what commands that continue a run need besides the recipe, by the names of the flags."""
-    asked = {name: getattr(recipe.settings, name) for name in marked_fields(type(recipe.settings), NOT_STORED)}
-    return {**asked, WEIGHTS: work.weights(recipe)}
+    return {**values_not_stored(recipe.settings), WEIGHTS: work.weights(recipe)}
 
 
 def _plan_recipe(column: ColumnSpec, data_dir: Path, recipe: Recipe[Any], retry_codes: frozenset[str]) -> Plan:
@@ -88,14 +80,10 @@ def _plan(column: ColumnSpec, work: ChunkWork, data_dir: Path, settings: Any, re
 
 
 def _pending(column: ColumnSpec, data_dir: Path, variant: Variant) -> Pending:
-    def stored_recipe() -> Recipe[Any]:
-        settings = column.stored_settings(stored_request(variant))
-        return Recipe(settings, variant.recipe, variant.directory.name.rpartition("-")[0])
-
     return pending_chunks(
         data_dir,
         variant,
-        stored_recipe=stored_recipe,
+        stored_recipe=partial(stored_recipe, column, variant),
         plan=lambda recipe: _plan_recipe(column, data_dir, recipe, frozenset()),
     )
 
@@ -141,17 +129,17 @@ def chunk_job(column: ColumnSpec, plan: Plan, *, use: Any = None) -> Job[ChunkTa
 
 def _run(
     column: ColumnSpec, work: ChunkWork, plan: Plan, settings: Any, request: Request, part_run: PartRun | None
-) -> ChunkSummary:
+) -> Summary:
     workers = Workers(request=request, memory_gb=work.memory_gb)
     if work.workers is not None:
         workers = work.workers(plan, request)
     engine = workers.request.open_engine(memory_gb=workers.memory_gb, gpus_per_worker=workers.gpus_each)
     job = chunk_job(column, plan, use=workers.use)
-    asked = {**job.asked, **request.kept, **request.asked_engine}
+    asked = {**job.asked, **request.asked}
     summary = execute(replace(job, lag_limit_s=request.lag_limit_s, asked=asked), engine, part_run=part_run)
     written = [] if part_run is not None and not part_run.is_last else _write_extra_files(work, plan.variant_dir)
-    added = _written_files(work, written) if work.summary is None else work.summary(plan, summary, written)
-    return ChunkSummary(**vars(summary), added=added)
+    summary.added = _written_files(work, written) if work.summary is None else work.summary(plan, summary, written)
+    return summary
 
 
 def _write_extra_files(work: ChunkWork, variant_dir: Path) -> list[str]:
@@ -167,7 +155,7 @@ def _write_extra_files(work: ChunkWork, variant_dir: Path) -> list[str]:
 def _written_files(work: ChunkWork, written: list[str]) -> Addition:
     has_table = any(file.publish is not None for file in work.extra_files)
     lines = [f"table    {name}: written" for name in written]
-    return Addition(lines, {"is_table_written": bool(written)} if has_table else None)
+    return Addition(lines, {"is_table_written": bool(written)} if has_table else {})
 
 
 def _plan_report(column: ColumnSpec, work: ChunkWork, plan: Plan) -> Report:
@@ -179,7 +167,7 @@ def _plan_report(column: ColumnSpec, work: ChunkWork, plan: Plan) -> Report:
         column,
         plan.recipe.values,
         estimate=estimate.lines,
-        values={**where, **(estimate.values or {})},
+        values={**where, **estimate.values},
         asked=asked,
         verb=column.verb,
     )
@@ -195,14 +183,11 @@ def _duration(column: ColumnSpec, plan: Plan) -> Addition:
     return Addition(lines if seconds else (), {"estimate": {"seconds": seconds}})
 
 
-def _summary_report(column: ColumnSpec, work: ChunkWork, summary: ChunkSummary, settings: Any, listed: Path) -> Report:
-    result = Summary(**{each.name: getattr(summary, each.name) for each in fields(Summary)})
-    report = summary_report(
-        result,
+def _summary_report(column: ColumnSpec, work: ChunkWork, summary: Summary, settings: Any, listed: Path) -> Report:
+    return summary_report(
+        summary,
         listed=listed,
         speed=speed_text(summary, per_core=work.has_cpu_speed),
         nothing=None if summary.num_chunks else NO_CHUNKS,
         verb=column.verb,
     )
-    text = "\n".join([report.text, *summary.added.lines])
-    return Report(text, {**report.values, **(summary.added.values or {})})

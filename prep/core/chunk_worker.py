@@ -4,7 +4,6 @@ Samples of unchanged chunks are copied from stored shards; the column's `ChunkWo
 chunk is recorded in the commit and does not affect the others. This module loads neither plan nor driver.
 """
 
-import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from clipmill.manifests.imported import imported
 from clipmill.prep.core.chunk_input import Chunks, OldSamples, chunk_fingerprints, seconds_of
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe
-from clipmill.prep.core.shard_result import Heartbeat, ShardResult, Stop, cpu_s, stopped, system_errors_as_results
+from clipmill.prep.core.shard_result import ShardResult, Stop, begin_shard, stopped, system_errors_as_results
 from clipmill.prep.core.work import ChunkWork
-from clipmill.shards.commits import Commit, Failure, write_commit
+from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.damage import Damaged
 from clipmill.shards.reader import open_shard
-from clipmill.shards.writer import ShardWriter
 
 
 @dataclass(frozen=True)
@@ -83,19 +81,21 @@ def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
 
 
 def _make(task: ChunkTask) -> ShardResult:
-    begin_cpu_s = cpu_s()
     work: ChunkWork = imported(task.work)
     try:
         chunks, old = open_chunks(task)
     except (Damaged, FileNotFoundError) as error:
         return stopped(task, FailureCode.CHUNK_DAMAGED, f"the chunks cannot be read: {error}")
-    index = chunks.video.index
-    failures: list[Failure] = []
-    made_s, files = 0.0, None
-    content = hashlib.sha256(task.plan_fingerprint.encode())
-    writer = ShardWriter(task.variant_dir, shard_id=task.shard_id, extensions=[work.extension], fields=work.fields)
-    with Heartbeat(task.variant_dir, task.shard_id, num_chunks=len(chunks.wanted)) as beat, writer:
-        chunks = replace(chunks, show=beat.show)
+    index, made_s = chunks.video.index, 0.0
+    with begin_shard(
+        task,
+        column=task.column,
+        split=task.video_commit.split,
+        extensions=[work.extension],
+        fields=work.fields,
+        num_planned=len(chunks.wanted),
+    ) as shard:
+        chunks = replace(chunks, show=shard.show)
         made = work.make(chunks, task.recipe) if chunks.rows else iter(())
         for row in chunks.wanted:
             is_old = chunks.fingerprints[row] in old
@@ -107,29 +107,12 @@ def _make(task: ChunkTask) -> ShardResult:
                 return stopped(task, outcome.code, outcome.message)
             video_id, key = (index[name][row].as_py() for name in ("video_id", "key"))
             if isinstance(outcome, SourceFailure):
-                failures.append(Failure(video_id, key, str(outcome.code), outcome.message))
+                content = f"{' ' if shard.failures else ''}{key}" if work.is_function_of_plan else ""
+                shard.fail(Failure(video_id, key, str(outcome.code), outcome.message), content=content)
                 continue
             if outcome.key != key:
                 raise ValueError(f"{task.work} has made {outcome.key} in place of {key}")
-            writer.add(outcome)
-            if not work.is_function_of_plan:
-                content.update(outcome.members[work.extension])
+            shard.add(outcome, content=b"" if work.is_function_of_plan else outcome.members[work.extension])
             if not is_old and row not in chunks.known:
                 made_s += float(seconds_of(index, row))
-            beat.show(writer.num_samples)
-        num_chunks = writer.num_samples
-        if num_chunks:
-            if work.is_function_of_plan:
-                content.update(" ".join(failure.key or "" for failure in failures).encode())
-            files = writer.publish(content.hexdigest())
-    commit = Commit(task.column, task.shard_id, task.video_commit.split, task.plan_fingerprint, files, tuple(failures))
-    write_commit(task.variant_dir, commit)
-    return ShardResult(
-        task.shard_id,
-        num_chunks=num_chunks,
-        num_reused=len(chunks.wanted) - len(chunks.rows),
-        num_bytes=files.tar_bytes if files else 0,
-        failures=commit.failures,
-        encoded_s=made_s,
-        cpu_s=cpu_s() - begin_cpu_s,
-    )
+        return shard.commit(num_reused=len(chunks.wanted) - len(chunks.rows), encoded_s=made_s)

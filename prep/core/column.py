@@ -12,7 +12,7 @@ has a complete example.
 import json
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,7 +21,14 @@ from typing import Any
 
 from clipmill.manifests.imported import imported
 from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.prep.core.recipe import KEPT, changed_flags, marked_fields, setting_flags, settings_from
+from clipmill.prep.core.recipe import (
+    KEPT,
+    changed_flags,
+    marked_fields,
+    require_schema,
+    setting_flags,
+    settings_from,
+)
 from clipmill.shards.columns import VIDEO, command_for
 
 DATA_VARIABLE = "CLIPMILL_DATA"
@@ -40,6 +47,7 @@ class Pending:
         to_make: number of shards that need work, by state.
         num_orphaned: number of shards to remove, because nothing wants their content any more.
         stale_because: why the variant differs from what would be made now, or None.
+        left_out: What the settings leave out, such as tails, in lines.
     """
 
     num_wanted: int | None = None
@@ -47,6 +55,15 @@ class Pending:
     to_make: dict[str, int] = field(default_factory=dict)
     num_orphaned: int = 0
     stale_because: str | None = None
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Addition:
+    """What a column adds to a report: text lines and JSON values."""
+
+    lines: Sequence[str] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 class DeepCode(StrEnum):
@@ -98,10 +115,10 @@ class ColumnSpec:
         checked_noun: noun for what `verify --deep` counts, singular: "decoded frame".
         has_hours: whether `status` reports hours of video, computed from num_frames and the frame rate in the index.
         page: what the page of `prep inspect --html` shows, as a clause; empty without such a page.
-        read_settings: (stored recipe, path of local weights or None) -> settings that make the variant again; raises
-            UserError if another version wrote the recipe. None if the names of the stored values are those of the
-            settings.
-        write_flags: stored recipe -> flags of `prep NAME` that reproduce it. None if they are those of the settings.
+        read_settings: (stored recipe of this schema, path of local weights or None) -> settings that make the variant
+            again. None if the names of the stored values are those of the settings.
+        write_flags: settings of a stored recipe -> flags of `prep NAME` that give them. None if each setting is the
+            flag of its name.
         settings_line: stored recipe -> its settings on one line.
     """
 
@@ -121,7 +138,7 @@ class ColumnSpec:
     has_hours: bool = True
     page: str = ""
     read_settings: Callable[[Stored, str | None], Any] | None = None
-    write_flags: Callable[[Stored], list[str]] | None = None
+    write_flags: Callable[[Any], list[str]] | None = None
     settings_line: Callable[[Stored], str] = _all_settings
 
     @property
@@ -155,9 +172,10 @@ class ColumnSpec:
         Raises:
             UserError: the recipe was written with another version of the recipe schema, or is incomplete.
         """
-        if self.read_settings is not None:
-            return self.read_settings(stored, weights)
-        return settings_from(stored, self.settings, column=self.name, schema=self.schema)
+        if self.read_settings is None:
+            return settings_from(stored, self.settings, column=self.name, schema=self.schema)
+        require_schema(stored, column=self.name, schema=self.schema)
+        return self.read_settings(stored, weights)
 
     def kept_flags(self, stored: Stored) -> dict[str, Any]:
         """Return the flags of the last run that a retry uses again, by name."""
@@ -170,11 +188,10 @@ class ColumnSpec:
         Raises:
             UserError: the recipe was written with another version of the recipe schema.
         """
-        if self.write_flags is not None:
-            return self.write_flags(stored)
         weights = short_path(Path(stored[WEIGHTS])) if WEIGHTS in stored else None
-        kept = self.kept_flags(stored)
-        return [*setting_flags(self.stored_settings(stored, weights)), *changed_flags(kept, dict.fromkeys(kept))]
+        settings, kept = self.stored_settings(stored, weights), self.kept_flags(stored)
+        flags = setting_flags(settings) if self.write_flags is None else self.write_flags(settings)
+        return [*flags, *changed_flags(kept, dict.fromkeys(kept))]
 
     def command_line(self, stored: Stored, *, data_dir: Path) -> str:
         """Return the command line that reproduces the recipe in a recipe.json, by the engine that made it.

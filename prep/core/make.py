@@ -17,7 +17,8 @@ from clipmill.prep.core.request import PlanRequest, Request
 
 if TYPE_CHECKING:
     from clipmill.prep.core.report import Report
-    from clipmill.prep.core.work import ColumnPlan, RunSummary
+    from clipmill.prep.core.run import Summary
+    from clipmill.prep.core.work import ColumnPlan
     from clipmill.shards.commits import Failure
 
 
@@ -157,7 +158,7 @@ def _failed_words(failures: "Sequence[Failure]", column: ColumnSpec, plan: "Colu
 
 def _made(
     column: ColumnSpec, settings: Any, request: Request, now: Activity
-) -> "tuple[ColumnPlan, RunSummary, Report, Path]":
+) -> "tuple[ColumnPlan, Summary, Report, Path]":
     """Plan and make the column; return the plan, the summary, its report, and the path of the list of failures."""
     from clipmill.prep.core.data_folder import require_data_folder, writing
     from clipmill.prep.core.ending import with_ending

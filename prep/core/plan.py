@@ -121,7 +121,7 @@ def plan_shards(
         unreadable: ids of videos whose sources cannot be read at present.
         held: shards to leave unchanged.
     """
-    known, commits = set(), stored.commits
+    known, commits = set[int](), stored.commits
     for shard in wanted:
         known.add(shard.shard_id)
         state, reason = state_of(
@@ -133,7 +133,7 @@ def plan_shards(
             what_changed=what_changed,
         )
         if state == ShardState.CHANGED and shard.shard_id in held.shard_ids:
-            yield _kept(commits[shard.shard_id], held.because)
+            yield _as_stored(commits[shard.shard_id], ShardState.CURRENT, held.because)
             continue
         commit = commits.get(shard.shard_id)
         num_held = commit.files.num_samples if commit is not None and commit.files is not None else 0
@@ -149,10 +149,10 @@ def plan_shards(
             num_failed=shard.num_chunks - num_held if is_partial else 0,
         )
     for shard_id, commit in commits.items():
-        if shard_id in known:
-            continue
-        is_held = shard_id in held.shard_ids
-        yield _kept(commit, held.because) if is_held else _orphaned(commit, orphaned_because)
+        if shard_id not in known and shard_id in held.shard_ids:
+            yield _as_stored(commit, ShardState.CURRENT, held.because)
+        elif shard_id not in known:
+            yield _as_stored(commit, ShardState.ORPHANED, orphaned_because)
 
 
 def state_of(
@@ -182,27 +182,16 @@ def state_of(
     return ShardState.CURRENT, "up to date"
 
 
-def _kept(commit: Commit, reason: str) -> ShardPlan:
+def _as_stored(commit: Commit, state: ShardState, reason: str) -> ShardPlan:
+    """Return the plan of a stored shard that is kept as it is, or removed."""
     return ShardPlan(
         shard_id=commit.shard_id,
         split=commit.split,
-        state=ShardState.CURRENT,
+        state=state,
         reason=reason,
         plan_fingerprint=commit.plan_fingerprint,
         rows=range(0),
-        num_chunks=commit.files.num_samples if commit.files else 0,
-    )
-
-
-def _orphaned(commit: Commit, reason: str) -> ShardPlan:
-    return ShardPlan(
-        shard_id=commit.shard_id,
-        split=commit.split,
-        state=ShardState.ORPHANED,
-        reason=reason,
-        plan_fingerprint=commit.plan_fingerprint,
-        rows=range(0),
-        num_chunks=0,
+        num_chunks=commit.files.num_samples if commit.files and state == ShardState.CURRENT else 0,
     )
 
 

@@ -1,4 +1,4 @@
-"""The recipe of a column: its settings, and everything else that its bytes depend on besides the chunks.
+"""The recipe of a column: its settings, and everything else that its bytes depend on besides its input.
 
 The settings are a frozen dataclass whose fields are the flags of the command. A recipe is stored as `recipe.json`, and
 its fingerprint is part of the name of the variant, so that other settings make another variant.
@@ -11,6 +11,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from clipmill.manifests.errors import UserError
+from clipmill.shards.columns import VIDEO, command_for
 
 # In the annotation of a field of the settings.
 NOT_STORED = "a setting that does not change what is stored"
@@ -22,10 +23,10 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True)
 class Recipe(Generic[Settings]):
-    """Everything that a column with one sample for each chunk depends on besides the chunks.
+    """Everything that a column depends on besides its input.
 
     Attributes:
-        settings: Settings of the command.
+        settings: Settings of the command, or of `video` the settings with all values filled in.
         values: Content of recipe.json.
         name: Readable part of the name of the variant.
     """
@@ -62,6 +63,11 @@ def stored_values(settings: Any) -> dict[str, Any]:
     return {name: value for name, value in asdict(settings).items() if name not in left_out}
 
 
+def values_not_stored(settings: Any) -> dict[str, Any]:
+    """Return the settings that do not change what is stored, by name."""
+    return {name: getattr(settings, name) for name in marked_fields(type(settings), NOT_STORED)}
+
+
 def marked_fields(kind: type, mark: str) -> dict[str, type]:
     """Return the fields of a dataclass with a mark in their annotation: names, and types of the values."""
     hints = get_type_hints(kind, include_extras=True)
@@ -81,11 +87,7 @@ def settings_from(stored: Mapping[str, Any], kind: type[Settings], *, column: st
     Raises:
         UserError: the recipe was written with another version of the recipe schema, or lacks a setting.
     """
-    if stored.get("schema") != schema or stored.get("column") != column:
-        raise UserError(
-            f"the recipe has schema {stored.get('schema')!r}, but this version supports {schema}",
-            hint=f"run `prep {column}` with the desired settings to create a new variant",
-        )
+    require_schema(stored, column=column, schema=schema)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     required = ["video", *(name for name in names if name not in marked_fields(kind, NOT_STORED))]
     if missing := [name for name in required if name not in stored]:
@@ -93,6 +95,15 @@ def settings_from(stored: Mapping[str, Any], kind: type[Settings], *, column: st
             f"the recipe lacks {', '.join(map(repr, missing))}", hint=f"run `prep {column}` again to rewrite it"
         )
     return kind(**{name: stored[name] for name in names if stored.get(name) is not None})
+
+
+def require_schema(stored: Mapping[str, Any], *, column: str, schema: int) -> None:
+    """Raise a UserError if another column or another version of the recipe schema has written a recipe."""
+    if stored.get("schema") != schema or stored.get("column", VIDEO) != column:
+        raise UserError(
+            f"the recipe has schema {stored.get('schema')!r}, but this version supports {schema}",
+            hint=f"run `prep {command_for(column)}` with the desired settings to create a new variant",
+        )
 
 
 def setting_flags(settings: Any) -> list[str]:

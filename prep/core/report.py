@@ -46,6 +46,14 @@ def with_part(report: Report, run: PartRun) -> Report:
     return Report(f"{report.text}\n{run.line()}", {**report.values, "part": run.values()})
 
 
+@dataclass
+class _Group:
+    num_shards: int = 0
+    num_made: int = 0
+    num_copied: int = 0
+    is_known: bool = True
+
+
 def states_lines(
     shards: Sequence[ShardPlan],
     *,
@@ -60,7 +68,32 @@ def states_lines(
         verb: what the column does to a sample; it ends in e.
         reasons: why single shards are made again or removed, by shard ID; the others have the reason of their state.
     """
-    return plan_lines(shards, words=Words(sample, verb), reasons=reasons)
+    lines = []
+    kept = [shard for shard in shards if shard.state == ShardState.CURRENT]
+    if kept:
+        num_failed = sum(shard.num_failed for shard in kept)
+        num_held = sum(shard.num_chunks for shard in kept) - num_failed
+        held = f"{counted(num_held, sample)} in {counted(len(kept), 'shard')}"
+        lines.append(f"kept     {held}{f'; {num_failed:,} failed, see prep status' if num_failed else ''}")
+        reasons_to_hold = {shard.reason for shard in kept if shard.reason.startswith("kept, ")}
+        lines += [f"         {reason.removeprefix('kept, ')}" for reason in sorted(reasons_to_hold)]
+    groups: dict[str, _Group] = {}
+    for shard in shards:
+        if shard.has_work:
+            group = groups.setdefault(_reason(shard, reasons or {}), _Group())
+            group.num_shards += 1
+            group.num_copied += shard.num_copied or 0
+            group.num_made += shard.num_chunks - (shard.num_copied or 0)
+            group.is_known &= shard.num_copied is not None or shard.state == ShardState.NEW
+    lines += [f"to do    {_work(group, sample, verb)}: {reason}" for reason, group in groups.items()]
+    removed = [shard for shard in shards if shard.state == ShardState.ORPHANED]
+    because = Counter((reasons or {}).get(shard.shard_id, shard.reason) for shard in removed)
+    lines += [f"to do    {counted(count, 'shard')} removed: {reason}" for reason, count in because.items()]
+    listed = [shard for shard in shards if shard.state in _LISTED]
+    lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in listed[:MAX_LISTED]]
+    if len(listed) > MAX_LISTED:
+        lines.append(f"... and {counted(len(listed) - MAX_LISTED, 'more shard')}")
+    return lines
 
 
 def states_values(shards: Sequence[ShardPlan], *, sample: str = "chunk") -> dict[str, Any]:
@@ -136,93 +169,34 @@ def summary_report(
     else:
         lines.append(f"nothing to {verb}: {nothing or 'all shards are up to date'}")
     lines += [f"left out {refused.node}: {refused.reason}" for refused in summary.refused_workers]
-    lines += failure_lines(summary.failures, listed=listed)
+    lines += [*failure_lines(summary.failures, listed=listed), *summary.added.lines]
     values = {
         **more,
-        **asdict(summary),
+        **{name: value for name, value in asdict(summary).items() if name != "added"},
         **failure_values(summary.failures, listed=listed),
         "num_failed_videos": summary.num_failed_videos,
         "unchanged": len(summary.unchanged),
         "refused_workers": [refused.values() for refused in summary.refused_workers],
+        **summary.added.values,
     }
     return Report("\n".join(lines), values)
 
 
-@dataclass(frozen=True)
-class Words:
-    """The vocabulary of a column.
-
-    Attributes:
-        sample: noun for a sample, singular.
-        verb: what is done to a sample; it ends in e.
-        new: why samples of new shards are made.
-    """
-
-    sample: str = "chunk"
-    verb: str = "encode"
-    new: str = _REASONS[ShardState.NEW]
-
-
-@dataclass
-class _Group:
-    num_shards: int = 0
-    num_made: int = 0
-    num_copied: int = 0
-    is_known: bool = True
-
-
-def plan_lines(shards: Sequence[ShardPlan], *, words: Words, reasons: Mapping[int, str] | None = None) -> list[str]:
-    """Return what a plan does, one line for each reason, and the shards that are missing or damaged.
-
-    Args:
-        reasons: why single shards are made again or removed, by shard ID; the others have the reason of their state.
-    """
-    lines = []
-    kept = [shard for shard in shards if shard.state == ShardState.CURRENT]
-    if kept:
-        num_failed = sum(shard.num_failed for shard in kept)
-        held = _many(sum(shard.num_chunks for shard in kept) - num_failed, len(kept), words, "in")
-        lines.append(f"kept     {held}{f'; {num_failed:,} failed, see prep status' if num_failed else ''}")
-        reasons_to_hold = {shard.reason for shard in kept if shard.reason.startswith("kept, ")}
-        lines += [f"         {reason.removeprefix('kept, ')}" for reason in sorted(reasons_to_hold)]
-    groups: dict[str, _Group] = {}
-    for shard in shards:
-        if shard.has_work:
-            group = groups.setdefault(_reason(shard, words, reasons or {}), _Group())
-            group.num_shards += 1
-            group.num_copied += shard.num_copied or 0
-            group.num_made += shard.num_chunks - (shard.num_copied or 0)
-            group.is_known &= shard.num_copied is not None or shard.state == ShardState.NEW
-    lines += [f"to do    {_work(group, words)}: {reason}" for reason, group in groups.items()]
-    removed = [shard for shard in shards if shard.state == ShardState.ORPHANED]
-    because = Counter((reasons or {}).get(shard.shard_id, shard.reason) for shard in removed)
-    lines += [f"to do    {counted(count, 'shard')} removed: {reason}" for reason, count in because.items()]
-    listed = [shard for shard in shards if shard.state in _LISTED]
-    lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in listed[:MAX_LISTED]]
-    if len(listed) > MAX_LISTED:
-        lines.append(f"... and {counted(len(listed) - MAX_LISTED, 'more shard')}")
-    return lines
-
-
-def _reason(shard: ShardPlan, words: Words, reasons: Mapping[int, str]) -> str:
+def _reason(shard: ShardPlan, reasons: Mapping[int, str]) -> str:
     if shard.shard_id in reasons:
         return reasons[shard.shard_id]
     if shard.state == ShardState.CHANGED:
         return f"{shard.reason}; what is unchanged is copied"
-    return words.new if shard.state == ShardState.NEW else _REASONS.get(shard.state, shard.reason)
+    return _REASONS.get(shard.state, shard.reason)
 
 
-def _work(group: _Group, words: Words) -> str:
+def _work(group: _Group, sample: str, verb: str) -> str:
     """Return "12 chunks encoded and 6 copied into 2 shards"."""
-    into = f"into {counted(group.num_shards, 'shard')}"
+    into, made = f"into {counted(group.num_shards, 'shard')}", f"{counted(group.num_made, sample)} {verb}d"
     if not group.is_known:
-        return f"at most {counted(group.num_made, words.sample)} {words.verb}d {into}"
+        return f"at most {made} {into}"
     if not group.num_copied:
-        return f"{counted(group.num_made, words.sample)} {words.verb}d {into}"
+        return f"{made} {into}"
     if not group.num_made:
-        return f"{counted(group.num_copied, words.sample)} copied {into}"
-    return f"{counted(group.num_made, words.sample)} {words.verb}d and {group.num_copied:,} copied {into}"
-
-
-def _many(num_samples: int, num_shards: int, words: Words, preposition: str) -> str:
-    return f"{counted(num_samples, words.sample)} {preposition} {counted(num_shards, 'shard')}"
+        return f"{counted(group.num_copied, sample)} copied {into}"
+    return f"{made} and {group.num_copied:,} copied {into}"

@@ -175,11 +175,12 @@ class Request(Checked):
         return {"engine": self.engine}
 
     @property
-    def kept(self) -> dict[str, str]:
+    def asked(self) -> dict[str, str]:
         """The flags that a retry uses again and that differ from their defaults, for the records of a run."""
         default = type(self)()
         given = {name: getattr(self, name) for name in marked_fields(type(self), KEPT)}
-        return {name: str(value) for name, value in given.items() if value != getattr(default, name)}
+        kept = {name: str(value) for name, value in given.items() if value != getattr(default, name)}
+        return {**kept, **self.asked_engine}
 
     @property
     def lag_limit_s(self) -> float:

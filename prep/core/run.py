@@ -13,11 +13,10 @@ from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.storage.mirrors import refresh, require_locks
-from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.core.column import Addition, ColumnSpec
 from clipmill.prep.core.data_folder import remove_variant_temporaries
 from clipmill.prep.core.failure_list import FAILURES_FILE, read_failures, shard_name, write_failures
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode, loss_code
-from clipmill.prep.core.lag import is_committed, wait_until_seen
 from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.parts import Part, PartRun
 from clipmill.prep.core.plan import ShardPlan, ShardState, file_problems, with_work
@@ -44,9 +43,10 @@ class Summary:
     Attributes:
         num_shards_empty: of the shards that were made, those in which every sample failed.
         failures: all failures, including those of earlier runs that were not tried again.
-        unchanged: Those of the failures that an earlier run has reported and that this run had no reason to try again.
+        unchanged: The failures that an earlier run has reported and that this run had no reason to try again.
         gave_up: why the run ended before all shards were tried, or None.
         refused_workers: machines that failed the admission check, failed their tasks or were lost, and got no more.
+        added: What the column adds to the report.
     """
 
     variant: str
@@ -64,6 +64,7 @@ class Summary:
     unchanged: frozenset[Failure] = frozenset()
     gave_up: str | None = None
     refused_workers: list[Refused] = field(default_factory=list)
+    added: Addition = field(default_factory=Addition)
 
     @property
     def num_failed_videos(self) -> int:
@@ -210,18 +211,13 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 yield result
                 num_alike, last_code = (num_alike if stop_code == last_code else 0) + 1, stop_code
                 if stop is not None and num_alike == _MOST_STOPS.get(stop.code):
-                    summary.gave_up = _why_given_up(stop, num_shards=num_alike)
+                    summary.gave_up = f"stopped: {stop.message}"
                     if stop.code == FailureCode.DISK_FULL:
+                        summary.gave_up = f"stopped, because the disk was full for {num_alike} consecutive shards"
                         return
                     # Workers that wait for answers end their shards: what is on its way has been paid for.
             num_running = running.num_done()
             progress.show(made + num_running, work_done + running.work_done(), has_begun=running.has_begun)
-
-
-def _why_given_up(stop: Stop, *, num_shards: int) -> str:
-    if stop.code == FailureCode.DISK_FULL:
-        return f"stopped, because the disk was full for {num_shards} consecutive shards"
-    return f"stopped: {stop.message}"
 
 
 def _finish(
@@ -290,6 +286,8 @@ def _have_appeared(
     job: Job[W], commits: dict[int, Commit], results: dict[int, ShardResult], *, gave_up: str | None
 ) -> bool:
     """Wait for the missing shards that workers have reported as made; return True if they have become visible."""
+    from clipmill.prep.core.lag import is_committed, wait_until_seen
+
     made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
     missing = made & _missing_shards(job, commits, results, gave_up=gave_up).keys()
     unseen = [(shard.shard_id, shard.plan_fingerprint) for shard in job.shards if shard.shard_id in missing]

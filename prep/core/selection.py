@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from clipmill.manifests.checked_json import parse_json, publish_checked_json, read_checked_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_json, read_record, remove, rename, temporary_path
+from clipmill.prep.core.column import WEIGHTS, ColumnSpec
+from clipmill.prep.core.recipe import Recipe
 from clipmill.shards.format import COMMITS_FOLDER, RECIPE_FILE
 
 if TYPE_CHECKING:
@@ -62,6 +64,17 @@ def stored_request(variant: "Variant") -> dict[str, Any]:
         UserError: one of them cannot be read.
     """
     return {**variant.recipe, **read_selection(variant.directory)}
+
+
+def stored_recipe(column: ColumnSpec, variant: "Variant") -> Recipe[Any]:
+    """Return the recipe of a variant, with the settings of its last run.
+
+    Raises:
+        UserError: it cannot be read, or another version has written it.
+    """
+    stored = stored_request(variant)
+    settings = column.stored_settings(stored, stored.get(WEIGHTS))
+    return Recipe(settings, variant.recipe, variant.directory.name.rpartition("-")[0])
 
 
 def _read(path: Path) -> dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""Messages from the worker of a shard to its driver, in all columns: progress, and the result.
+"""Making a shard in a worker, in all columns: its samples, failures and commit, its progress, and its result.
 
 Progress is a heartbeat: a small file in `<variant>/.tmp-running/`, where the driver's progress bar and `prep status` in
 another terminal read it, from any node of a cluster. Heartbeats are not part of the records: each run begins by
@@ -6,12 +6,13 @@ deleting the heartbeats of earlier runs. System errors become results with failu
 """
 
 import errno
+import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Container, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
@@ -22,7 +23,8 @@ from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import Inaccessible
 from clipmill.manifests.publish import TEMPORARY_PREFIX
 from clipmill.prep.core.failures import MACHINE_FAULTS, SOURCE_AWAY, FailureCode
-from clipmill.shards.commits import Failure
+from clipmill.shards.commits import Commit, Failure, write_commit
+from clipmill.shards.writer import Sample, ShardWriter
 
 RUNNING_FOLDER = f"{TEMPORARY_PREFIX}running"
 _INTERVAL_S = 0.5
@@ -35,6 +37,15 @@ class ShardWork(Protocol):
 
     @property
     def shard_id(self) -> int: ...
+
+
+class NewShardWork(ShardWork, Protocol):
+    """Interface of a task whose shard `begin_shard` makes."""
+
+    @property
+    def variant_dir(self) -> Path: ...
+    @property
+    def plan_fingerprint(self) -> str: ...
 
 
 W = TypeVar("W", bound=ShardWork)
@@ -100,9 +111,14 @@ def stopped(work: ShardWork, code: FailureCode, message: str) -> ShardResult:
 
 
 def system_errors_as_results(make: Callable[[W], ShardResult], work: W) -> ShardResult:
-    """Return `make(work)`; errors of machine and bucket (disk full, out of memory, unreadable file) become a result."""
+    """Return `make(work)`, with the CPU time that it took.
+
+    Errors of machine and bucket (disk full, out of memory, unreadable file) become a result.
+    """
+    begin_cpu_s = cpu_s()
     try:
-        return make(work)
+        result = make(work)
+        return replace(result, cpu_s=cpu_s() - begin_cpu_s)
     except OSError as error:
         code = FailureCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureCode.IO_ERROR
         where = f": {error.filename}" if error.filename else ""
@@ -159,6 +175,72 @@ class Heartbeat:
         with suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
             self._path.write_text(text)
+
+
+class NewShard:
+    """A shard that is being made (`begin_shard`).
+
+    Attributes:
+        failures: Failures of its samples so far.
+        show: Show the number of finished samples; `add` does.
+    """
+
+    def __init__(self, work: NewShardWork, writer: ShardWriter, beat: Heartbeat, *, column: str, split: str) -> None:
+        self._work, self._writer, self._column, self._split = work, writer, column, split
+        self._content = hashlib.sha256(work.plan_fingerprint.encode())
+        self.failures: list[Failure] = []
+        self.show = beat.show
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples so far."""
+        return self._writer.num_samples
+
+    def add(self, sample: Sample, *, content: bytes = b"") -> None:
+        """Append a sample; `content` is what the names of the files depend on besides the plan."""
+        self._writer.add(sample)
+        self._content.update(content)
+        self.show(self.num_samples)
+
+    def fail(self, failure: Failure, *, content: str) -> None:
+        """Record that there is no sample; `content` is what the names of the files depend on besides the plan."""
+        self.failures.append(failure)
+        self._content.update(content.encode())
+
+    def commit(self, *, num_reused: int = 0, encoded_s: float = 0.0) -> ShardResult:
+        """Publish the files of the shard, if it has samples, and its commit; return the result."""
+        work, num_samples = self._work, self.num_samples
+        files = self._writer.publish(self._content.hexdigest()) if num_samples else None
+        failures = tuple(self.failures)
+        commit = Commit(self._column, work.shard_id, self._split, work.plan_fingerprint, files, failures)
+        write_commit(work.variant_dir, commit)
+        num_bytes = files.tar_bytes if files else 0
+        return ShardResult(work.shard_id, num_samples, num_reused, num_bytes, failures, encoded_s=encoded_s)
+
+
+@contextmanager
+def begin_shard(
+    work: NewShardWork,
+    *,
+    column: str,
+    split: str,
+    extensions: Sequence[str],
+    fields: Sequence[pa.Field],
+    num_planned: int,
+) -> Iterator[NewShard]:
+    """Begin a shard, of which nothing is left unless it is committed.
+
+    Args:
+        work: Task of the worker.
+        column: Name of the column.
+        split: Split of its samples.
+        extensions: Members of every sample, in order.
+        fields: Index fields of the column.
+        num_planned: Number of samples planned, for the progress.
+    """
+    writer = ShardWriter(work.variant_dir, shard_id=work.shard_id, extensions=extensions, fields=fields)
+    with Heartbeat(work.variant_dir, work.shard_id, num_chunks=num_planned) as beat, writer:
+        yield NewShard(work, writer, beat, column=column, split=split)
 
 
 class RunningChunks:

@@ -5,7 +5,7 @@ A column with one sample for each chunk has a `ChunkWork`, from which all functi
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,8 +14,7 @@ import pyarrow as pa
 
 from clipmill.manifests.imported import imported, late
 from clipmill.manifests.storage.mirrors import is_away
-from clipmill.prep.core.column import ColumnSpec, Pending, Stored
-from clipmill.shards.commits import Failure
+from clipmill.prep.core.column import Addition, ColumnSpec, Pending, Stored
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import CommittedShard, Variant
 
@@ -44,19 +43,6 @@ class ColumnPlan(Protocol):
     @property
     def num_videos(self) -> int:
         """Number of videos in the plan; a percentage in `--max-failures` refers to it."""
-        ...
-
-
-class RunSummary(Protocol):
-    """Interface of the result of a run. `gave_up` is the reason why it ended before all shards were tried, or None."""
-
-    @property
-    def gave_up(self) -> str | None: ...
-    @property
-    def failures(self) -> Sequence[Failure]: ...
-    @property
-    def unchanged(self) -> Collection[Failure]:
-        """Failures that an earlier run has reported, and that this one had no reason to try again."""
         ...
 
 
@@ -137,7 +123,7 @@ class ColumnWork:
 
     require: Callable[[Any], None] = _any_settings
     plan: "Callable[[Path, Any, Request], ColumnPlan]"
-    run: "Callable[[Any, Any, Request, PartRun | None], RunSummary]"
+    run: "Callable[[Any, Any, Request, PartRun | None], Summary]"
     plan_report: "Callable[[Any], Report]"
     explain: "Callable[[Any, str], Report]" = _no_report
     summary_report: "Callable[[Any, Any, Path], Report]"
@@ -178,14 +164,6 @@ class Workers:
     gpus_each: float = 0.0
     memory_gb: float = 0.5
     use: Any = None
-
-
-@dataclass(frozen=True)
-class Addition:
-    """What a column adds to a report: text lines and JSON values."""
-
-    lines: Sequence[str] = ()
-    values: Mapping[str, Any] | None = None
 
 
 def _settings_alone(settings: Any) -> tuple[Any, dict[str, Any]]:

@@ -3,13 +3,15 @@
 It is stored in `<variant>/bank/` during a run. A block is an Arrow file of digests and rows, named after the hash of
 its content. The blocks of a killed run can therefore be verified and reused by the next run, even if that run divides
 the work differently. Embeddings in the variant's committed shards are copied into the bank instead of being computed
-again.
+again. Workers encode all others in blocks.
 """
 
+import errno
 import hashlib
 import zlib
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +20,19 @@ import pyarrow as pa
 from clipmill.manifests.mapped_files import map_arrow_file
 from clipmill.manifests.publish import publish_bytes, remove, remove_temporaries
 from clipmill.manifests.storage.mirrors import refresh
-from clipmill.prep.text.digests import DIGEST_BYTES, DIGESTS, from_arrow, positions_in
-from clipmill.prep.text.recipe import BLOCK_FILE, MEMBER
+from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.recipe import Recipe
+from clipmill.prep.text.captions import CaptionReader
+from clipmill.prep.text.digests import DIGEST_BYTES, DIGESTS, digests_of, from_arrow, positions_in
+from clipmill.prep.text.recipe import BLOCK_FILE, MEMBER, TextSettings
 from clipmill.shards.damage import Damaged
 from clipmill.shards.npy import data_offset
 from clipmill.shards.reader import CommittedShard, Variant
 
 _BLOCK_BYTES = 1 << 25
+MAX_BLOCK_TEXTS = 2048
+_MAX_BLOCK_SEQUENCES = 64  # of 512 tokens of width 4096: 268 MB
+_MAX_BLOCK_CHARS = 1 << 20  # limits what is sent to a worker, since some texts may be very long
 
 
 def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> None:
@@ -225,3 +233,96 @@ def _wanted_rows(
         if wanted.any():
             is_missing[own[wanted]] = False
             yield stored[begin:end][wanted].astype(DIGESTS), embedded[np.repeat(wanted, lengths)], lengths[wanted]
+
+
+@dataclass(frozen=True)
+class TowerUse:
+    """Which text tower the workers load, and how they use it.
+
+    Attributes:
+        recipe: Recipe of the plan.
+        batch: Batch size in texts.
+        device: cuda or cpu.
+    """
+
+    recipe: Recipe[TextSettings]
+    batch: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Block:
+    """Texts to encode into the bank; `number` is its position among the blocks of a run."""
+
+    bank_dir: Path
+    tower: TowerUse
+    texts: tuple[str, ...]
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """Result of encoding a block.
+
+    Attributes:
+        num_encoded: number of texts encoded.
+        num_cut: number of these longer than the tower's context length.
+        not_finite: digests of texts whose embedding contains NaN or infinity; they are not in the bank.
+        stopped: (code, reason) why nothing was stored, or None.
+    """
+
+    num_encoded: int = 0
+    num_cut: int = 0
+    not_finite: tuple[bytes, ...] = ()
+    stopped: tuple[FailureCode, str] | None = None
+
+
+def encode_block(block: Block) -> BlockResult:
+    """Encode the texts of a block and publish their embeddings in the bank."""
+    from clipmill.prep.text import t5, tower
+
+    use, settings = block.tower, block.tower.recipe.settings
+    sha256 = use.recipe.values["encoder_sha256"]
+    if use.device == "cpu":
+        tower.use_threads(1)  # there is one worker per core
+    try:
+        if settings.clip is None:
+            encoder: t5.T5Encoder | tower.Tower = t5.load_t5(settings, sha256=sha256, device=use.device)
+        else:
+            encoder = tower.load_tower(settings.clip, sha256=sha256, device=use.device)
+        encoded = encoder.encode(block.texts, batch=use.batch)
+        digests, is_finite = digests_of(block.texts), encoded.is_finite
+        if is_finite.any():
+            rows = encoded.rows[np.repeat(is_finite, encoded.lengths)]
+            write_block(block.bank_dir, digests[is_finite], rows, encoded.lengths[is_finite])
+    except MemoryError as error:
+        return BlockResult(stopped=(FailureCode.OUT_OF_MEMORY, str(error) or "the worker is out of memory"))
+    except OSError as error:
+        code = FailureCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureCode.IO_ERROR
+        return BlockResult(stopped=(code, f"{error.strerror or error}: {error.filename or block.bank_dir}"))
+    not_finite = tuple(digests[row : row + 1].tobytes() for row in np.flatnonzero(~is_finite))
+    return BlockResult(len(block.texts), encoded.num_cut, not_finite)
+
+
+def blocks_of(
+    reader: CaptionReader, video_ids: pa.Array, *, missing: np.ndarray, bank_dir: Path, tower: TowerUse
+) -> Iterator[Block]:
+    """Yield blocks with the captions of `video_ids` whose digests are `missing` (ascending), each text exactly once."""
+    is_waiting = np.ones(len(missing), bool)
+    max_texts = MAX_BLOCK_TEXTS if tower.recipe.settings.encoder is None else _MAX_BLOCK_SEQUENCES
+    texts: list[str] = []
+    num_chars = num_blocks = 0
+    for piece in reader.pieces(video_ids):
+        found = piece.texts.to_pylist()
+        positions = positions_in(missing, digests_of(found))
+        for text, position in zip(found, positions.tolist(), strict=True):
+            if position < 0 or not is_waiting[position]:
+                continue
+            is_waiting[position] = False
+            texts.append(text)
+            num_chars += len(text)
+            if len(texts) == max_texts or num_chars >= _MAX_BLOCK_CHARS:
+                yield Block(bank_dir, tower, tuple(texts), num_blocks)
+                texts, num_chars, num_blocks = [], 0, num_blocks + 1
+    if texts:
+        yield Block(bank_dir, tower, tuple(texts), num_blocks)

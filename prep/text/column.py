@@ -1,15 +1,15 @@
 """The column `text`: its flags and its `ColumnSpec`."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from clipmill.manifests.settings import Range
 from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.core.recipe import KEPT
 from clipmill.prep.core.request import EXECUTION, ModelRequest
-from clipmill.prep.text.recipe import T5, TEXT, TEXT_RECIPE_SCHEMA, TextRecipe, text_recipe_from_dict
+from clipmill.prep.text.recipe import TEXT, TEXT_RECIPE_SCHEMA, TextSettings, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,22 +19,10 @@ class TextRequest(ModelRequest):
     batch: Annotated[
         int | None,
         EXECUTION,
+        KEPT,
         Range(least=1),
         Parameter(help="Batch size of the text encoder, 1 or more. Default: 32; 256 for --clip on a GPU."),
     ] = None
-
-
-def _read_settings(stored: Mapping[str, Any], weights: str | None) -> TextRecipe:
-    recipe = text_recipe_from_dict(stored)
-    if recipe.max_tokens is None:
-        clip = recipe.encoder if weights is None else f"{recipe.encoder.partition(':')[0]}:{weights}"
-        return TextRecipe(clip=clip, where=recipe.where)
-    return TextRecipe(
-        encoder=recipe.encoder if weights is None else f"{T5}{weights}",
-        max_tokens=recipe.max_tokens,
-        precision="bfloat16" if recipe.precision == "bfloat16" else "float32",
-        where=recipe.where,
-    )
 
 
 COLUMN = ColumnSpec(
@@ -42,7 +30,7 @@ COLUMN = ColumnSpec(
     package="clipmill.prep.text",
     work="clipmill.prep.text.work:WORK",
     check_sample="clipmill.prep.text.check:check_text",
-    settings=TextRecipe,
+    settings=TextSettings,
     schema=TEXT_RECIPE_SCHEMA,
     request="clipmill.prep.text.column:TextRequest",
     help="""Encode each unique caption of the manifest once: with a CLIP text tower of open_clip, or with a T5.
@@ -63,5 +51,5 @@ COLUMN = ColumnSpec(
     """,
     sample="video",
     has_hours=False,
-    read_settings=_read_settings,
+    read_settings=settings_of,
 )

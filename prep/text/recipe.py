@@ -3,16 +3,15 @@
 A CLIP text tower makes one embedding of a text, of unit length. The encoder of a T5 makes a sequence: one vector for
 each token, stored without padding.
 
-`TextRecipe` holds what the user gave; `ResolvedTextRecipe` adds the hash of the weights and the embedding width. The
-resolved recipe is fingerprinted and stored beside the shards. It does not include the folder of a weights file: moving
-the file does not change the embeddings.
+The stored recipe has the hash of the weights and the embedding width besides the settings. It does not include the
+folder of a weights file: moving the file does not change the embeddings.
 """
 
 import hashlib
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,8 +21,7 @@ from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.settings import Checked, Range, errors_of
-from clipmill.prep.core.column import WEIGHTS
-from clipmill.prep.core.recipe import recipe_fingerprint
+from clipmill.prep.core.recipe import NOT_STORED, Recipe
 from clipmill.prep.core.selection import WHERE
 from clipmill.shards.where_flag import check_where
 
@@ -38,13 +36,14 @@ TEXT_RECIPE_SCHEMA = 2  # incremented when the same settings begin to produce di
 TINY, T5 = "tiny", "t5:"
 MODEL = Parameter(group=Group("Model", sort_key=1))
 DTYPE = "float16"
+OF_SEQUENCES = ("max_tokens", "precision")  # settings that embeddings do not depend on
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 _MAX_SLUG_CHARS = 80
 _ONE_OF_BOTH = "give --clip MODEL:TAG for embeddings, or --encoder t5:NAME for sequences"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRecipe(Checked):
+class TextSettings(Checked):
     """Settings of `prep text` that affect the embeddings."""
 
     clip: Annotated[str | None, MODEL, FIRST_RUN] = None
@@ -61,7 +60,7 @@ class TextRecipe(Checked):
     precision: Annotated[Literal["float32", "bfloat16"], MODEL] = "float32"
     """Precision of the computation of --encoder."""
 
-    where: Annotated[str | None, MODEL] = None
+    where: Annotated[str | None, MODEL, NOT_STORED] = None
     """Condition that selects the captions to encode, such as 'words > 3 and source == "human"'. It is not part of the
     variant: another condition encodes what is missing, and drops what it does not select. Default: all captions."""
 
@@ -95,11 +94,6 @@ class TextRecipe(Checked):
             raise UserError("no text encoder is given", hint=_ONE_OF_BOTH)
 
     @property
-    def flags(self) -> list[str]:
-        """The flags that name the encoder."""
-        return ["--clip", self.clip] if self.clip is not None else ["--encoder", str(self.encoder)]
-
-    @property
     def model(self) -> str:
         """Name of the model in open_clip's list of configurations."""
         return str(self.clip).partition(":")[0].replace("/", "-")
@@ -115,60 +109,34 @@ class TextRecipe(Checked):
         return str(self.encoder).removeprefix(T5)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResolvedTextRecipe:
-    """A recipe whose weights have been found.
+def text_recipe(settings: TextSettings, *, encoder: str, sha256: str, width: int) -> Recipe[TextSettings]:
+    """Return the recipe of settings on this machine.
 
-    Attributes:
+    Args:
+        settings: Settings in which local weights have an absolute path.
         encoder: tiny, MODEL:TAG, or MODEL: followed by the file name; or t5: followed by the name.
-        encoder_sha256: hash of the weights file; for tiny, of the version of the code that makes it; of a T5 also of
-            its configuration and tokenizer.
-        width: embedding dimension.
-        where: condition that selects captions; not part of the recipe, as embeddings do not depend on it.
-        weights: Absolute path of weights on this machine, not part of the recipe either; None if they have a name.
-        max_tokens, precision: of sequences; None for embeddings.
+        sha256: Hash of the weights file; for tiny, of the version of the code that makes it; of a T5 also of its
+            configuration and tokenizer.
+        width: Embedding dimension.
     """
-
-    encoder: str
-    encoder_sha256: str
-    width: int
-    dtype: str = DTYPE
-    where: str | None = None
-    weights: str | None = None
-    max_tokens: int | None = None
-    precision: str | None = None
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 (hex) of `as_dict` as canonical JSON."""
-        return recipe_fingerprint(self.as_dict())
-
-    @property
-    def variant(self) -> str:
-        """Folder name of the recipe's variant: a readable part and the first 8 digits of the fingerprint."""
-        readable = _UNSAFE.sub("-", self.encoder).strip("-")[:_MAX_SLUG_CHARS]
-        return f"{readable}-{self.fingerprint[:8]}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the recipe as JSON values."""
-        values = {"schema": TEXT_RECIPE_SCHEMA, "column": TEXT, **asdict(self)}
-        return {name: value for name, value in values.items() if name not in (WHERE, WEIGHTS) and value is not None}
+    of_sequences = {} if settings.encoder is None else {name: getattr(settings, name) for name in OF_SEQUENCES}
+    stored = {"encoder": encoder, "encoder_sha256": sha256, "width": width, "dtype": DTYPE, **of_sequences}
+    name = _UNSAFE.sub("-", encoder).strip("-")[:_MAX_SLUG_CHARS]
+    return Recipe(settings, {"schema": TEXT_RECIPE_SCHEMA, "column": TEXT, **stored}, name)
 
 
-def text_recipe_from_dict(stored: Mapping[str, Any]) -> ResolvedTextRecipe:
-    """Return the recipe of a variant (`clipmill.prep.core.selection.stored_request`).
+def settings_of(stored: Mapping[str, Any], weights: str | None) -> TextSettings:
+    """Return the settings in a variant's recipe.json, with the path of local weights."""
+    named = stored["encoder"] if weights is None else f"{stored['encoder'].partition(':')[0]}:{weights}"
+    of_sequences = {name: stored[name] for name in OF_SEQUENCES if name in stored}
+    given: dict[str, Any] = {"encoder" if of_sequences else "clip": named, **of_sequences}
+    return TextSettings(**given, where=stored.get(WHERE))
 
-    Raises:
-        UserError: the recipe was written with another version of the recipe schema.
-    """
-    if stored.get("schema") != TEXT_RECIPE_SCHEMA or stored.get("column") != TEXT:
-        raise UserError(
-            f"the recipe has schema {stored.get('schema')!r} of column {stored.get('column')!r}, "
-            f"but this version supports schema {TEXT_RECIPE_SCHEMA} of 'text'",
-            hint="run `prep text` with the desired text encoder to create a new variant",
-        )
-    values: dict[str, Any] = {field.name: stored.get(field.name) for field in fields(ResolvedTextRecipe)}
-    return ResolvedTextRecipe(**values)
+
+def local_weights(recipe: Recipe[TextSettings]) -> str | None:
+    """Return the absolute path of weights on this machine; None if they have a name."""
+    asked = str(recipe.settings.clip or recipe.settings.encoder)
+    return None if asked == recipe.values["encoder"] else asked.partition(":")[2]
 
 
 def file_sha256(path: Path) -> str:

@@ -2,20 +2,24 @@
 
 First the bank is filled: embeddings in committed shards of the variant are copied, all other texts are encoded exactly
 once. Every text of the shards to be made then has an embedding in the bank, or a recorded reason why not. All state is
-in the commits and the bank, so the run can be killed at any time; the next one reuses both.
+in the commits and the bank, so the run can be killed at any time; the next one reuses both. The driver makes the shards
+itself, since only copying is left to do.
 """
 
+import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.progress import Activity
-from clipmill.prep.core.column import WEIGHTS
+from clipmill.manifests.quoting import counted
+from clipmill.prep.core.column import WEIGHTS, Addition
 from clipmill.prep.core.failures import FailureCode, loss_code
 from clipmill.prep.core.lag import wait_until_seen
 from clipmill.prep.core.layout import write_layout
@@ -23,21 +27,26 @@ from clipmill.prep.core.part_locks import Part
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, with_work
 from clipmill.prep.core.progress import warn_refused
-from clipmill.prep.core.run import Job, execute
+from clipmill.prep.core.run import Job, Summary, execute
 from clipmill.prep.core.selection import make_variant, write_selection
+from clipmill.prep.core.shard_result import ShardResult, begin_shard, stopped, system_errors_as_results
 from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
 from clipmill.prep.engines.admission import worker_ticket
-from clipmill.prep.text.bank import Bank, copy_embeddings
-from clipmill.prep.text.blocks import Block, BlockResult, TowerUse, blocks_of, encode_block
+from clipmill.prep.text.bank import Bank, Block, BlockResult, TowerUse, blocks_of, copy_embeddings, encode_block
 from clipmill.prep.text.captions import CaptionReader
 from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.digests import DigestSet, digests_of, owners_of
-from clipmill.prep.text.layout import text_layout_path
-from clipmill.prep.text.plan import TextPlan
-from clipmill.prep.text.recipe import BANK_FOLDER, TEXT
-from clipmill.prep.text.report import TextSummary
-from clipmill.prep.text.worker import ShardMaker, TextShardTask
+from clipmill.prep.text.plan import TextPlan, text_layout_path
+from clipmill.prep.text.recipe import BANK_FOLDER, MEMBER, TEXT, local_weights
+from clipmill.prep.text.tokens import texts_with_all
+from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import begin_variant
+from clipmill.shards.format import TEXT_FIELDS
+from clipmill.shards.npy import npy_bytes
+from clipmill.shards.writer import Sample
+
+EXTENSIONS = (MEMBER, "json")
+_MAX_TEXTS, _MAX_SEQUENCES = 1 << 16, 64  # read at a time: embeddings of a kilobyte, sequences of megabytes
 
 
 def run_text(
@@ -48,7 +57,7 @@ def run_text(
     part_run: PartRun | None = None,
     lag_limit_s: float = 0.0,
     asked: Mapping[str, str] = MappingProxyType({}),
-) -> TextSummary:
+) -> Summary:
     """Make every shard of the plan that needs work; call it while holding the lock of the column.
 
     Parts divide the texts and not the shards, because most shards need texts that occur in several of them. The last
@@ -63,12 +72,12 @@ def run_text(
     """
     begin_s = time.monotonic()
     if part_run is not None:
-        part_run.agree(plan.variant_dir.name, where=plan.recipe.where, package=COLUMN.package)
+        part_run.agree(plan.variant_dir.name, where=plan.recipe.settings.where, package=COLUMN.package)
     write_layout(text_layout_path(plan.data_dir), plan.layout)
-    make_variant(plan.variant_dir, plan.recipe.as_dict())
-    write_selection(plan.variant_dir, plan.recipe.where, {WEIGHTS: plan.recipe.weights, **asked})
+    make_variant(plan.variant_dir, dict(plan.recipe.values))
+    write_selection(plan.variant_dir, plan.recipe.settings.where, {WEIGHTS: local_weights(plan.recipe), **asked})
     is_alone = part_run is None or part_run.is_first
-    bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.width, is_alone=is_alone)
+    bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.values["width"], is_alone=is_alone)
     if part_run is not None:
         begin_variant(plan.data_dir, TEXT, plan.recipe.variant)
         part_run.begin()
@@ -81,28 +90,22 @@ def run_text(
             what = f"embeddings in {bank.folder}"
             wait_until_seen(what, lambda: _is_filled(bank, own, filled.not_finite), limit_s=lag_limit_s)
         if part_run is not None and not _can_make_shards(bank, need, filled, part_run):
-            return _part_summary(plan, own, filled, wall_s=time.monotonic() - begin_s)
+            # This part has encoded its texts, and makes no shards.
+            files = [commit.files for commit in plan.commits.values() if commit.files is not None]
+            summary = Summary(
+                plan.recipe.variant,
+                num_shards=len(files),
+                num_chunks=sum(file.num_samples for file in files),
+                gave_up=None if filled.error is None else f"{filled.error[0]}: {filled.error[1]}",
+                refused_workers=list(filled.refused),
+            )
+            return _of_texts(summary, plan, own, filled, begin_s=begin_s)
         maker = ShardMaker(plan, reader, bank, need.row_groups, filled.not_finite, filled.error)
-        job = _job(plan, maker)
-        ran = execute(replace(job, asked={**job.asked, **asked}), _LocalEngine())
-    if ran.num_shards_made == len(with_work(plan.shards)):
+        summary = execute(_job(plan, maker, asked), _LocalEngine())
+    if summary.num_shards_made == len(with_work(plan.shards)):
         bank.remove()
-    return TextSummary(
-        variant=plan.recipe.variant,
-        num_videos=ran.num_chunks,
-        num_captions=plan.num_captions,
-        num_shards=ran.num_shards,
-        num_shards_made=ran.num_shards_made,
-        num_texts=len(need.digests),
-        num_encoded=filled.num_encoded,
-        num_cut=filled.num_cut,
-        num_bytes_written=ran.num_bytes_written,
-        wall_s=time.monotonic() - begin_s,
-        failures=ran.failures,
-        unchanged=ran.unchanged,
-        gave_up=ran.gave_up,
-        refused_workers=[*filled.refused, *ran.refused_workers],
-    )
+    summary.refused_workers = [*filled.refused, *summary.refused_workers]
+    return _of_texts(summary, plan, need, filled, begin_s=begin_s)
 
 
 def _can_make_shards(bank: Bank, need: "Needed", filled: "Filled", part_run: PartRun) -> bool:
@@ -127,23 +130,15 @@ def _num_encoded(bank: Bank, need: "Needed", num_parts: int) -> Counter[int]:
     return Counter(owners_of(need.digests[bank.has(need.digests)], num_parts=num_parts).tolist())
 
 
-def _part_summary(plan: TextPlan, own: "Needed", filled: "Filled", *, wall_s: float) -> TextSummary:
-    """Return the result of a part that has encoded its texts and makes no shards."""
-    files = [commit.files for commit in plan.commits.values() if commit.files is not None]
-    return TextSummary(
-        variant=plan.recipe.variant,
-        num_videos=sum(one.num_samples for one in files),
-        num_captions=plan.num_captions,
-        num_shards=len(files),
-        num_shards_made=0,
-        num_texts=len(own.digests),
-        num_encoded=filled.num_encoded,
-        num_cut=filled.num_cut,
-        num_bytes_written=0,
-        wall_s=wall_s,
-        gave_up=None if filled.error is None else f"{filled.error[0]}: {filled.error[1]}",
-        refused_workers=list(filled.refused),
-    )
+def _of_texts(summary: Summary, plan: TextPlan, need: "Needed", filled: "Filled", *, begin_s: float) -> Summary:
+    """Return the summary with what became of the texts: its samples are videos, but texts are what is encoded."""
+    summary.num_encoded, summary.wall_s = filled.num_encoded, time.monotonic() - begin_s
+    # From a shard, or from the bank of a killed run.
+    summary.num_reused = len(need.digests) - filled.num_encoded
+    note = f"note     {counted(filled.num_cut, 'text')} truncated to the encoder's context length"
+    values = {"num_captions": plan.num_captions, "num_cut": filled.num_cut}
+    summary.added = Addition([note] if filled.num_cut else [], values)
+    return summary
 
 
 class _LocalEngine:
@@ -161,26 +156,26 @@ class _LocalEngine:
             yield Outcome(task, function(task))
 
 
-def _job(plan: TextPlan, maker: ShardMaker) -> Job[TextShardTask]:
+def _job(plan: TextPlan, maker: "ShardMaker", asked: Mapping[str, str]) -> "Job[TextShardTask]":
     def video_ids(shard: ShardPlan) -> pa.Array:
         return plan.video_ids[shard.rows.start : shard.rows.stop]
 
     def task(shard: ShardPlan) -> TextShardTask:
-        return TextShardTask(shard.shard_id, shard.split, shard.plan_fingerprint, video_ids(shard))
+        return TextShardTask(plan.variant_dir, shard.shard_id, shard.split, shard.plan_fingerprint, video_ids(shard))
 
     return Job(
         column=COLUMN,
         data_dir=plan.data_dir,
         variant_dir=plan.variant_dir,
-        recipe=plan.recipe.as_dict(),
+        recipe=dict(plan.recipe.values),
         shards=plan.shards,
         make=maker.make,
         task=task,
         video_ids=lambda shard: video_ids(shard).to_pylist(),
         failed_before=[],
         chunk_s=None,
-        where=plan.recipe.where,
-        asked={WEIGHTS: plan.recipe.weights},
+        where=plan.recipe.settings.where,
+        asked={WEIGHTS: local_weights(plan.recipe), **asked},
     )
 
 
@@ -254,7 +249,7 @@ def fill(
     error: tuple[FailureCode, str] | None = None
     missing = _missing(bank, need)
     if len(missing) and copy_embeddings(
-        plan.variant_dir, missing=missing, bank_dir=bank.folder, width=plan.recipe.width
+        plan.variant_dir, missing=missing, bank_dir=bank.folder, width=plan.recipe.values["width"]
     ):
         bank.refresh()
         missing = _missing(bank, need)
@@ -297,3 +292,154 @@ def _missing(bank: Bank, need: Needed) -> np.ndarray:
 
 def _ids(plan: TextPlan, shard: ShardPlan) -> pa.Array:
     return plan.video_ids[shard.rows.start : shard.rows.stop]
+
+
+@dataclass(frozen=True)
+class TextShardTask:
+    """The videos of one shard."""
+
+    variant_dir: Path
+    shard_id: int
+    split: str
+    plan_fingerprint: str
+    video_ids: pa.Array
+
+
+@dataclass(frozen=True)
+class ShardMaker:
+    """Makes shards in the driver, since the only remaining work is copying.
+
+    Attributes:
+        row_groups: for each shard, the row groups of the table of captions that contain captions of it.
+        not_finite: digests of texts that the tower cannot encode.
+        error: why the bank lacks texts, or None.
+    """
+
+    plan: TextPlan
+    reader: CaptionReader
+    bank: Bank
+    row_groups: Mapping[int, Sequence[int]]
+    not_finite: frozenset[bytes]
+    error: tuple[FailureCode, str] | None
+
+    def make(self, task: TextShardTask) -> ShardResult:
+        """Make, publish and commit one shard. Idempotent: a second run writes the same bytes."""
+        return system_errors_as_results(self._make, task)
+
+    def _make(self, task: TextShardTask) -> ShardResult:
+        videos = self._videos(task)
+        with begin_shard(
+            task,
+            column=TEXT,
+            split=task.split,
+            extensions=EXTENSIONS,
+            fields=TEXT_FIELDS,
+            num_planned=len(videos),
+        ) as shard:
+            for video, embedded, lengths in self._encoded(videos):
+                if not len(video.digests) and self.plan.where is not None:
+                    continue  # none of its captions is selected
+                if not len(video.digests):
+                    message = f"the caption table has no captions of video {video.video_id}"
+                    return stopped(task, FailureCode.IO_ERROR, message)
+                is_sound = (lengths > 0) & texts_with_all(np.isfinite(embedded).all(axis=1), lengths)
+                if not is_sound.all():
+                    lost = [video.digest(row) for row in np.flatnonzero(lengths == 0).tolist()]
+                    if not self.not_finite.issuperset(lost):
+                        lost_error = (FailureCode.IO_ERROR, "embeddings are missing from the bank")
+                        return stopped(task, *(self.error or lost_error))
+                    unsound = np.flatnonzero(~is_sound)
+                    text = video.texts[int(unsound[0])]
+                    message = f"non-finite embeddings of {counted(len(unsound), 'text')}, for example {text[:80]!r}"
+                    failure = Failure(video.video_id, None, str(FailureCode.NOT_FINITE), message)
+                    shard.fail(failure, content=f" {video.video_id} failed")
+                    continue
+                is_sequence = self.plan.recipe.settings.encoder is not None
+                row_tokens = lengths.tolist() if is_sequence else []
+                shard.add(video.sample(embedded, split=task.split, row_tokens=row_tokens))
+            return shard.commit()
+
+    def _encoded(self, videos: list["_VideoTexts"]) -> Iterator[tuple["_VideoTexts", np.ndarray, np.ndarray]]:
+        """Yield each video with the rows of its texts and their lengths, read for many videos at a time."""
+        max_texts = _MAX_TEXTS if self.plan.recipe.settings.encoder is None else _MAX_SEQUENCES
+        for group in _groups(videos, max_texts=max_texts):
+            embedded, lengths = self.bank.rows(np.concatenate([video.digests for video in group]))
+            text_ends = np.cumsum([len(video.digests) for video in group])
+            row_ends = np.concatenate([[0], np.cumsum(lengths)])
+            for video, end in zip(group, text_ends.tolist(), strict=True):
+                begin = end - len(video.digests)
+                yield video, embedded[row_ends[begin] : row_ends[end]], lengths[begin:end]
+
+    def _videos(self, task: TextShardTask) -> "list[_VideoTexts]":
+        pieces = list(self.reader.pieces(task.video_ids, row_groups=self.row_groups.get(task.shard_id, ())))
+        if not pieces:
+            return [_VideoTexts.of(video_id, np.empty(0, np.int64), []) for video_id in task.video_ids.to_pylist()]
+        videos = np.concatenate([piece.videos for piece in pieces])
+        ids = np.concatenate([piece.ids for piece in pieces])
+        order = np.lexsort((ids, videos))
+        ids = ids[order]
+        texts = pa.concat_arrays([piece.texts for piece in pieces]).take(pa.array(order))
+        bounds = np.searchsorted(videos[order], np.arange(len(task.video_ids) + 1)).tolist()
+        return [
+            _VideoTexts.of(video_id.as_py(), ids[begin:end], texts[begin:end].to_pylist())
+            for video_id, begin, end in zip(task.video_ids, bounds[:-1], bounds[1:], strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _VideoTexts:
+    """The distinct texts of a video in the order of their first captions, and the row of each caption's text by id."""
+
+    video_id: str
+    texts: list[str]
+    digests: np.ndarray
+    caption_ids: list[int]
+    caption_rows: list[int]
+
+    @classmethod
+    def of(cls, video_id: str, ids: np.ndarray, texts: list[str]) -> "_VideoTexts":
+        row_of: dict[str, int] = {}
+        rows = [row_of.setdefault(text, len(row_of)) for text in texts]
+        return cls(video_id, list(row_of), digests_of(row_of), ids.tolist(), rows)
+
+    def digest(self, row: int) -> bytes:
+        """Return the digest of the text in a row."""
+        return self.digests[row : row + 1].tobytes()
+
+    def sample(self, embedded: np.ndarray, *, split: str, row_tokens: list[int]) -> Sample:
+        """Return the sample for the tar; `embedded` is float16 [texts or tokens, width]."""
+        description = {
+            "video_id": self.video_id,
+            "split": split,
+            "texts": self.texts,
+            "caption_id": self.caption_ids,
+            "caption_row": self.caption_rows,
+            **({"row_tokens": row_tokens} if row_tokens else {}),
+        }
+        return Sample(
+            key=self.video_id,
+            members={MEMBER: npy_bytes(embedded), "json": json.dumps(description, ensure_ascii=False).encode()},
+            fields={
+                "video_id": self.video_id,
+                "num_rows": len(self.texts),
+                "width": embedded.shape[1],
+                "row_tokens": row_tokens,
+                "text_digest": [self.digest(row) for row in range(len(self.texts))],
+                "caption_id": self.caption_ids,
+                "caption_row": self.caption_rows,
+            },
+        )
+
+
+def _groups(videos: list[_VideoTexts], *, max_texts: int) -> Iterator[list[_VideoTexts]]:
+    """Yield the videos in order, as many at a time as have `max_texts` texts, and one at least."""
+    group: list[_VideoTexts] = []
+    num_texts = 0
+    for video in videos:
+        if group and num_texts + len(video.texts) > max_texts:
+            yield group
+            group, num_texts = [], 0
+        group.append(video)
+        num_texts += len(video.texts)
+    if group:
+        yield group

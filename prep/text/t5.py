@@ -5,8 +5,8 @@ text alone: its vectors are bit-identical whatever other texts are in its batch.
 """
 
 import hashlib
-import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import numpy as np
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
 from clipmill.prep.core.hub import model_folder
-from clipmill.prep.text.recipe import T5, ResolvedTextRecipe, TextRecipe, file_sha256, safetensors_shapes
+from clipmill.prep.core.recipe import Recipe
+from clipmill.prep.text.recipe import T5, TextSettings, file_sha256, safetensors_shapes, text_recipe
 from clipmill.prep.text.tokens import Encoded
 
 _LENGTH_STEP = 8  # texts are padded to the next multiple of this number of tokens
@@ -30,27 +31,21 @@ _WANTED = [
 _SUGGESTION = "give t5: and a folder or model with config.json, safetensors and tokenizer, such as t5:google/umt5-xxl"
 
 
-def resolve_t5(recipe: TextRecipe) -> ResolvedTextRecipe:
-    """Find the model that `recipe` names; it is downloaded if it is not in the cache.
+def resolve_t5(settings: TextSettings) -> Recipe[TextSettings]:
+    """Find the model that `settings` name; it is downloaded if it is not in the cache.
 
     Raises:
         UserError: the model does not exist, is not a T5, or lacks files.
     """
-    model, tokenizer = _folders(recipe.t5)
+    model, tokenizer = _folders(settings.t5)
     config = _config(model)
     digest = hashlib.sha256()
     for path in _files(model, tokenizer):
         digest.update(f"{path.name} {file_sha256(path)}\n".encode())
-    name = Path(recipe.t5).expanduser()
-    return ResolvedTextRecipe(
-        encoder=f"{T5}{name.resolve().name if name.is_dir() else recipe.t5}",
-        encoder_sha256=digest.hexdigest(),
-        width=int(config["d_model"]),
-        where=recipe.where,
-        weights=os.fspath(name.resolve()) if name.is_dir() else None,
-        max_tokens=recipe.max_tokens,
-        precision=recipe.precision,
-    )
+    folder, name = Path(settings.t5).expanduser(), settings.t5
+    if folder.is_dir():
+        name, settings = folder.resolve().name, replace(settings, encoder=f"{T5}{folder.resolve()}")
+    return text_recipe(settings, encoder=f"{T5}{name}", sha256=digest.hexdigest(), width=int(config["d_model"]))
 
 
 class T5Encoder:
@@ -97,33 +92,32 @@ class T5Encoder:
 
 
 @lru_cache(maxsize=1)
-def load_t5(recipe: TextRecipe, *, sha256: str, device: str) -> T5Encoder:
-    """Load the model that `recipe` names, once per process.
+def load_t5(settings: TextSettings, *, sha256: str, device: str) -> T5Encoder:
+    """Load the model that `settings` name, once per process.
 
     Raises:
         UserError: this machine lacks the model, or its hash is not `sha256`.
     """
     import torch
 
-    found = resolve_t5(recipe)
-    if found.encoder_sha256 != sha256:
+    found = resolve_t5(settings).values["encoder_sha256"]
+    if found != sha256:
         raise UserError(
-            f"{recipe.encoder} on this machine has SHA-256 {found.encoder_sha256[:12]}, but the plan requires"
-            f" {sha256[:12]}",
+            f"{settings.encoder} on this machine has SHA-256 {found[:12]}, but the plan requires {sha256[:12]}",
             hint="use the same weights on every machine",
         )
-    model_dir, tokenizer_dir = _folders(recipe.t5)
+    model_dir, tokenizer_dir = _folders(settings.t5)
     transformers = _import_transformers()
     transformers.utils.logging.disable_progress_bar()
     try:
         model = getattr(transformers, _CLASSES[_config(model_dir)["model_type"]]).from_pretrained(
-            model_dir, dtype=getattr(torch, recipe.precision), local_files_only=True, use_safetensors=True
+            model_dir, dtype=getattr(torch, settings.precision), local_files_only=True, use_safetensors=True
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{recipe.encoder} cannot be loaded: {reason}", hint=_SUGGESTION) from None
-    return T5Encoder(model, tokenizer, max_tokens=recipe.max_tokens, device=device)
+        raise UserError(f"{settings.encoder} cannot be loaded: {reason}", hint=_SUGGESTION) from None
+    return T5Encoder(model, tokenizer, max_tokens=settings.max_tokens, device=device)
 
 
 def _folders(name: str) -> tuple[Path, Path]:

@@ -6,10 +6,10 @@ text is therefore bit-identical whatever other texts are in its batch, and howev
 
 import hashlib
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import numpy as np
 
 from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.hub import hub_if_reachable
-from clipmill.prep.text.recipe import SAFETENSORS, TINY, ResolvedTextRecipe, TextRecipe, file_sha256, safetensors_shapes
+from clipmill.prep.core.recipe import Recipe
+from clipmill.prep.text.recipe import SAFETENSORS, TINY, TextSettings, file_sha256, safetensors_shapes, text_recipe
 from clipmill.prep.text.tokens import Encoded, tokens_of
 
 TINY_WIDTH = 256  # embedding dimension: a row takes 512 bytes
@@ -116,29 +117,29 @@ class Tower:
 
 @lru_cache(maxsize=1)
 def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
-    """Load the tower that `clip` names (see `TextRecipe`), once per process.
+    """Load the tower that `clip` names (see `TextSettings`), once per process.
 
     Raises:
         UserError: this machine lacks the weights, or their hash is not `sha256`.
     """
-    recipe = TextRecipe(clip=clip)
+    settings = TextSettings(clip=clip)
     open_clip = _import_open_clip()
     if clip == TINY:
         return Tower(_tiny_model(), open_clip.SimpleTokenizer(), device=device)
-    path = weights_file(recipe)
+    path = weights_file(settings)
     if (found := file_sha256(path)) != sha256:
         raise UserError(
             f"{path} on this machine has SHA-256 {found[:12]}, but the plan requires {sha256[:12]}",
             hint="use the same weights on every machine",
         )
     try:
-        model = open_clip.create_model(recipe.model, pretrained=str(path), weights_only=True)
+        model = open_clip.create_model(settings.model, pretrained=str(path), weights_only=True)
     except (RuntimeError, OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{path} cannot be loaded as {recipe.model}: {first_line(error)}",
+            f"{path} cannot be loaded as {settings.model}: {first_line(error)}",
             hint="give weights of this model with --clip",
         ) from None
-    return Tower(model, open_clip.get_tokenizer(recipe.model), device=device)
+    return Tower(model, open_clip.get_tokenizer(settings.model), device=device)
 
 
 def use_threads(num_threads: int) -> None:
@@ -148,70 +149,68 @@ def use_threads(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
 
 
-def is_tag(recipe: TextRecipe) -> bool:
+def is_tag(settings: TextSettings) -> bool:
     """Return True if the weights are given as one of open_clip's tags."""
-    return bool(_import_open_clip().pretrained.is_pretrained_cfg(recipe.model, recipe.weights))
+    return bool(_import_open_clip().pretrained.is_pretrained_cfg(settings.model, settings.weights))
 
 
-def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
-    """Find the weights that `recipe` names; weights of a tag are downloaded if they are not in the cache.
+def resolve(settings: TextSettings) -> Recipe[TextSettings]:
+    """Find the weights that `settings` name; weights of a tag are downloaded if they are not in the cache.
 
     Raises:
         UserError: the model, tag or file does not exist, or the file belongs to another model.
     """
-    if recipe.clip == TINY:
-        return ResolvedTextRecipe(encoder=TINY, encoder_sha256=TINY_SHA256, width=TINY_WIDTH, where=recipe.where)
-    path = weights_file(recipe)
-    width, has_name = check_weights(recipe, path), is_tag(recipe)
-    return ResolvedTextRecipe(
-        encoder=f"{recipe.model}:{recipe.weights if has_name else Path(recipe.weights).name}",
-        encoder_sha256=file_sha256(path),
-        width=width,
-        where=recipe.where,
-        weights=None if has_name else os.fspath(path.resolve()),
+    if settings.clip == TINY:
+        return text_recipe(settings, encoder=TINY, sha256=TINY_SHA256, width=TINY_WIDTH)
+    path = weights_file(settings)
+    width, has_name = check_weights(settings, path), is_tag(settings)
+    clip = f"{settings.model}:{settings.weights if has_name else path.resolve()}"
+    name = settings.weights if has_name else Path(settings.weights).name
+    return text_recipe(
+        replace(settings, clip=clip), encoder=f"{settings.model}:{name}", sha256=file_sha256(path), width=width
     )
 
 
-def weights_file(recipe: TextRecipe) -> Path:
-    """Return the weights file that `recipe` names; weights of a tag are downloaded if they are not in the cache.
+def weights_file(settings: TextSettings) -> Path:
+    """Return the weights file that `settings` name; weights of a tag are downloaded if they are not in the cache.
 
     Raises:
         UserError: the model, tag or file does not exist.
     """
     open_clip = _import_open_clip()
     models = open_clip.list_models()
-    if recipe.model not in models:
-        near = [name for name in models if name.lower()[:5] == recipe.model.lower()[:5]] or models
+    if settings.model not in models:
+        near = [name for name in models if name.lower()[:5] == settings.model.lower()[:5]] or models
         raise UserError(
-            f'open_clip has no model "{recipe.model}" (asked for by --clip {recipe.clip})',
+            f'open_clip has no model "{settings.model}" (asked for by --clip {settings.clip})',
             hint=f"use one of its {len(models)} models, for example {', '.join(near[:6])}; or tiny",
         )
-    config = open_clip.pretrained.get_pretrained_cfg(recipe.model, recipe.weights)
+    config = open_clip.pretrained.get_pretrained_cfg(settings.model, settings.weights)
     if not config:
-        path = Path(recipe.weights).expanduser()
+        path = Path(settings.weights).expanduser()
         if path.is_file():
             return path.absolute()
-        tags = open_clip.list_pretrained_tags_by_model(recipe.model)
+        tags = open_clip.list_pretrained_tags_by_model(settings.model)
         raise UserError(
-            f'"{recipe.weights}" is neither a file nor a tag of {recipe.model}',
+            f'"{settings.weights}" is neither a file nor a tag of {settings.model}',
             hint=f"give a weights file, or a tag such as {', '.join(tags[:6])}" if tags else "give a weights file",
         )
-    if config.get("quick_gelu", False) != open_clip.get_model_config(recipe.model).get("quick_gelu", False):
+    if config.get("quick_gelu", False) != open_clip.get_model_config(settings.model).get("quick_gelu", False):
         raise UserError(
-            f"the weights {recipe.weights} require another activation function than that of {recipe.model}",
-            hint=f"use {_other_gelu(recipe.model)}:{recipe.weights}",
+            f"the weights {settings.weights} require another activation function than that of {settings.model}",
+            hint=f"use {_other_gelu(settings.model)}:{settings.weights}",
         )
     try:
         with hub_if_reachable():
             return Path(open_clip.pretrained.download_pretrained(config))
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"the weights of --clip {recipe.clip} cannot be downloaded: {first_line(error)}",
-            hint=f"copy the file to this machine, and use --clip {recipe.model}:FILE",
+            f"the weights of --clip {settings.clip} cannot be downloaded: {first_line(error)}",
+            hint=f"copy the file to this machine, and use --clip {settings.model}:FILE",
         ) from None
 
 
-def check_weights(recipe: TextRecipe, path: Path) -> int:
+def check_weights(settings: TextSettings, path: Path) -> int:
     """Compare the names and shapes of the file's tensors with the model; return the embedding dimension.
 
     Raises:
@@ -220,12 +219,12 @@ def check_weights(recipe: TextRecipe, path: Path) -> int:
     import torch
 
     open_clip = _import_open_clip()
-    width = int(open_clip.get_model_config(recipe.model)["embed_dim"])
-    if is_tag(recipe):
+    width = int(open_clip.get_model_config(settings.model)["embed_dim"])
+    if is_tag(settings):
         return width  # open_clip itself converts the weights that it lists
     found = _shapes_in(path)
     with torch.device("meta"), _unwarned():
-        model = open_clip.create_model(recipe.model, load_weights=False, pretrained_text=False, device="meta")
+        model = open_clip.create_model(settings.model, load_weights=False, pretrained_text=False, device="meta")
     for name, tensor in model.state_dict().items():
         # In older checkpoints, the tensors of the text tower lack the prefix `text.`.
         shape = found.get(name, found.get(name.removeprefix("text.")))
@@ -233,7 +232,7 @@ def check_weights(recipe: TextRecipe, path: Path) -> int:
             continue
         found_shape = "is missing" if shape is None else f"has shape {list(shape)}"
         raise UserError(
-            f"{path} is not a checkpoint of {recipe.model}: {name} {found_shape}, expected {list(tensor.shape)}",
+            f"{path} is not a checkpoint of {settings.model}: {name} {found_shape}, expected {list(tensor.shape)}",
             hint="give the model that the weights belong to; they must be in open_clip's format",
         )
     return width

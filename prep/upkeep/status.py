@@ -57,6 +57,7 @@ class VariantStatus:
             current one.
         num_unread: number of shards that `hours` lacks: their index cannot be read since before the last run ended.
         lost: code -> number of failures that keep the variant from becoming the current one (`lost_samples`).
+        left_out: What its settings leave out, such as tails, in lines.
         is_late: whether a late run has written it after `prep gc` had removed the variant (`late_files`).
     """
 
@@ -73,6 +74,7 @@ class VariantStatus:
     num_missing: int = 0
     num_unread: int = 0
     lost: dict[str, int] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     is_late: bool = False
 
 
@@ -339,6 +341,7 @@ def _variant_status(
         where=_where_of(variant),
         num_missing=0 if is_current else len((pending.wanted_shards or frozenset()) - variant.commits.keys()),
         num_unread=length.num_unread,
+        left_out=pending.left_out,
         is_late=not is_current and bool(late_files(variant.directory, variant.directory.parent.name)),
     )
 

@@ -161,6 +161,7 @@ def _variant_lines(column: str, variant: VariantStatus, *, place: str) -> list[s
     ]
     if variant.where is not None:
         lines.append(f"{_INDENT}selected by --where {shlex.quote(variant.where)}")
+    lines += [f"{_INDENT}{'  ' if number else 'left out: '}{line}" for number, line in enumerate(variant.left_out)]
     if variant.num_running is not None:
         done = variant.num_samples + variant.num_running
         if variant.num_wanted:

@@ -1,17 +1,16 @@
 """The column `video`: the flags of `prep chunk` and `prep plan`, and the `ColumnSpec`."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.prep.core.column import ColumnSpec
-from clipmill.prep.core.recipe import changed_flags
+from clipmill.prep.core.recipe import KEPT, changed_flags
 from clipmill.prep.core.request import PartRequest, PlanRequest, ScratchSize
 from clipmill.prep.sources.detector import DEFAULT_DETECTOR
-from clipmill.prep.video.recipe import NAMED_RECIPES, RECIPE_SCHEMA, Recipe, recipe_from_dict, settings_line
+from clipmill.prep.video.recipe import NAMED_RECIPES, RECIPE_SCHEMA, Recipe, recipe_of, settings_line
 from clipmill.prep.video.settings import SHOT_SETTINGS
 from clipmill.shards.columns import VIDEO
 
@@ -20,7 +19,7 @@ from clipmill.shards.columns import VIDEO
 class ChunkRequest(PartRequest):
     """The flags of `prep chunk` that are not settings; workers copy remote videos."""
 
-    scratch_size: ScratchSize = None
+    scratch_size: Annotated[ScratchSize, KEPT] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +33,8 @@ class ChunkPlanRequest(PlanRequest):
     ] = None
 
 
-def _flags(stored: Mapping[str, Any]) -> list[str]:
-    settings = recipe_from_dict(stored).settings()
+def _flags(recipe: Recipe) -> list[str]:
+    settings = recipe.settings()
     names = [name for name, values in NAMED_RECIPES.items() if values["codec"] == settings.codec]
     name, codec = (names[0], None) if names else (Recipe().recipe, settings.codec)
     # The defaults that depend on the GOP layout, and the default layout itself.
@@ -76,7 +75,7 @@ COLUMN = ColumnSpec(
     checked_noun="decoded frame",
     page="chunks that play in place, with totals, distributions, search and filters; clips that take "
     "more than 8 MB go to a folder beside it; --where leaves out the other chunks",
-    read_settings=lambda stored, weights: recipe_from_dict(stored),
+    read_settings=lambda stored, weights: recipe_of(stored),
     write_flags=_flags,
     settings_line=settings_line,
 )

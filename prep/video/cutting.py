@@ -6,6 +6,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -14,10 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.prep.core.table_file import as_array
-from clipmill.prep.sources.shot_table import shot_rows
+from clipmill.prep.video.encode import Span, chunks_of, num_chunks_of, num_output_frames, span_of
 from clipmill.prep.video.settings import SPAN_CHUNKS, ChunkSettings, ResolvedRecipe
-from clipmill.prep.video.spans import Span, chunks_of, num_chunks_of, num_output_frames, span_of
-from clipmill.shards.moments import Moments
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,21 @@ class Cutting(Protocol):
     """How all videos of a plan are cut; a video without chunks is unusable, or nothing is known of it yet."""
 
     @property
+    def num_left_out(self) -> int:
+        """Number of shots or tails that are in no chunk."""
+        ...
+
+    @property
+    def frames_left_out(self) -> int:
+        """Number of their frames."""
+        ...
+
+    @property
+    def videos_left_out(self) -> Sequence[int]:
+        """Videos with such shots or tails."""
+        ...
+
+    @property
     def num_chunks(self) -> np.ndarray:
         """Number of chunks of each video, int64."""
         ...
@@ -120,9 +134,26 @@ class EvenCutting:
     def num_chunks(self) -> np.ndarray:
         return num_chunks_of(self.num_frames, chunk_frames=self.chunk_frames, tail=self.tail)
 
+    @property
+    def num_left_out(self) -> int:
+        return len(self.videos_left_out)
+
+    @property
+    def frames_left_out(self) -> int:
+        return int(self._rests[self.videos_left_out].sum())
+
+    @cached_property
+    def videos_left_out(self) -> list[int]:
+        rows: list[int] = np.flatnonzero(self._rests).tolist() if self.tail == "drop" else []
+        return rows
+
+    @property
+    def _rests(self) -> np.ndarray:
+        return self.num_frames % self.chunk_frames
+
     def short_tails(self, *, max_frames: int) -> dict[int, int]:
         """Return the videos that end in a chunk of fewer than `max_frames` frames of its own, with its length."""
-        rest = self.num_frames % self.chunk_frames if self.tail == "keep" else np.zeros_like(self.num_frames)
+        rest = self._rests if self.tail == "keep" else np.zeros_like(self.num_frames)
         found = np.flatnonzero((rest > 0) & (rest < max_frames) & (self.num_frames > self.chunk_frames))
         return dict(zip(found.tolist(), rest[found].tolist(), strict=True))
 
@@ -200,6 +231,8 @@ class ShotCutting:
 
     def span_index(self, videos: np.ndarray, first_frame: np.ndarray) -> np.ndarray:
         """Return the span of the chunks that begin at these frames, int64; -1 if no chunk begins there."""
+        from clipmill.shards.moments import Moments
+
         owners = np.repeat(np.arange(len(self.begins) - 1), self.num_chunks)
         moments = Moments.of(owners, self.first_frame)
         codes, wanted = moments.numbers(owners, self.first_frame), moments.numbers(videos, first_frame)
@@ -276,16 +309,20 @@ def frames_of(recipe: ResolvedRecipe, probes: pa.Table) -> np.ndarray:
     return np.where(np.asarray(pc.is_valid(ends_s)), num_frames, 0)
 
 
-def shots_of(recipe: ResolvedRecipe, probes: pa.Table, *, shots: pa.Table, retry_failed: bool) -> VideoShots | None:
+def shots_of(
+    recipe: ResolvedRecipe, probes: pa.Table, *, shots: pa.Table | None, retry_failed: bool
+) -> VideoShots | None:
     """Look up the shots of videos; return None with `--cut even`.
 
     Args:
         probes: probes of the videos (clipmill.prep.sources.table.PROBES).
-        shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS).
+        shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
         retry_failed: whether a failed detection is to be tried again.
     """
-    if recipe.settings.cut == "even":
+    if shots is None:
         return None
+    from clipmill.prep.sources.shot_table import shot_rows
+
     fingerprints = as_array(probes["fingerprint"])
     rows = shot_rows(shots, key=detector_key(recipe), fingerprints=fingerprints, num_frames=frames_of(recipe, probes))
     found = shots.take(pa.array(rows, mask=rows < 0))
@@ -302,8 +339,7 @@ def shots_of(recipe: ResolvedRecipe, probes: pa.Table, *, shots: pa.Table, retry
 
 def detector_key(recipe: ResolvedRecipe) -> str:
     """Return the key of a recipe's detector in the stored shots."""
-    assert recipe.scenedetect is not None, "the recipe has --cut shots"
-    return recipe.settings.shot_detector.key(recipe.scenedetect)
+    return recipe.settings.shot_detector.key(recipe.values["scenedetect"])
 
 
 def cutting_of(settings: ChunkSettings, num_frames: np.ndarray, shots: VideoShots | None) -> Cutting:

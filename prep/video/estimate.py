@@ -21,13 +21,12 @@ from clipmill.manifests.units import between, duration_text, parse_bitrate, size
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.engines.choice import num_cores
 from clipmill.prep.video.codecs import codec_named
-from clipmill.prep.video.encode import encode_span
+from clipmill.prep.video.encode import Span, SpanPlan, encode_span
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Plan, Workload
 from clipmill.prep.video.plan_inputs import Planned
 from clipmill.prep.video.settings import ChunkSettings
 from clipmill.prep.video.span_task import StagedSources
-from clipmill.prep.video.spans import Span, SpanPlan
 from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.index import open_index
 from clipmill.shards.timeline.model import Timeline

@@ -25,8 +25,8 @@ from clipmill.prep.core.layout import (
     wanted_spans,
 )
 from clipmill.prep.core.table_file import as_array
+from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.cutting import Cutting, ShotCutting
-from clipmill.prep.video.recipe import recipe_from_dict
 from clipmill.prep.video.settings import SPAN_CHUNKS, ChunkSettings
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Failure
@@ -178,7 +178,7 @@ def video_layout_of_commits(
 
     def shares_layout(variant: Variant) -> bool:
         try:
-            other = recipe_from_dict(variant.recipe).settings()
+            other = COLUMN.stored_settings(variant.recipe).settings()
         except UserError:
             return False
         return (layout_file(other), other.fps_exact) == (layout_file(settings), settings.fps_exact)

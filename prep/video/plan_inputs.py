@@ -4,12 +4,12 @@
 plans again. `pending_chunks` uses stored records only; it serves the commands that maintain a data folder.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,23 +18,21 @@ import pyarrow.parquet as pq
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.store import captions_path, has_manifest, manifest_dir, open_videos, read_videos
 from clipmill.manifests.table_files import VIDEOS_FILE
 from clipmill.prep.core.column import Pending
+from clipmill.prep.core.failure_list import MAX_NAMED
 from clipmill.prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState, StoredShards, pending_of, stored_shards
-from clipmill.prep.core.selection import make_variant
+from clipmill.prep.core.selection import make_variant, stored_recipe
 from clipmill.prep.core.table_file import as_array
 from clipmill.prep.engines.admission import worker_ticket
-from clipmill.prep.sources.shot_table import SHOTS, Detection, detect_shots, read_shots
 from clipmill.prep.sources.table import failed_sources, probe_sources, probes_of, read_probes
-from clipmill.prep.video.changes import ShardChange, with_changes
 from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.cutting import cutting_of, detector_key, frames_of, shots_of
 from clipmill.prep.video.layout import layout_path, video_layout_of_commits, wanted_rows
-from clipmill.prep.video.plan import Plan, Videos
-from clipmill.prep.video.recipe import stored_recipe
+from clipmill.prep.video.plan import Plan, ShardChange, Videos, with_changes
 from clipmill.prep.video.settings import ResolvedRecipe
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
     from clipmill.prep.core.run import Job
     from clipmill.prep.engines import Engine, Outcome, Refused
     from clipmill.prep.sources.probe_tasks import Probed, ProbeTask
+    from clipmill.prep.sources.shot_table import Detection
     from clipmill.prep.video.worker import ShardTask
 
 _IDS_AT_ONCE = 1 << 20  # looked up together, because each lookup begins with a hash table of all videos
@@ -56,7 +55,7 @@ class Planned:
 
     Attributes:
         probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
-        shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS); empty with `--cut even`.
+        shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
         changes: how shards that are written differ from the stored ones, by shard ID.
         detection: result of `with_shots`, if it had anything to do.
         read_again: ids of the videos whose source was read again and failed, although it is unchanged.
@@ -68,10 +67,10 @@ class Planned:
     commits: dict[int, Commit]
     videos: Videos
     probes: pa.Table
-    shots: pa.Table
+    shots: pa.Table | None
     retry_codes: frozenset[str]
     changes: dict[int, ShardChange]
-    detection: Detection | None = None
+    detection: "Detection | None" = None
     read_again: frozenset[str] = frozenset()
 
     @property
@@ -120,9 +119,18 @@ def make_plan(
     failed = failed_sources(probes, only_passing=not retry_codes)
     read_again = frozenset(videos.ids.take(pa.array(failed)).to_pylist())
     probes = probes.drop_columns(["path", "mtime_ns"])  # which take half a gigabyte of ten million videos
-    shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
+    shots = _stored_shots(data_dir, recipe)
     planned = _planned(data_dir, recipe, videos, probes, shots=shots, retry_codes=retry_codes)
     return replace(planned, read_again=read_again)
+
+
+def _stored_shots(data_dir: Path, recipe: ResolvedRecipe) -> pa.Table | None:
+    """Read the stored shots; None with `--cut even`."""
+    if recipe.settings.cut == "even":
+        return None
+    from clipmill.prep.sources.shot_table import read_shots
+
+    return read_shots(data_dir)
 
 
 def _run_probes(
@@ -131,7 +139,7 @@ def _run_probes(
     from clipmill.prep.sources.probe_tasks import probe_group
 
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
-    make_variant(folder, recipe.as_dict())  # which the worker's ticket is put into
+    make_variant(folder, dict(recipe.values))  # which the worker's ticket is put into
     with worker_ticket(folder, package=COLUMN.package) as ticket:
         yield from engine.run(probe_group, tasks, check=ticket, name=lambda task: task.name)
 
@@ -142,9 +150,9 @@ def _planned(
     videos: Videos,
     probes: pa.Table,
     *,
-    shots: pa.Table,
+    shots: pa.Table | None,
     retry_codes: frozenset[str],
-    detection: Detection | None = None,
+    detection: "Detection | None" = None,
 ) -> Planned:
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
     stored = stored_shards(folder)
@@ -178,11 +186,13 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
     Call it while holding the lock of the column.
     """
     plan, recipe = planned.plan, planned.plan.recipe
-    if plan.shots is None or not len(plan.shots.undetected):
+    if plan.shots is None or planned.shots is None or not len(plan.shots.undetected):
         return planned
+    from clipmill.prep.sources.shot_table import detect_shots
+
     # The worker's ticket and, through the recipe, the detector that is in use are in the folder of the variant.
-    make_variant(planned.variant_dir, recipe.as_dict())
-    needs = ("clipmill.prep.sources.detector:version_mismatch", str(recipe.scenedetect))
+    make_variant(planned.variant_dir, dict(recipe.values))
+    needs = ("clipmill.prep.sources.detector:version_mismatch", recipe.values["scenedetect"])
     detecting = "detecting shots"
     with (
         worker_ticket(planned.variant_dir, package=COLUMN.package, needs=needs) as ticket,
@@ -215,10 +225,51 @@ def _keys_in_use(data_dir: Path) -> set[str]:
     keys = set()
     for variant in variants_of(data_dir, VIDEO):
         with suppress(UserError):  # a variant of another schema
-            recipe = stored_recipe(variant.recipe)
+            recipe = _stored_recipe(variant)
             if recipe.settings.cut == "shots":
                 keys.add(detector_key(recipe))
     return keys
+
+
+def left_out_values(plan: Plan) -> dict[str, Any]:
+    """Return the shots or tails of a plan that are in no chunk, as JSON values; nothing if every frame is in one."""
+    if plan.shots is None and plan.recipe.settings.tail != "drop":
+        return {}
+    cutting = plan.cutting
+    return {
+        "num_left_out": cutting.num_left_out,
+        "left_out_s": float(cutting.frames_left_out / plan.recipe.settings.fps_exact),
+        "num_left_out_videos": len(cutting.videos_left_out),
+        "first_left_out_videos": plan.video_ids(cutting.videos_left_out[:MAX_NAMED]),
+    }
+
+
+def left_out_lines(values: Mapping[str, Any], *, cut: str) -> list[str]:
+    """Return what is in no chunk, in words, and the first few videos; nothing if every frame is in a chunk.
+
+    Args:
+        cut: Value of `--cut`.
+    """
+    if not values.get("num_left_out"):
+        return []
+    seconds, noun = values["left_out_s"], "shot" if cut == "shots" else "tail"
+    length = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+    because = "shorter than --min-len, and no neighbour has room" if cut == "shots" else "dropped by --tail drop"
+    return [
+        f"{counted(values['num_left_out'], noun)}, {length}: {because}",
+        f"in {named_videos(values['first_left_out_videos'], num_all=values['num_left_out_videos'])}",
+    ]
+
+
+def named_videos(video_ids: Sequence[str], *, num_all: int) -> str:
+    """Return the names of the first few videos, and the number of the others."""
+    more = f", and {num_all - len(video_ids):,} more" if num_all > len(video_ids) else ""
+    return f"{on_one_line(', '.join(video_ids))}{more}"
+
+
+def _stored_recipe(variant: Variant) -> ResolvedRecipe:
+    recipe = stored_recipe(COLUMN, variant)
+    return replace(recipe, settings=recipe.settings.settings())
 
 
 def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[ShardTask]":
@@ -257,7 +308,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
         column=COLUMN,
         data_dir=planned.data_dir,
         variant_dir=planned.variant_dir,
-        recipe=plan.recipe.as_dict(),
+        recipe=dict(plan.recipe.values),
         shards=plan.shards,
         make=make_shard,
         task=task,
@@ -265,7 +316,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
         failed_before=list(plan.failed_sources()),
         read_again=planned.read_again,
         chunk_s=plan.mean_chunk_s,
-        needs=("clipmill.prep.video.ffmpeg:version_mismatch", plan.recipe.ffmpeg),
+        needs=("clipmill.prep.video.ffmpeg:version_mismatch", plan.recipe.values["ffmpeg"]),
     )
 
 
@@ -320,12 +371,10 @@ def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, n
 
     Paths and probes are held by this function alone: those of millions of videos take gigabytes.
     """
-    has_shots = recipe.settings.cut == "shots"
     paths = read_videos(data_dir, columns=["path"])["path"]
-    columns = ["path", "end_s", *(["fingerprint"] if has_shots else [])]
+    columns = ["path", "end_s", *(["fingerprint"] if recipe.settings.cut == "shots" else [])]
     of_videos, is_known = probes_of(paths, read_probes(data_dir, paths=paths, columns=columns))
-    shots = read_shots(data_dir) if has_shots else SHOTS.empty_table()
-    known_shots = shots_of(recipe, of_videos, shots=shots, retry_failed=False)
+    known_shots = shots_of(recipe, of_videos, shots=_stored_shots(data_dir, recipe), retry_failed=False)
     num_chunks = np.zeros(len(is_known), np.int64)
     num_chunks[is_known] = cutting_of(recipe.settings, frames_of(recipe, of_videos), known_shots).num_chunks
     undetected = known_shots.undetected if known_shots is not None else np.zeros(0, np.int64)
@@ -344,11 +393,11 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
             f"{data_dir} has no manifest, so the required chunks are unknown",
             hint="create it again with `prep manifest`",
         )
-    recipe = stored_recipe(variant.recipe)
+    recipe = _stored_recipe(variant)
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
     paths = videos.column("path")
     probes, is_known = probes_of(paths, read_probes(data_dir, paths=paths))
-    shots = read_shots(data_dir) if recipe.settings.cut == "shots" else SHOTS.empty_table()
+    shots = _stored_shots(data_dir, recipe)
     of_videos = shots_of(recipe, probes, shots=shots, retry_failed=False) if is_known.all() else None
     if not is_known.all() or (of_videos is not None and len(of_videos.undetected)):
         # What the variant should hold is unknown, and so is whether it is complete.
@@ -362,8 +411,10 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
         stored=StoredShards(dict(variant.commits), {}),
     )
     pending = pending_of(plan.shards)
+    left_out = tuple(left_out_lines(left_out_values(plan), cut=recipe.settings.cut))
     names = {str(ShardState.NEW): str(ShardState.MISSING)}  # a shard without a commit is missing in a variant
-    return replace(pending, to_make={names.get(state, state): count for state, count in pending.to_make.items()})
+    to_make = {names.get(state, state): count for state, count in pending.to_make.items()}
+    return replace(pending, to_make=to_make, left_out=left_out)
 
 
 def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -> Pending:

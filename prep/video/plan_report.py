@@ -43,14 +43,8 @@ from clipmill.prep.video.estimate import (
     estimate_of,
 )
 from clipmill.prep.video.plan import Plan
-from clipmill.prep.video.plan_inputs import Planned
-from clipmill.prep.video.report import (
-    audio_lines,
-    left_out_lines,
-    left_out_values,
-    named_videos,
-    settings_against_current,
-)
+from clipmill.prep.video.plan_inputs import Planned, left_out_values, named_videos
+from clipmill.prep.video.work import audio_lines, left_out_report, settings_against_current
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import current_variant
@@ -94,9 +88,14 @@ def plan_report(planned: Planned) -> Report:
     lines += lost_lines(lost)
     lines += retry_lines(failed, data_dir=planned.data_dir)
     has_work = any(shard.has_work for shard in plan.shards)
-    cutting, tails = _cutting_values(plan), _tails_values(plan)
+    cutting, tails = {**_cutting_values(plan), **left_out_values(plan)}, _tails_values(plan)
     num_noted, notes = plan.notes(max_videos=MAX_NAMED)
-    lines += [*_cutting_lines(cutting), *_tails_lines(tails), *note_lines(notes, num_all=num_noted, indent=9)]
+    lines += [
+        *_cutting_lines(cutting),
+        *left_out_report(plan),
+        *_tails_lines(tails),
+        *note_lines(notes, num_all=num_noted, indent=9),
+    ]
     disk = disk_use(
         planned.data_dir,
         column=VIDEO,
@@ -114,7 +113,7 @@ def plan_report(planned: Planned) -> Report:
         or cutting.get("num_undetected_videos")
         or any(shard.state == ShardState.ORPHANED for shard in plan.shards)
     ):
-        command = COLUMN.command_line(plan.recipe.as_dict(), data_dir=planned.data_dir)
+        command = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir)
         lines.append(next_line(command))
     elif can_be_retried(failed):
         command = shlex.join(retry_words(COLUMN, data=planned.data_dir))
@@ -194,7 +193,6 @@ def _cutting_values(plan: Plan) -> dict[str, Any]:
         "undetected_s": float(work.seconds.sum()),
         "detection_core_hours": float(detection_core_s(work).sum()) / 3600,
         "first_undetected_videos": plan.video_ids(plan.shots.undetected[:MAX_NAMED].tolist()),
-        **left_out_values(plan),
     }
 
 
@@ -231,7 +229,7 @@ def _cutting_lines(values: Mapping[str, Any]) -> list[str]:
         )
         first, num_all = values["first_undetected_videos"], values["num_undetected_videos"]
         lines.append(f"         {named_videos(first, num_all=num_all)}")
-    return lines + left_out_lines(values)
+    return lines
 
 
 def explanation(planned: Planned, name: str) -> Report:

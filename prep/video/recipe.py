@@ -6,7 +6,7 @@ compared when a run is repeated; the name of the named recipe is not part of it.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
@@ -16,9 +16,11 @@ from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.settings import Checked, Needs, Range, errors_of
 from clipmill.manifests.units import bitrate_text, parse_bitrate
 from clipmill.prep.sources.detector import DEFAULT_DETECTOR, DEFAULT_THRESHOLD, DetectorName, scenedetect_version
-from clipmill.prep.video.codecs import DEFAULT_KEYINT, codec_named
+from clipmill.prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
 from clipmill.prep.video.settings import (
     RECIPE_SCHEMA,
+    SHOT_SETTINGS,
+    SPAN_CHUNKS,
     Audio,
     ChunkSettings,
     Cut,
@@ -33,6 +35,8 @@ from clipmill.prep.video.settings import (
 ENCODING = Parameter(group=Group("Encoding", sort_key=1))
 CUTTING = Parameter(group=Group("Cutting", sort_key=2))
 _OF_SHOTS = Needs("cut", ("shots",))
+
+_STORED = tuple(field.name for field in fields(ChunkSettings))
 
 RecipeName = Literal["balanced", "small", "fast"]
 # docs/encoding.md explains the choices. Settings that a named recipe does not contain come from the codec.
@@ -161,41 +165,39 @@ class Recipe(Checked):
 
 
 def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
-    """Fill in the settings that `recipe` leaves open, so that the same bytes always have the same description."""
+    """Fill in the settings that `recipe` leaves open, so that the same bytes always have the same description.
+
+    Args:
+        ffmpeg_version: Version line of the program: another build may produce other bytes.
+    """
     settings = recipe.settings()
-    return ResolvedRecipe(
-        settings=settings,
-        ffmpeg=ffmpeg_version,
-        scenedetect=scenedetect_version() if settings.cut == "shots" else None,
-    )
+    stored, changed = asdict(settings), changed_arguments(settings.codec, settings.gop)
+    if settings.cut == "even":  # the only way of cutting when schema 1 began
+        for name in ("cut", *SHOT_SETTINGS):
+            del stored[name]
+    values = {
+        "schema": RECIPE_SCHEMA,
+        "ffmpeg": ffmpeg_version,
+        "span_chunks": SPAN_CHUNKS,
+        "threads": 1,
+        **stored,
+        # Another version of PySceneDetect may find other cuts.
+        **({"scenedetect": scenedetect_version()} if settings.cut == "shots" else {}),
+        **({} if changed is None else {"arguments": changed}),
+    }
+    rate = f"crf{settings.crf}" if settings.bitrate is None else settings.bitrate
+    gop = INTRA if settings.gop == INTRA else f"{settings.gop}{settings.keyint}"
+    fps = settings.fps.replace("/", "-")
+    cut = settings.len if settings.cut == "even" else f"{settings.len}-{settings.cut}"
+    return ResolvedRecipe(settings, values, f"{settings.codec}-{settings.short_side}p{fps}-{rate}-{gop}-{cut}")
 
 
-def stored_recipe(stored: Mapping[str, Any]) -> ResolvedRecipe:
-    """Return the resolved recipe in a variant's recipe.json, with the versions that made the variant.
-
-    Raises:
-        UserError: the recipe was written with another version of the recipe schema.
-    """
-    settings = recipe_from_dict(stored).settings()
-    return ResolvedRecipe(settings=settings, ffmpeg=stored["ffmpeg"], scenedetect=stored.get("scenedetect"))
-
-
-def recipe_from_dict(stored: Mapping[str, Any]) -> Recipe:
-    """Return the recipe in a variant's recipe.json, as written by `ResolvedRecipe.as_dict`, with all settings given.
-
-    Raises:
-        UserError: the recipe was written with another version of the recipe schema.
-    """
-    if stored.get("schema") != RECIPE_SCHEMA:
-        raise UserError(
-            f"the recipe has schema {stored.get('schema')!r}, but this version supports {RECIPE_SCHEMA}",
-            hint="run `prep chunk` with the desired settings to create a new variant",
-        )
-    names = {field.name for field in fields(ChunkSettings)}
-    return Recipe(**{name: value for name, value in stored.items() if name in names})
+def recipe_of(stored: Mapping[str, Any]) -> Recipe:
+    """Return the settings in a variant's recipe.json, all of them given."""
+    return Recipe(**{name: stored[name] for name in _STORED if name in stored})
 
 
 def settings_line(stored: Mapping[str, Any]) -> str:
     """Return the relevant settings of a recipe.json on one line."""
-    names = [*(field.name for field in fields(ChunkSettings)), "ffmpeg", "scenedetect"]
+    names = [*_STORED, "ffmpeg", "scenedetect"]
     return " ".join(f"{name}={stored[name]}" for name in names if stored.get(name) is not None)

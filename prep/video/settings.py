@@ -5,14 +5,15 @@ A task carries them to its worker, which therefore loads nothing of the command 
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.settings import Checked, Range, errors_of
 from clipmill.manifests.units import parse_bitrate, parse_length
-from clipmill.prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, changed_arguments, codec_named
+from clipmill.prep.core.recipe import Recipe
+from clipmill.prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
 
 if TYPE_CHECKING:
     from clipmill.prep.sources.detector import Detector
@@ -174,47 +175,7 @@ class ChunkSettings(Checked):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResolvedRecipe:
-    """A recipe with all values filled in, and the ffmpeg version."""
-
-    settings: ChunkSettings
-    ffmpeg: str  # version line of the program: another build may produce other bytes
-    scenedetect: str | None = None  # version of PySceneDetect if `cut` is shots: another one may find other cuts
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 (hex) of `as_dict` as canonical JSON."""
-        from clipmill.prep.core.recipe import recipe_fingerprint
-
-        return recipe_fingerprint(self.as_dict())
-
-    @property
-    def variant(self) -> str:
-        """Folder name of the recipe's variant: a readable part and the first 8 digits of the fingerprint."""
-        settings = self.settings
-        rate = f"crf{settings.crf}" if settings.bitrate is None else settings.bitrate
-        gop = INTRA if settings.gop == INTRA else f"{settings.gop}{settings.keyint}"
-        fps = settings.fps.replace("/", "-")
-        cut = settings.len if settings.cut == "even" else f"{settings.len}-{settings.cut}"
-        return f"{settings.codec}-{settings.short_side}p{fps}-{rate}-{gop}-{cut}-{self.fingerprint[:8]}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the recipe as JSON values."""
-        changed = changed_arguments(self.settings.codec, self.settings.gop)
-        settings = asdict(self.settings)
-        if self.settings.cut == "even":  # the only way of cutting when schema 1 began
-            for name in ("cut", *SHOT_SETTINGS):
-                del settings[name]
-        return {
-            "schema": RECIPE_SCHEMA,
-            "ffmpeg": self.ffmpeg,
-            "span_chunks": SPAN_CHUNKS,
-            "threads": 1,
-            **settings,
-            **({} if self.scenedetect is None else {"scenedetect": self.scenedetect}),
-            **({} if changed is None else {"arguments": changed}),
-        }
+ResolvedRecipe = Recipe[ChunkSettings]
 
 
 def _seconds(flag: str, length: str) -> Fraction:

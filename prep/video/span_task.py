@@ -22,9 +22,8 @@ from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.prep.core.failures import TRANSIENT, FailureCode, SourceFailure
 from clipmill.prep.sources.access import SourceFacts, as_failure, current_fingerprint
 from clipmill.prep.video.codecs import codec_named
-from clipmill.prep.video.encode import EncodedSpan, encode_span, output_size
+from clipmill.prep.video.encode import EncodedSpan, SpanPlan, encode_span, output_size, start_ms
 from clipmill.prep.video.settings import ResolvedRecipe
-from clipmill.prep.video.spans import SpanPlan, start_ms
 from clipmill.shards.commits import Commit
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.timeline.model import CONTINUOUS_FORMAT, Timeline

@@ -1,28 +1,41 @@
-"""The functions behind the column `video`."""
+"""The functions behind the column `video`, and the reports of its runs."""
 
 import sys
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.imported import late
+from clipmill.manifests.quoting import counted
+from clipmill.manifests.units import duration_text
+from clipmill.prep.core.column import Addition
+from clipmill.prep.core.failure_list import codes_line
+from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.parts import PartRun
+from clipmill.prep.core.report import Report, changed_settings, summary_report
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
+from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
 from clipmill.prep.video.layout import layout_file
-from clipmill.prep.video.plan_inputs import Planned, chunk_job, make_plan, pending_chunks, with_shots
-from clipmill.prep.video.recipe import Recipe, recipe_from_dict, resolve
-from clipmill.prep.video.report import (
-    audio_lines,
-    chunk_summary,
-    other_settings_lines,
-    with_cutting,
+from clipmill.prep.video.plan import Plan
+from clipmill.prep.video.plan_inputs import (
+    Planned,
+    chunk_job,
+    left_out_lines,
+    left_out_values,
+    make_plan,
+    pending_chunks,
+    with_shots,
 )
+from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.prep.video.scratch import remove_abandoned
+from clipmill.shards.columns import VIDEO
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.reader import Variant
 
 _WORKER_GB = 0.5  # measured (benchmarks/README.md): a source of 2160 lines takes 0.27 GB
 
@@ -52,15 +65,82 @@ def _run(plan: Planned, recipe: Recipe, request: Request, part_run: PartRun | No
     job = replace(
         chunk_job(plan, scratch_bytes=request.scratch_bytes),
         lag_limit_s=request.lag_limit_s,
-        asked=request.asked_engine,
+        asked=request.asked,
     )
-    summary = with_cutting(execute(job, engine, part_run=part_run), plan)
+    summary = execute(job, engine, part_run=part_run)
+    if plan.detection is not None:
+        summary.refused_workers = list(dict.fromkeys([*plan.detection.refused, *summary.refused_workers]))
+    summary.added = cutting_addition(plan)
     remove_abandoned()  # left by workers that were lost, in this run or an earlier one
     return summary
 
 
-def _layout_file(stored: Mapping[str, Any]) -> str:
-    return layout_file(recipe_from_dict(stored).settings())
+def audio_lines(planned: Planned) -> list[str]:
+    """Return what is said of audio before the first chunks of a variant are made without it."""
+    plan = planned.plan
+    if planned.commits or plan.recipe.settings.audio != "drop" or not plan.num_with_audio:
+        return []
+    found = f"{plan.num_with_audio:,} of {counted(plan.num_videos, 'video')}"
+    return [f"audio    of {found} is left out; --audio keep keeps it, without which the score `speech` is unknown"]
+
+
+def other_settings_lines(planned: Planned) -> list[str]:
+    """Return what a run with other settings than those of the current variant says before it begins; else nothing."""
+    try:
+        against, current = settings_against_current(planned), current_variant(planned.data_dir, VIDEO)
+    except UserError:
+        return []  # a damaged record, which the run writes again
+    if not against or current is None:
+        return []
+    plan, variant = planned.plan, planned.plan.recipe.variant
+    rows = planned.rows_to_encode()
+    lines = [f"setting  {difference}" for difference in against]
+    if len(rows) or any(shard.has_work for shard in plan.shards):
+        chunks = counted(sum(len(span.span.chunk_frames) for span in plan.spans(rows.tolist())), "chunk")
+        videos, length = counted(plan.num_videos_of(rows), "video"), duration_text(plan.workload(rows).seconds.sum())
+        lines.append(f"variant  {variant}: {chunks} of {videos} to encode, {length} of video")
+        plan_line = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir).replace("chunk", "plan", 1)
+        lines.append(f"         `{plan_line}` estimates time and disk")
+    else:
+        lost = lost_samples(planned.data_dir, VIDEO, variant=variant, former=current)
+        lacking = f"lacks samples of the current one ({codes_line(lost)}), which stays current"
+        lines.append(f"variant  {variant} {lacking if lost else 'is complete, and becomes the current one again'}")
+    with suppress(UserError):  # a recipe of another version of clipmill
+        kept = COLUMN.command_line(Variant.open(planned.data_dir, column=VIDEO).recipe, data_dir=planned.data_dir)
+        lines.append(f"         {current} is kept until `prep gc`; to keep to its settings: {kept}")
+    return lines
+
+
+def settings_against_current(planned: Planned) -> list[str]:
+    """Return the settings in which a plan differs from the current variant."""
+    recipe = planned.plan.recipe
+    return changed_settings(planned.data_dir, VIDEO, variant=recipe.variant, recipe=recipe.values)
+
+
+def chunk_summary(summary: Summary, recipe: Recipe, listed: Path) -> Report:
+    """Return the report of a run; `listed` is the path of the list of failures."""
+    speed = None
+    if summary.cpu_s and summary.encoded_s:
+        speed = f"{summary.encoded_s / summary.cpu_s:.1f}x real time per core ({summary.cpu_s:.1f} s of CPU time)"
+    return summary_report(summary, listed=listed, speed=speed)
+
+
+def cutting_addition(planned: Planned) -> Addition:
+    """Return what a run leaves out and, with `--cut shots`, where shots were detected, for its report."""
+    plan, detection = planned.plan, planned.detection
+    values, lines = left_out_values(plan), left_out_report(plan)
+    if plan.shots is not None:
+        num_searched, cpu_s = (0, 0.0) if detection is None else (detection.num_videos, detection.cpu_s)
+        values = {"num_searched": num_searched, "detection_cpu_s": cpu_s, **values}
+        if num_searched:
+            lines.insert(0, f"shots    detected in {counted(num_searched, 'source')} ({cpu_s:.1f} s of CPU time)")
+    return Addition(lines, values)
+
+
+def left_out_report(plan: Plan) -> list[str]:
+    """Return the lines of a report with what is in no chunk."""
+    lines = left_out_lines(left_out_values(plan), cut=plan.recipe.settings.cut)
+    return [f"{'' if number else 'left out':<8} {line}" for number, line in enumerate(lines)]
 
 
 WORK = ColumnWork(
@@ -69,9 +149,9 @@ WORK = ColumnWork(
     run=_run,
     plan_report=late("clipmill.prep.video.plan_report:plan_report"),
     explain=late("clipmill.prep.video.plan_report:explanation"),
-    summary_report=lambda summary, recipe, listed: chunk_summary(summary, listed=listed),
+    summary_report=chunk_summary,
     pending=pending_chunks,
-    layout_file=_layout_file,
+    layout_file=lambda stored: layout_file(COLUMN.stored_settings(stored).settings()),
     extra_files=(MERGED_TABLE,),
     sample_report=late("clipmill.prep.video.inspection:chunk_report"),
     write_page=late("clipmill.prep.video.page.write:write_chunk_page"),

@@ -5,7 +5,6 @@ is read back and compared with the plan before it is written to the tar. A faile
 does not affect the others.
 """
 
-import hashlib
 import json
 import tempfile
 from bisect import bisect_right
@@ -21,16 +20,16 @@ import pyarrow.compute as pc
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.keys import chunk_key
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.core.shard_result import Heartbeat, ShardResult, cpu_s, stopped, system_errors_as_results
-from clipmill.prep.video.ffmpeg import Ffmpeg, find_ffmpeg
+from clipmill.prep.core.shard_result import ShardResult, begin_shard, stopped, system_errors_as_results
+from clipmill.prep.video.encode import SpanPlan, start_ms
+from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.scratch import scratch_folder
 from clipmill.prep.video.settings import ChunkSettings, ResolvedRecipe
 from clipmill.prep.video.span_task import OldChunks, ReadyChunk, SpanChunks, StagedSources, StoredTar, make_span
-from clipmill.prep.video.spans import SpanPlan, start_ms
 from clipmill.shards.columns import VIDEO
-from clipmill.shards.commits import Commit, Failure, write_commit
+from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.format import VIDEO_FIELDS
-from clipmill.shards.writer import Sample, ShardWriter
+from clipmill.shards.writer import Sample
 
 _CAPTION_COLUMNS = ["caption_id", "begin_s", "end_s", "text", "source"]
 
@@ -81,42 +80,38 @@ def make_shard(task: ShardTask) -> ShardResult:
         version = find_ffmpeg().version
     except FailedWork as error:
         return stopped(task, FailureCode.WORKER_LOST, str(error))
-    if version != task.recipe.ffmpeg:
-        message = f"this node has ffmpeg {version}, but the plan requires {task.recipe.ffmpeg}"
+    if version != (planned := task.recipe.values["ffmpeg"]):
+        message = f"this node has ffmpeg {version}, but the plan requires {planned}"
         return stopped(task, FailureCode.FFMPEG_DIFFERS, message)
     return system_errors_as_results(_make, task)
 
 
 def _make(task: ShardTask) -> ShardResult:
-    with scratch_folder(f"shard {task.shard_id:06d} of {task.variant_dir}") as scratch:
-        return _make_in(scratch, task, ffmpeg=find_ffmpeg())
-
-
-def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
-    begin_cpu_s = cpu_s()
-    settings = task.recipe.settings
-    captions = None
+    program, captions, fps = find_ffmpeg().path, None, task.recipe.settings.fps_exact
     if task.captions_file is not None:
         video_ids = [plan.video_id for plan in task.spans]
         captions = captions_of(task.captions_file, video_ids, row_groups=task.caption_groups)
-    extensions = ["mp4", "json", *(["txt"] if captions is not None else [])]
-    old = OldChunks(task.variant_dir, task.old_commit, others=task.others, plans=task.spans, folder=scratch)
-    content = hashlib.sha256(task.plan_fingerprint.encode())
-    failures: list[Failure] = []
-    num_reused, encoded_s, files = 0, 0.0, None
-    writer = ShardWriter(task.variant_dir, shard_id=task.shard_id, extensions=extensions, fields=VIDEO_FIELDS)
-    beat = Heartbeat(
-        task.variant_dir, task.shard_id, num_chunks=sum(len(plan.span.chunk_frames) for plan in task.spans)
-    )
-    sources = StagedSources(
-        folder=scratch, limit_bytes=task.scratch_bytes, on_wait=lambda: beat.show(writer.num_samples)
-    )
-    with beat, writer, sources:
+    num_reused, encoded_s = 0, 0.0
+    with (
+        scratch_folder(f"shard {task.shard_id:06d} of {task.variant_dir}") as scratch,
+        begin_shard(
+            task,
+            column=VIDEO,
+            split=task.split,
+            extensions=["mp4", "json", *(["txt"] if captions is not None else [])],
+            fields=VIDEO_FIELDS,
+            num_planned=sum(len(plan.span.chunk_frames) for plan in task.spans),
+        ) as shard,
+        StagedSources(
+            folder=scratch, limit_bytes=task.scratch_bytes, on_wait=lambda: shard.show(shard.num_samples)
+        ) as sources,
+    ):
+        old = OldChunks(task.variant_dir, task.old_commit, others=task.others, plans=task.spans, folder=scratch)
         for plan in task.spans:
-            done, starts = writer.num_samples, plan.span.chunk_starts()
+            done, starts = shard.num_samples, plan.span.chunk_starts()
 
             def show(frames: int, done: int = done, starts: list[int] = starts) -> None:
-                beat.show(done + max(0, bisect_right(starts, starts[0] + frames) - 1))
+                shard.show(done + max(0, bisect_right(starts, starts[0] + frames) - 1))
 
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 span = old.span(plan, recipe=task.recipe)
@@ -127,18 +122,18 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
                             plan,
                             sources=sources,
                             recipe=task.recipe,
-                            program=ffmpeg.path,
+                            program=program,
                             folder=Path(folder),
                             on_frames=show,
                         )
                         span = SpanChunks(dict(enumerate(made)), len(made))
-                        encoded_s += float(sum(chunk.facts.num_frames for chunk in made) / settings.fps_exact)
+                        encoded_s += float(sum(chunk.facts.num_frames for chunk in made) / fps)
                     except SourceFailure as failure:
                         # Intact chunks are kept even if their source can no longer be read.
                         is_new = False
-                        key = chunk_key(plan.video_id, start_ms(plan.span.first_frame, fps=settings.fps_exact))
-                        failures.append(Failure(plan.video_id, key, str(failure.code), failure.message))
-                        content.update(f" {key} failed, kept {list(span.chunks)}".encode())
+                        key = chunk_key(plan.video_id, start_ms(plan.span.first_frame, fps=fps))
+                        content = f" {key} failed, kept {list(span.chunks)}"
+                        shard.fail(Failure(plan.video_id, key, str(failure.code), failure.message), content=content)
                 num_reused += 0 if is_new else len(span.chunks)
                 for number, chunk in span.chunks.items():
                     sample = video_sample(
@@ -147,31 +142,11 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
                         number=number,
                         span_chunks=span.num_chunks,
                         split=task.split,
-                        settings=settings,
+                        settings=task.recipe.settings,
                         captions=None if captions is None else captions.get(plan.video_id, []),
                     )
-                    writer.add(sample)
-        num_chunks = writer.num_samples
-        if num_chunks:
-            files = writer.publish(content.hexdigest())
-    commit = Commit(
-        column=VIDEO,
-        shard_id=task.shard_id,
-        split=task.split,
-        plan_fingerprint=task.plan_fingerprint,
-        files=files,
-        failures=tuple(failures),
-    )
-    write_commit(task.variant_dir, commit)
-    return ShardResult(
-        task.shard_id,
-        num_chunks=num_chunks,
-        num_reused=num_reused,
-        num_bytes=files.tar_bytes if files else 0,
-        failures=commit.failures,
-        encoded_s=encoded_s,
-        cpu_s=cpu_s() - begin_cpu_s,
-    )
+                    shard.add(sample)
+        return shard.commit(num_reused=num_reused, encoded_s=encoded_s)
 
 
 def captions_of(

@@ -18,9 +18,9 @@ from clipmill.prep.latents.plan import latents_job, make_latents_plan
 from clipmill.prep.latents.recipe import LatentsSettings, Precision
 from clipmill.prep.latents.recipe import resolve as resolve_latents
 from clipmill.prep.latents.vae import Device
-from clipmill.prep.text.blocks import TowerUse
+from clipmill.prep.text.bank import TowerUse
 from clipmill.prep.text.plan import make_text_plan
-from clipmill.prep.text.recipe import TextRecipe
+from clipmill.prep.text.recipe import TextSettings
 from clipmill.prep.text.run import run_text
 from clipmill.prep.text.t5 import resolve_t5
 from clipmill.prep.text.tower import resolve as resolve_text
@@ -54,10 +54,10 @@ def make_latents(
     assert not summary.failures and summary.gave_up is None
 
 
-def make_text(data_dir: Path, *, device: Device, recipe: TextRecipe = TextRecipe(clip="tiny")) -> None:  # noqa: B008 - frozen
+def make_text(data_dir: Path, *, device: Device, recipe: TextSettings = TextSettings(clip="tiny")) -> None:  # noqa: B008 - frozen
     with writing(data_dir, column=TEXT):
         resolved = resolve_text(recipe) if recipe.encoder is None else resolve_t5(recipe)
-        use = TowerUse(recipe, resolved.encoder_sha256, batch=32, device=device)
+        use = TowerUse(resolved, batch=32, device=device)
         summary = run_text(make_text_plan(data_dir, resolved), use, Here())
     assert not summary.failures and summary.gave_up is None
 

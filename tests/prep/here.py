@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.data_folder import writing
@@ -46,4 +46,4 @@ def make_here(
     work, given = work_of(column), column.settings(**settings)
     request = HereRequest(data=data, engine_here=engine or Here(), retry_codes=retry_codes)
     with writing(data, column=column.name):
-        return cast(Summary, work.run(work.plan(data, given, request), given, request, None))
+        return work.run(work.plan(data, given, request), given, request, None)

@@ -7,10 +7,8 @@ from clipmill.prep.core.disk_use import DiskUse
 from clipmill.prep.core.failure_list import failure_lines
 from clipmill.prep.core.failures import WORDS, FailureCode
 from clipmill.prep.core.plan import ShardPlan, ShardState
-from clipmill.prep.core.report import MAX_LISTED, Words, plan_lines
+from clipmill.prep.core.report import MAX_LISTED, states_lines
 from clipmill.shards.commits import Failure
-
-WORDS_OF_SCORES = Words(verb="score")
 
 
 def shard(shard_id: int, state: ShardState, num_chunks: int, reason: str = "", copied: int | None = None) -> ShardPlan:
@@ -35,7 +33,7 @@ def test_a_group_has_one_line_with_its_numbers() -> None:
         shard(4, ShardState.CHANGED, 250, copied=0),
         shard(5, ShardState.ORPHANED, 0, "the videos are no longer in the manifest"),
     ]
-    assert plan_lines(shards, words=Words(), reasons={2: "captions changed", 3: "1 new video", 4: "1 new video"}) == [
+    assert states_lines(shards, reasons={2: "captions changed", 3: "1 new video", 4: "1 new video"}) == [
         "kept     20 chunks in 1 shard",
         "to do    1 chunk encoded into 1 shard: not made yet",
         "to do    6 chunks copied into 1 shard: captions changed",
@@ -46,14 +44,14 @@ def test_a_group_has_one_line_with_its_numbers() -> None:
 
 def test_what_is_unknown_beforehand_is_a_limit() -> None:
     changed = shard(0, ShardState.CHANGED, 12, "its chunks have changed")
-    assert plan_lines([changed], words=WORDS_OF_SCORES) == [
+    assert states_lines([changed], verb="score") == [
         "to do    at most 12 chunks scored into 1 shard: its chunks have changed; what is unchanged is copied"
     ]
 
 
 def test_damaged_shards_are_named_up_to_a_limit() -> None:
     damaged = [shard(number, ShardState.CORRUPT, 2, "the tar is short") for number in range(MAX_LISTED + 2)]
-    lines = plan_lines(damaged, words=Words())
+    lines = states_lines(damaged)
     assert lines[0].startswith("to do    at most 44 chunks encoded into 22 shards: files are damaged")
     assert lines[1] == "shard 000000  corrupt: the tar is short" and lines[-1] == "... and 2 more shards"
 

@@ -17,7 +17,7 @@ from clipmill.prep.sources.shot_table import SHOTS, read_shots, shot_rows
 from clipmill.prep.sources.shots import _shown, detect_cuts, output_number
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
-from clipmill.prep.video.spans import num_output_frames
+from clipmill.prep.video.encode import num_output_frames
 from clipmill.shards.timeline.model import Timeline
 from tests.prep.numbered import due_frames
 from tests.prep.scenes import scene_number, scene_pictures, write_scenes

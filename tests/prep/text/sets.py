@@ -12,11 +12,11 @@ import webdataset
 
 from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.store import read_captions
+from clipmill.prep.core.run import Summary
 from clipmill.prep.engines import Check, Outcome, R, T
-from clipmill.prep.text.blocks import Block, TowerUse
+from clipmill.prep.text.bank import Block, TowerUse
 from clipmill.prep.text.plan import TextPlan, make_text_plan
-from clipmill.prep.text.recipe import TextRecipe
-from clipmill.prep.text.report import TextSummary
+from clipmill.prep.text.recipe import TextSettings
 from clipmill.prep.text.run import run_text
 from clipmill.prep.text.tower import resolve
 from tests.prep.here import Here
@@ -75,13 +75,13 @@ class Encoding(Here):
 
 
 def plan_of(data: Path, clip: str = "tiny") -> TextPlan:
-    return make_text_plan(data, resolve(TextRecipe(clip=clip)))
+    return make_text_plan(data, resolve(TextSettings(clip=clip)))
 
 
-def encode(data: Path, clip: str = "tiny", *, engine: Encoding | None = None, batch: int = 8) -> TextSummary:
+def encode(data: Path, clip: str = "tiny", *, engine: Encoding | None = None, batch: int = 8) -> Summary:
     """`prep text` on the CPU."""
     plan = plan_of(data, clip)
-    use = TowerUse(TextRecipe(clip=clip), plan.recipe.encoder_sha256, batch=batch, device="cpu")
+    use = TowerUse(plan.recipe, batch=batch, device="cpu")
     return run_text(plan, use, engine or Encoding())
 
 

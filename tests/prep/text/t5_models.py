@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import transformers
 
-from clipmill.prep.text.blocks import TowerUse
+from clipmill.prep.core.run import Summary
+from clipmill.prep.text.bank import TowerUse
 from clipmill.prep.text.plan import make_text_plan
-from clipmill.prep.text.recipe import TextRecipe
-from clipmill.prep.text.report import TextSummary
+from clipmill.prep.text.recipe import TextSettings
 from clipmill.prep.text.run import run_text
 from clipmill.prep.text.t5 import resolve_t5
 from tests.prep.text.sets import Encoding
@@ -28,8 +28,8 @@ def saved_t5(folder: Path, kind: str = "UMT5") -> Path:
     return folder
 
 
-def encode(data: Path, model: Path, engine: Encoding | None = None) -> TextSummary:
-    recipe = TextRecipe(encoder=f"t5:{model}", max_tokens=20)
+def encode(data: Path, model: Path, engine: Encoding | None = None) -> Summary:
+    recipe = TextSettings(encoder=f"t5:{model}", max_tokens=20)
     plan = make_text_plan(data, resolve_t5(recipe))
-    use = TowerUse(recipe, plan.recipe.encoder_sha256, batch=3, device="cpu")
+    use = TowerUse(plan.recipe, batch=3, device="cpu")
     return run_text(plan, use, engine or Encoding())

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.plan import ShardState
 from clipmill.prep.engines import Check, Outcome, R, T
-from clipmill.prep.text.blocks import Block, TowerUse
+from clipmill.prep.text.bank import Block, TowerUse
+from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.plan import make_text_plan
-from clipmill.prep.text.recipe import ResolvedTextRecipe, TextRecipe, text_recipe_from_dict
+from clipmill.prep.text.recipe import TextSettings, local_weights, text_recipe
 from clipmill.prep.text.run import run_text
 from clipmill.prep.text.tower import resolve
 from clipmill.shards.commits import read_commits
@@ -102,10 +102,10 @@ def test_a_checkpoint_that_would_run_a_program_is_refused(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("flags", [("--batch", 0), ("--workers", 0), ("--num-gpus", -1)])
-def test_flags_that_make_nothing_are_named(prep: Command, data: Path, flags: tuple[str, int]) -> None:
+@pytest.mark.parametrize("flags", [("--batch", 0), ("--workers", 0), ("--num-gpus", -1.0)])
+def test_flags_that_make_nothing_are_named(prep: Command, data: Path, flags: tuple[str, float]) -> None:
     ran = prep("text", "--clip", "tiny", "--data", data, *flags, status=2)
-    assert ran.stderr.startswith(f"error: {flags[0]} is {flags[1]}")
+    assert ran.stderr.startswith(f"error: {flags[0]} is {flags[1]}\n")
 
 
 def test_without_a_manifest_the_command_that_makes_one_is_named(prep: Command, tmp_path: Path) -> None:
@@ -114,18 +114,23 @@ def test_without_a_manifest_the_command_that_makes_one_is_named(prep: Command, t
 
 
 def test_a_recipe_is_what_it_was_after_it_was_stored(checkpoints: Checkpoints) -> None:
-    recipe = resolve(TextRecipe(clip=f"{checkpoints.model}:{checkpoints.torch_file}"))
-    assert text_recipe_from_dict(recipe.as_dict()) == replace(recipe, weights=None)  # a path is no part of a recipe
-    assert recipe.encoder == f"{checkpoints.model}:{checkpoints.model}.pt" and recipe.width == 48
-    other = ResolvedTextRecipe(encoder=recipe.encoder, encoder_sha256="0" * 64, width=48)
-    assert other.variant != recipe.variant and "tiny" in resolve(TextRecipe(clip="tiny")).variant
+    recipe = resolve(TextSettings(clip=f"{checkpoints.model}:{checkpoints.torch_file}"))
+    path = str(checkpoints.torch_file.resolve())
+    assert COLUMN.stored_settings(recipe.values, path) == recipe.settings and local_weights(recipe) == path
+    assert path not in recipe.values.values()  # a path is no part of a recipe
+    named = COLUMN.stored_settings(recipe.values)
+    assert named.clip == recipe.values["encoder"] == f"{checkpoints.model}:{checkpoints.model}.pt"
+    other = text_recipe(named, encoder=str(named.clip), sha256="0" * 64, width=recipe.values["width"])
+    assert recipe.values["width"] == 48 and other.variant != recipe.variant
+    assert "tiny" in resolve(TextSettings(clip="tiny")).variant
 
 
 def test_empty_and_endless_captions_are_encoded_and_the_cut_ones_counted(tmp_path: Path) -> None:
     word, words = "Q" + "xqj" * 33_333, "dog " * 25_000
     write_captions(tmp_path, {"v": ["", " ", word, words, "x\0y", "dog"]})
     summary = encode(tmp_path)
-    assert (summary.num_videos, summary.num_texts, summary.num_cut, summary.failures) == (1, 6, 2, [])
+    assert (summary.num_chunks, summary.num_encoded, summary.failures) == (1, 6, [])
+    assert summary.added.values == {"num_captions": 6, "num_cut": 2}
     stored, texts = embedding_of_captions(plan_of(tmp_path).variant_dir), texts_of_captions(tmp_path)
     row_of = {text: stored[caption_id] for caption_id, text in texts.items()}
     assert row_of.keys() == {"", " ", word, words, "x\0y", "dog"}
@@ -155,7 +160,7 @@ def test_embeddings_that_are_not_finite_are_counted_and_not_stored(
     engine = Encoding()
     assert encode(data, clip, engine=engine).failures == summary.failures
     assert engine.texts == []  # the same weights would give the same
-    again = make_text_plan(data, resolve(TextRecipe(clip=clip)), retry_codes=frozenset({FailureCode.NOT_FINITE}))
+    again = make_text_plan(data, resolve(TextSettings(clip=clip)), retry_codes=frozenset({FailureCode.NOT_FINITE}))
     assert [shard.state for shard in again.shards] == [ShardState.CURRENT, ShardState.RETRY]
     arguments = ("text", "--clip", clip, "--engine", "processes", "--data", data)
     assert "not counted: 1 video with failures that an earlier run has reported" in prep(*arguments).stderr
@@ -181,11 +186,11 @@ class Losing:
 def test_a_lost_worker_costs_the_shards_that_need_its_texts_until_the_next_run(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clipmill.prep.text.blocks.MAX_BLOCK_TEXTS", 1)
+    monkeypatch.setattr("clipmill.prep.text.bank.MAX_BLOCK_TEXTS", 1)
     encode(data)
     write_captions(data, {**CAPTIONS, "short": ["newer", "new"], "other": ["newest"]}, splits=SPLITS)
     plan = plan_of(data)
-    use = TowerUse(TextRecipe(clip="tiny"), plan.recipe.encoder_sha256, batch=8, device="cpu")
+    use = TowerUse(plan.recipe, batch=8, device="cpu")
     summary = run_text(plan, use, Losing("new"))
     # The whole shard was given up: neither of its videos is as it should be.
     assert {(failure.code, failure.video_id) for failure in summary.failures} == {

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from clipmill.prep.core.part_locks import Part
 from clipmill.prep.core.parts import PartRun, writing_part
-from clipmill.prep.text.blocks import TowerUse
-from clipmill.prep.text.recipe import TEXT, TextRecipe
-from clipmill.prep.text.report import TextSummary
+from clipmill.prep.core.run import Summary
+from clipmill.prep.text.bank import TowerUse
+from clipmill.prep.text.recipe import TEXT
 from clipmill.prep.text.run import run_text
 from clipmill.shards.commits import read_commits
 from tests.prep.running import contents
@@ -19,11 +19,11 @@ from tests.prep.text.conftest import Checkpoints
 from tests.prep.text.sets import CAPTIONS, SPLITS, Encoding, encode, plan_of, write_captions
 
 
-def encode_part(data: Path, part: str, clip: str = "tiny", *, engine: Encoding) -> tuple[TextSummary, PartRun]:
+def encode_part(data: Path, part: str, clip: str = "tiny", *, engine: Encoding) -> tuple[Summary, PartRun]:
     """`prep text --part` on the CPU."""
     with writing_part(data, Part.parse(part), column=TEXT) as run:
         plan = plan_of(data, clip)
-        use = TowerUse(TextRecipe(clip=clip), plan.recipe.encoder_sha256, batch=8, device="cpu")
+        use = TowerUse(plan.recipe, batch=8, device="cpu")
         return run_text(plan, use, engine, part_run=run), run
 
 
@@ -34,7 +34,7 @@ def test_each_text_is_encoded_by_one_part_though_one_is_killed(tmp_path: Path) -
     shutil.copytree(data, other)
     engine = Encoding()
     first, run = encode_part(data, "1/3", engine=engine)
-    assert (first.num_texts, first.num_encoded, first.num_shards_made) == (len(engine.texts),) * 2 + (0,)
+    assert (first.num_encoded, first.num_reused, first.num_shards_made) == (len(engine.texts), 0, 0)
     assert run.is_last and run.not_made.keys() == {Part(2, 3), Part(3, 3)}
     with pytest.raises(KeyboardInterrupt):
         encode_part(data, "2/3", engine=Encoding(max_blocks=0))

@@ -1,5 +1,6 @@
 """Every distinct text is encoded once, in one run and over many; shards hold the exact map from captions to rows."""
 
+import json
 import shutil
 import zlib
 from pathlib import Path
@@ -9,6 +10,8 @@ import pyarrow as pa
 import pytest
 
 from clipmill.prep.core.plan import ShardState
+from clipmill.prep.core.selection import stored_request
+from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.digests import text_digest
 from clipmill.prep.text.recipe import BANK_FOLDER
 from clipmill.shards.commits import read_commits
@@ -18,7 +21,7 @@ from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.npy import data_offset
 from clipmill.shards.reader import Variant
 from clipmill.shards.verify import verify_shard
-from tests.prep.running import contents, identities
+from tests.prep.running import contents, identities, prep_here
 from tests.prep.text.conftest import Checkpoints
 from tests.prep.text.sets import (
     CAPTIONS,
@@ -57,8 +60,9 @@ def test_every_distinct_text_is_encoded_once(data: Path) -> None:
     engine = Encoding()
     summary = encode(data, engine=engine)
     assert sorted(engine.texts) == sorted(DISTINCT)
-    assert (summary.num_texts, summary.num_encoded, summary.num_copied) == (5, 5, 0)
-    assert (summary.num_videos, summary.num_captions, summary.num_shards, summary.num_cut) == (3, 9, 2, 0)
+    assert (summary.num_encoded, summary.num_reused) == (5, 0)
+    assert (summary.num_chunks, summary.num_shards, summary.added.lines) == (3, 2, [])
+    assert summary.added.values == {"num_captions": 9, "num_cut": 0}
     assert not (variant(data) / BANK_FOLDER).exists()
 
 
@@ -104,7 +108,7 @@ def test_a_second_run_encodes_nothing_and_touches_nothing(data: Path) -> None:
     before = identities(data)
     engine = Encoding()
     summary = encode(data, engine=engine)
-    assert (engine.texts, summary.num_shards_made, summary.num_videos) == ([], 0, 3)
+    assert (engine.texts, summary.num_shards_made, summary.num_chunks) == ([], 0, 3)
     assert identities(data) == before
 
 
@@ -118,7 +122,7 @@ def test_a_changed_caption_encodes_the_new_text_alone(data: Path) -> None:
     summary = encode(data, engine=engine)
     # "a bird" stands in the shard of the other split already.
     assert engine.texts == ["the beginning"]
-    assert (summary.num_encoded, summary.num_copied, summary.num_shards_made) == (1, 4, 1)
+    assert (summary.num_encoded, summary.num_reused, summary.num_shards_made) == (1, 4, 1)
     after = embedding_of_captions(variant(data))
     for caption_id, text in texts_of_captions(data).items():
         same = [before[other] for other, old_text in texts_before.items() if old_text == text]
@@ -132,7 +136,7 @@ def test_a_renamed_video_keeps_its_embeddings(data: Path) -> None:
     write_captions(data, renamed, splits={f"{name}-again": split for name, split in SPLITS.items()})
     engine = Encoding()
     summary = encode(data, engine=engine)
-    assert not engine.texts and (summary.num_encoded, summary.num_copied) == (0, 5)
+    assert not engine.texts and (summary.num_encoded, summary.num_reused) == (0, 5)
     assert sorted(samples(variant(data))) == ["long-again", "other-again", "short-again"]
 
 
@@ -163,7 +167,7 @@ def test_a_video_that_goes_takes_its_shard_with_it(data: Path) -> None:
 def test_a_run_cut_off_encodes_the_rest_and_ends_with_the_same_bytes(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clipmill.prep.text.blocks.MAX_BLOCK_TEXTS", 100)
+    monkeypatch.setattr("clipmill.prep.text.bank.MAX_BLOCK_TEXTS", 100)
     captions = {"v": [f"text number {n}" for n in range(245)], **CAPTIONS}
     write_captions(data, captions, splits=SPLITS)
     other = tmp_path / "other"
@@ -174,12 +178,12 @@ def test_a_run_cut_off_encodes_the_rest_and_ends_with_the_same_bytes(
         encode(data, engine=first)
     summary = encode(data, engine=second)
     assert len(first.texts) == 200 and not set(first.texts) & set(second.texts)
-    assert summary.num_copied == 200 and summary.num_texts == 250
+    assert (summary.num_reused, summary.num_encoded) == (200, 50)
     assert contents(data / "text") == contents(other / "text")
 
 
 def test_a_damaged_block_of_the_bank_is_made_again(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipmill.prep.text.blocks.MAX_BLOCK_TEXTS", 100)
+    monkeypatch.setattr("clipmill.prep.text.bank.MAX_BLOCK_TEXTS", 100)
     write_captions(data, {"v": [f"text number {n}" for n in range(150)]})
     with pytest.raises(KeyboardInterrupt):
         encode(data, engine=Encoding(max_blocks=1))
@@ -239,7 +243,7 @@ def test_another_tower_is_another_variant_that_takes_over_when_it_is_whole(
 ) -> None:
     encode(data)
     clip = f"{checkpoints.model}:{checkpoints.safetensors}"
-    monkeypatch.setattr("clipmill.prep.text.blocks.MAX_BLOCK_TEXTS", 2)
+    monkeypatch.setattr("clipmill.prep.text.bank.MAX_BLOCK_TEXTS", 2)
     with pytest.raises(KeyboardInterrupt):
         encode(data, clip, engine=Encoding(max_blocks=1))
     assert variant(data).name.startswith("tiny-")
@@ -256,7 +260,7 @@ def test_another_tower_is_another_variant_that_takes_over_when_it_is_whole(
 
 def test_captions_over_many_row_groups_and_shards_find_their_rows(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipmill.manifests.caption_table.ROWS_PER_GROUP", 7)
-    monkeypatch.setattr("clipmill.prep.text.layout.MAX_SHARD_CAPTIONS", 20)
+    monkeypatch.setattr("clipmill.prep.text.plan.MAX_SHARD_CAPTIONS", 20)
     captions = {f"v{n:02d}": [f"text {(n * step) % 13}" for step in range(n % 6)] for n in range(30)}
     write_captions(data, captions)
     engine = Encoding()
@@ -273,10 +277,10 @@ def test_captions_over_many_row_groups_and_shards_find_their_rows(data: Path, mo
 
 def test_the_layout_limits_videos_and_captions_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     from clipmill.prep.core.layout import LAYOUT
-    from clipmill.prep.text.layout import extend_text_layout
+    from clipmill.prep.text.plan import extend_text_layout
 
-    monkeypatch.setattr("clipmill.prep.text.layout.MAX_SHARD_VIDEOS", 2)
-    monkeypatch.setattr("clipmill.prep.text.layout.MAX_SHARD_CAPTIONS", 10)
+    monkeypatch.setattr("clipmill.prep.text.plan.MAX_SHARD_VIDEOS", 2)
+    monkeypatch.setattr("clipmill.prep.text.plan.MAX_SHARD_CAPTIONS", 10)
     ids, splits = pa.array(list("abcdefg")), pa.array(["train", "train", "val", "train", "train", "train", "train"])
     numbers = np.array([1, 1, 1, 0, 99, 4, 6])
     layout = extend_text_layout(LAYOUT.empty_table(), video_ids=ids, splits=splits, num_captions=numbers)
@@ -285,3 +289,14 @@ def test_the_layout_limits_videos_and_captions_of_a_shard(monkeypatch: pytest.Mo
     again = extend_text_layout(layout, video_ids=ids, splits=splits, num_captions=np.array([1, 1, 1, 5, 99, 4, 6]))
     assert again.slice(0, len(layout)).equals(layout)
     assert again.slice(len(layout)).to_pylist() == [{"shard_id": 4, "split": "train", "video_id": "d", "span_index": 0}]
+
+
+def test_a_retry_encodes_in_the_batches_of_the_run_before(tmp_path: Path) -> None:
+    write_captions(tmp_path, {"v": ["a dog"]})
+    flags = ("--data", tmp_path, "--engine", "processes")
+    made = prep_here("text", "--clip", "tiny", "--batch", 4, *flags, "--json").summary
+    asked = Path(made["variant_dir"]) / "selection.json"
+    assert json.loads(asked.read_text())["batch"] == "4"
+    prep_here("retry", "--column", "text", *flags)
+    assert json.loads(asked.read_text())["batch"] == "4"
+    assert COLUMN.flags(stored_request(Variant(asked.parent))) == ["--clip", "tiny", "--batch", "4"]

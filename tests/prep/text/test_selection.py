@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.errors import UserError
+from clipmill.prep.core.run import Summary
 from clipmill.prep.core.selection import stored_request
-from clipmill.prep.text.blocks import TowerUse
+from clipmill.prep.text.bank import TowerUse
 from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.plan import make_text_plan, pending_text
-from clipmill.prep.text.recipe import TextRecipe
-from clipmill.prep.text.report import TextSummary
+from clipmill.prep.text.recipe import TextSettings
 from clipmill.prep.text.run import run_text
 from clipmill.prep.text.tower import resolve
 from clipmill.shards.dataset import current_variant
@@ -25,9 +25,9 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-def encode(data: Path, where: str | None, engine: Encoding) -> TextSummary:
-    plan = make_text_plan(data, resolve(TextRecipe(clip="tiny", where=where)))
-    return run_text(plan, TowerUse(TextRecipe(clip="tiny"), plan.recipe.encoder_sha256, batch=8, device="cpu"), engine)
+def encode(data: Path, where: str | None, engine: Encoding) -> Summary:
+    plan = make_text_plan(data, resolve(TextSettings(clip="tiny", where=where)))
+    return run_text(plan, TowerUse(plan.recipe, batch=8, device="cpu"), engine)
 
 
 def stored(data: Path) -> dict[str, list[str]]:

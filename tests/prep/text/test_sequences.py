@@ -13,7 +13,7 @@ import transformers
 from clipmill import open_latents
 from clipmill.manifests.errors import UserError
 from clipmill.prep.text.check import check_text
-from clipmill.prep.text.recipe import TextRecipe
+from clipmill.prep.text.recipe import TextSettings
 from clipmill.prep.text.t5 import resolve_t5
 from clipmill.shards.reader import Variant
 from tests.prep.running import Ran, contents
@@ -57,7 +57,7 @@ def test_sequences_are_those_of_transformers_and_made_once(data: Path, model: Pa
     engine = Encoding()
     first = encode(data, model, engine)
     texts = texts_of_captions(data)
-    assert sorted(engine.texts) == sorted(set(texts.values())) and first.num_cut == 1
+    assert sorted(engine.texts) == sorted(set(texts.values())) and first.added.values["num_cut"] == 1
     before = contents(data / "text")
     variant = Variant.open(data, column="text")
     assert variant.recipe["encoder"] == f"t5:{model.name}" and variant.recipe["max_tokens"] == 20
@@ -138,4 +138,4 @@ def test_what_is_no_t5_is_named(model: Path, tmp_path: Path) -> None:
         else:
             (folder / name).write_text(content)
         with pytest.raises(UserError, match=words):
-            resolve_t5(TextRecipe(encoder=f"t5:{folder}"))
+            resolve_t5(TextSettings(encoder=f"t5:{folder}"))

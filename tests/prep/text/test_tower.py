@@ -8,7 +8,7 @@ import open_clip
 import pytest
 import torch
 
-from clipmill.prep.text.recipe import TINY, TextRecipe
+from clipmill.prep.text.recipe import TINY, TextSettings
 from clipmill.prep.text.tower import TINY_SHA256, TINY_WIDTH, Tower, load_tower, resolve
 from tests.prep.text.conftest import Checkpoints
 from tests.prep.text.sets import (
@@ -64,7 +64,7 @@ def test_rows_of_tiny_are_those_of_its_model_and_differ_by_text() -> None:
 
 def test_tiny_is_the_same_for_ever() -> None:
     row = load_tower(TINY, sha256=TINY_SHA256, device="cpu").encode(["a dog"], batch=1).rows[0]
-    assert resolve(TextRecipe(clip=TINY)).variant == "tiny-ecb76eda"
+    assert resolve(TextSettings(clip=TINY)).variant == "tiny-ecb76eda"
     assert np.allclose(row[:4].astype(np.float32), [0.03656, 0.00483, -0.02332, 0.01744], atol=1e-3)
 
 

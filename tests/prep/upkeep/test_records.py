@@ -15,7 +15,7 @@ from clipmill.prep.core.table_file import read_table_file
 from clipmill.prep.latents.plan import make_latents_plan
 from clipmill.prep.latents.recipe import latents_recipe_from_dict
 from clipmill.prep.sources.table import PROBES, PROBES_FILE
-from clipmill.prep.video.recipe import recipe_from_dict
+from clipmill.prep.video.column import COLUMN
 from clipmill.shards.commits import read_commits
 from clipmill.shards.contents import read_contents
 from clipmill.shards.damage import Damaged
@@ -72,7 +72,7 @@ def read_everything(shard_set: ShardSet) -> list[object]:
         variant.recipe,
         variant.commits,
         read_contents(variant.directory),
-        recipe_from_dict(variant.recipe),
+        COLUMN.stored_settings(variant.recipe),
         read_layout(RECORDS["layout"](shard_set)),
         read_table_file(shard_set.data / PROBES_FILE, schema=PROBES).to_pylist(),
     ]

@@ -9,10 +9,10 @@ import pytest
 from clipmill.prep.sources.access import SourceFacts
 from clipmill.prep.video import codecs
 from clipmill.prep.video.codecs import CODECS, changed_arguments
-from clipmill.prep.video.encode import span_arguments
-from clipmill.prep.video.recipe import Recipe, recipe_from_dict, resolve
+from clipmill.prep.video.column import COLUMN
+from clipmill.prep.video.encode import Span, span_arguments
+from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.prep.video.settings import ResolvedRecipe
-from clipmill.prep.video.spans import Span
 
 SOURCE = SourceFacts(
     fingerprint="0" * 64, size_bytes=1, end_s=100.0, fps=25.0, width=640, height=480, codec="h264", key_gap_s=2.0
@@ -53,10 +53,10 @@ def test_another_distance_of_references_is_another_recipe(monkeypatch: pytest.Mo
     before = [recipe(**settings) for settings in [*touched, *untouched]]
     fingerprints = [made.fingerprint for made in before]
     monkeypatch.setattr(codecs, "COMB_STEP", 8)
-    after = [made.fingerprint for made in before]
+    after = [recipe(**settings).fingerprint for settings in [*touched, *untouched]]
     assert [new != old for new, old in zip(after, fingerprints, strict=True)] == [True] * 3 + [False] * 4
-    stored = before[0].as_dict()
-    assert recipe_from_dict(stored).settings() == before[0].settings
+    stored = before[0].values
+    assert COLUMN.stored_settings(stored).settings() == before[0].settings
     monkeypatch.undo()
     assert [made.fingerprint for made in before] == fingerprints
 

@@ -12,7 +12,7 @@ from clipmill.prep.cli import app
 from clipmill.prep.core.column import recipe_differences
 from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.page.header import settings_words
-from clipmill.prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, resolve
+from clipmill.prep.video.recipe import NAMED_RECIPES, Recipe, resolve
 from clipmill.prep.video.settings import ChunkSettings
 
 
@@ -96,7 +96,7 @@ def test_each_setting_changes_the_fingerprint() -> None:
     variants += [resolve(Recipe(), ffmpeg_version=version) for version in ("9.0", "9.1")]
     shots = [Recipe(cut="shots", **{name: value}) for name, value in OTHER_SHOTS.items()]
     variants += [resolve(recipe, ffmpeg_version="9.0") for recipe in shots]
-    variants.append(replace(variants[-1], scenedetect="0.7.1"))
+    variants.append(replace(variants[-1], values={**variants[-1].values, "scenedetect": "0.7.1"}))
     assert len({variant.fingerprint for variant in variants}) == len({variant.variant for variant in variants}) == 20
     for variant in variants:
         name = variant.variant
@@ -107,16 +107,16 @@ def test_a_stored_recipe_is_read_back_and_compared() -> None:
     old = resolve(Recipe(), ffmpeg_version="9.0")
     for name, value in OTHER_VALUES.items():
         new = resolve(Recipe(**{name: value}), ffmpeg_version="9.0")
-        stored = json.loads(json.dumps(new.as_dict()))
-        assert resolve(recipe_from_dict(stored), ffmpeg_version="9.0") == new
-        assert any(line.startswith(f"{name}: ") for line in recipe_differences(old.as_dict(), new.as_dict()))
-    assert recipe_differences(old.as_dict(), old.as_dict()) == []
-    assert recipe_differences(old.as_dict(), resolve(Recipe(crf=30), ffmpeg_version="9.1").as_dict()) == [
+        stored = json.loads(json.dumps(new.values))
+        assert resolve(COLUMN.stored_settings(stored), ffmpeg_version="9.0") == new
+        assert any(line.startswith(f"{name}: ") for line in recipe_differences(old.values, new.values))
+    assert recipe_differences(old.values, old.values) == []
+    assert recipe_differences(old.values, resolve(Recipe(crf=30), ffmpeg_version="9.1").values) == [
         "ffmpeg: 9.0 → 9.1",
         "crf: 24 → 30",
     ]
     with pytest.raises(UserError, match="schema 99"):
-        recipe_from_dict({**old.as_dict(), "schema": 99})
+        COLUMN.stored_settings({**old.values, "schema": 99})
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_stored_recipe_is_read_back_and_compared() -> None:
 )
 def test_the_command_of_a_stored_recipe_asks_for_the_same(settings: dict[str, Any]) -> None:
     made = resolve(Recipe(**settings), ffmpeg_version="9.0")
-    stored = json.loads(json.dumps(made.as_dict()))
+    stored = json.loads(json.dumps(made.values))
     words = shlex.split(COLUMN.command_line(stored, data_dir=Path("elsewhere")))
     assert words[:2] == ["prep", "chunk"] and words[-2:] == ["--data", "elsewhere"]
     _, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
@@ -148,10 +148,10 @@ def test_the_command_of_a_stored_recipe_asks_for_the_same(settings: dict[str, An
 
 def test_the_name_of_a_recipe_is_not_stored_and_its_command_is_short() -> None:
     made = resolve(Recipe(recipe="small"), ffmpeg_version="9.0")
-    assert "recipe" not in made.as_dict()
+    assert "recipe" not in made.values
     assert "small" not in made.variant
-    assert COLUMN.command_line(made.as_dict(), data_dir=Path("data")) == "prep chunk --len 15s --recipe small"
-    assert COLUMN.command_line(resolve(Recipe(), ffmpeg_version="9.0").as_dict(), data_dir=Path("data")) == (
+    assert COLUMN.command_line(made.values, data_dir=Path("data")) == "prep chunk --len 15s --recipe small"
+    assert COLUMN.command_line(resolve(Recipe(), ffmpeg_version="9.0").values, data_dir=Path("data")) == (
         "prep chunk --len 15s"
     )
 
@@ -190,10 +190,10 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
 
 def test_the_settings_have_one_description_and_only_shots_have_them() -> None:
     plain = resolve(Recipe(), ffmpeg_version="9.0")
-    assert not {"cut", "detector", "threshold", "min_scene_len", "min_len", "scenedetect"} & plain.as_dict().keys()
+    assert not {"cut", "detector", "threshold", "min_scene_len", "min_len", "scenedetect"} & plain.values.keys()
     given = Recipe(cut="shots", detector="adaptive", threshold=3, min_scene_len="0.5s", min_len="2000ms", len="15000ms")
     recipes = [resolve(recipe, ffmpeg_version="9.0") for recipe in (given, Recipe(cut="shots"))]
     assert recipes[0] == recipes[1] and recipes[0].fingerprint != plain.fingerprint
-    assert recipe_from_dict(json.loads(json.dumps(recipes[0].as_dict()))).settings() == recipes[0].settings
+    assert COLUMN.stored_settings(json.loads(json.dumps(recipes[0].values))).settings() == recipes[0].settings
     assert Recipe(cut="shots", len="3s").settings().min_len == "1500ms"
     assert Recipe(cut="shots", detector="content").settings().threshold == 27.0

@@ -18,7 +18,7 @@ from clipmill.prep.core.table_file import write_table_file
 from clipmill.prep.sources.shot_table import SHOTS, read_shots
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.prep.video import column
-from clipmill.prep.video.report import left_out_lines
+from clipmill.prep.video.plan_inputs import left_out_lines
 from clipmill.shards.reader import Variant
 from clipmill.train.data.chunks import ChunkSet
 from tests.prep.running import chunk, contents, identities, manifest, prep_here
@@ -147,7 +147,7 @@ def test_what_is_left_out_is_said_by_run_and_plan_and_the_shards_are_whole(made:
     text = prep_here("plan", "--data", made.data, *SETTINGS, *QUICK).stdout
     assert "left out 4 shots, 2.1 s: shorter than --min-len" in text and "nothing to do" in text
     assert "         in one, plain\n" in text
-    assert left_out_lines({**made.summary, "left_out_s": 1 / 30})[0].startswith("left out 4 shots, 33 ms: ")
+    assert left_out_lines({**made.summary, "left_out_s": 1 / 30}, cut="shots")[0].startswith("4 shots, 33 ms: ")
     told = prep_here("plan", "--data", made.data, *SETTINGS, *QUICK, "--explain", "plain").stdout.splitlines()
     assert told[-3:] == [
         f"left out {begin / 30:.3f} to {end / 30:.3f} s: shorter than --min-len"

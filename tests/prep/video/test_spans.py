@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipmill.prep.video.spans import chunks_of, num_chunks_of, num_output_frames, span_of
+from clipmill.prep.video.encode import chunks_of, num_chunks_of, num_output_frames, span_of
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pytest
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.probe import probe
 from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.video.encode import check_frames
-from clipmill.prep.video.spans import Span
+from clipmill.prep.video.encode import Span, check_frames
 from clipmill.shards.timeline.copying import write_continuous
 from clipmill.shards.timeline.model import frame_times
 from clipmill.shards.timeline.repairs import times_in_display_order

@@ -16,7 +16,7 @@ from clipmill import load_model, open_clips, open_latents
 from clipmill.prep.captions.answers import Answer
 from clipmill.prep.captions.recipe import CaptionsSettings
 from clipmill.prep.captions.vlm import open_model
-from clipmill.prep.text.recipe import TextRecipe
+from clipmill.prep.text.recipe import TextSettings
 from clipmill.train.data.batch import BatchRing, Sample
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import LoadedBatch
@@ -160,11 +160,11 @@ def test_utilisation_is_that_of_the_gpu_by_its_whole_name(
 @pytest.mark.parametrize("kind", ["pictures and CLIP", "videos and T5"])
 def test_columns_are_those_of_a_cpu(kind: str, clips_dir: Path, tmp_path: Path, journal: Journal) -> None:
     of_vae: dict[str, Any] = {"size": 32, "batch": 4}
-    recipe = TextRecipe(clip="tiny")
+    recipe = TextSettings(clip="tiny")
     if kind == "videos and T5":
         vae = saved("AutoencoderKLWan", tmp_path / "vae")
         of_vae |= {"vae": str(vae), "fps": "8", "segment": "9f", "posterior": "sample"}
-        recipe = TextRecipe(encoder=f"t5:{saved_t5(tmp_path / 't5')}", max_tokens=8)
+        recipe = TextSettings(encoder=f"t5:{saved_t5(tmp_path / 't5')}", max_tokens=8)
     for device in ("cpu", "cuda"):
         data_dir = tmp_path / device
         shutil.copytree(clips_dir, data_dir)
