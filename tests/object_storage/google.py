@@ -90,11 +90,11 @@ class _Front(Proxy):
         """Answer one request as Google does, with the help of the S3 server."""
         headers, path = request.headers(), unquote(request.first_line()[1].partition("?")[0])
         if not self._may(headers.get("authorization", "")):
-            return error_answer(401, "AuthenticationRequired"), upstream
+            return error_answer(401, "AuthenticationRequired", method), upstream
         async with self.locks.setdefault(path, asyncio.Lock()):
             known = self.generations.get(path, 0)
             if (wanted := headers.get(_CONDITION)) is not None and int(wanted) != known:
-                return error_answer(412, "PreconditionFailed"), upstream
+                return error_answer(412, "PreconditionFailed", method), upstream
             if method == "DELETE" and "uploadId=" not in request.first_line()[1] and not known:
                 return error_answer(404, "NoSuchKey"), upstream
             answer, left = await super().forwarded(_as_s3(request), method, upstream)
