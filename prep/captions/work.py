@@ -27,7 +27,7 @@ def _require(settings: CaptionsSettings) -> None:
         require_client()
 
 
-def _planned(plan: "ChunksPlan", request: "Request") -> None:
+def _on_plan(plan: "ChunksPlan", request: "Request") -> None:
     if request.trial:
         imported("clipmill.prep.captions.run:run_trial")(plan, request)
 
@@ -47,7 +47,7 @@ WORK = ChunkWork(
     weights=local_weights,
     workers=late("clipmill.prep.captions.run:choose_workers"),
     more=late("clipmill.prep.captions.run:other_journals"),
-    planned=_planned,
+    on_plan=_on_plan,
     is_function_of_plan=False,  # the text of an answer is not
     estimate=late("clipmill.prep.captions.report:estimate"),
     summary=late("clipmill.prep.captions.report:summary"),

@@ -66,7 +66,7 @@ def _plan(column: ColumnSpec, work: ChunkWork, data_dir: Path, settings: Any, re
     recipe = resolve(column, work, settings, video=current_chunks(data_dir))
     request.require_variant(recipe.variant, command=join(["prep", column.command, *setting_flags(settings)]))
     plan = plan_chunks(data_dir, recipe, work, retry_codes=request.retry_codes)
-    work.planned(plan, request)
+    work.on_plan(plan, request)
     return plan
 
 

@@ -146,12 +146,11 @@ def plan_chunks(
     chosen = None
     if where is not None:
         chosen = selected_rows(data_dir, video_dir, video.commits.values(), parse_where(where), column=column)
-    reads_next = work.reads_next is not None and work.reads_next(recipe)
     chunk_shards, unreadable = read_chunk_shards(
         video_dir,
         video.commits.values(),
         chosen=chosen,
-        following=next_chunks(video_dir, video.commits) if reads_next else None,
+        following=next_chunks(video_dir, video.commits) if work.reads_next(recipe) else None,
         has_sample=None if work.has_sample is None else partial(work.has_sample, recipe),
     )
     unknown = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()

@@ -1,6 +1,7 @@
 """Shards of chunks as the input of another column, for its plan: which are committed, and what identifies them.
 
-Columns with one sample for each chunk (`latents`, `scores`) have shards with the ids, splits and keys of `video`.
+Columns with one sample for each chunk (`latents`, `scores`, `captions`) have shards with the ids, splits and keys of
+`video`.
 """
 
 import hashlib

@@ -82,10 +82,6 @@ def _nothing_in_particular(data: Path) -> list[str]:
     return []
 
 
-def _no_layout(stored: Stored) -> None:
-    return None
-
-
 def _no_report(plan: Any, asked: str) -> "Report":
     raise NotImplementedError
 
@@ -128,7 +124,7 @@ class ColumnWork:
     explain: "Callable[[Any, str], Report]" = _no_report
     summary_report: "Callable[[Any, Any, Path], Report]"
     pending: Callable[[Path, Variant], Pending]
-    layout_file: Callable[[Stored], str | None] = _no_layout
+    layout_file: Callable[[Stored], str | None] = lambda stored: None
     extra_folders: tuple[ExtraFolder, ...] = ()
     extra_files: tuple[ExtraFile, ...] = ()
     sample_report: "Callable[[CommittedShard, int, Path], Report] | None" = None
@@ -178,14 +174,6 @@ def _nothing_more(plan: "ChunksPlan") -> Callable[[int], Any]:
     return lambda shard_id: None
 
 
-def _nothing_planned(plan: "ChunksPlan", request: Any) -> None:
-    return None
-
-
-def _no_weights(recipe: "Recipe[Any]") -> None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChunkWork:
     """What a column with one sample for each chunk adds to its `ColumnSpec`.
@@ -208,9 +196,9 @@ class ChunkWork:
         more: plan -> function of a shard id that returns what the worker of this shard needs besides its chunks
             (`Chunks.more`), such as files of other shards.
         reads_next: recipe -> True if a sample also depends on the chunk that follows in the video (`Chunk.next`); it is
-            made again when that one comes, changes or leaves. None: a sample depends on its chunk only.
+            made again when that one comes, changes or leaves. By default, a sample depends on its chunk only.
         has_sample: (recipe, length of a chunk) -> True if the chunk gets a sample. None: all chunks do.
-        planned: (plan, request) -> None; called once a plan is complete: raise UserError if the plan makes no sense, or
+        on_plan: (plan, request) -> None; called once a plan is complete: raise UserError if the plan makes no sense, or
             make a few samples for its estimate (`PlanRequest.trial`).
         memory_gb: memory that a worker takes on a cluster.
         is_function_of_plan: True if the same plan always gives the same bytes.
@@ -227,13 +215,13 @@ class ChunkWork:
     require: Callable[[Any], None] = _any_settings
     resolve: Callable[[Any], tuple[Any, dict[str, Any]]] = _settings_alone
     name: "Callable[[Recipe[Any]], str]" = _column_name
-    weights: "Callable[[Recipe[Any]], str | None]" = _no_weights
+    weights: "Callable[[Recipe[Any]], str | None]" = lambda recipe: None
     needs: tuple[str, str] | None = None
     workers: "Callable[[ChunksPlan, Any], Workers] | None" = None
     more: "Callable[[ChunksPlan], Callable[[int], Any]]" = _nothing_more
-    reads_next: "Callable[[Recipe[Any]], bool] | None" = None
+    reads_next: "Callable[[Recipe[Any]], bool]" = lambda recipe: False
     has_sample: "Callable[[Recipe[Any], ChunkLength], bool] | None" = None
-    planned: "Callable[[ChunksPlan, Any], None]" = _nothing_planned
+    on_plan: "Callable[[ChunksPlan, Any], None]" = lambda plan, request: None
     memory_gb: float = 0.5
     is_function_of_plan: bool = True
     estimate: "Callable[[ChunksPlan], Addition] | None" = None
