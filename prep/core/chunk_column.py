@@ -6,22 +6,24 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.imported import imported
 from clipmill.manifests.units import duration_text
-from clipmill.prep.core.chunk_columns import ChunksPlan, pending_chunks, plan_chunks
+from clipmill.prep.core.chunk_columns import ChunksPlan, plan_chunks
 from clipmill.prep.core.chunk_report import chunks_report, speed_text
 from clipmill.prep.core.chunk_shards import NO_CHUNKS, current_chunks
 from clipmill.prep.core.chunk_worker import ChunkTask, make_chunk_shard
-from clipmill.prep.core.column import WEIGHTS, Addition, ColumnSpec
+from clipmill.prep.core.column import WEIGHTS, Addition, ColumnSpec, Pending
 from clipmill.prep.core.parts import PartRun
-from clipmill.prep.core.plan import ShardPlan
+from clipmill.prep.core.plan import ShardPlan, pending_of
 from clipmill.prep.core.recipe import Recipe, setting_flags, stored_values, values_not_stored
 from clipmill.prep.core.report import Report, summary_report
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Job, Summary, execute
-from clipmill.prep.core.selection import WHERE
+from clipmill.prep.core.selection import WHERE, stored_recipe
 from clipmill.prep.core.work import ChunkWork, ColumnWork, Workers
 from clipmill.shards.columns import VIDEO
+from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 
 
@@ -33,7 +35,7 @@ def column_work(column: ColumnSpec, work: ChunkWork) -> ColumnWork:
         run=partial(_run, column, work),
         plan_report=partial(_plan_report, column, work),
         summary_report=partial(_summary_report, column, work),
-        pending=partial(pending_chunks, column, work),
+        pending=partial(_pending, column, work),
         extra_folders=work.extra_folders,
         extra_files=work.extra_files,
         sample_facts=work.sample_facts,
@@ -62,12 +64,34 @@ def _asked(work: ChunkWork, recipe: Recipe[Any]) -> dict[str, str | None]:
     return {**values_not_stored(recipe.settings), WEIGHTS: work.weights(recipe)}
 
 
+def _plan_recipe(work: ChunkWork, data_dir: Path, recipe: Recipe[Any], retry_codes: frozenset[str]) -> ChunksPlan:
+    has_sample = None if work.has_sample is None else partial(work.has_sample, recipe)
+    reads_next = work.reads_next(recipe)
+    return plan_chunks(data_dir, recipe, retry_codes=retry_codes, reads_next=reads_next, has_sample=has_sample)
+
+
 def _plan(column: ColumnSpec, work: ChunkWork, data_dir: Path, settings: Any, request: Request) -> ChunksPlan:
     recipe = resolve(column, work, settings, video=current_chunks(data_dir))
     request.require_variant(recipe.variant, command=join(["prep", column.command, *setting_flags(settings)]))
-    plan = plan_chunks(data_dir, recipe, work, retry_codes=request.retry_codes)
+    plan = _plan_recipe(work, data_dir, recipe, request.retry_codes)
     work.on_plan(plan, request)
     return plan
+
+
+def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Variant) -> Pending:
+    """Return what remains to be made of a variant; nothing if the variant is not current."""
+    if current_variant(data_dir, column.name) != variant.directory.name:
+        return Pending()
+    try:
+        recipe = stored_recipe(column, variant)
+    except UserError:
+        return Pending()  # its recipe is missing or of another version
+    if recipe.video != (video := current_variant(data_dir, VIDEO)):
+        return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
+    try:
+        return pending_of(_plan_recipe(work, data_dir, recipe, frozenset()).shards)
+    except UserError as error:
+        return Pending(stale_because=f"its --where cannot be evaluated: {error}")
 
 
 def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, use: Any = None) -> Job[ChunkTask]:

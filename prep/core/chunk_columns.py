@@ -6,29 +6,25 @@ It covers the shards of `video` committed so far, even while `prep chunk` is run
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
 from clipmill.prep.core.chunk_input import Chunk, chunks_of_shard
-from clipmill.prep.core.chunk_shards import ChunkShard, read_chunk_shards
-from clipmill.prep.core.column import ColumnSpec, Pending
+from clipmill.prep.core.chunk_shards import ChunkShard, HasSample, read_chunk_shards
 from clipmill.prep.core.next_chunks import next_chunks
-from clipmill.prep.core.plan import ShardPlan, ShardState, pending_of, plan_shards, stored_shards
+from clipmill.prep.core.plan import ShardPlan, ShardState, plan_shards, stored_shards
 from clipmill.prep.core.recipe import Recipe
-from clipmill.prep.core.selection import WHERE, stored_recipe
-from clipmill.prep.core.work import ChunkWork
+from clipmill.prep.core.selection import WHERE
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure, read_commits
 from clipmill.shards.damage import Damaged, DamagedIndex
-from clipmill.shards.dataset import current_variant, variant_dir
+from clipmill.shards.dataset import variant_dir
 from clipmill.shards.index import open_index
-from clipmill.shards.reader import Variant
 from clipmill.shards.selection import nothing_selected, selected_chunks
 from clipmill.shards.where import Where, parse_where
 
@@ -132,9 +128,19 @@ class ChunksPlan:
 
 
 def plan_chunks(
-    data_dir: Path, recipe: Recipe[Any], work: ChunkWork, *, retry_codes: frozenset[str] = frozenset()
+    data_dir: Path,
+    recipe: Recipe[Any],
+    *,
+    retry_codes: frozenset[str] = frozenset(),
+    reads_next: bool = False,
+    has_sample: HasSample | None = None,
 ) -> ChunksPlan:
     """Plan a recipe for the committed shards of its `video` variant in `data_dir`.
+
+    Args:
+        retry_codes: failure codes to try again even if nothing changed.
+        reads_next: True if samples also depend on the next chunks.
+        has_sample: which chunks get a sample; None for all.
 
     Raises:
         UserError: the condition of its settings selects nothing, or uses scores that chunks lack.
@@ -150,8 +156,8 @@ def plan_chunks(
         video_dir,
         video.commits.values(),
         chosen=chosen,
-        following=next_chunks(video_dir, video.commits) if work.reads_next(recipe) else None,
-        has_sample=None if work.has_sample is None else partial(work.has_sample, recipe),
+        following=next_chunks(video_dir, video.commits) if reads_next else None,
+        has_sample=has_sample,
     )
     unknown = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
     fingerprint = recipe.fingerprint
@@ -176,22 +182,6 @@ def plan_chunks(
         num_videos=len(pa.chunked_array([shard.video_ids for shard in chunk_shards], pa.string()).unique()),
         unreadable=list(unreadable.values()),
     )
-
-
-def pending_chunks(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Variant) -> Pending:
-    """Return what remains to be made of a variant; nothing if the variant is not current."""
-    if current_variant(data_dir, column.name) != variant.directory.name:
-        return Pending()
-    try:
-        recipe = stored_recipe(column, variant)
-    except UserError:
-        return Pending()  # its recipe is missing or of another version
-    if recipe.video != (video := current_variant(data_dir, VIDEO)):
-        return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
-    try:
-        return pending_of(plan_chunks(data_dir, recipe, work).shards)
-    except UserError as error:
-        return Pending(stale_because=f"its --where cannot be evaluated: {error}")
 
 
 def selected_rows(
