@@ -25,6 +25,8 @@ from clipmill.train.evaluation.probe import probing
 from clipmill.train.evaluation.probe.classifiers import GRID, choose_l2
 from clipmill.train.evaluation.probe.features import extract
 from clipmill.train.inference.model import LoadedModel
+from clipmill.train.tasks.dual_encoder import evaluation
+from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, embed_all
 from tests.gpu.test_columns import LATENTS, TEXT, column, make_latents, make_text
 from tests.prep.latents.video_vaes import saved
 from tests.prep.text.t5_models import saved_t5
@@ -68,8 +70,20 @@ def _few_regularisations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_an_evaluation_has_the_result_of_a_cpu(
-    name: str, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    trained: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    embeddings: list[Embeddings] = []
+
+    def embed(*args: Any, **options: Any) -> Embeddings:
+        embeddings.append(embed_all(*args, **options))
+        return embeddings[-1]
+
+    # Metrics of ranks change only if embeddings of two clips change places.
+    monkeypatch.setattr(evaluation, "embed_all", embed)
     task, flags = EVALUATIONS[name]
     results = []
     for device in ("cpu", "cuda"):
@@ -83,6 +97,10 @@ def test_an_evaluation_has_the_result_of_a_cpu(
         results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     expected, found = map(numbers_of, results)
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6) and len(found) > 1
+    assert len(embeddings) == (2 if name == "retrieval" else 0)
+    for on_cpu, on_gpu in zip(embeddings[::2], embeddings[1::2], strict=True):
+        np.testing.assert_allclose(on_gpu.video, on_cpu.video, atol=1e-5)
+        np.testing.assert_allclose(on_gpu.text, on_cpu.text, atol=1e-5)
 
 
 def test_clips_are_embedded_as_on_a_cpu(trained: dict[str, Path], clips_dir: Path, tmp_path: Path) -> None:
