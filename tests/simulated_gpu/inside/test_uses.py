@@ -131,7 +131,7 @@ def test_a_model_in_python_computes_where_it_was_opened(
     torch.cuda.set_device(LOCAL_RANK)
     on_gpu, on_cpu = (load_model(trained["dual-encoder"], device=device) for device in ("cuda", "cpu"))
     with open_clips(clips_dir, batch=3, num_frames=2, size_px=32, rgb=False, workers=1, device="cpu") as batches:
-        planes = next(iter(batches))
+        planes: Any = next(iter(batches))
     encoders: list[Callable[[LoadedModel], torch.Tensor]] = [
         lambda model: model.encode_video(frames),
         lambda model: model.encode_video(normalised),

@@ -94,9 +94,7 @@ def test_nothing_is_said_of_a_good_machine() -> None:
             "CUDA_VISIBLE_DEVICES",
         ),
         (
-            machine(
-                accelerator={**NO_GPU, "unusable_gpu": "torch sees none (torch needs driver 580.65.06)"}
-            ),
+            machine(accelerator={**NO_GPU, "unusable_gpu": "torch sees none (torch needs driver 580.65.06)"}),
             "warning",
             "cannot be used: torch sees none",
             "install the NVIDIA driver",
