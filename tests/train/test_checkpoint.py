@@ -115,6 +115,17 @@ def test_every_type_and_shape_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert torch.equal(same.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
 
 
+def test_the_bytes_of_a_checkpoint_do_not_depend_on_the_order_of_its_tensors(tmp_path: Path) -> None:
+    contents = []
+    for name, tensors in (("first", TENSORS), ("second", dict(reversed(TENSORS.items())))):
+        writer = CheckpointWriter(tmp_path / name, world=World(), keep=1, best=None)
+        writer.save(tensors, CheckpointMetadata(task="t", step=1, loader=[]))
+        writer.close()
+        folder = tmp_path / name / "step_000001"
+        contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert contents[0] == contents[1] and len(contents[0]) == 3
+
+
 @pytest.mark.parametrize("begin", [-4, 10**6, 60, 2**70, "0", None])
 def test_a_place_outside_of_the_file_is_refused(tmp_path: Path, begin: Any) -> None:
     write(tmp_path, 3)

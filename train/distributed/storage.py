@@ -63,7 +63,7 @@ class Storage:
         """
         writer = _Writer(folder, rank=0 if self._group is None else dist.get_rank(self._group))
         metadata = dcp.save(
-            dict(tensors),
+            dict(sorted(tensors.items())),  # a resumed run has its optimizer's state in another order
             storage_writer=writer,
             planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=self._group,
