@@ -30,9 +30,10 @@ logging.disable(logging.DEBUG)
 gc.disable()
 
 ROOT = Path(__file__).parent.parent
-# Files that take half a minute or more. They run first, because at the end of the suite the other cores would wait for
-# them: a file stays in one process.
+# Files that take a quarter of a minute or more. They run first, because at the end of the suite the other cores would
+# wait for them: a file stays in one process.
 LONG = (
+    "test_tutorials.py",
     "test_slice.py",
     "test_simulation.py",
     "test_ranks.py",
@@ -46,6 +47,13 @@ LONG = (
     "test_frames.py",
     "test_gpu_dry_run.py",
     "test_endpoint.py",
+    "test_bucket_path.py",
+    "test_killed.py",
+    "test_adapted.py",
+    "test_embed.py",
+    "test_results_kept.py",
+    "test_language_runs.py",
+    "test_caption_runs.py",
 )
 # Folders whose tests do not train; the simulated GPU's do so in a process of their own.
 WITHOUT_TRAINING = ("manifests", "prep", "shards", *(() if "SIMULATED_GPUS" in os.environ else ("simulated_gpu",)))

@@ -186,8 +186,18 @@ def test_a_source_distribution_makes_the_same_wheel(built: Path, tmp_path: Path)
     assert contents[0] == contents[1] and len(contents[0]) > 100
 
 
-def test_a_wheel_installs_and_runs_without_the_repository(environment: Path, tmp_path: Path) -> None:
-    python = environment / "python"
+@pytest.mark.parametrize("kind", ["wheel", pytest.param("sdist", marks=pytest.mark.nightly)])
+def test_a_distribution_installs_and_runs_without_the_repository(
+    built: Path, environment: Path, tmp_path: Path, kind: str
+) -> None:
+    if kind == "wheel":
+        python = environment / "python"
+    else:
+        [sdist] = built.glob("*.tar.gz")
+        with tarfile.open(sdist) as archive:
+            archive.extractall(tmp_path / "unpacked", filter="data")
+        [unpacked] = (tmp_path / "unpacked").iterdir()
+        python = installed(wheel_of(unpacked, out=tmp_path / "again"), tmp_path / "environment")
     code = "from clipmill import prep, train; print(train.__file__, prep.__file__)"
     where = run(python, "-I", "-c", code, cwd=tmp_path)
     assert str(ROOT) not in where and where.count(str(python.parents[1])) == 2

@@ -48,10 +48,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def done(folder: Path) -> subprocess.CompletedProcess[str]:
     """The simulated process."""
+    return simulate(folder, tests="not nightly")
+
+
+def simulate(folder: Path, *, tests: str) -> "subprocess.CompletedProcess[str]":
     (folder / "choose.py").write_text(CHOOSE)
     plugins = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:unraisableexception")
-    words = ("-c", RUN, str(folder), str(INSIDE), "-q", *plugins, "--timeout", "0")
+    words = ("-c", RUN, str(folder), str(INSIDE), "-q", "-m", tests, *plugins, "--timeout", "0")
     return run_simulated(words, folder=folder)
+
+
+@pytest.mark.nightly
+def test_long_tests_on_the_simulated_gpu(tmp_path: Path) -> None:
+    done = simulate(tmp_path, tests="nightly")
+    assert done.returncode == 0 and " passed" in done.stdout, f"{done.stdout[-8000:]}{done.stderr[-3000:]}"
 
 
 def test_the_simulated_gpu_is_used_as_a_gpu_must_be(done: subprocess.CompletedProcess[str]) -> None:

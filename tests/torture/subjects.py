@@ -128,14 +128,16 @@ def _train_again(workspace: Workspace, folder: Path) -> Sequence[object]:
 
 
 def _run_contents(folder: Path) -> dict[str, str]:
-    """Return the content of a run's files, without times, paths of the folder, and the order of tensors in files."""
+    """Return the content of a run's files, without times and paths of the folder."""
     run = folder / "run"
     found: dict[str, Any] = {}
     for path in sorted(path for path in run.rglob("*") if path.is_file()):
         name = str(path.relative_to(run))
         content = path.read_bytes().replace(str(folder).encode(), b"FOLDER")
-        if path.name in ("index.html", ".metadata") or path.suffix == ".distcp":
-            found[name] = "there"  # times; an unused random ID; the tensors, which are compared below
+        if path.name == "index.html":
+            found[name] = "there"  # it has times
+        elif path.suffix == ".bin":
+            found[name] = hashlib.sha256(content).hexdigest()
         elif path.name == "metrics.jsonl":
             lines = [json.loads(line) for line in content.splitlines()]
             found[name] = [{key: value for key, value in line.items() if key not in _TIMES} for line in lines]
@@ -144,22 +146,9 @@ def _run_contents(folder: Path) -> dict[str, str]:
         elif path.name == "run.json":
             # Its description of the machine varies, for example in the free memory.
             found[name] = {k: v for k, v in json.loads(content).items() if k != "doctor"}
-        elif path.name == "tensors.json":
-            found |= {f"{name}/{tensor}": about for tensor, about in _tensors(path.parent, json.loads(content)).items()}
         else:
             found[name] = content.decode("utf-8", "replace")
     return {name: json.dumps(value, sort_keys=True) for name, value in found.items()}
-
-
-def _tensors(checkpoint: Path, table: dict[str, Any]) -> dict[str, Any]:
-    """For each tensor: dtype, shape, and the SHA-256 of each stored part."""
-    files = {path.name: path.read_bytes() for path in checkpoint.glob("*.distcp")}
-
-    def piece_of(piece: dict[str, Any]) -> tuple[Any, Any, str]:
-        stored = files[piece["file"]][piece["begin"] : piece["begin"] + piece["length"]]
-        return piece["offsets"], piece["sizes"], hashlib.sha256(stored).hexdigest()
-
-    return {name: [entry["dtype"], entry["size"], *map(piece_of, entry["pieces"])] for name, entry in table.items()}
 
 
 def _stopped_run(workspace: Workspace) -> Path:

@@ -197,7 +197,7 @@ def test_a_folder_that_is_no_run_cannot_be_scored(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "missing"])
-@pytest.mark.parametrize("file", ["checkpoint.json", "tensors.json", "__0_0.distcp"])
+@pytest.mark.parametrize("file", ["checkpoint.json", "tensors.json", "__0_0.bin"])
 def test_a_damaged_checkpoint_is_named(
     finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, damage: str
 ) -> None:

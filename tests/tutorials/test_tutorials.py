@@ -42,6 +42,15 @@ def _one_machine() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _short_trials() -> Iterator[None]:
+    """`train quickstart` measures for eight seconds otherwise, and takes twenty steps at least."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("clipmill.train.commands.quickstart._TRIAL_S", 0.0)
+        patch.setattr("clipmill.train.quickstart.choice._FEWEST_STEPS", 4)
+        yield
+
+
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory: pytest.TempPathFactory) -> list[Video]:
     return make_videos(tmp_path_factory.mktemp("shapes") / "videos")

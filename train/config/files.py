@@ -33,7 +33,8 @@ def settings_yaml(settings: TrainingSettings) -> str:
     """The settings as YAML, one key per field."""
     import yaml
 
-    return yaml.safe_dump(plain_values(asdict(settings)), sort_keys=False, allow_unicode=True)
+    values = plain_values(asdict(settings))
+    return str(yaml.dump(values, Dumper=_in_c("SafeDumper"), sort_keys=False, allow_unicode=True))
 
 
 def save_settings(settings: TrainingSettings, path: Path, *, comment: str = "") -> None:
@@ -167,13 +168,13 @@ def read_values(path: Path) -> dict[object, Any]:
     import yaml
 
     try:
-        values = yaml.load(path.read_bytes(), Loader=_loader())
+        content = path.read_bytes()
+        _require_shallow(content, path)
+        values = yaml.load(content, Loader=_loader())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}", hint="name a YAML file of settings") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or number
         raise UserError(f"{path} is not YAML: {_fault(error)}", hint="one `key: value` a line") from error
-    except RecursionError as error:
-        raise UserError(f"{path} holds values that are nested too deeply", hint="one `key: value` a line") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no settings", hint=_FLAGS_HINT)
     _require_small(values, path)
@@ -189,12 +190,19 @@ def _fault(error: Exception) -> str:
     return error.problem if error.problem_mark is None else f"{error.problem} (line {error.problem_mark.line + 1})"
 
 
-@cache
-def _loader() -> type[Any]:
-    """yaml.SafeLoader that reports duplicate keys, of which it would otherwise take the last."""
+def _in_c(name: str) -> Any:
+    """A class of PyYAML, in the version that libyaml makes ten times as fast if it is there."""
     import yaml
 
-    class UniqueKeys(yaml.SafeLoader):
+    return getattr(yaml, f"C{name}", None) or getattr(yaml, name)
+
+
+@cache
+def _loader() -> type[Any]:
+    """A safe loader that reports duplicate keys, of which it would otherwise take the last."""
+    import yaml
+
+    class UniqueKeys(_in_c("SafeLoader")):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen: set[str] = set()
             for key, _ in node.value:
@@ -209,6 +217,21 @@ def _loader() -> type[Any]:
     return UniqueKeys
 
 
+def _require_shallow(content: bytes, path: Path) -> None:
+    """Raise a UserError for YAML that is nested more deeply than settings are: libyaml would overflow the stack."""
+    import yaml
+
+    depth = 0
+    for event in yaml.parse(content, Loader=_loader()):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise _too_much(path)
+
+
+def _too_much(path: Path) -> UserError:
+    return UserError(f"{path} has too many or too deeply nested values for a settings file", hint=_FLAGS_HINT)
+
+
 def _require_small(values: dict[object, Any], path: Path) -> None:
     """Raises a UserError for values that no settings have: recursive ones, thousands of them, or long texts."""
     waiting: list[tuple[Any, int]] = [(values, 1)]
@@ -219,7 +242,7 @@ def _require_small(values: dict[object, Any], path: Path) -> None:
         if isinstance(value, str) and len(value) > _MAX_LETTERS:
             raise UserError(f"{path} holds a value of {len(value):,} characters", hint="one `key: value` a line")
         if num_seen > _MAX_VALUES or depth > _MAX_DEPTH:
-            raise UserError(f"{path} has too many or too deeply nested values for a settings file", hint=_FLAGS_HINT)
+            raise _too_much(path)
         if isinstance(value, dict):
             waiting += [(inner, depth + 1) for pair in value.items() for inner in pair]
         elif isinstance(value, list | tuple | set):

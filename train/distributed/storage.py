@@ -1,23 +1,25 @@
 """Whole or sharded tensors on disk through torch.distributed.checkpoint, for any number of ranks.
 
-torch's own metadata file is a pickle and is never read. A JSON table replaces it, and tensors are loaded with
-torch.load(weights_only=True), so that reading a checkpoint cannot execute code.
+torch plans which rank writes and reads which part. The parts are plain bytes, and a JSON table says where they are, so
+that reading a checkpoint cannot execute code.
 """
 
 import io
 import os
 import warnings
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,10 +28,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from clipmill.train.distributed.world import World
-
-_NUM_THREADS = 2  # per rank; enough to keep a disk busy
 
 # torch warns if there is no process group, which one process does not need.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -59,19 +61,17 @@ class Storage:
         Returns the table of all pieces and their files, the same on all ranks. Raises OSError if this rank could not
         write its parts, FailedElsewhere if another could not.
         """
-        files = _Files()
-        writer = _Writer(str(folder), thread_count=_NUM_THREADS, sync_files=False)
-        writer.fs = files
+        writer = _Writer(folder, rank=0 if self._group is None else dist.get_rank(self._group))
         metadata = dcp.save(
-            dict(tensors),
+            dict(sorted(tensors.items())),  # a resumed run has its optimizer's state in another order
             storage_writer=writer,
             planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=self._group,
             no_dist=self._group is None,
         )
-        failed = self.gather(files.error is not None)
-        if files.error is not None:
-            raise files.error
+        failed = self.gather(writer.error is not None)
+        if writer.error is not None:
+            raise writer.error
         if any(failed):
             raise FailedElsewhere(f"rank {failed.index(True)} could not write its parts")
         return _table(metadata)
@@ -111,82 +111,99 @@ class FailedElsewhere(Exception):
     """Another rank could not write its parts and reports the reason."""
 
 
-class _Files(FileSystem):
-    """Files that are flushed to disk and record the first write error in `error` instead of raising it.
+class _Writer(dcp.FileSystemWriter):
+    """Writes the bytes of tensors into one file, and makes `dcp.save` return the place of each.
 
-    torch writes from its own threads: an error raised there is printed and lost, or turned into a message about the
-    internals of an archive. Writes after an error are discarded.
+    torch's own writer makes an archive of each tensor, which takes longer than a step of a small model.
+
+    Attributes:
+        error: Reason why this rank could not write; it is not raised, because other ranks wait for this one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path, *, rank: int) -> None:
+        super().__init__(str(folder))
+        self._file = folder / f"__{rank}_0.bin"
         self.error: OSError | None = None
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        with closing(_Stream(Path(path), self)) as stream:
-            yield stream
-
-
-class _Stream(io.RawIOBase):
-    def __init__(self, path: Path, files: _Files) -> None:
-        self._path, self._files, self._position = path, files, 0
-        self._file: BinaryIO | None = None
-        with self._errors_kept():
-            self._file = path.open("wb")
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def write(self, data: Any) -> int:
-        # Tens of small writes per tensor: without a context manager.
-        if self._file is not None and self._files.error is None:
-            try:
-                self._file.write(data)
-            except OSError as error:
-                self._keep(error)
-        num_bytes = len(data) if type(data) is bytes else memoryview(data).nbytes
-        self._position += num_bytes
-        return num_bytes
-
-    def close(self) -> None:
-        if not self.closed and self._file is not None:
-            with self._errors_kept(), self._file as file:
-                file.flush()
-                os.fsync(file.fileno())
-        super().close()
-
-    @contextmanager
-    def _errors_kept(self) -> Iterator[None]:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
         try:
-            yield
-        except OSError as error:
-            self._keep(error)
+            future.set_result(self._write(plan, planner))
+        except OSError as error:  # that of a write does not name the file
+            self.error = OSError(error.errno, error.strerror, str(self._file))
+            future.set_result([])
+        return future
 
-    def _keep(self, error: OSError) -> None:
-        if self._files.error is None:
-            self._files.error = OSError(error.errno, error.strerror, str(self._path))
+    def _write(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> list[WriteResult]:
+        results = []
+        with self._file.open("wb") as file:
+            for item in plan.items:
+                tensor = cast(torch.Tensor, planner.resolve_data(item))
+                begin, content = file.tell(), _bytes_of(tensor.detach().cpu().contiguous())
+                file.write(content)
+                place = _StorageInfo(self._file.name, begin, len(content))
+                results.append(WriteResult(item.index, size_in_bytes=len(content), storage_data=place))
+            file.flush()
+            os.fsync(file.fileno())
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
 
 
-class _Writer(dcp.FileSystemWriter):
-    """Makes `dcp.save` return the location of each tensor, which torch 2.11 only stores in its file."""
+@dataclass(frozen=True)
+class _Piece:
+    """Place of a part of a tensor in a file, its dtype and its sizes."""
 
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        super().finish(metadata, results)
-        metadata.storage_data = {one.index: one.storage_data for of_rank in results for one in of_rank}
+    file: str
+    begin: int
+    dtype: torch.dtype
+    sizes: torch.Size
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads by a table of plain values instead of the pickled one."""
+    """Reads what `_Writer` wrote, by a table of plain values."""
 
     def __init__(self, folder: Path, table: Table) -> None:
         super().__init__(str(folder))
-        self._metadata = _metadata(table)
+        self._folder, self._metadata = folder, _metadata(table)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._metadata
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        pieces: dict[MetadataIndex, _Piece] = self.storage_data
+        with ExitStack() as opened:
+            files: dict[str, BinaryIO] = {}
+            for item in plan.items:
+                piece = pieces[item.storage_index]
+                if piece.file not in files:
+                    files[piece.file] = opened.enter_context((self._folder / piece.file).open("rb"))
+                target = planner.resolve_tensor(item).detach()
+                content = narrow_tensor_by_index(_read(piece, files[piece.file]), item.storage_offsets, item.lengths)
+                if content.size() != target.size():
+                    raise ValueError(
+                        f"{item.storage_index.fqn} has the size {[*content.size()]}, not {[*target.size()]}"
+                    )
+                target.copy_(content)
+                planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, in the order of bytes of this machine."""
+    return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
+
+
+def _read(piece: _Piece, file: BinaryIO) -> torch.Tensor:
+    tensor = torch.empty(piece.sizes, dtype=piece.dtype)
+    content = _bytes_of(tensor)
+    file.seek(piece.begin)
+    if (num_bytes := cast(io.BufferedReader, file).readinto(content)) != len(content):
+        raise ValueError(f"{piece.file} ends after {num_bytes} of the {len(content)} bytes of a tensor")
+    return tensor
 
 
 def _table(metadata: Metadata) -> Table:
@@ -198,7 +215,7 @@ def _table(metadata: Metadata) -> Table:
         pieces = []
         for chunk in entry.chunks:
             place: _StorageInfo = metadata.storage_data[MetadataIndex(name, torch.Size(chunk.offsets))]
-            where = {"file": place.relative_path, "begin": place.offset, "length": place.length}
+            where = {"file": place.relative_path, "begin": place.offset}
             pieces.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **where})
         table[name] = {"dtype": dtype, "size": list(entry.size), "pieces": pieces}
     return table
@@ -206,15 +223,15 @@ def _table(metadata: Metadata) -> Table:
 
 def _metadata(table: Table) -> Metadata:
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places = {}
+    pieces = {}
     for name, entry in table.items():
-        chunks = []
+        chunks, dtype = [], dtype_of(entry["dtype"])
         for piece in entry["pieces"]:
             if Path(piece["file"]).name != piece["file"]:
                 raise ValueError(f"{piece['file']!r} is not a file name")
             offsets = torch.Size(piece["offsets"])
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size(piece["sizes"])))
-            places[MetadataIndex(name, offsets)] = _StorageInfo(piece["file"], piece["begin"], piece["length"])
-        properties = TensorProperties(dtype=dtype_of(entry["dtype"]))
-        entries[name] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
-    return Metadata(entries, storage_data=places)
+            sizes = torch.Size(piece["sizes"])
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+            pieces[MetadataIndex(name, offsets)] = _Piece(piece["file"], piece["begin"], dtype, sizes)
+        entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry["size"]), chunks)
+    return Metadata(entries, storage_data=pieces)

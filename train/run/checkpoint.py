@@ -3,8 +3,7 @@
     step_000500/
         checkpoint.json   step, position in the data, metrics; sizes and checksums of the other files
         tensors.json      name, dtype and shape of each tensor, and the files that contain its pieces
-        __0_0.distcp ...  the tensors, as written by torch.distributed.checkpoint, some files per rank
-        .metadata         tensors.json for torch's own tools; never read here, because it is a pickle
+        __0_0.bin ...     the bytes of the tensors, a file per rank
 
 Tensor names begin with model., ema., objective. or optimizer.
 """
@@ -29,8 +28,8 @@ from clipmill.train.distributed.world import World
 if TYPE_CHECKING:
     import torch
 
-CHECKPOINT_FORMAT = 3
-METADATA_FILE, TABLE_FILE, PICKLED_FILE = "checkpoint.json", "tensors.json", ".metadata"
+CHECKPOINT_FORMAT = 4
+METADATA_FILE, TABLE_FILE = "checkpoint.json", "tensors.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _MAX_SHOWN = 6
 _MAX_DIMENSIONS = 12  # a box has 2 ** dimensions corners

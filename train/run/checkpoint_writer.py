@@ -14,7 +14,6 @@ from clipmill.train.distributed.storage import FailedElsewhere, Storage
 from clipmill.train.distributed.world import World
 from clipmill.train.run.checkpoint import (
     METADATA_FILE,
-    PICKLED_FILE,
     TABLE_FILE,
     CheckpointMetadata,
     all_checkpoints,
@@ -94,7 +93,7 @@ class CheckpointWriter:
         if not self._world.is_first:
             return
         publish_json(temporary / TABLE_FILE, table)
-        files |= {name: file_facts(temporary / name) for name in (TABLE_FILE, PICKLED_FILE)}
+        files[TABLE_FILE] = file_facts(temporary / TABLE_FILE)
         publish_json(temporary / METADATA_FILE, metadata.as_json(files))
         _publish(temporary, self._folder / name)
         self._prune()

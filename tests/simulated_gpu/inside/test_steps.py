@@ -115,9 +115,12 @@ def test_a_steady_step_waits_for_the_numbers_of_the_step_before_alone(
         assert found == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5, abs=1e-5)
 
 
-def test_a_run_that_goes_on_has_its_state_on_the_gpu_of_its_rank(latents_dir: Path, tmp_path: Path) -> None:
-    """In fp16, which has the state of a gradient scaler as well."""
-    flags = f"{STORED} --precision fp16 --loss.kind fastclip-v3 --optimizer.ema 0.9 --steps 3 --checkpoint-every 2"
+@pytest.mark.parametrize("precision", [pytest.param(SINGLE, marks=pytest.mark.nightly), "--precision fp16"])
+def test_a_run_that_goes_on_has_its_state_on_the_gpu_of_its_rank(
+    precision: str, latents_dir: Path, tmp_path: Path
+) -> None:
+    """In fp16, it has the state of a gradient scaler as well."""
+    flags = f"{STORED} {precision} --loss.kind fastclip-v3 --optimizer.ema 0.9 --steps 3 --checkpoint-every 2"
     out = tmp_path / "run"
     run(*flags.split(), "--shards", latents_dir, "--out", out, keeps_checkpoints=True)
     expected = losses(out)

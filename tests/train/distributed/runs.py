@@ -12,7 +12,7 @@ from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,12 @@ from tests.train.plane import LoadedPoints, PlaneTask, Points, settings
 
 CPU = torch.device("cpu")
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "fsdp")
+# Runs of a part of a model, and of a masked autoencoder: of `run_ranks`, and of `run_further_parts`.
+PARTS = ("adapted-fsdp", "locked-ddp", "masked-fsdp")
+FURTHER_PARTS = (
+    *("adapted-ddp", "adapted-zero1", "locked-zero1"),
+    *("locked-fsdp", "masked-ddp", "masked-zero1"),
+)
 FAILING = (3, 11)
 
 
@@ -200,13 +206,29 @@ def spread_over(strategy: Strategy) -> dict[str, Any]:
     return {"parallel": ParallelSettings(strategy=strategy)}
 
 
+def train_parts(folder: Path, data_dir: Path, source: Path, world: World, *, names: Sequence[str]) -> None:
+    """Runs that train a part of a model, or a masked autoencoder, each with a strategy: `adapted-fsdp`."""
+    for name in names:
+        kind, _, strategy = name.partition("-")
+        out, parallel = folder / name, spread_over(cast(Strategy, strategy))
+        if kind == "adapted":
+            train_towers(adapted(out, data_dir, source=source, **parallel), world)
+        elif kind == "locked":
+            train_towers(locked(out, data_dir, **parallel), world)
+        else:
+            train_masked(masked(out, data_dir, microbatch=3, **parallel), world)
+
+
+def run_further_parts(folder: Path, data_dir: Path, source: Path) -> None:
+    """One rank of several, with the strategies that `run_ranks` leaves out."""
+    torch.set_num_threads(1)
+    with open_world(device_type="cpu") as world:
+        train_parts(folder, data_dir, source, world, names=FURTHER_PARTS)
+
+
 def _all_runs(folder: Path, data_dir: Path, source: Path, world: World) -> None:
+    train_parts(folder, data_dir, source, world, names=PARTS)
     for strategy in STRATEGIES:
-        parallel = spread_over(strategy)
-        if strategy != "zero1":  # which is ddp to the bit
-            train_towers(adapted(folder / f"adapted-{strategy}", data_dir, source=source, **parallel), world)
-            train_towers(locked(folder / f"locked-{strategy}", data_dir, **parallel), world)
-            train_masked(masked(folder / f"masked-{strategy}", data_dir, microbatch=3, **parallel), world)
         train_plane(exact_plane(folder / f"plane-{strategy}", **spread_over(strategy)), world)
         train_towers(towers(folder / f"towers-{strategy}", data_dir, **spread_over(strategy)), world)
         # Begun by one process, which left a checkpoint behind.

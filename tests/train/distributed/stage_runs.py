@@ -267,6 +267,19 @@ def _on_four(folder: Path, world: World, two_by_two: World) -> None:
         train_stages(chosen_of(folder / name, parallel=four), world, dropout=0.5)
 
 
+def run_further_stages(folder: Path) -> None:
+    """One rank of two or four, with a schedule and a strategy that `run_stages` leaves out."""
+    torch.set_num_threads(1)
+    with open_world(device_type="cpu") as launched:
+        if launched.size == 2:
+            parallel = ParallelSettings(stages=2, schedule="gpipe", partition="6,3")
+            train_stages(chosen_of(folder / "2-gpipe", parallel=parallel), launched.cut(2))
+        else:
+            pairs = ParallelSettings(stages=2, strategy="ddp", partition="6,3")
+            resumed = begun(folder / "resumed-2x2-ddp", folder / "one", launched)
+            train_stages(chosen_of(resumed, parallel=pairs), launched.cut(2))
+
+
 def run_stages(folder: Path) -> None:
     """One rank of two, three or four."""
     torch.set_num_threads(1)

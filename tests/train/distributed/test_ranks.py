@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,19 @@ import torch
 from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_table
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.distributed.conftest import ONE, Runs
-from tests.train.distributed.runs import FAILING, STRATEGIES, adapted, exact_plane, towers, train_plane, train_towers
+from tests.train.distributed.forked import end_well, fork_ranks
+from tests.train.distributed.runs import (
+    FAILING,
+    FURTHER_PARTS,
+    PARTS,
+    STRATEGIES,
+    adapted,
+    exact_plane,
+    run_further_parts,
+    towers,
+    train_plane,
+    train_towers,
+)
 from tests.train.plane import Points
 from tests.train.running import losses, weights_of
 
@@ -25,17 +36,21 @@ def assert_same(found: Path, expected: Path, *, atol: float = 1e-10) -> None:
         torch.testing.assert_close(value, expected_weights[name], atol=atol, rtol=0)
 
 
-# ZeRO-1 is DDP to the bit, in the runs `plane` and `towers`.
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [
-        *product(("plane", "towers"), STRATEGIES),
-        *product(("masked", "adapted", "locked"), [strategy for strategy in STRATEGIES if strategy != "zero1"]),
-    ],
-)
-def test_the_same_seed_gives_the_same_curve_on_one_process_and_on_two(runs: Runs, name: str, strategy: str) -> None:
-    assert_same(runs.two / f"{name}-{strategy}", runs.one / name)
-    assert len(set(losses(runs.one / name))) > 3
+WHOLE = [f"{name}-{strategy}" for name in ("plane", "towers") for strategy in STRATEGIES]
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *PARTS])
+def test_the_same_seed_gives_the_same_curve_on_one_process_and_on_two(runs: Runs, name: str) -> None:
+    kind = name.partition("-")[0]
+    assert_same(runs.two / name, runs.one / kind)
+    assert len(set(losses(runs.one / kind))) > 3
+
+
+@pytest.mark.nightly
+def test_every_part_of_a_model_gives_the_same_curve_with_every_strategy(runs: Runs, tmp_path: Path) -> None:
+    end_well(fork_ranks(run_further_parts, tmp_path, runs.data_dir, runs.one / "towers", size=2, folder=tmp_path))
+    for name in FURTHER_PARTS:
+        assert_same(tmp_path / name, runs.one / name.partition("-")[0])
 
 
 def test_zero_is_ddp_to_the_bit(runs: Runs) -> None:
@@ -88,7 +103,7 @@ def test_state_is_stored_in_parts_where_ranks_have_parts(runs: Runs) -> None:
 
 
 def test_only_what_is_trained_has_optimizer_state_and_an_average(runs: Runs) -> None:
-    for out in (runs.one / "adapted", *(runs.two / f"adapted-{strategy}" for strategy in ("ddp", "fsdp"))):
+    for out in (runs.one / "adapted", runs.two / "adapted-fsdp"):
         path = latest_checkpoint(out / "checkpoints")
         assert path is not None
         names = [name for name in read_table(path) if not name.startswith(("objective.", "optimizer.objective."))]
@@ -120,11 +135,10 @@ def test_evaluations_are_in_the_metrics_and_the_best_checkpoint_stays(runs: Runs
     assert mine == pytest.approx(theirs, abs=1e-10)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_model_in_parts_or_copies_is_probed_as_a_whole_one(runs: Runs, strategy: str) -> None:
+def test_a_model_in_parts_is_probed_as_a_whole_one(runs: Runs) -> None:
     lines = {
         name: read_lines(RunFolder(folder).metrics)
-        for name, folder in (("one", runs.one / "masked"), ("two", runs.two / f"masked-{strategy}"))
+        for name, folder in (("one", runs.one / "masked"), ("two", runs.two / "masked-fsdp"))
     }
     for step in (1, 3):
         numbers = {name: value for name, value in lines["one"][step].items() if name.startswith("val/pattern_")}

@@ -30,6 +30,7 @@ from tests.train.distributed.stage_runs import (
     captioner,
     captions_by,
     chosen_of,
+    run_further_stages,
     run_stages,
     train_stages,
     train_tuned,
@@ -67,6 +68,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", LIKE_ONE)
 def test_a_pipeline_is_one_process(runs: Path, name: str) -> None:
+    assert_like_one(runs, name)
+
+
+@pytest.mark.nightly
+def test_a_pipeline_is_one_process_with_further_schedules_and_strategies(runs: Path) -> None:
+    for size in (2, 4):
+        end_well(fork_ranks(run_further_stages, runs, size=size, folder=runs))
+    for name in ("2-gpipe", "resumed-2x2-ddp"):
+        assert_like_one(runs, name)
+
+
+def assert_like_one(runs: Path, name: str) -> None:
     assert_same(runs / name, runs / "one")
     lines, expected = (read_lines(RunFolder(runs / one).metrics) for one in (name, "one"))
     for key in ("grad_norm", "num_tokens", "lr"):

@@ -22,7 +22,7 @@ SAVED: tuple[tuple[str, Convention], ...] = (("fastclip-v2", "paper"), ("fastcli
 
 
 def run_all(
-    world: World, exchange: type[Similarities] = Similarities
+    world: World, exchange: type[Similarities] = Similarities, *, num_steps: int = 3
 ) -> tuple[Results, dict[str, ContrastiveObjective]]:
     """Losses, numbers, mean gradients and last weights by case and step; the objectives after the last step."""
     results: Results = {}
@@ -31,9 +31,9 @@ def run_all(
         settings = settings_of(kind, convention)
         # Some of them in microbatches, of a size that ranks have too.
         name, microbatch = f"{kind}/{convention}", 2 if number % 2 else None
-        objectives[name] = _run(name, settings, world, microbatch, results, exchange)
+        objectives[name] = _run(name, settings, world, microbatch, results, exchange, num_steps=num_steps)
     adaptive = Loss(kind="max-margin", use_relevancy=True)
-    _run("max-margin/adaptive", adaptive, world, None, results, exchange)
+    _run("max-margin/adaptive", adaptive, world, None, results, exchange, num_steps=num_steps)
     return results, objectives
 
 
@@ -44,11 +44,13 @@ def _run(
     microbatch: int | None,
     results: Results,
     exchange: type[Similarities] = Similarities,
+    *,
+    num_steps: int = 3,
 ) -> ContrastiveObjective:
     towers, objective = Towers(dropout=0.0), objective_of(settings, world=world)
     objective.exchange = exchange
     parameters = [*towers.named_parameters(), *objective.named_parameters()]
-    for number in range(3):
+    for number in range(num_steps):
         towers.zero_grad()
         objective.zero_grad()
         step = Step(number=number + 1, epoch=float(number), world=world, microbatch=microbatch)
@@ -79,7 +81,7 @@ def run_rank(folder: Path) -> None:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             results[f"{name}/loaded/{key}"] = whole.clone()
     results["kept rows"] = world.gather(torch.tensor([len(objectives["fastclip-v3/paper"].get_buffer("clips.rows"))]))
-    features, _ = run_all(world, FeatureExchange)
+    features, _ = run_all(world, FeatureExchange, num_steps=1)
     if world.rank == 0:
         torch.save(results, folder / "results.pt")
         torch.save(features, folder / "features.pt")

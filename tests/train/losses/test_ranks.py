@@ -26,7 +26,8 @@ def test_two_ranks_are_one_process(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     # OpenCLIP's exchange, which `train bench` compares, has the same losses and gradients.
     features = torch.load(tmp_path / "features.pt", weights_only=True)
-    torch.testing.assert_close(features, of_steps, rtol=1e-9, atol=1e-12)
+    of_first = {name: value for name, value in of_steps.items() if "/0/" in name}
+    torch.testing.assert_close(features, of_first, rtol=1e-9, atol=1e-12)
 
     for kind, convention in SAVED:
         name = f"{kind}/{convention}"

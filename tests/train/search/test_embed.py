@@ -115,7 +115,7 @@ def test_a_killed_command_is_resumed_to_the_same_bytes(
         assert train("embed", *words(run, data_dir, out)) == 0
         num_resumed += "resumed: " in capsys.readouterr().out
         assert content(out) == content(whole), f"killed at change {number}, finished: {is_finished}"
-        number += 5
+        number += 8
     assert status == 0 and num_resumed >= 3
 
 

@@ -19,7 +19,7 @@ from tests.train.running import train
 ADAPTED = ("--decoding.min-tokens", 4, "--lora.rank", 2, "--lora.alpha", 8, "--lora.towers", "decoder", "--lr", "1e-2")
 
 
-WAYS = [("llama", ADAPTED), ("qwen3", ("--decoder.reducer", "attention"))]
+WAYS = [("llama", ADAPTED), pytest.param("qwen3", ("--decoder.reducer", "attention"), marks=pytest.mark.nightly)]
 
 
 @pytest.mark.parametrize(("kind", "flags"), WAYS)
