@@ -36,7 +36,13 @@ _LIGHT = (
         "clipmill.prep.latents.vae",
         "clipmill.prep.video.worker",
     ),
-    *("clipmill.prep.latents.plan", "clipmill.prep.text.run", "clipmill.prep.text.tower", "clipmill.prep.text.plan"),
+    *(
+        "clipmill.prep.latents.report",
+        "clipmill.prep.latents.run",
+        "clipmill.prep.text.run",
+        "clipmill.prep.text.tower",
+        "clipmill.prep.text.plan",
+    ),
     *(
         "clipmill.prep.video.plan_inputs",
         "clipmill.prep.video.plan_report",

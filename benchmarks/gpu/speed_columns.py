@@ -10,7 +10,7 @@ from benchmarks.encoding import CLIP, TEXTS, make_vae, words_of
 from benchmarks.gpu.implementations import Implementation, Opening, faster_than, rows_of, take_turns
 from benchmarks.gpu.measurements import Result, Setup, Target
 from benchmarks.plain_loops import encode_pictures, encode_texts
-from clipmill.prep.latents.recipe import LatentsRecipe, LatentsSettings, Precision
+from clipmill.prep.latents.recipe import Encoding, LatentsSettings, Precision
 from clipmill.prep.latents.vae import Encoder, tiny_vae
 from clipmill.prep.latents.weights import Vae
 from clipmill.prep.text.tower import TINY, TINY_SHA256, Tower, load_tower
@@ -35,8 +35,7 @@ def measure_latents(setup: Setup) -> Result:
         made = tiny_vae() if setup.is_dry_run else make_vae()
         made.register_to_config(scaling_factor=_SCALING)
         settings = LatentsSettings(vae="made", size=size_px, precision=precision)
-        recipe = LatentsRecipe(settings=settings, vae=vae, video="made")
-        encoder = Encoder(made, recipe, device=kind)  # type: ignore[arg-type]
+        encoder = Encoder(made, Encoding(settings, vae), device=kind)  # type: ignore[arg-type]
         plain = deepcopy(made)
         resized = _resized(torch.from_numpy(pictures), size_px=size_px).to(setup.device)
         inputs = resized.to(made.dtype) / 127.5 - 1

@@ -9,14 +9,11 @@ from typing import Any
 from clipmill.manifests.quoting import counted, on_one_line
 from clipmill.manifests.units import duration_text
 from clipmill.prep.captions.answers import ANSWERS_FOLDER, Answer, answers_in
-from clipmill.prep.captions.recipe import CaptionsSettings
 from clipmill.prep.captions.table import TABLE_FILE
 from clipmill.prep.core.chunk_columns import ChunksPlan
 from clipmill.prep.core.column import Addition
-from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.run import Summary
 
-CaptionsPlan = ChunksPlan[Recipe[CaptionsSettings]]
 _MAX_ANSWERS = 10_000  # that an estimate looks at
 _NUM_SHOWN = 3  # of them, in words
 
@@ -62,7 +59,7 @@ def cost_of(variant_dir: Path) -> Cost:
     return Cost.of(list(answers_in(variant_dir / ANSWERS_FOLDER)))
 
 
-def estimate(plan: CaptionsPlan) -> Addition:
+def estimate(plan: ChunksPlan) -> Addition:
     """Return what the captions of a plan cost, from the answers so far."""
     settings = plan.recipe.settings
     num_chunks = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
@@ -95,7 +92,7 @@ def estimate(plan: CaptionsPlan) -> Addition:
     return Addition(lines, {"estimate": values, "answers": cost.values()})
 
 
-def summary(plan: CaptionsPlan, result: Summary, written: Sequence[str]) -> Addition:
+def summary(plan: ChunksPlan, result: Summary, written: Sequence[str]) -> Addition:
     """Return what all answers of the variant cost, and its table."""
     cost, table = cost_of(plan.variant_dir), plan.variant_dir / TABLE_FILE
     lines = [f"cost     {cost.line()}, in all runs of the variant"] if cost.num_answers else []

@@ -18,10 +18,10 @@ from clipmill.prep.captions.answers import (
     read_answers,
 )
 from clipmill.prep.captions.column import COLUMN, CaptionsRequest
-from clipmill.prep.captions.report import CaptionsPlan, cost_of
+from clipmill.prep.captions.report import cost_of
 from clipmill.prep.captions.worker import Asking, Inquiry, open_captioner
 from clipmill.prep.core.chunk_column import chunk_job
-from clipmill.prep.core.chunk_columns import Holders
+from clipmill.prep.core.chunk_columns import ChunksPlan, Holders
 from clipmill.prep.core.chunk_worker import open_chunks
 from clipmill.prep.core.data_folder import writing
 from clipmill.prep.core.plan import with_work
@@ -35,7 +35,7 @@ _SERVED_WORKERS = 4
 _SERVER_GB, _MODEL_GB = 1.0, 8.0  # memory of a worker; of a model, a guess: bfloat16 weights of 3 B parameters
 
 
-def choose_workers(plan: CaptionsPlan, request: CaptionsRequest) -> Workers:
+def choose_workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
     """Return how the workers of a run ask, and forget the tokens of the run before it."""
     workers = _workers(plan, request)
     if workers.use.max_tokens_total is not None:
@@ -43,7 +43,7 @@ def choose_workers(plan: CaptionsPlan, request: CaptionsRequest) -> Workers:
     return workers
 
 
-def _workers(plan: CaptionsPlan, request: CaptionsRequest) -> Workers:
+def _workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
     work, is_served = with_work(plan.shards), plan.recipe.settings.endpoint is not None
     gpus = 0.0 if is_served else request.gpus_per_worker(has_work=bool(work))
     workers, num_threads = request.workers, None
@@ -73,7 +73,7 @@ def _workers(plan: CaptionsPlan, request: CaptionsRequest) -> Workers:
     return Workers(request=replace(request, workers=workers), gpus_each=gpus, memory_gb=memory_gb, use=asking)
 
 
-def other_journals(plan: CaptionsPlan) -> Callable[[int], tuple[Path, ...]]:
+def other_journals(plan: ChunksPlan) -> Callable[[int], tuple[Path, ...]]:
     """Return a function of a shard: the journals of other shards with answers about chunks that it holds now."""
     answered = Holders(answered_chunks(plan.variant_dir / ANSWERS_FOLDER))
 
@@ -84,7 +84,7 @@ def other_journals(plan: CaptionsPlan) -> Callable[[int], tuple[Path, ...]]:
     return journals
 
 
-def run_trial(plan: CaptionsPlan, request: CaptionsRequest) -> None:
+def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
     """Ask about a few chunks for the estimate; the answers are kept.
 
     Raises:

@@ -1,8 +1,9 @@
 """The `ChunkWork` of the column `captions`."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from clipmill.manifests.imported import late
+from clipmill.manifests.imported import imported, late
 from clipmill.prep.captions.answers import ANSWER_FILE, ANSWERS_FOLDER
 from clipmill.prep.captions.recipe import CaptionsSettings, local_weights, resolve, variant_name
 from clipmill.prep.captions.sample import EXTENSION
@@ -13,6 +14,10 @@ from clipmill.shards.columns import CAPTIONS
 from clipmill.shards.format import CAPTIONS_FIELDS
 from clipmill.shards.reader import Variant
 
+if TYPE_CHECKING:
+    from clipmill.prep.core.chunk_columns import ChunksPlan
+    from clipmill.prep.core.request import Request
+
 
 def _require(settings: CaptionsSettings) -> None:
     from clipmill.prep.captions.endpoint import require_client
@@ -20,6 +25,11 @@ def _require(settings: CaptionsSettings) -> None:
     settings.with_prompt()
     if settings.endpoint is not None:
         require_client()
+
+
+def _on_plan(plan: "ChunksPlan", request: "Request") -> None:
+    if request.trial:
+        imported("clipmill.prep.captions.run:run_trial")(plan, request)
 
 
 def _next_command(data: Path) -> list[str]:
@@ -37,7 +47,7 @@ WORK = ChunkWork(
     weights=local_weights,
     workers=late("clipmill.prep.captions.run:choose_workers"),
     more=late("clipmill.prep.captions.run:other_journals"),
-    trial=late("clipmill.prep.captions.run:run_trial"),
+    on_plan=_on_plan,
     is_function_of_plan=False,  # the text of an answer is not
     estimate=late("clipmill.prep.captions.report:estimate"),
     summary=late("clipmill.prep.captions.report:summary"),

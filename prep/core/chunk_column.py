@@ -1,21 +1,21 @@
 """The functions of a column with one sample for each chunk, derived from its `ColumnSpec` and its `ChunkWork`."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import join
 from typing import Any
 
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.imported import imported
 from clipmill.manifests.units import duration_text
-from clipmill.prep.core.chunk_columns import ChunksPlan, pending_chunks, plan_chunks
+from clipmill.prep.core.chunk_columns import ChunksPlan, plan_chunks
 from clipmill.prep.core.chunk_report import chunks_report, speed_text
 from clipmill.prep.core.chunk_shards import NO_CHUNKS, current_chunks
 from clipmill.prep.core.chunk_worker import ChunkTask, make_chunk_shard
 from clipmill.prep.core.column import WEIGHTS, Addition, ColumnSpec, Pending
 from clipmill.prep.core.parts import PartRun
-from clipmill.prep.core.plan import ShardPlan
+from clipmill.prep.core.plan import ShardPlan, pending_of
 from clipmill.prep.core.recipe import Recipe, setting_flags, stored_values, values_not_stored
 from clipmill.prep.core.report import Report, summary_report
 from clipmill.prep.core.request import Request
@@ -23,9 +23,8 @@ from clipmill.prep.core.run import Job, Summary, execute
 from clipmill.prep.core.selection import WHERE, stored_recipe
 from clipmill.prep.core.work import ChunkWork, ColumnWork, Workers
 from clipmill.shards.columns import VIDEO
+from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
-
-Plan = ChunksPlan[Recipe[Any]]
 
 
 def column_work(column: ColumnSpec, work: ChunkWork) -> ColumnWork:
@@ -36,7 +35,7 @@ def column_work(column: ColumnSpec, work: ChunkWork) -> ColumnWork:
         run=partial(_run, column, work),
         plan_report=partial(_plan_report, column, work),
         summary_report=partial(_summary_report, column, work),
-        pending=partial(_pending, column),
+        pending=partial(_pending, column, work),
         extra_folders=work.extra_folders,
         extra_files=work.extra_files,
         sample_facts=work.sample_facts,
@@ -65,35 +64,44 @@ def _asked(work: ChunkWork, recipe: Recipe[Any]) -> dict[str, str | None]:
     return {**values_not_stored(recipe.settings), WEIGHTS: work.weights(recipe)}
 
 
-def _plan_recipe(column: ColumnSpec, data_dir: Path, recipe: Recipe[Any], retry_codes: frozenset[str]) -> Plan:
-    where = getattr(recipe.settings, WHERE, None)
-    return plan_chunks(data_dir, recipe, column=column.name, where=where, retry_codes=retry_codes)
+def _plan_recipe(work: ChunkWork, data_dir: Path, recipe: Recipe[Any], retry_codes: frozenset[str]) -> ChunksPlan:
+    has_sample = None if work.has_sample is None else partial(work.has_sample, recipe)
+    reads_next = work.reads_next(recipe)
+    return plan_chunks(data_dir, recipe, retry_codes=retry_codes, reads_next=reads_next, has_sample=has_sample)
 
 
-def _plan(column: ColumnSpec, work: ChunkWork, data_dir: Path, settings: Any, request: Request) -> Plan:
+def _plan(column: ColumnSpec, work: ChunkWork, data_dir: Path, settings: Any, request: Request) -> ChunksPlan:
     recipe = resolve(column, work, settings, video=current_chunks(data_dir))
     request.require_variant(recipe.variant, command=join(["prep", column.command, *setting_flags(settings)]))
-    plan = _plan_recipe(column, data_dir, recipe, request.retry_codes)
-    if work.trial is not None and request.trial:
-        work.trial(plan, request)
+    plan = _plan_recipe(work, data_dir, recipe, request.retry_codes)
+    work.on_plan(plan, request)
     return plan
 
 
-def _pending(column: ColumnSpec, data_dir: Path, variant: Variant) -> Pending:
-    return pending_chunks(
-        data_dir,
-        variant,
-        stored_recipe=partial(stored_recipe, column, variant),
-        plan=lambda recipe: _plan_recipe(column, data_dir, recipe, frozenset()),
-    )
+def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Variant) -> Pending:
+    """Return what remains to be made of a variant; nothing if the variant is not current."""
+    if current_variant(data_dir, column.name) != variant.directory.name:
+        return Pending()
+    try:
+        recipe = stored_recipe(column, variant)
+    except UserError:
+        return Pending()  # its recipe is missing or of another version
+    if recipe.video != (video := current_variant(data_dir, VIDEO)):
+        return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
+    try:
+        return pending_of(_plan_recipe(work, data_dir, recipe, frozenset()).shards)
+    except UserError as error:
+        return Pending(stale_because=f"its --where cannot be evaluated: {error}")
 
 
-def chunk_job(column: ColumnSpec, plan: Plan, *, use: Any = None) -> Job[ChunkTask]:
+def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, use: Any = None) -> Job[ChunkTask]:
     """Return a plan as a job for the driver; `use` is that of its workers."""
     work: ChunkWork = imported(column.work)
     more = work.more(plan)
 
     def task(shard: ShardPlan) -> ChunkTask:
+        chunks = plan.chunk_shards[shard.shard_id]
+        needed = {shard.shard_id, *(after.shard_id for after in chunks.following.values())}
         return ChunkTask(
             column=column.name,
             work=column.work,
@@ -102,9 +110,10 @@ def chunk_job(column: ColumnSpec, plan: Plan, *, use: Any = None) -> Job[ChunkTa
             shard_id=shard.shard_id,
             plan_fingerprint=shard.plan_fingerprint,
             video_dir=plan.video_dir,
-            video_commit=plan.video_commits[shard.shard_id],
+            video_commits={number: plan.video_commits[number] for number in sorted(needed)},
+            following=chunks.following,
             old_commits=plan.old_commits(shard.shard_id),
-            rows=plan.chunk_shards[shard.shard_id].rows,
+            rows=chunks.rows,
             use=use,
             more=more(shard.shard_id),
         )
@@ -128,7 +137,7 @@ def chunk_job(column: ColumnSpec, plan: Plan, *, use: Any = None) -> Job[ChunkTa
 
 
 def _run(
-    column: ColumnSpec, work: ChunkWork, plan: Plan, settings: Any, request: Request, part_run: PartRun | None
+    column: ColumnSpec, work: ChunkWork, plan: ChunksPlan, settings: Any, request: Request, part_run: PartRun | None
 ) -> Summary:
     workers = Workers(request=request, memory_gb=work.memory_gb)
     if work.workers is not None:
@@ -158,22 +167,15 @@ def _written_files(work: ChunkWork, written: list[str]) -> Addition:
     return Addition(lines, {"is_table_written": bool(written)} if has_table else {})
 
 
-def _plan_report(column: ColumnSpec, work: ChunkWork, plan: Plan) -> Report:
+def _plan_report(column: ColumnSpec, work: ChunkWork, plan: ChunksPlan) -> Report:
     asked = _asked(work, plan.recipe)
     estimate = _duration(column, plan) if work.estimate is None else work.estimate(plan)
-    where: Mapping[str, Any] = {WHERE: asked[WHERE]} if WHERE in asked else {}
-    return chunks_report(
-        plan,
-        column,
-        plan.recipe.values,
-        estimate=estimate.lines,
-        values={**where, **estimate.values},
-        asked=asked,
-        verb=column.verb,
-    )
+    if WHERE in asked:
+        estimate = replace(estimate, values={WHERE: asked[WHERE], **estimate.values})
+    return chunks_report(plan, column, estimate=estimate, asked=asked)
 
 
-def _duration(column: ColumnSpec, plan: Plan) -> Addition:
+def _duration(column: ColumnSpec, plan: ChunksPlan) -> Addition:
     seconds = sum(plan.chunk_shards[shard.shard_id].seconds for shard in plan.shards if shard.has_work)
     # Unchanged chunks of a changed shard are copied; how many is known only while the shard is made.
     lines = (

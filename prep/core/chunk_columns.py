@@ -3,49 +3,31 @@
 It covers the shards of `video` committed so far, even while `prep chunk` is running; a later plan covers the rest.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import counted
-from clipmill.prep.core.chunk_input import chunk_fingerprints
-from clipmill.prep.core.chunk_shards import ChunkShard, read_chunk_shards
-from clipmill.prep.core.column import Pending
-from clipmill.prep.core.plan import ShardPlan, ShardState, pending_of, plan_shards, stored_shards
+from clipmill.prep.core.chunk_input import Chunk, chunks_of_shard
+from clipmill.prep.core.chunk_shards import ChunkShard, HasSample, read_chunk_shards
+from clipmill.prep.core.next_chunks import next_chunks
+from clipmill.prep.core.plan import ShardPlan, ShardState, plan_shards, stored_shards
+from clipmill.prep.core.recipe import Recipe
+from clipmill.prep.core.selection import WHERE
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure, read_commits
 from clipmill.shards.damage import Damaged, DamagedIndex
-from clipmill.shards.dataset import current_variant, variant_dir
+from clipmill.shards.dataset import variant_dir
 from clipmill.shards.index import open_index
-from clipmill.shards.reader import Variant, open_shard
 from clipmill.shards.selection import nothing_selected, selected_chunks
 from clipmill.shards.where import Where, parse_where
 
-
-class ChunkRecipe(Protocol):
-    """What a column of chunks depends on besides the chunks."""
-
-    @property
-    def video(self) -> str:
-        """Name of the variant of `video` whose chunks the column is made of."""
-        ...
-
-    @property
-    def variant(self) -> str: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-
-R = TypeVar("R", bound=ChunkRecipe)
-Beyond = Callable[[list[ChunkShard], Path, dict[int, Commit]], list[ChunkShard]]
 _DIGITS = "S32"  # of the fingerprint of a chunk
 
 
@@ -75,7 +57,7 @@ class Holders:
 
 
 @dataclass(frozen=True)
-class ChunksPlan(Generic[R]):
+class ChunksPlan:
     """A plan and its inputs.
 
     Attributes:
@@ -85,7 +67,7 @@ class ChunksPlan(Generic[R]):
         unreadable: shards of `video` that cannot be planned because their index is unreadable.
     """
 
-    recipe: R
+    recipe: Recipe[Any]
     data_dir: Path
     variant_dir: Path
     video_dir: Path
@@ -106,9 +88,15 @@ class ChunksPlan(Generic[R]):
         ids: list[str] = self.chunk_shards[shard.shard_id].video_ids.to_pylist()
         return ids
 
-    def fingerprints(self, shard_id: int) -> list[str]:
-        """Return the fingerprints of what the samples of a shard are made of, by row of the shard of `video`."""
-        return chunk_fingerprints(open_shard(self.video_dir, self.video_commits[shard_id]).index)
+    def chunks(self, shard_id: int) -> list[Chunk]:
+        """Return the chunks of a shard of `video`, by row.
+
+        Raises:
+            Damaged: An index cannot be read.
+            FileNotFoundError: An index is missing.
+        """
+        following = self.chunk_shards[shard_id].following
+        return chunks_of_shard(self.video_dir, shard_id, commits=self.video_commits, following=following)
 
     def old_commits(self, shard_id: int) -> tuple[Commit, ...]:
         """Return the commits that may hold samples of a shard: its own, and others that its chunks have left."""
@@ -119,7 +107,7 @@ class ChunksPlan(Generic[R]):
         """Return which of the holders hold something about chunks of a shard."""
         if len(holders):
             with suppress(Damaged, OSError):  # the worker names an index that cannot be read
-                return holders.of(self.fingerprints(shard_id))
+                return holders.of([chunk.fingerprint for chunk in self.chunks(shard_id)])
         return []
 
     @cached_property
@@ -141,31 +129,36 @@ class ChunksPlan(Generic[R]):
 
 def plan_chunks(
     data_dir: Path,
-    recipe: R,
+    recipe: Recipe[Any],
     *,
-    column: str,
-    where: str | None = None,
     retry_codes: frozenset[str] = frozenset(),
-    beyond: Beyond | None = None,
-) -> ChunksPlan[R]:
-    """Plan `recipe` for the committed shards of its `video` variant in `data_dir`.
+    reads_next: bool = False,
+    has_sample: HasSample | None = None,
+) -> ChunksPlan:
+    """Plan a recipe for the committed shards of its `video` variant in `data_dir`.
 
     Args:
-        where: condition on the chunks that are wanted; None for all.
-        beyond: adds to shards what their samples depend on outside of them.
+        retry_codes: failure codes to try again even if nothing changed.
+        reads_next: True if samples also depend on the next chunks.
+        has_sample: which chunks get a sample; None for all.
 
     Raises:
-        UserError: `where` selects nothing, or uses scores that chunks lack.
+        UserError: the condition of its settings selects nothing, or uses scores that chunks lack.
     """
+    column, where = recipe.values["column"], getattr(recipe.settings, WHERE, None)
     video_dir = variant_dir(data_dir, VIDEO, recipe.video)
     folder = variant_dir(data_dir, column, recipe.variant)
     video, own = read_commits(video_dir), stored_shards(folder)
     chosen = None
     if where is not None:
         chosen = selected_rows(data_dir, video_dir, video.commits.values(), parse_where(where), column=column)
-    chunk_shards, unreadable = read_chunk_shards(video_dir, video.commits.values(), chosen=chosen)
-    if beyond is not None:
-        chunk_shards = beyond(chunk_shards, video_dir, video.commits)
+    chunk_shards, unreadable = read_chunk_shards(
+        video_dir,
+        video.commits.values(),
+        chosen=chosen,
+        following=next_chunks(video_dir, video.commits) if reads_next else None,
+        has_sample=has_sample,
+    )
     unknown = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
     fingerprint = recipe.fingerprint
     shards = plan_shards(
@@ -189,30 +182,6 @@ def plan_chunks(
         num_videos=len(pa.chunked_array([shard.video_ids for shard in chunk_shards], pa.string()).unique()),
         unreadable=list(unreadable.values()),
     )
-
-
-def pending_chunks(
-    data_dir: Path, variant: Variant, *, stored_recipe: Callable[[], R], plan: Callable[[R], ChunksPlan[R]]
-) -> Pending:
-    """Return what remains to be made of a variant; nothing if the variant is not current.
-
-    Args:
-        stored_recipe: read the recipe of the variant; raises UserError if another version wrote it.
-        plan: plan a recipe.
-    """
-    column = variant.directory.parent.name
-    if current_variant(data_dir, column) != variant.directory.name:
-        return Pending()
-    try:
-        recipe = stored_recipe()
-    except UserError:
-        return Pending()  # its recipe is missing or of another version
-    if recipe.video != (video := current_variant(data_dir, VIDEO)):
-        return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
-    try:
-        return pending_of(plan(recipe).shards)
-    except UserError as error:
-        return Pending(stale_because=f"its --where cannot be evaluated: {error}")
 
 
 def selected_rows(

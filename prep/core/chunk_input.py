@@ -9,11 +9,11 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
@@ -39,6 +39,69 @@ def chunk_fingerprints(index: pa.Table) -> list[str]:
     columns = [index[name].to_pylist() for name in FINGERPRINT_COLUMNS]
     lines = ("\0".join(map(str, line)) for line in zip(*columns, strict=True))
     return [blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
+
+
+class ChunkLength(NamedTuple):
+    """How long a chunk is.
+
+    Attributes:
+        fps: Frames per second.
+        has_next: True if another chunk follows it in the video, and samples depend on that one too.
+    """
+
+    num_frames: int
+    fps: Fraction
+    has_next: bool = False
+
+    @property
+    def seconds(self) -> Fraction:
+        return self.num_frames / self.fps
+
+
+class NextChunk(NamedTuple):
+    """The chunk that follows another one in its video.
+
+    Attributes:
+        shard_id: Shard of `video` that holds it.
+        row: Row of the chunk in this shard.
+        content: Hash (hex) of the content of the chunk.
+    """
+
+    shard_id: int
+    row: int
+    content: str
+
+
+Following = Mapping[int, NextChunk]  # by row of the chunk that it follows
+
+
+def chunks_of_shard(
+    video_dir: Path, shard_id: int, *, commits: Mapping[int, Commit], following: Following, names: tuple[str, ...] = ()
+) -> "list[Chunk]":
+    """Open a shard of `video`, and return its chunks by row.
+
+    Args:
+        commits: Commits of the shard and of the shards in `following`.
+        following: The next chunks, if samples depend on them too.
+        names: Names of the index fields of the column that is made.
+
+    Raises:
+        Damaged: An index cannot be read.
+        FileNotFoundError: An index is missing.
+    """
+    needed = {shard_id, *(after.shard_id for after in following.values())}
+    shards = {number: open_shard(video_dir, commits[number]) for number in sorted(needed)}
+    contents = {number: chunk_fingerprints(shard.index) for number, shard in shards.items()}
+    chunks = []
+    for row, content in enumerate(contents[shard_id]):
+        chunk = Chunk(shards[shard_id], row, content, content, names)
+        if (after := following.get(row)) is not None:
+            its_content = contents[after.shard_id][after.row]
+            both = blake2b(f"{content} {its_content}".encode(), digest_size=16).hexdigest()
+            next_chunk = Chunk(shards[after.shard_id], after.row, its_content, its_content, names)
+            chunk = replace(chunk, fingerprint=both, next=next_chunk)
+        chunks.append(chunk)
+    return chunks
 
 
 def frame_rate(index: pa.Table, row: int) -> Fraction:
@@ -123,14 +186,18 @@ class Chunk:
     Attributes:
         video: Shard of `video` that holds the chunk.
         row: Row of the chunk in this shard.
-        fingerprint: Hash (hex) of the content of the chunk.
+        content: Hash (hex) of the content of the chunk.
+        fingerprint: Hash (hex) of what the sample depends on: the content of the chunk, and of the next one if any.
         names: Names of the index fields of the column that is made.
+        next: The chunk that follows, of columns that read it (`ChunkWork.reads_next`); None at the end of a video.
     """
 
     video: CommittedShard
     row: int
+    content: str
     fingerprint: str
     names: tuple[str, ...]
+    next: "Chunk | None" = None
 
     def __getitem__(self, name: str) -> Any:
         """Return the value of a field of the chunk's index row (`clipmill.shards.format.VIDEO_FIELDS`, and `key`)."""
@@ -145,6 +212,11 @@ class Chunk:
     def fps(self) -> Fraction:
         """Frames per second."""
         return frame_rate(self.video.index, self.row)
+
+    @property
+    def length(self) -> ChunkLength:
+        """How long the chunk is."""
+        return ChunkLength(self["num_frames"], self.fps, self.next is not None)
 
     def read(self) -> bytes:
         """Read the MP4 file of the chunk.
@@ -206,11 +278,10 @@ class Chunks:
 
     Attributes:
         variant_dir: Folder of the variant that is made.
-        video: Shard of `video` that holds the chunks.
-        wanted: Rows of this shard that get a sample, also those whose sample is copied.
+        wanted: Rows of the shard that get a sample, also those whose sample is copied.
         rows: Rows of the chunks without a sample.
-        fingerprints: Fingerprints of all chunks of the shard, by row.
-        names: Names of the index fields of the column that is made.
+        of_shard: All chunks of the shard, by row.
+        fingerprints: Their fingerprints.
         use: What `ChunkWork.workers` hands to each worker; None by default.
         more: What `ChunkWork.more` hands to the worker of this shard; None by default.
         known: Rows that `make` need not make, such as those with an answer on disk: they do not count as work.
@@ -219,18 +290,22 @@ class Chunks:
 
     variant_dir: Path
     shard_id: int
-    video: CommittedShard
     wanted: Sequence[int]
     rows: Sequence[int]
+    of_shard: Sequence[Chunk]
     fingerprints: Sequence[str]
-    names: tuple[str, ...]
     use: Any = None
     more: Any = None
     known: set[int] = field(default_factory=set)
     show: Callable[[int], None] = lambda num_done: None
 
+    @property
+    def video(self) -> CommittedShard:
+        """Shard of `video` that holds the chunks."""
+        return self.of_shard[0].video
+
     def __iter__(self) -> Iterator[Chunk]:
-        return (Chunk(self.video, row, self.fingerprints[row], self.names) for row in self.rows)
+        return (self.of_shard[row] for row in self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)

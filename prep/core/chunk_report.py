@@ -1,11 +1,10 @@
 """Reports of plans and runs of a column with one sample for each chunk."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from clipmill.manifests.quoting import counted
-from clipmill.prep.core.chunk_columns import ChunksPlan, R
-from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.core.chunk_columns import ChunksPlan
+from clipmill.prep.core.column import Addition, ColumnSpec
 from clipmill.prep.core.report import (
     NOTHING_TO_DO,
     Report,
@@ -18,36 +17,29 @@ from clipmill.prep.core.run import Summary
 
 
 def chunks_report(
-    plan: ChunksPlan[R],
+    plan: ChunksPlan,
     column: ColumnSpec,
-    recipe: Mapping[str, Any],
     *,
-    estimate: Sequence[str],
-    values: Mapping[str, Any],
-    asked: Mapping[str, str | None] | None = None,
-    about: Sequence[str] = (),
-    verb: str = "encode",
+    estimate: Addition,
+    asked: Mapping[str, str | None],
 ) -> Report:
     """Return the report of a plan: the work by state and reason.
 
     Args:
-        recipe: of the plan, as stored.
-        estimate: lines about the work; empty if there is none.
-        values: further JSON values.
+        estimate: What the column adds: lines about the cost of the work, none if there is no work, and JSON values.
         asked: Flags besides the recipe, None if they were not given; of these, `where` selects chunks.
-        about: further lines about the column.
-        verb: what the column does to a chunk; it ends in e.
     """
-    asked = {name: value for name, value in (asked or {}).items() if value is not None}
+    recipe = plan.recipe.values
+    asked = {name: value for name, value in asked.items() if value is not None}
     differences = changed_settings(plan.data_dir, column.name, variant=plan.recipe.variant, recipe=recipe)
     command = column.command_line({**recipe, **asked}, data_dir=plan.data_dir)
     lines = [f"variant  {plan.recipe.variant}", f"video    {plan.recipe.video}"]
     if "where" in asked:
         lines.append(f"where    {asked['where']}: {counted(plan.num_chunks, 'chunk')} selected")
-    lines += [*about, *(f"setting  {difference}" for difference in differences)]
-    lines += states_lines(plan.shards, verb=verb)
+    lines += [*estimate.about, *(f"setting  {difference}" for difference in differences)]
+    lines += states_lines(plan.shards, verb=column.verb)
     lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]
-    lines += [*estimate, next_line(command)] if estimate else [NOTHING_TO_DO]
+    lines += [*estimate.lines, next_line(command)] if estimate.lines else [NOTHING_TO_DO]
     found = {
         "variant": plan.recipe.variant,
         "video": plan.recipe.video,
@@ -55,8 +47,8 @@ def chunks_report(
         "num_chunks": plan.num_chunks,
         **states_values(plan.shards),
         "unreadable": [failure.message for failure in plan.unreadable],
-        **values,
-        "next": command if estimate else None,
+        **estimate.values,
+        "next": command if estimate.lines else None,
     }
     return Report("\n".join(lines), found)
 

@@ -1,13 +1,14 @@
 """Shards of chunks as the input of another column, for its plan: which are committed, and what identifies them.
 
-Columns with one sample for each chunk (`latents`, `scores`) have shards with the ids, splits and keys of `video`.
+Columns with one sample for each chunk (`latents`, `scores`, `captions`) have shards with the ids, splits and keys of
+`video`.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.chunk_input import FINGERPRINT_COLUMNS, chunk_fingerprints
+from clipmill.prep.core.chunk_input import FINGERPRINT_COLUMNS, ChunkLength, Following, chunk_fingerprints
 from clipmill.prep.core.failure_list import shard_name
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, WantedShard
@@ -30,34 +31,39 @@ NO_CHUNKS = f"there are no committed chunks yet; run it again after `prep {comma
 _COLUMNS = [*FINGERPRINT_COLUMNS, "key", "video_id", "num_frames", "fps_num", "fps_den"]
 
 
+HasSample = Callable[[ChunkLength], bool]
+
+
 @dataclass(frozen=True)
 class ChunkShard:
     """What a plan needs to know about a shard of chunks.
 
     Attributes:
         fingerprint: hash of the keys and bytes of its chunks; captions do not affect it.
-        lengths: number of chunks by (number of frames, frame rate).
+        lengths: number of chunks by their length.
         video_ids: ids of the videos of its chunks, without duplicates; a long video spans several shards.
-        rows: the chunks that are wanted, as rows of the shard; None for all. The other fields are those of them.
+        rows: the chunks that get a sample, as rows of the shard; None for all.
+        following: the next chunks, if samples depend on them too.
     """
 
     shard_id: int
     split: str
     fingerprint: str
     num_chunks: int
-    lengths: Counter[tuple[int, Fraction]]
+    lengths: Counter[ChunkLength]
     video_ids: pa.Array
     rows: tuple[int, ...] | None = None
+    following: Following = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         """Total duration of its chunks."""
-        return float(sum(frames / fps * count for (frames, fps), count in self.lengths.items()))
+        return float(sum(length.seconds * count for length, count in self.lengths.items()))
 
     @property
     def longest_s(self) -> Fraction:
         """Duration of its longest chunk in seconds."""
-        return max((frames / fps for frames, fps in self.lengths), default=Fraction(0))
+        return max((length.seconds for length in self.lengths), default=Fraction(0))
 
     def wanted(self, *, recipe_fingerprint: str) -> WantedShard:
         """Return the shard that a recipe wants to have made from these chunks."""
@@ -79,17 +85,26 @@ def current_chunks(data_dir: Path) -> str:
 
 
 def read_chunk_shards(
-    video_dir: Path, commits: Iterable[Commit], *, chosen: Mapping[int, tuple[int, ...]] | None = None
+    video_dir: Path,
+    commits: Iterable[Commit],
+    *,
+    chosen: Mapping[int, tuple[int, ...]] | None = None,
+    following: Mapping[int, Following] | None = None,
+    has_sample: HasSample | None = None,
 ) -> tuple[list[ChunkShard], dict[int, Failure]]:
     """Return the committed shards of chunks, and by shard id the failures of those whose index is unreadable.
 
     Args:
         chosen: the wanted rows of each shard, by shard id; shards without any are left out. None for all rows.
+        following: the next chunks of each shard, by shard id, if samples depend on them; None if they do not.
+        has_sample: which of the wanted chunks get a sample; None for all.
     """
     shards, unreadable = [], {}
 
     def read(commit: Commit) -> ChunkShard | tuple[int, Failure] | None:
-        return _read_chunk_shard(video_dir, commit, rows=None if chosen is None else chosen.get(commit.shard_id, ()))
+        rows = None if chosen is None else chosen.get(commit.shard_id, ())
+        its_following = None if following is None else following.get(commit.shard_id, {})
+        return _read_chunk_shard(video_dir, commit, rows=rows, following=its_following, has_sample=has_sample)
 
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
         for found in pool.map(read, commits):
@@ -101,7 +116,12 @@ def read_chunk_shards(
 
 
 def _read_chunk_shard(
-    video_dir: Path, commit: Commit, *, rows: tuple[int, ...] | None
+    video_dir: Path,
+    commit: Commit,
+    *,
+    rows: tuple[int, ...] | None,
+    following: Following | None,
+    has_sample: HasSample | None,
 ) -> ChunkShard | tuple[int, Failure] | None:
     if commit.files is None:
         return None
@@ -118,8 +138,24 @@ def _read_chunk_shard(
     index = index if rows is None else index.take(pa.array(rows))
     lines = zip(index["key"].to_pylist(), chunk_fingerprints(index), strict=True)
     digest = hashlib.sha256("\n".join(map(" ".join, lines)).encode()).hexdigest()
+    selected, after = range(index.num_rows) if rows is None else rows, following or {}
+    if following is not None:
+        covered = "".join(after[row].content if row in after else "-" for row in selected)
+        digest = hashlib.sha256(f"{digest}{covered}".encode()).hexdigest()
     columns = [index[name].to_pylist() for name in ("num_frames", "fps_num", "fps_den")]
-    numbers = Counter(zip(*columns, strict=True))
-    lengths = Counter({(frames, Fraction(num, den)): count for (frames, num, den), count in numbers.items()})
-    video_ids = index["video_id"].unique()
-    return ChunkShard(commit.shard_id, commit.split, digest, index.num_rows, lengths, video_ids, rows)
+    numbers = [*zip(*columns, (row in after for row in selected), strict=True)]
+    counts = Counter(numbers)
+    length_of = {key: ChunkLength(key[0], Fraction(key[1], key[2]), key[3]) for key in counts}
+    if has_sample is not None:
+        have_sample = {key: has_sample(length) for key, length in length_of.items()}
+        rows = tuple(row for row, key in zip(selected, numbers, strict=True) if have_sample[key])
+    return ChunkShard(
+        shard_id=commit.shard_id,
+        split=commit.split,
+        fingerprint=digest,
+        num_chunks=index.num_rows if rows is None else len(rows),
+        lengths=Counter({length_of[key]: count for key, count in counts.items()}),
+        video_ids=index["video_id"].unique(),
+        rows=rows,
+        following={row: after[row] for row in selected if row in after},
+    )

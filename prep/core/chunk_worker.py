@@ -4,20 +4,20 @@ Samples of unchanged chunks are copied from stored shards; the column's `ChunkWo
 chunk is recorded in the commit and does not affect the others. This module loads neither plan nor driver.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.imported import imported
-from clipmill.prep.core.chunk_input import Chunks, OldSamples, chunk_fingerprints, seconds_of
+from clipmill.prep.core.chunk_input import Chunks, Following, OldSamples, chunks_of_shard, seconds_of
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.shard_result import ShardResult, Stop, begin_shard, stopped, system_errors_as_results
 from clipmill.prep.core.work import ChunkWork
 from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.damage import Damaged
-from clipmill.shards.reader import open_shard
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,10 @@ class ChunkTask:
         column: Name of the column.
         work: Import path of the column's `ChunkWork`.
         video_dir: Folder of the `video` variant with the chunks.
-        video_commit: Commit of the shard with the chunks, as planned.
+        video_commits: Commit of the shard with the chunks, as planned, and of the shards in `following`.
+        following: The next chunks, if samples depend on them too (`ChunkWork.reads_next`).
         old_commits: Commits of the column with samples of unchanged chunks.
-        rows: Chunks that are wanted, as rows of the shard; None for all.
+        rows: Chunks that get a sample, as rows of the shard; None for all.
         use: What the column hands to its workers (`Workers.use`).
         more: What the column hands to the worker of this shard (`ChunkWork.more`).
     """
@@ -42,7 +43,8 @@ class ChunkTask:
     shard_id: int
     plan_fingerprint: str
     video_dir: Path
-    video_commit: Commit
+    video_commits: Mapping[int, Commit]
+    following: Following
     old_commits: tuple[Commit, ...]
     rows: tuple[int, ...] | None
     use: Any
@@ -62,18 +64,20 @@ def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
         FileNotFoundError: likewise.
     """
     work: ChunkWork = imported(task.work)
-    video = open_shard(task.video_dir, task.video_commit)
-    fingerprints = chunk_fingerprints(video.index)
+    names = tuple(field.name for field in work.fields)
+    of_shard = chunks_of_shard(
+        task.video_dir, task.shard_id, commits=task.video_commits, following=task.following, names=names
+    )
+    fingerprints = [chunk.fingerprint for chunk in of_shard]
     old = OldSamples(task.variant_dir, task.old_commits, fields=work.fields, wanted=fingerprints)
     wanted = range(len(fingerprints)) if task.rows is None else task.rows
     chunks = Chunks(
         variant_dir=task.variant_dir,
         shard_id=task.shard_id,
-        video=video,
         wanted=wanted,
         rows=[row for row in wanted if fingerprints[row] not in old],
+        of_shard=of_shard,
         fingerprints=fingerprints,
-        names=tuple(field.name for field in work.fields),
         use=task.use,
         more=task.more,
     )
@@ -86,12 +90,12 @@ def _make(task: ChunkTask) -> ShardResult:
         chunks, old = open_chunks(task)
     except (Damaged, FileNotFoundError) as error:
         return stopped(task, FailureCode.CHUNK_DAMAGED, f"the chunks cannot be read: {error}")
-    index, made_s = chunks.video.index, 0.0
+    index, extension, made_s = chunks.video.index, work.extension_of(task.recipe), 0.0
     with begin_shard(
         task,
         column=task.column,
-        split=task.video_commit.split,
-        extensions=[work.extension],
+        split=task.video_commits[task.shard_id].split,
+        extensions=[extension],
         fields=work.fields,
         num_planned=len(chunks.wanted),
     ) as shard:
@@ -112,7 +116,7 @@ def _make(task: ChunkTask) -> ShardResult:
                 continue
             if outcome.key != key:
                 raise ValueError(f"{task.work} has made {outcome.key} in place of {key}")
-            shard.add(outcome, content=b"" if work.is_function_of_plan else outcome.members[work.extension])
+            shard.add(outcome, content=b"" if work.is_function_of_plan else outcome.members[extension])
             if not is_old and row not in chunks.known:
                 made_s += float(seconds_of(index, row))
         return shard.commit(num_reused=len(chunks.wanted) - len(chunks.rows), encoded_s=made_s)

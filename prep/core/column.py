@@ -60,10 +60,15 @@ class Pending:
 
 @dataclass(frozen=True)
 class Addition:
-    """What a column adds to a report: text lines and JSON values."""
+    """What a column adds to a report: text lines and JSON values.
+
+    Attributes:
+        about: Lines before the settings and the work; of plans only.
+    """
 
     lines: Sequence[str] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
+    about: Sequence[str] = ()
 
 
 class DeepCode(StrEnum):

@@ -15,6 +15,7 @@ from clipmill.shards.columns import VIDEO, command_for
 
 # In the annotation of a field of the settings.
 NOT_STORED = "a setting that does not change what is stored"
+STORED_IF_CHANGED = "a setting that recipes lack while it has its default, as those from before the setting do"
 # In the annotation of a field of a request.
 KEPT = "a flag that a retry uses again"
 
@@ -59,7 +60,10 @@ def recipe_fingerprint(values: Mapping[str, Any]) -> str:
 
 def stored_values(settings: Any) -> dict[str, Any]:
     """Return the settings that change what is stored, by name."""
-    left_out = marked_fields(type(settings), NOT_STORED)
+    kind = type(settings)
+    defaults = {field.name: field.default for field in fields(kind)}
+    plain = {name for name in marked_fields(kind, STORED_IF_CHANGED) if getattr(settings, name) == defaults[name]}
+    left_out = plain | marked_fields(kind, NOT_STORED).keys()
     return {name: value for name, value in asdict(settings).items() if name not in left_out}
 
 
@@ -89,7 +93,8 @@ def settings_from(stored: Mapping[str, Any], kind: type[Settings], *, column: st
     """
     require_schema(stored, column=column, schema=schema)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    required = ["video", *(name for name in names if name not in marked_fields(kind, NOT_STORED))]
+    optional = marked_fields(kind, NOT_STORED) | marked_fields(kind, STORED_IF_CHANGED)
+    required = ["video", *(name for name in names if name not in optional)]
     if missing := [name for name in required if name not in stored]:
         raise UserError(
             f"the recipe lacks {', '.join(map(repr, missing))}", hint=f"run `prep {column}` again to rewrite it"

@@ -20,7 +20,7 @@ from clipmill.shards.reader import CommittedShard, Variant
 
 if TYPE_CHECKING:
     from clipmill.prep.core.chunk_columns import ChunksPlan
-    from clipmill.prep.core.chunk_input import Chunks
+    from clipmill.prep.core.chunk_input import ChunkLength, Chunks
     from clipmill.prep.core.failures import SourceFailure
     from clipmill.prep.core.pages import PageRequest
     from clipmill.prep.core.parts import PartRun
@@ -82,10 +82,6 @@ def _nothing_in_particular(data: Path) -> list[str]:
     return []
 
 
-def _no_layout(stored: Stored) -> None:
-    return None
-
-
 def _no_report(plan: Any, asked: str) -> "Report":
     raise NotImplementedError
 
@@ -128,7 +124,7 @@ class ColumnWork:
     explain: "Callable[[Any, str], Report]" = _no_report
     summary_report: "Callable[[Any, Any, Path], Report]"
     pending: Callable[[Path, Variant], Pending]
-    layout_file: Callable[[Stored], str | None] = _no_layout
+    layout_file: Callable[[Stored], str | None] = lambda stored: None
     extra_folders: tuple[ExtraFolder, ...] = ()
     extra_files: tuple[ExtraFile, ...] = ()
     sample_report: "Callable[[CommittedShard, int, Path], Report] | None" = None
@@ -174,12 +170,8 @@ def _column_name(recipe: "Recipe[Any]") -> str:
     return str(recipe.values["column"])
 
 
-def _nothing_more(plan: "ChunksPlan[Recipe[Any]]") -> Callable[[int], Any]:
+def _nothing_more(plan: "ChunksPlan") -> Callable[[int], Any]:
     return lambda shard_id: None
-
-
-def _no_weights(recipe: "Recipe[Any]") -> None:
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +180,7 @@ class ChunkWork:
 
     Attributes:
         fields: index fields, in order (`clipmill.shards.format.chunk_fields`).
-        extension: extension of the member of each sample.
+        extension: extension of the member of each sample, or a function recipe -> extension.
         make: (chunks, recipe) -> one outcome for each chunk, in order: a sample, a `SourceFailure`, or a `Stop`, which
             ends the shard without a commit. It runs in workers. A UserError that it raises is a model that cannot be
             opened there, and also ends the shard.
@@ -203,7 +195,11 @@ class ChunkWork:
         workers: (plan, request) -> workers of a run. None: as many as the request says, without GPUs.
         more: plan -> function of a shard id that returns what the worker of this shard needs besides its chunks
             (`Chunks.more`), such as files of other shards.
-        trial: (plan, request) -> None; make a few samples for the estimate of a plan (`PlanRequest.trial`).
+        reads_next: recipe -> True if a sample also depends on the chunk that follows in the video (`Chunk.next`); it is
+            made again when that one comes, changes or leaves. By default, a sample depends on its chunk only.
+        has_sample: (recipe, length of a chunk) -> True if the chunk gets a sample. None: all chunks do.
+        on_plan: (plan, request) -> None; called once a plan is complete: raise UserError if the plan makes no sense, or
+            make a few samples for its estimate (`PlanRequest.trial`).
         memory_gb: memory that a worker takes on a cluster.
         is_function_of_plan: True if the same plan always gives the same bytes.
         estimate: plan with work -> lines about its cost, and JSON values. None: the duration of the chunks.
@@ -214,26 +210,32 @@ class ChunkWork:
     """
 
     fields: Sequence[pa.Field]
-    extension: str
+    extension: "str | Callable[[Recipe[Any]], str]"
     make: "Callable[[Chunks, Recipe[Any]], Iterator[Sample | SourceFailure | Stop]]"
     require: Callable[[Any], None] = _any_settings
     resolve: Callable[[Any], tuple[Any, dict[str, Any]]] = _settings_alone
     name: "Callable[[Recipe[Any]], str]" = _column_name
-    weights: "Callable[[Recipe[Any]], str | None]" = _no_weights
+    weights: "Callable[[Recipe[Any]], str | None]" = lambda recipe: None
     needs: tuple[str, str] | None = None
-    workers: "Callable[[ChunksPlan[Recipe[Any]], Any], Workers] | None" = None
-    more: "Callable[[ChunksPlan[Recipe[Any]]], Callable[[int], Any]]" = _nothing_more
-    trial: "Callable[[ChunksPlan[Recipe[Any]], Any], None] | None" = None
+    workers: "Callable[[ChunksPlan, Any], Workers] | None" = None
+    more: "Callable[[ChunksPlan], Callable[[int], Any]]" = _nothing_more
+    reads_next: "Callable[[Recipe[Any]], bool]" = lambda recipe: False
+    has_sample: "Callable[[Recipe[Any], ChunkLength], bool] | None" = None
+    on_plan: "Callable[[ChunksPlan, Any], None]" = lambda plan, request: None
     memory_gb: float = 0.5
     is_function_of_plan: bool = True
-    estimate: "Callable[[ChunksPlan[Recipe[Any]]], Addition] | None" = None
-    summary: "Callable[[ChunksPlan[Recipe[Any]], Summary, Sequence[str]], Addition] | None" = None
+    estimate: "Callable[[ChunksPlan], Addition] | None" = None
+    summary: "Callable[[ChunksPlan, Summary, Sequence[str]], Addition] | None" = None
     has_cpu_speed: bool = True
     extra_folders: tuple[ExtraFolder, ...] = ()
     extra_files: tuple[ExtraFile, ...] = (MERGED_TABLE,)
     sample_facts: Callable[[Path, str], dict[str, Any]] = _no_facts
     write_page: "Callable[[Variant, PageRequest], Report] | None" = None
     next_command: Callable[[Path], list[str]] = _nothing_in_particular
+
+    def extension_of(self, recipe: "Recipe[Any]") -> str:
+        """Return the extension of the member of each sample of a variant."""
+        return self.extension if isinstance(self.extension, str) else self.extension(recipe)
 
     def for_column(self, column: ColumnSpec) -> ColumnWork:
         """Return the functions of a column."""

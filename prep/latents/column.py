@@ -9,8 +9,9 @@ from cyclopts import Parameter
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.settings import Range
 from clipmill.prep.core.column import ColumnSpec
+from clipmill.prep.core.recipe import settings_from
 from clipmill.prep.core.request import EXECUTION, ModelRequest
-from clipmill.prep.latents.recipe import LATENTS, LATENTS_SCHEMA, LatentsSettings, latents_recipe_from_dict
+from clipmill.prep.latents.recipe import LATENTS, LATENTS_SCHEMA, LatentsSettings, vae_of
 from clipmill.shards.columns import VIDEO, command_for
 
 BATCH = 16
@@ -26,8 +27,10 @@ class LatentsRequest(ModelRequest):
 
 
 def _read_settings(stored: Mapping[str, Any], weights: str | None) -> LatentsSettings:
-    settings = latents_recipe_from_dict(stored).settings
-    return settings if weights is None else replace(settings, vae=weights)
+    settings = settings_from(stored, LatentsSettings, column=LATENTS, schema=LATENTS_SCHEMA)
+    settings = settings if weights is None else replace(settings, vae=weights)
+    vae_of(stored, source=settings.vae)  # a recipe that lacks its values makes no plan
+    return settings
 
 
 COLUMN = ColumnSpec(

@@ -9,8 +9,10 @@ from fractions import Fraction
 
 import numpy as np
 
+from clipmill.prep.core.chunk_input import ChunkLength
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.latents.recipe import LatentsSettings
+from clipmill.prep.core.recipe import Recipe
+from clipmill.prep.latents.recipe import Encoding, LatentsSettings
 
 # For chunks of the default height of 288 pixels, this gives crops of 256 pixels, which need no resizing.
 _RANDOM_SIDE = (8, 9)
@@ -60,6 +62,22 @@ def video_segments(shown: list[int], *, segment_frames: int, has_next: bool, tai
         lengths[-1] += 1
     num_repeated = segment_frames - lengths[-1] if lengths else 0
     return SegmentFrames([frame for part in parts for frame in part], has_border, num_repeated, tuple(lengths))
+
+
+def segments_of(length: ChunkLength, encoding: Encoding) -> SegmentFrames:
+    """Return the frames of a chunk that are encoded; of a VAE of pictures, all that it shows at the sampling rate."""
+    shown = frames_on_screen(length.num_frames, chunk_fps=length.fps, fps=encoding.settings.fps_exact)
+    if not encoding.is_video:
+        return SegmentFrames(shown)
+    return video_segments(
+        shown, segment_frames=encoding.segment_frames, has_next=length.has_next, tail=encoding.settings.tail
+    )
+
+
+def has_segment(recipe: Recipe[LatentsSettings], length: ChunkLength) -> bool:
+    """Return True if something of a chunk is encoded: a VAE of videos encodes complete segments only."""
+    encoding = Encoding.of(recipe)
+    return not encoding.is_video or bool(segments_of(length, encoding).lengths)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
@@ -13,26 +13,27 @@ from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.settings import Checked, Range, errors_of
 from clipmill.manifests.units import parse_length
-from clipmill.prep.core.recipe import recipe_fingerprint
+from clipmill.prep.core.recipe import NOT_STORED, STORED_IF_CHANGED, Recipe
 from clipmill.prep.latents.weights import Vae, find_vae
 from clipmill.shards.where_flag import check_where
 
 LATENTS = "latents"
 Precision = Literal["float32", "float16", "bfloat16"]
 MODEL = Parameter(group=Group("Latents", sort_key=1))
+EXTENSION = "latents.npy"  # of the member of each sample
+COMPRESSED = f"{EXTENSION}.zst"
 LATENTS_SCHEMA = 2  # incremented when the same settings begin to produce different bytes
 SEED = Range(0, (1 << 63) - 1, hint="use a whole number from 0 to 2^63 - 1")
 _FPS = Range(Fraction(1, 60), 240, hint="--fps must be from 1/60 to 240")  # type: ignore[arg-type]
 _FRAMES = re.compile(r"([1-9]\d{0,5})f", re.ASCII)
 _VAE = ("channels", "factor", "scaling_factor", "shift_factor")
-_VIDEO_VAE = ("kind", "temporal_factor", "latents_mean", "latents_std")
-_OF_VIDEO_VAES = (*_VIDEO_VAE, "latent_frames", "tail")
+_STATISTICS = ("latents_mean", "latents_std")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentsSettings(Checked):
-    """Settings of `prep latents` that affect the bytes of the latents."""
+    """Settings of `prep latents`: all but `where` affect the bytes of the latents."""
 
     vae: Annotated[str, MODEL, FIRST_RUN]
     """VAE: folder or Hugging Face name of a diffusers VAE of images (AutoencoderKL) or videos (Wan, LTXVideo,
@@ -53,7 +54,7 @@ class LatentsSettings(Checked):
     of frames at --fps. A VAE of videos encodes each segment by itself, with the frame at its end: 5s at 16 fps are
     81f."""
 
-    tail: Annotated[Literal["drop", "repeat"], MODEL] = "drop"
+    tail: Annotated[Literal["drop", "repeat"], MODEL, STORED_IF_CHANGED] = "drop"
     """Segments of a VAE of videos that lack frames at the end of a video. drop: they are left out; repeat: the last
     frame is repeated."""
 
@@ -66,21 +67,21 @@ class LatentsSettings(Checked):
     dtype: Annotated[Literal["float16", "bfloat16"], MODEL] = "float16"
     """Data type of the stored latents."""
 
-    compression: Annotated[Literal["none", "zstd"], MODEL] = "none"
+    compression: Annotated[Literal["none", "zstd"], MODEL, STORED_IF_CHANGED] = "none"
     """Compression of the stored latents. zstd: about a tenth smaller, lossless; training then decompresses chunks
     instead of mapping them."""
 
     precision: Annotated[Precision, MODEL] = "float32"
     """Precision of the VAE's computation."""
 
-    tiling: Annotated[bool, MODEL] = False
+    tiling: Annotated[bool, MODEL, STORED_IF_CHANGED] = False
     """Encode large frames in overlapping tiles, as diffusers does with enable_tiling. It takes less memory, and changes
     values."""
 
-    slicing: Annotated[bool, MODEL] = False
+    slicing: Annotated[bool, MODEL, STORED_IF_CHANGED] = False
     """Encode the pictures or segments of a batch one by one, as diffusers does with enable_slicing."""
 
-    where: Annotated[str | None, MODEL] = None
+    where: Annotated[str | None, MODEL, NOT_STORED] = None
     """Condition that selects the chunks to encode, on their scores and videos, such as 'motion > 0.2 and not
     duplicate'. It is not part of the variant: another condition encodes what is missing, and drops what it does not
     select. Default: all chunks."""
@@ -129,60 +130,32 @@ class LatentsSettings(Checked):
         return int(num_frames) + is_video
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatentsRecipe:
-    """Everything that the latents depend on besides the chunks themselves.
-
-    Attributes:
-        video: name of the `video` variant whose chunks are encoded.
-    """
+@dataclass(frozen=True)
+class Encoding:
+    """How pictures become latents: the settings of `prep latents`, and the VAE that they name."""
 
     settings: LatentsSettings
     vae: Vae
-    video: str
 
-    def __post_init__(self) -> None:
-        if self.vae.temporal_factor is not None:
-            self._require_segments()
-        if self.settings.tiling and not self.vae.row.can_tile:
-            raise UserError(f"{self.vae.kind} does not encode in tiles", hint="omit --tiling, or use a smaller --size")
-        if self.settings.posterior == "sample" and not self.vae.row.has_posterior:
-            raise UserError(
-                f"{self.vae.kind} has no posterior to sample: it is deterministic", hint="omit --posterior sample"
-            )
-        if self.settings.size % self.vae.factor:
-            raise UserError(
-                f"--size {self.settings.size} is not a multiple of the VAE's downsampling factor, {self.vae.factor}",
-                hint=f"use {self.settings.size // self.vae.factor * self.vae.factor or self.vae.factor}",
-            )
+    @classmethod
+    def of(cls, recipe: Recipe[LatentsSettings]) -> "Encoding":
+        """Return the encoding of a recipe, without searching for the weights."""
+        return cls(recipe.settings, vae_of(recipe.values, source=recipe.settings.vae))
 
     @property
-    def weights(self) -> str | None:
-        """Absolute path of the folder of a VAE on this machine, which is not part of the recipe; None for another."""
-        return self.vae.source if self.vae.source != self.vae.name else None
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 (hex) of `as_dict` as canonical JSON."""
-        return recipe_fingerprint(self.as_dict())
-
-    @property
-    def variant(self) -> str:
-        """Folder name: the VAE's name, the main settings, and the first 8 digits of the fingerprint."""
-        settings = self.settings
-        vae = _NOT_IN_A_NAME.sub("-", self.vae.name.rpartition("/")[2]).strip("-.") or "vae"
-        fps = settings.fps.replace("/", "-")
-        return f"{vae}-{settings.size}px-{fps}fps-{settings.crop}-{settings.posterior}-{self.fingerprint[:8]}"
+    def is_video(self) -> bool:
+        """True if the VAE encodes whole segments; False if it encodes single pictures."""
+        return self.vae.temporal_factor is not None
 
     @property
     def segment_frames(self) -> int:
         """Number of frames in a segment."""
-        return self.settings.segment_frames(is_video=self.vae.temporal_factor is not None)
+        return self.settings.segment_frames(is_video=self.is_video)
 
     @property
     def segment_step(self) -> int:
         """Number of frames from the beginning of a segment to that of the next, which shares a video VAE's last one."""
-        return self.segment_frames - (self.vae.temporal_factor is not None)
+        return self.segment_frames - self.is_video
 
     @property
     def latent_frames(self) -> int | None:
@@ -207,6 +180,26 @@ class LatentsRecipe:
         """Return how many frames, or segments of a VAE of videos, are encoded at once for `batch` frames; 1 or more."""
         return batch if self.latent_frames is None else max(1, batch // self.segment_frames)
 
+    def require_consistency(self) -> None:
+        """Check that the VAE can do what the settings want.
+
+        Raises:
+            UserError: it cannot.
+        """
+        if self.is_video:
+            self._require_segments()
+        if self.settings.tiling and not self.vae.row.can_tile:
+            raise UserError(f"{self.vae.kind} does not encode in tiles", hint="omit --tiling, or use a smaller --size")
+        if self.settings.posterior == "sample" and not self.vae.row.has_posterior:
+            raise UserError(
+                f"{self.vae.kind} has no posterior to sample: it is deterministic", hint="omit --posterior sample"
+            )
+        if self.settings.size % self.vae.factor:
+            raise UserError(
+                f"--size {self.settings.size} is not a multiple of the VAE's downsampling factor, {self.vae.factor}",
+                hint=f"use {self.settings.size // self.vae.factor * self.vae.factor or self.vae.factor}",
+            )
+
     def _require_segments(self) -> None:
         """Raise UserError unless the VAE encodes all frames of a segment, and has the statistics to normalise them."""
         num_frames, step, vae = self.segment_frames, self.vae.frames_step, self.vae
@@ -228,69 +221,66 @@ class LatentsRecipe:
                 hint=f"use --segment {(known - 1) * vae.temporal_factor + 1}f or less",
             )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the recipe as JSON values.
 
-        Settings that cannot affect the bytes are null, such as the seed if nothing is random, or left out if a VAE of
-        images knows nothing of them.
-        """
-        settings = asdict(self.settings)
-        del settings["where"]  # selects chunks, whose latents do not depend on it
-        is_random, is_video = settings["crop"] != "centre", self.latent_frames is not None
-        settings["segment"] = f"{self.segment_frames}f" if is_video else self.settings.segment if is_random else None
-        settings["seed"] = self.settings.seed if is_random or settings["posterior"] == "sample" else None
-        settings["fps"] = str(self.settings.fps_exact)
-        for name, plain in (("compression", "none"), ("tiling", False), ("slicing", False)):
-            if settings[name] == plain:
-                del settings[name]  # latents have been stored so since before the setting
-        found = {
-            **settings,
-            "schema": LATENTS_SCHEMA,
-            "column": LATENTS,
-            "video": self.video,
-            "vae": self.vae.name,
-            "vae_sha256": self.vae.sha256,
-            "latent_frames": self.latent_frames,
-            **{name: getattr(self.vae, name) for name in (*_VAE, *_VIDEO_VAE)},
-        }
-        return found if is_video else {name: value for name, value in found.items() if name not in _OF_VIDEO_VAES}
+def resolve(settings: LatentsSettings) -> tuple[LatentsSettings, dict[str, Any]]:
+    """Find the VAE; return the settings with its folder, and the values of the recipe that both give.
 
-
-def resolve(settings: LatentsSettings, *, video: str) -> LatentsRecipe:
-    """Find the VAE that `settings` refer to and return the full recipe.
+    Settings that cannot affect the bytes are null, such as the seed if nothing is random.
 
     Raises:
-        UserError: the VAE does not exist, or is incompatible with the settings.
+        UserError: there is no such VAE, or it does not go with the settings.
     """
-    return LatentsRecipe(settings=settings, vae=find_vae(settings.vae), video=video)
+    vae = find_vae(settings.vae)
+    settings = replace(settings, vae=vae.source)
+    encoding = Encoding(settings, vae)
+    encoding.require_consistency()
+    is_random = settings.crop != "centre"
+    values = {
+        "fps": str(settings.fps_exact),
+        "segment": settings.segment if is_random else None,
+        "seed": settings.seed if is_random or settings.posterior == "sample" else None,
+        "vae": vae.name,
+        "vae_sha256": vae.sha256,
+        **{name: getattr(vae, name) for name in _VAE},
+    }
+    if not encoding.is_video:
+        return replace(settings, tail="drop"), values
+    values |= {"segment": f"{encoding.segment_frames}f", "tail": settings.tail, "latent_frames": encoding.latent_frames}
+    values |= {"kind": vae.kind, "temporal_factor": vae.temporal_factor}
+    for name in _STATISTICS:
+        statistics = getattr(vae, name)
+        values[name] = None if statistics is None else list(statistics)
+    return settings, values
 
 
-def latents_recipe_from_dict(stored: Mapping[str, Any]) -> LatentsRecipe:
-    """Return the recipe of a variant (`clipmill.prep.core.selection.stored_request`), without searching for the
-    weights.
+def local_weights(recipe: Recipe[LatentsSettings]) -> str | None:
+    """Return the absolute path of a VAE in a folder on this machine; None for another."""
+    source = recipe.settings.vae
+    return source if source != recipe.values["vae"] else None
+
+
+def variant_name(recipe: Recipe[LatentsSettings]) -> str:
+    """Return the readable part of the variant's name: the VAE's name, and the main settings."""
+    settings = recipe.settings
+    vae = _NOT_IN_A_NAME.sub("-", recipe.values["vae"].rpartition("/")[2]).strip("-.") or "vae"
+    fps = settings.fps.replace("/", "-")
+    return f"{vae}-{settings.size}px-{fps}fps-{settings.crop}-{settings.posterior}"
+
+
+def vae_of(values: Mapping[str, Any], *, source: str) -> Vae:
+    """Return the VAE of a recipe, without its folder.
+
+    Args:
+        values: Content of recipe.json.
+        source: Name or folder of the VAE.
 
     Raises:
-        UserError: the recipe was written with another version of the recipe schema.
+        UserError: the recipe lacks a value.
     """
-    if stored.get("schema") != LATENTS_SCHEMA or stored.get("column") != LATENTS:
-        raise UserError(
-            f"the recipe has schema {stored.get('schema')!r}, but this version supports {LATENTS_SCHEMA}",
-            hint="run `prep latents` with the desired settings to create a new variant",
-        )
-    names = {field.name for field in fields(LatentsSettings)}
-    settings = {name: value for name, value in stored.items() if name in names and value is not None}
+    optional = ("kind", "temporal_factor", *_STATISTICS)
     try:
-        of_vae: dict[str, Any] = {name: stored[name] for name in _VAE}
-        of_vae |= {name: stored[name] for name in _VIDEO_VAE if name in stored}
-        for name in ("latents_mean", "latents_std"):
-            of_vae[name] = None if of_vae.get(name) is None else tuple(of_vae[name])
-        vae = Vae(
-            name=stored["vae"],
-            source=stored["vae"],
-            directory=None,
-            sha256=stored["vae_sha256"],
-            **of_vae,
-        )
-        return LatentsRecipe(settings=LatentsSettings(**settings), vae=vae, video=stored["video"])
+        of_vae = {name: values[name] for name in _VAE} | {name: values[name] for name in optional if name in values}
+        of_vae |= {name: tuple(of_vae[name]) for name in _STATISTICS if of_vae.get(name) is not None}
+        return Vae(name=values["vae"], source=source, directory=None, sha256=values["vae_sha256"], **of_vae)
     except KeyError as error:
         raise UserError(f"the recipe lacks {error}", hint="run `prep latents` again to rewrite it") from None

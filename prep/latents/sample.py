@@ -9,10 +9,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from clipmill.prep.core.chunk_input import Chunk
 from clipmill.prep.core.column import CheckedSample, DeepCode
-from clipmill.prep.latents.chunk_reader import ChunkReader
-from clipmill.prep.latents.frames import as_numbers
-from clipmill.prep.latents.recipe import LatentsRecipe, LatentsSettings
+from clipmill.prep.latents.chunk_reader import chunk_squares
+from clipmill.prep.latents.frames import as_numbers, segments_of
+from clipmill.prep.latents.recipe import COMPRESSED, EXTENSION, Encoding
 from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.npy import compressed, decompressed, load_npy, npy_bytes
 from clipmill.shards.writer import Sample
@@ -20,36 +21,25 @@ from clipmill.shards.writer import Sample
 _BFLOAT16_EXPONENT = 0x7F80
 _ITEM_BYTES = 2  # of both types; the header of so small an array is one block (clipmill.shards.npy)
 _STORED = {"float16": "<f2", "bfloat16": "<u2"}
-EXTENSION = "latents.npy"
-COMPRESSED = f"{EXTENSION}.zst"
 
 
-def latents_sample(chunks: ChunkReader, row: int, stored: NDArray[np.generic], *, recipe: LatentsRecipe) -> Sample:
-    """Return the sample of the chunk in `row` of a `video` shard; `stored` is the output of `as_stored`."""
-    index, settings = chunks.video.index, recipe.settings
+def latents_sample(chunk: Chunk, stored: NDArray[np.generic], *, encoding: Encoding) -> Sample:
+    """Return the sample of a chunk; `stored` is the output of `as_stored`."""
     num_units, channels, *frames, height, width = stored.shape
     fields = {
-        "video_id": index["video_id"][row].as_py(),
-        "start_ms": index["start_ms"][row].as_py(),
         "num_frames": num_units * prod(frames),
-        "fps_num": recipe.latent_fps.numerator,
-        "fps_den": recipe.latent_fps.denominator,
+        "fps_num": encoding.latent_fps.numerator,
+        "fps_den": encoding.latent_fps.denominator,
         "channels": channels,
         "height": height,
         "width": width,
-        "dtype": settings.dtype,
-        "crops": as_numbers(chunks.squares(row)),
-        "source_frames": chunks.segments(row).lengths,
-        "chunk_fingerprint": chunks.fingerprints[row],
+        "dtype": encoding.settings.dtype,
+        "crops": as_numbers(chunk_squares(chunk, encoding)),
+        "source_frames": segments_of(chunk.length, encoding).lengths,
     }
-    extension, payload = extension_of(settings), npy_bytes(stored)
-    members = {extension: compressed(payload) if extension == COMPRESSED else payload}
-    return Sample(key=index["key"][row].as_py(), members=members, fields=fields)
-
-
-def extension_of(settings: LatentsSettings) -> str:
-    """The extension of the member of a sample."""
-    return EXTENSION if settings.compression == "none" else COMPRESSED
+    payload = npy_bytes(stored)
+    is_compressed = encoding.settings.compression != "none"
+    return chunk.sample({COMPRESSED: compressed(payload)} if is_compressed else {EXTENSION: payload}, fields)
 
 
 def as_stored(latents: NDArray[np.float32], *, dtype: Literal["float16", "bfloat16"]) -> NDArray[np.generic]:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -14,11 +14,14 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import counted
 from clipmill.manifests.units import between, duration_text, size_text
+from clipmill.prep.core.chunk_columns import ChunksPlan
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.engines.choice import count_gpus, num_cores
+from clipmill.prep.latents.chunk_reader import read_chunk_video
 from clipmill.prep.latents.pieces import PIECES_AHEAD, cut
-from clipmill.prep.latents.plan import LatentsPlan
+from clipmill.prep.latents.recipe import Encoding
 from clipmill.prep.latents.vae import Device, open_encoder
+from clipmill.prep.latents.weights import vae_folder
 from clipmill.shards.damage import Damaged
 
 _SPREAD = 1.3  # chunks and machines vary; one chunk says little about the others
@@ -49,31 +52,32 @@ class FrameCost:
         return max(least, _SECOND), max(most, _SECOND)
 
 
-def run_trial(plan: LatentsPlan, *, num_gpus: int | None = None) -> FrameCost | None:
+def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | None:
     """Encode a few frames or a segment of a chunk; None if chunks or model cannot be read, which the run reports.
 
     Args:
         num_gpus: number of GPUs of this machine; None to count them.
     """
-    recipe = plan.recipe
+    encoding = Encoding.of(plan.recipe)
+    settings, is_video = encoding.settings, encoding.is_video
     try:
         with Activity("encoding a few frames for the estimate"):
             num_gpus = count_gpus() if num_gpus is None else num_gpus
             device: Device = "cuda" if num_gpus else "cpu"
-            encoder = open_encoder(recipe, recipe.vae, device=device, num_threads=1)
-            size, is_video = recipe.settings.size, recipe.latent_frames is not None
-            crops = next(_crops(plan))[: _GPU_FRAMES if num_gpus else _CPU_FRAMES]
-            num_frames = recipe.segment_frames if is_video else len(crops)
-            noise = np.zeros((len(crops), *recipe.unit_shape), np.float32)
-            noise_or_none = noise if recipe.settings.posterior == "sample" else None
-            pictures = encoder.resized(crops, size=size)
+            encoding = replace(encoding, vae=replace(encoding.vae, directory=vae_folder(settings.vae)))
+            encoder = open_encoder(encoding, device=device, num_threads=1)
+            crops = next(_crops(plan, encoding))[: _GPU_FRAMES if num_gpus else _CPU_FRAMES]
+            num_frames = encoding.segment_frames if is_video else len(crops)
+            noise = np.zeros((len(crops), *encoding.unit_shape), np.float32)
+            noise_or_none = noise if settings.posterior == "sample" else None
+            pictures = encoder.resized(crops, size=settings.size)
             if not is_video:  # of a segment, the first frames set up memory and kernels
                 encoder.encode([pictures[:1]], noise=None)
             begin_s = time.monotonic()
-            decoded: list[NDArray[np.uint8]] = list(islice(_crops(plan), 1))
+            decoded: list[NDArray[np.uint8]] = list(islice(_crops(plan, encoding), 1))
             decode_s = (time.monotonic() - begin_s) / (num_frames if is_video else len(decoded[0]))
             begin_s = time.monotonic()
-            encoder.encode([encoder.resized(crops, size=size)], noise=noise_or_none)
+            encoder.encode([encoder.resized(crops, size=settings.size)], noise=noise_or_none)
             encode_s = (time.monotonic() - begin_s) / num_frames
     except (UserError, SourceFailure, Damaged, MemoryError, OSError, StopIteration):
         return None
@@ -82,14 +86,12 @@ def run_trial(plan: LatentsPlan, *, num_gpus: int | None = None) -> FrameCost | 
     return FrameCost(device, decode_s + encode_s, num_gpus or num_cores(), segment_bytes)
 
 
-def _crops(plan: LatentsPlan) -> Iterator[NDArray[np.uint8]]:
+def _crops(plan: ChunksPlan, encoding: Encoding) -> Iterator[NDArray[np.uint8]]:
     for shard in plan.shards:
         if shard.has_work:
-            chunks = plan.reader(shard.shard_id)
-            rows = plan.chunk_shards[shard.shard_id].rows
-            for row in range(chunks.video.num_samples) if rows is None else rows:
-                if chunks.segments(row).frames:
-                    yield from cut(chunks.read(row))
+            chunks, rows = plan.chunks(shard.shard_id), plan.chunk_shards[shard.shard_id].rows
+            for row in range(len(chunks)) if rows is None else rows:
+                yield from cut(read_chunk_video(chunks[row], encoding))
 
 
 def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.latents.frames import generator
-from clipmill.prep.latents.recipe import LatentsRecipe
-from clipmill.prep.latents.weights import TINY_CONFIG, Vae
+from clipmill.prep.latents.recipe import Encoding
+from clipmill.prep.latents.weights import TINY_CONFIG
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +28,10 @@ class Encoder:
         model: a model of a class in clipmill.prep.latents.classes.
     """
 
-    def __init__(self, model: Any, recipe: LatentsRecipe, *, device: Device) -> None:
+    def __init__(self, model: Any, encoding: Encoding, *, device: Device) -> None:
         import torch
 
-        vae, settings = recipe.vae, recipe.settings
+        vae, settings = encoding.vae, encoding.settings
         model.decoder = None  # not needed, and larger than the encoder
         if settings.tiling:
             model.enable_tiling()
@@ -39,11 +39,11 @@ class Encoder:
             model.enable_slicing()
         self._dtype, self._device = getattr(torch, settings.precision), torch.device(device)
         self._model = model.to(device=device, dtype=self._dtype).eval().requires_grad_(False)
-        self._unit_shape, self._segment_frames = recipe.unit_shape, recipe.segment_frames
+        self._unit_shape, self._segment_frames = encoding.unit_shape, encoding.segment_frames
         self._shift: Any = vae.shift_factor or 0.0
         self._scale: Any = vae.scaling_factor
         if vae.latents_mean is not None:
-            frames = recipe.latent_frames or 1
+            frames = encoding.latent_frames or 1
             mean, std = (
                 torch.tensor(values, device=self._device).view(vae.channels, -1)[:, :frames, None, None]
                 for values in (vae.latents_mean, vae.latents_std)
@@ -119,8 +119,8 @@ class Encoder:
 
 
 @lru_cache(maxsize=1)
-def open_encoder(recipe: LatentsRecipe, vae: Vae, *, device: Device, num_threads: int) -> Encoder:
-    """Load `vae`, that of the recipe as this machine has it, once per process.
+def open_encoder(encoding: Encoding, *, device: Device, num_threads: int) -> Encoder:
+    """Load the VAE of an encoding from its folder, once per process.
 
     Raises:
         UserError: torch or diffusers is missing, or the weights do not match the configuration.
@@ -137,6 +137,7 @@ def open_encoder(recipe: LatentsRecipe, vae: Vae, *, device: Device, num_threads
     torch.set_num_threads(num_threads)
     # By default, convolutions would use TF32, which keeps 11 significant bits instead of float32's 24.
     torch.backends.cudnn.allow_tf32 = False
+    vae = encoding.vae
     if vae.directory is None:
         model = tiny_vae()
     else:
@@ -150,7 +151,7 @@ def open_encoder(recipe: LatentsRecipe, vae: Vae, *, device: Device, num_threads
                 f"the VAE in {vae.directory} cannot be loaded: {reason}",
                 hint="give weights and config.json of the same model, as written by save_pretrained",
             ) from None
-    return Encoder(model, recipe, device=device)
+    return Encoder(model, encoding, device=device)
 
 
 def tiny_vae() -> Any:

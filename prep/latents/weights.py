@@ -92,10 +92,9 @@ def find_vae(name: str) -> Vae:
     if name == TINY:
         return _described(name, name, None, _TINY_SHA256, TINY_CONFIG)
     local = Path(name).expanduser()
-    directory = model_folder(name, files=_WANTED, what="VAE", asked="--vae", hint=_SUGGESTION)
-    source = str(directory) if local.is_dir() else name
-    if (directory / "vae" / CONFIG_FILE).is_file():
-        directory = directory / "vae"
+    folder = _model_folder(name)
+    source = str(folder) if local.is_dir() else name
+    directory = _with_files(folder)
     config = _config(directory)
     weights = directory / WEIGHTS_FILE
     if not weights.is_file():
@@ -113,6 +112,23 @@ def find_vae(name: str) -> Vae:
     _require_weights(weights)
     shown = _name_of(Path(source)) if local.is_dir() else name
     return _described(shown, source, directory, digest.hexdigest(), config)
+
+
+def vae_folder(name: str) -> Path | None:
+    """Return the folder with the files of a VAE that `find_vae` has found; None for `tiny`.
+
+    Raises:
+        UserError: it does not exist.
+    """
+    return None if name == TINY else _with_files(_model_folder(name))
+
+
+def _model_folder(name: str) -> Path:
+    return model_folder(name, files=_WANTED, what="VAE", asked="--vae", hint=_SUGGESTION)
+
+
+def _with_files(folder: Path) -> Path:
+    return folder / "vae" if (folder / "vae" / CONFIG_FILE).is_file() else folder
 
 
 def _name_of(folder: Path) -> str:

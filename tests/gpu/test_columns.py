@@ -12,19 +12,21 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from clipmill.prep.core.data_folder import VIDEO, writing
+from clipmill.prep.core.chunk_column import chunk_job
+from clipmill.prep.core.data_folder import writing
+from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import execute
-from clipmill.prep.latents.plan import latents_job, make_latents_plan
+from clipmill.prep.core.work import work_of
+from clipmill.prep.latents.column import COLUMN
 from clipmill.prep.latents.recipe import LatentsSettings, Precision
-from clipmill.prep.latents.recipe import resolve as resolve_latents
 from clipmill.prep.latents.vae import Device
+from clipmill.prep.latents.worker import EncoderUse
 from clipmill.prep.text.bank import TowerUse
 from clipmill.prep.text.plan import make_text_plan
 from clipmill.prep.text.recipe import TextSettings
 from clipmill.prep.text.run import run_text
 from clipmill.prep.text.t5 import resolve_t5
 from clipmill.prep.text.tower import resolve as resolve_text
-from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 from tests.prep.here import Here
 from tests.prep.latents.video_vaes import NAMES, saved
@@ -46,11 +48,10 @@ def make_latents(
     data_dir: Path, *, device: Device, precision: Precision, size: int = SIZE_PX, batch: int = 8, **of_vae: Any
 ) -> None:
     with writing(data_dir, column=LATENTS):
-        video = current_variant(data_dir, VIDEO)
-        assert video is not None
         settings = LatentsSettings(**{"vae": "tiny", "size": size, "fps": "2", "precision": precision, **of_vae})
-        planned = make_latents_plan(data_dir, resolve_latents(settings, video=video))
-        summary = execute(latents_job(planned, device=device, batch=batch, num_threads=1), Here())
+        planned = work_of(COLUMN).plan(data_dir, settings, Request(data=data_dir))
+        use = EncoderUse(device=device, batch=batch, num_threads=1)
+        summary = execute(chunk_job(COLUMN, planned, use=use), Here())  # type: ignore[arg-type]  # of this column
     assert not summary.failures and summary.gave_up is None
 
 

@@ -3,17 +3,18 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import pyarrow as pa
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.chunk_input import Chunks
+from clipmill.prep.core.chunk_input import Chunk, Chunks
 from clipmill.prep.core.column import CheckedSample, ColumnSpec
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.core.recipe import NOT_STORED, Recipe
+from clipmill.prep.core.recipe import NOT_STORED, STORED_IF_CHANGED, Recipe
 from clipmill.prep.core.run import Summary
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.shard_result import Stop
@@ -139,6 +140,7 @@ def test_samples_in_another_order_are_refused(shard_set: ShardSet) -> None:
     [
         ("clipmill.prep.scores.work", "clipmill.prep.scores.sample"),
         ("clipmill.prep.captions.work", "clipmill.prep.captions.worker"),
+        ("clipmill.prep.latents.work", "clipmill.prep.latents.worker"),
         ("clipmill_example.brightness",),
     ],
 )
@@ -158,3 +160,77 @@ def test_a_worker_loads_neither_plan_nor_driver(modules: tuple[str, ...]) -> Non
 def test_the_example_in_the_documentation_is_the_one_that_is_tested() -> None:
     example = (ROOT / "tests/plugin_example/clipmill_example/brightness.py").read_text().rstrip()
     assert f"```python\n{example}\n```" in (ROOT / "docs/plugins.md").read_text()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsSettings:
+    """Settings of a column that stores how long chunks and the chunks after them are."""
+
+    least: int = 0
+    packed: Annotated[bool, STORED_IF_CHANGED] = False
+
+
+def make_pairs(chunks: Chunks, recipe: Recipe[PairsSettings]) -> Iterator[Sample | SourceFailure]:
+    extension = PAIRS.extension_of(recipe)
+
+    def pair(chunk: Chunk) -> Sample:
+        frames = [chunk["num_frames"], 0 if chunk.next is None else chunk.next["num_frames"]]
+        return chunk.sample({extension: str(frames).encode()}, {"lengths_value": float(sum(frames))})
+
+    return chunks.each(pair)
+
+
+PAIRS = ChunkWork(
+    fields=chunk_fields(pa.field("lengths_value", pa.float64())),
+    extension=lambda recipe: "zip" if recipe.settings.packed else "txt",
+    make=make_pairs,
+    reads_next=lambda recipe: True,
+    has_sample=lambda recipe, length: length.num_frames >= recipe.settings.least,
+)
+PAIRS_COLUMN = replace(COLUMN, name="pairs", settings=PairsSettings, work=f"{__name__}:PAIRS")
+
+
+def pairs(data: Path) -> dict[str, tuple[str, bytes]]:
+    """Extension and content of each sample, by key."""
+    samples = Variant.open(data, column="pairs").iterate()
+    members = {one["__key__"]: [item for item in one.items() if isinstance(item[1], bytes)] for one in samples}
+    return {key: member for key, (member,) in members.items()}
+
+
+def test_a_sample_may_depend_on_the_next_chunk(shard_set: ShardSet) -> None:
+    assert make_here(PAIRS_COLUMN, shard_set.data).num_encoded == 5
+    assert {key: content.decode() for key, (_, content) in pairs(shard_set.data).items()} == {
+        "long_000000000": "[60, 60]",
+        "long_000002000": "[60, 30]",
+        "long_000004000": "[30, 0]",
+        "short_000000000": "[60, 30]",
+        "short_000002000": "[30, 0]",
+    }
+    make_here(COLUMN, shard_set.data)
+    alone, both = (
+        {row["key"]: row["chunk_fingerprint"] for shard in variant.shards() for row in shard.index.to_pylist()}
+        for variant in (Variant.open(shard_set.data, column=name) for name in ("lengths", "pairs"))
+    )
+    same = {key for key in both if both[key] == alone[key]}
+    assert same == {"long_000004000", "short_000002000"}, "a fingerprint covers the next chunk"
+
+
+def test_chunks_without_a_sample_are_neither_made_nor_missing(shard_set: ShardSet) -> None:
+    made = make_here(PAIRS_COLUMN, shard_set.data, least=60)
+    assert (made.num_encoded, made.failures) == (3, []) and len(pairs(shard_set.data)) == 3
+    again = make_here(PAIRS_COLUMN, shard_set.data, least=60)
+    assert (again.num_shards_made, again.num_chunks) == (0, 3)
+    none = make_here(PAIRS_COLUMN, shard_set.data, least=1000)
+    assert (none.num_encoded, none.failures) == (0, []) and none.num_shards_empty == none.num_shards_made
+
+
+def test_a_later_setting_keeps_the_variants_from_before_and_may_change_the_extension(shard_set: ShardSet) -> None:
+    make_here(PAIRS_COLUMN, shard_set.data)
+    plain, before = current_variant(shard_set.data, "pairs"), pairs(shard_set.data)
+    recipe = Variant.open(shard_set.data, column="pairs").recipe
+    assert "packed" not in recipe and not PAIRS_COLUMN.stored_settings(recipe).packed
+    make_here(PAIRS_COLUMN, shard_set.data, packed=True)
+    recipe = Variant.open(shard_set.data, column="pairs").recipe
+    assert current_variant(shard_set.data, "pairs") != plain and PAIRS_COLUMN.stored_settings(recipe).packed
+    assert pairs(shard_set.data) == {key: ("zip", content) for key, (_, content) in before.items()}
+    assert {extension for extension, _ in before.values()} == {"txt"}

@@ -8,10 +8,17 @@ import diffusers
 import pytest
 import torch
 
+from clipmill.prep.core.chunk_column import chunk_job, resolve
+from clipmill.prep.core.chunk_columns import ChunksPlan
 from clipmill.prep.core.data_folder import writing
+from clipmill.prep.core.recipe import Recipe
+from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
-from clipmill.prep.latents.plan import latents_job, make_latents_plan
-from clipmill.prep.latents.recipe import LATENTS, LatentsSettings, resolve
+from clipmill.prep.core.work import work_of
+from clipmill.prep.latents.column import COLUMN
+from clipmill.prep.latents.recipe import LATENTS, LatentsSettings
+from clipmill.prep.latents.work import WORK
+from clipmill.prep.latents.worker import EncoderUse
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant
 from tests.prep.here import Here
@@ -22,10 +29,20 @@ AutoencoderKL: Any = diffusers.AutoencoderKL  # its types say nothing of its met
 def make(data: Path, *, batch: int = 16, num_threads: int = 2, **settings: Any) -> Summary:
     """`prep latents` of `data`, by the tiny VAE at 64 pixels where `settings` say nothing else."""
     with writing(data, column=LATENTS):
-        plan = make_latents_plan(
-            data, resolve(LatentsSettings(**{"vae": "tiny", "size": 64, **settings}), video=video(data))
-        )
-        return execute(latents_job(plan, device="cpu", batch=batch, num_threads=num_threads), Here())
+        use = EncoderUse(device="cpu", batch=batch, num_threads=num_threads)
+        return execute(chunk_job(COLUMN, plan(data, **settings), use=use), Here())
+
+
+def plan(data: Path, **settings: Any) -> ChunksPlan:
+    """The plan of `prep latents` of `data`, by the tiny VAE at 64 pixels where `settings` say nothing else."""
+    given = LatentsSettings(**{"vae": "tiny", "size": 64, **settings})
+    planned: Any = work_of(COLUMN).plan(data, given, Request(data=data))
+    return planned
+
+
+def recipe(video: str, **settings: Any) -> Recipe[LatentsSettings]:
+    """The recipe of `prep latents` for a variant of video."""
+    return resolve(COLUMN, WORK, LatentsSettings(**settings), video=video)
 
 
 def video(data: Path) -> str:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.selection import stored_request
-from clipmill.prep.latents.recipe import latents_recipe_from_dict
+from clipmill.prep.core.selection import stored_recipe, stored_request
+from clipmill.prep.latents.column import COLUMN
 from clipmill.shards.commits import commit_path
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
@@ -68,7 +68,7 @@ def test_the_command_that_repairs_selects_the_same(prep: Prep, shard_set: ShardS
     status = prep("status", "--data", shard_set.data, status=1).stdout
     assert """prep latents --vae tiny --size 64 --where 'video == '"'"'long'"'"' and begin_s > 1'""" in status
     # What prep retry goes by.
-    settings = latents_recipe_from_dict(stored_request(variant)).settings
+    settings = stored_recipe(COLUMN, variant).settings
     make(shard_set.data, where=settings.where)
     assert keys(shard_set) == ["long_000002000", "long_000004000"]
 

@@ -13,17 +13,15 @@ import torch
 from torch.nn import functional
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.request import Request
 from clipmill.prep.engines.execution import Execution
+from clipmill.prep.latents.column import LatentsRequest
 from clipmill.prep.latents.frames import video_segments
-from clipmill.prep.latents.plan import make_latents_plan
-from clipmill.prep.latents.recipe import LatentsSettings, resolve
+from clipmill.prep.latents.run import worker_memory_gb
 from clipmill.prep.latents.trial import run_trial
-from clipmill.prep.latents.work import worker_memory_gb
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.commits import commit_path
 from clipmill.shards.reader import Variant
-from tests.prep.latents.conftest import make, video
+from tests.prep.latents.conftest import make, plan, recipe, video
 from tests.prep.latents.test_column import stored
 from tests.prep.latents.video_vaes import NAMES, opened, saved
 from tests.prep.running import Ran, chunk, contents, manifest
@@ -86,8 +84,12 @@ def test_segments_are_bit_for_bit_those_of_diffusers(shard_set: ShardSet, name: 
             with torch.inference_mode():
                 encoded = model.encode((small.float() / 127.5 - 1).transpose(0, 1)[None]).latent_dist.mode()[0]
             assert np.array_equal(one, ((encoded - mean) * scale).half().numpy())
-    recipe = latents.recipe
-    assert (recipe["segment"], recipe["tail"], recipe["latent_frames"]) == ("9f", "drop", array.shape[2])
+    stored_values = latents.recipe
+    assert (stored_values["segment"], stored_values["tail"], stored_values["latent_frames"]) == (
+        "9f",
+        "drop",
+        array.shape[2],
+    )
 
 
 def test_the_end_of_a_video_is_dropped_or_repeated(shard_set: ShardSet, wan: Path) -> None:
@@ -146,30 +148,29 @@ def test_what_is_made_again_has_the_same_bytes(shard_set: ShardSet, wan: Path, t
         if file.suffix == ".safetensors":
             content[-1] ^= 1
         (changed / file.name).write_bytes(content)
-    assert resolve(LatentsSettings(vae=str(changed), **RECIPE), video="v").variant.startswith("random-wan-32px")
-    variants = {resolve(LatentsSettings(vae=str(vae), **RECIPE), video="v").variant for vae in (wan, changed)}
+    variants = {recipe("v", vae=str(vae), **RECIPE).variant for vae in (wan, changed)}
+    assert all(variant.startswith("random-wan-32px") for variant in variants)
     assert len(variants) == 2
 
 
 def test_a_worker_on_a_cluster_reserves_the_memory_that_its_segments_take(shard_set: ShardSet, wan: Path) -> None:
     plans = [
-        make_latents_plan(
-            shard_set.data, resolve(LatentsSettings(vae=vae, **{**RECIPE, **size}), video=video(shard_set.data))
-        )
-        for vae, size in ((str(wan), {}), ("tiny", {"size": 64}))
+        plan(shard_set.data, vae=vae, **{**RECIPE, **size}) for vae, size in ((str(wan), {}), ("tiny", {"size": 64}))
     ]
-    there = Request(address="10.0.0.1:6379")
-    one, two = (worker_memory_gb(plans[0], there, on_cpu=True, batch=batch) for batch in (9, 18))
+    there = "10.0.0.1:6379"
+    one, two = (
+        worker_memory_gb(plans[0], LatentsRequest(address=there, batch=batch), on_cpu=True) for batch in (9, 18)
+    )
     trial = run_trial(plans[0])
     assert trial is not None and trial.segment_bytes is not None
     assert one <= 1.2 * trial.segment_bytes / 1e9 and two == pytest.approx(2 * one, rel=0.2)
-    constant = worker_memory_gb(plans[1], there, on_cpu=True, batch=16)
+    constant = worker_memory_gb(plans[1], LatentsRequest(address=there), on_cpu=True)
     for request, on_cpu in (
-        (there, False),
-        (Request(), True),
-        (Request(address="10.0.0.1:6379", execution=Execution(task_memory=2.0)), True),
+        (LatentsRequest(address=there), False),
+        (LatentsRequest(), True),
+        (LatentsRequest(address=there, execution=Execution(task_memory=2.0)), True),
     ):
-        assert worker_memory_gb(plans[0], request, on_cpu=on_cpu, batch=9) == constant
+        assert worker_memory_gb(plans[0], request, on_cpu=on_cpu) == constant
 
 
 def test_a_video_in_two_shards_has_the_latents_that_it_has_in_one(
@@ -213,7 +214,7 @@ def test_lengths_that_the_vae_cannot_take_are_refused_with_the_nearest(
     assert "has 4 frames" in told("--segment", "1s", "--fps", "3")
     assert "--segment 5f" in told("--segment", "1f")
     assert "or 81f for frames" in told("--segment", "0f")
-    resolve(LatentsSettings(vae=str(wan), segment="5s", fps="16", size=32), video=video(shard_set.data))
+    recipe(video(shard_set.data), vae=str(wan), segment="5s", fps="16", size=32)
 
 
 def test_a_segment_that_no_chunk_holds_is_refused_with_both_lengths(prep: Prep, shard_set: ShardSet, wan: Path) -> None:
@@ -256,7 +257,6 @@ def test_what_a_class_does_not_do_is_refused(shard_set: ShardSet, wan: Path, tmp
         ({"segment": "25f"}, "has statistics of 3 latent frames"),
     ):
         with pytest.raises(UserError, match=words):
-            resolve(LatentsSettings(**{"vae": str(cosmos), **RECIPE, **settings}), video=chunks)
-    plain = resolve(LatentsSettings(vae=str(wan), **RECIPE), video=chunks)
-    tiled = resolve(LatentsSettings(vae=str(wan), tiling=True, **RECIPE), video=chunks)
-    assert plain.variant != tiled.variant and "tiling" not in plain.as_dict()
+            recipe(chunks, **{"vae": str(cosmos), **RECIPE, **settings})
+    plain, tiled = (recipe(chunks, vae=str(wan), tiling=tiling, **RECIPE) for tiling in (False, True))
+    assert plain.variant != tiled.variant and "tiling" not in plain.values
