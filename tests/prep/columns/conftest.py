@@ -1,0 +1,74 @@
+"""The data folder with all columns, made once, and the commands run in this process, with the plug-in installed."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from clipmill.prep import cli
+from clipmill.prep.text import tower
+from tests.plugins import example_installed, installed_here
+from tests.prep.captions.server import Server, served
+from tests.prep.columns.cases import CASES, Case, Folder, copied, write_video
+from tests.prep.here import Here
+
+# They list the columns when they are imported.
+_COMMANDS = ("columns", "retry", "upkeep")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let commands know the column of the plug-in, and make shards in this process, without workers."""
+    example_installed(folder := tmp_path_factory.mktemp("installed"))
+    with installed_here(folder), pytest.MonkeyPatch.context() as patch:
+        for name in _COMMANDS:
+            patch.delitem(sys.modules, f"clipmill.prep.commands.{name}", raising=False)
+        patch.setattr(cli, "app", cli.build_app())
+        patch.setattr("clipmill.prep.engines.processes.ProcessEngine", lambda num_workers, gpus=None: Here())
+        yield
+        for name in _COMMANDS:
+            sys.modules.pop(f"clipmill.prep.commands.{name}", None)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Models set the number of torch's threads; other tests get theirs back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    tower.load_tower.cache_clear()
+
+
+@pytest.fixture(scope="package")
+def server() -> Iterator[Server]:
+    with served() as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def made(tmp_path_factory: pytest.TempPathFactory, server: Server, _plugin: None) -> Path:
+    """The folder with all columns."""
+    root = tmp_path_factory.mktemp("columns") / "made"
+    write_video(root / "videos" / "long.mp4", num_frames=150)
+    write_video(root / "videos" / "short.mp4", num_frames=90, first_number=1000)
+    folder = Folder(root, CASES[0], server)
+    folder.read_manifest()
+    for case in CASES:
+        folder.of(case.name).make()
+    return root
+
+
+@pytest.fixture
+def folder(made: Path, case: Case, server: Server, tmp_path: Path) -> Iterator[Folder]:
+    """A copy of it, for the column of the test."""
+    server.log.clear()
+    yield Folder(copied(made, tmp_path / "set"), case, server)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test on every column, if it says nothing else."""
+    is_parametrized = any("case" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "case" in metafunc.fixturenames and not is_parametrized:
+        metafunc.parametrize("case", CASES, ids=str)
