@@ -36,7 +36,7 @@ def column_work(column: ColumnSpec, work: ChunkWork) -> ColumnWork:
         run=partial(_run, column, work),
         plan_report=partial(_plan_report, column, work),
         summary_report=partial(_summary_report, column, work),
-        pending=partial(_pending, column),
+        pending=partial(_pending, column, work),
         extra_folders=work.extra_folders,
         extra_files=work.extra_files,
         sample_facts=work.sample_facts,
@@ -79,12 +79,13 @@ def _plan(column: ColumnSpec, work: ChunkWork, data_dir: Path, settings: Any, re
     return plan
 
 
-def _pending(column: ColumnSpec, data_dir: Path, variant: Variant) -> Pending:
+def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Variant) -> Pending:
     return pending_chunks(
         data_dir,
         variant,
         stored_recipe=partial(stored_recipe, column, variant),
         plan=lambda recipe: _plan_recipe(column, data_dir, recipe, frozenset()),
+        left_out=work.left_out,
     )
 
 

@@ -5,7 +5,7 @@ It covers the shards of `video` committed so far, even while `prep chunk` is run
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -192,13 +192,19 @@ def plan_chunks(
 
 
 def pending_chunks(
-    data_dir: Path, variant: Variant, *, stored_recipe: Callable[[], R], plan: Callable[[R], ChunksPlan[R]]
+    data_dir: Path,
+    variant: Variant,
+    *,
+    stored_recipe: Callable[[], R],
+    plan: Callable[[R], ChunksPlan[R]],
+    left_out: Callable[[ChunksPlan[R]], Sequence[str]],
 ) -> Pending:
     """Return what remains to be made of a variant; nothing if the variant is not current.
 
     Args:
         stored_recipe: read the recipe of the variant; raises UserError if another version wrote it.
         plan: plan a recipe.
+        left_out: What a plan leaves out, in lines.
     """
     column = variant.directory.parent.name
     if current_variant(data_dir, column) != variant.directory.name:
@@ -210,7 +216,8 @@ def pending_chunks(
     if recipe.video != (video := current_variant(data_dir, VIDEO)):
         return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
     try:
-        return pending_of(plan(recipe).shards)
+        planned = plan(recipe)
+        return replace(pending_of(planned.shards), left_out=tuple(left_out(planned)))
     except UserError as error:
         return Pending(stale_because=f"its --where cannot be evaluated: {error}")
 

@@ -178,6 +178,10 @@ def _nothing_more(plan: "ChunksPlan[Recipe[Any]]") -> Callable[[int], Any]:
     return lambda shard_id: None
 
 
+def _nothing_left_out(plan: "ChunksPlan[Recipe[Any]]") -> Sequence[str]:
+    return ()
+
+
 def _no_weights(recipe: "Recipe[Any]") -> None:
     return None
 
@@ -209,6 +213,7 @@ class ChunkWork:
         estimate: plan with work -> lines about its cost, and JSON values. None: the duration of the chunks.
         summary: (plan, result of the run, names of the extra files that it has written) -> what to add to its report.
             None: the files.
+        left_out: plan -> what it leaves out, in lines, for `prep status`; its estimate and summary say the same.
         has_cpu_speed: whether the report of a run has the speed per CPU core.
         extra_folders, extra_files, sample_facts, write_page, next_command: see `ColumnWork`.
     """
@@ -228,6 +233,7 @@ class ChunkWork:
     is_function_of_plan: bool = True
     estimate: "Callable[[ChunksPlan[Recipe[Any]]], Addition] | None" = None
     summary: "Callable[[ChunksPlan[Recipe[Any]], Summary, Sequence[str]], Addition] | None" = None
+    left_out: "Callable[[ChunksPlan[Recipe[Any]]], Sequence[str]]" = _nothing_left_out
     has_cpu_speed: bool = True
     extra_folders: tuple[ExtraFolder, ...] = ()
     extra_files: tuple[ExtraFile, ...] = (MERGED_TABLE,)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.imported import late
 from clipmill.manifests.quoting import counted
 from clipmill.prep.core.chunk_columns import ChunksPlan, pending_chunks, plan_chunks
 from clipmill.prep.core.chunk_shards import ChunkShard
@@ -200,4 +201,5 @@ def pending_latents(data_dir: Path, variant: Variant) -> Pending:
         variant,
         stored_recipe=lambda: latents_recipe_from_dict(stored_request(variant)),
         plan=lambda recipe: make_latents_plan(data_dir, recipe),
+        left_out=late("clipmill.prep.latents.report:left_out_of"),
     )

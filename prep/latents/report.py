@@ -66,6 +66,11 @@ def _segment_lines(plan: LatentsPlan) -> list[str]:
     return [*lines, *(f"         {text}" for text in _left_out_texts(plan.left_out, settings))]
 
 
+def left_out_of(plan: LatentsPlan) -> list[str]:
+    """Return what a plan leaves out, in words; nothing if every frame is in a segment."""
+    return _left_out_texts(plan.left_out, plan.recipe.settings)
+
+
 def _left_out_texts(left_out: LeftOut, settings: LatentsSettings) -> list[str]:
     """Return what is in no segment, in words; nothing if everything is."""
     texts = []

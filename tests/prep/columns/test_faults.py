@@ -64,8 +64,8 @@ def test_what_is_lost_is_named_and_made_again_with_the_same_bytes(folder: Folder
     assert folder.stored() == before and not folder.server.log, "answers are kept"
     assert identities(folder.column).items() >= {(name, who) for name, who in whole.items() if "000000-" in name}
     if loss == "byte":
-        num_left = 0 if case.name == "text" else made["num_reused"]
-        assert num_left == folder.variant.shards()[1].num_samples - 1, "its neighbours are copied"
+        num_copied = folder.variant.shards()[1].num_samples - 1 if case.is_of_chunks else 0  # a span is made at once
+        assert made.get("num_reused", 0) == num_copied
 
 
 def test_a_failure_is_named_and_tried_again_on_request_alone(folder: Folder) -> None:
@@ -83,13 +83,15 @@ def test_a_failure_is_named_and_tried_again_on_request_alone(folder: Folder) -> 
         assert status["variants"][0]["failures"] == {case.code: 1}
         of_column = "" if case.name == "video" else f" of {case.name}"
         assert f"1 x {case.code}{of_column}" in folder.prep("status").stdout
-        again = folder.make()
-        assert (again["num_shards_made"], again["failures"], again["unchanged"]) == (0, {case.code: 1}, 1)
-        assert folder.retry("--only", "timeout")["num_shards_made"] == 0
+        if not case.is_of_chunks:  # whose chunk may have been mended meanwhile
+            again = folder.make()
+            assert (again["num_shards_made"], again["failures"], again["unchanged"]) == (0, {case.code: 1}, 1)
+            assert folder.retry("--only", "timeout")["num_shards_made"] == 0
         assert folder.retry(status=1)["failures"] == {case.code: 1}
         assert folder.retry("--max-failures", 1)["num_shards_made"] == 1
-    retried = folder.retry()
-    assert (retried["num_shards_made"], retried["failures"]) == (1, {}) and folder.stored() == before
+    mended = folder.make() if case.is_of_chunks else folder.retry()
+    assert (mended["num_shards_made"], mended["failures"]) == (1, {})
+    assert folder.stored().items() >= before.items()  # the shard that lacks the sample stays until `prep gc`
 
 
 class Interrupted(Here):
@@ -123,9 +125,9 @@ def test_an_interrupted_run_is_finished_by_the_next(folder: Folder) -> None:
 def test_a_full_disk_and_a_read_only_folder_lose_nothing(folder: Folder) -> None:
     before = folder.stored()
     folder.forget_column()
-    with failing("replace", errno.EROFS, of="recipe.json"):
+    with failing("replace", errno.EACCES, of="recipe.json"):
         ran = folder.prep(folder.case.command, *folder.case.flags, "--engine", "processes", status=2)
-    assert os.strerror(errno.EROFS) in ran.error and "recipe.json" in ran.error
+    assert os.strerror(errno.EACCES) in ran.error and "recipe.json" in ran.error
     with failing("fsync", errno.ENOSPC, of="000001.tar"):
         made = folder.make(status=1)
     assert made["failures"].keys() == {"disk_full"} and made["num_shards"] == 1
@@ -137,9 +139,10 @@ def test_parts_have_the_bytes_of_one_command(folder: Folder) -> None:
     before = folder.stored()
     folder.forget_column()
     first, last = (folder.make("--part", part) for part in ("2/2", "1/2"))
-    assert [len(made["part"]["not_made"]) for made in (first, last)] == [1, 0]
-    assert first["next"].startswith(f"prep {folder.case.command} ") and first["next"].endswith(" --part 1/2")
-    assert "--part" not in (last["next"] or "")
+    assert not last["part"]["not_made"] and "--part" not in (last["next"] or "")
+    if folder.case.name != "text":  # whose parts divide texts, and of these there are two
+        assert len(first["part"]["not_made"]) == 1
+        assert first["next"].startswith(f"prep {folder.case.command} ") and first["next"].endswith(" --part 1/2")
     assert folder.stored() == before
 
 
