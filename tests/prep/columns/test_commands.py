@@ -119,7 +119,7 @@ def test_a_condition_selects_and_is_repeated_and_another_one_makes_the_rest(fold
 def test_what_is_left_out_is_counted_by_plan_run_and_status(folder: Folder, case: Case, tmp_path: Path) -> None:
     settings = {
         "video": (*case.flags, "--tail", "drop"),
-        "latents": ("--vae", tmp_path / "vae", "--size", 32, "--fps", 6, "--segment", "1s"),
+        "latents": ("--vae", tmp_path / "vae", "--size", 32, "--fps", 6, "--segment", "9f"),
         "text": case.flags,
     }[case.name]
     if case.name == "latents":

@@ -108,11 +108,6 @@ def test_flags_that_make_nothing_are_named(prep: Command, data: Path, flags: tup
     assert ran.stderr.startswith(f"error: {flags[0]} is {flags[1]}\n")
 
 
-def test_without_a_manifest_the_command_that_makes_one_is_named(prep: Command, tmp_path: Path) -> None:
-    ran = prep("text", "--clip", "tiny", "--data", tmp_path, status=2)
-    assert "no manifest" in ran.stderr and "prep manifest" in ran.stderr
-
-
 def test_a_recipe_is_what_it_was_after_it_was_stored(checkpoints: Checkpoints) -> None:
     recipe = resolve(TextSettings(clip=f"{checkpoints.model}:{checkpoints.torch_file}"))
     path = str(checkpoints.torch_file.resolve())
