@@ -29,6 +29,7 @@ def test_status_verify_and_inspect_know_the_column(folder: Folder) -> None:
     counted = f"{case.num_samples} {spec.sample}s in 2 shards"
     assert counted in folder.prep("status").stdout
     verified = folder.prep("verify", "--deep", "--column", case.name).stdout
+    assert len(verified.splitlines()) == 1
     assert counted in verified and f"{spec.checked_noun}s: OK" in verified
     listed = folder.prep("inspect", "--column", case.name, "--json").summary
     assert [(row["split"], row["state"]) for row in listed["shards"]] == [("train", "committed"), ("val", "committed")]

@@ -150,7 +150,8 @@ def test_two_commands_at_once_are_refused_and_another_column_waits_for_nobody(fo
     case, engine = folder.case, ("--engine", "processes")
     with column_lock(folder.data, column=case.name):
         for command in ((case.command, *case.flags, *engine), ("gc",), ("retry", "--column", case.name, *engine)):
-            assert "another command is writing" in folder.prep(*command, status=2).error
+            error = folder.prep(*command, status=2).error
+            assert "another command is writing" in error and f"process {os.getpid()}" in error
         other = folder.of("scores" if case.name != "scores" else "latents")
         assert other.make()["num_shards_made"] == 0
     with writing_part(folder.data, Part(1, 2), column=case.name):
