@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from clipmill.prep import cli
+from clipmill.prep.sources import probe_processes
 from clipmill.prep.text import tower
 from tests.plugins import example_installed, installed_here
 from tests.prep.captions.server import Server, served
@@ -20,14 +22,21 @@ _COMMANDS = ("columns", "retry", "upkeep")
 
 @pytest.fixture(scope="package", autouse=True)
 def _plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let commands know the column of the plug-in, and make shards in this process, without workers."""
+    """Let commands know the column of the plug-in, and do their work in this process, without workers."""
     example_installed(folder := tmp_path_factory.mktemp("installed"))
     with installed_here(folder), pytest.MonkeyPatch.context() as patch:
         for name in _COMMANDS:
             patch.delitem(sys.modules, f"clipmill.prep.commands.{name}", raising=False)
         patch.setattr(cli, "app", cli.build_app())
-        patch.setattr("clipmill.prep.engines.processes.ProcessEngine", lambda num_workers, gpus=None: Here())
+        for module in ("engines.processes", "upkeep.verify"):
+            patch.setattr(f"clipmill.prep.{module}.ProcessEngine", lambda num_workers, gpus=None: Here())
+        # Every command would start a process that reads its sources.
+        readers: list[probe_processes.Reader] = []
+        patch.setattr(probe_processes, "probe_each", partial(probe_processes.probe_each, kept=readers))
         yield
+        for reader in readers:
+            reader.end()
+        tower.load_tower.cache_clear()
         for name in _COMMANDS:
             sys.modules.pop(f"clipmill.prep.commands.{name}", None)
 
@@ -38,7 +47,6 @@ def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-    tower.load_tower.cache_clear()
 
 
 @pytest.fixture(scope="package")
