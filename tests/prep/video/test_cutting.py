@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipmill.prep.video.cutting import shot_chunks, shot_cutting
@@ -17,6 +17,7 @@ def videos(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
     return np.cumsum(shots)[:-1].tolist(), sum(shots), longest, shortest
 
 
+@settings(deadline=None)
 @given(videos())
 def test_every_frame_is_in_one_chunk_or_in_a_short_shot_without_room_beside_it(
     video: tuple[list[int], int, int, int],
@@ -41,6 +42,7 @@ def test_every_frame_is_in_one_chunk_or_in_a_short_shot_without_room_beside_it(
     assert (made.num_left_out == 0) == (not gaps)
 
 
+@settings(deadline=None)
 @given(videos())
 def test_a_chunk_without_a_cut_inside_has_the_shot_s_borders_or_is_one_of_its_equal_parts(
     video: tuple[list[int], int, int, int],

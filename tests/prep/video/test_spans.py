@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipmill.prep.video.encode import chunks_of, num_chunks_of, num_output_frames, span_of
@@ -26,6 +26,7 @@ def test_tails(num_frames: int, tail: str, chunks: list[int]) -> None:
     assert chunks_of(num_frames, chunk_frames=10, tail=tail) == chunks
 
 
+@settings(deadline=None)
 @given(
     num_frames=st.integers(1, 3000), chunk_frames=st.integers(1, 50), tail=st.sampled_from(["keep", "drop", "merge"])
 )
