@@ -125,7 +125,7 @@ def test_empty_and_endless_captions_are_encoded_and_the_cut_ones_counted(tmp_pat
     write_captions(tmp_path, {"v": ["", " ", word, words, "x\0y", "dog"]})
     summary = encode(tmp_path)
     assert (summary.num_chunks, summary.num_encoded, summary.failures) == (1, 6, [])
-    assert summary.added.values == {"num_captions": 6, "num_cut": 2}
+    assert summary.added.values == {"num_captions": 6, "num_cut": 2, "num_left_out": 0}
     stored, texts = embedding_of_captions(plan_of(tmp_path).variant_dir), texts_of_captions(tmp_path)
     row_of = {text: stored[caption_id] for caption_id, text in texts.items()}
     assert row_of.keys() == {"", " ", word, words, "x\0y", "dog"}
