@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipmill.prep import cli
+from clipmill.prep import cli, commands
 from clipmill.prep.sources import probe_processes
 from clipmill.prep.text import tower
 from tests.plugins import example_installed, installed_here
@@ -26,7 +26,8 @@ def _plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     example_installed(folder := tmp_path_factory.mktemp("installed"))
     with installed_here(folder), pytest.MonkeyPatch.context() as patch:
         for name in _COMMANDS:
-            patch.delitem(sys.modules, f"clipmill.prep.commands.{name}", raising=False)
+            patch.delitem(sys.modules, f"{commands.__name__}.{name}", raising=False)
+            patch.setattr(commands, name, None, raising=False)  # so that afterwards it is what it was
         patch.setattr(cli, "app", cli.build_app())
         for module in ("engines.processes", "upkeep.verify"):
             patch.setattr(f"clipmill.prep.{module}.ProcessEngine", lambda num_workers, gpus=None: Here())
@@ -38,7 +39,7 @@ def _plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             reader.end()
         tower.load_tower.cache_clear()
         for name in _COMMANDS:
-            sys.modules.pop(f"clipmill.prep.commands.{name}", None)
+            sys.modules.pop(f"{commands.__name__}.{name}", None)
 
 
 @pytest.fixture(autouse=True)
