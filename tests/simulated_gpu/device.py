@@ -2,7 +2,7 @@
 
 Operators run on the CPU at once. What a real GPU does later, or refuses, is kept in a `Journal`:
 
-- operators on tensors of two devices raise;
+- operators on tensors of two devices raise, and norms whose weights have another dtype than their input;
 - a copy that does not wait holds on to its source, and compares it when its end is waited for: a source that was
   refilled is a race. A copy to the host fills its target when it is waited for;
 - a copy from memory that is not pinned, and whatever makes the host wait, is noted with its place in clipmill;
@@ -33,6 +33,8 @@ _WAITS = {
     "equal", "bincount", "is_nonzero", "histc",
 }  # fmt: skip
 _INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
+# CUDA takes their weights in the dtype of the input only; the CPU takes float32 weights with half precision too.
+_OF_ONE_DTYPE = {"native_layer_norm", "native_group_norm"}
 _ON_HOST = {"_local_scalar_dense", "equal", "is_nonzero", "is_pinned"}
 _OURS = ("aten", "prims", "c10d", "_c10d_functional", "torchvision", "profiler")
 
@@ -136,10 +138,12 @@ class Device:
     def _check(self, func: Any, name: str, args: Any, kwargs: Any, tensors: Any, ours: Any) -> None:
         journal = self.journal
         if name in _INDEXING:
+            if len(args) > 2 and args[2].ndim and args[2].device != args[0].device:
+                raise MixedDevices(f"{func}: values of {args[2].device} for a tensor of {args[0].device}")
             # An index of the CPU is copied to the device, and true values are counted.
             for index in args[1]:
-                if isinstance(index, Simulated) and not isinstance(args[0], Simulated):
-                    raise MixedDevices(f"{func}: an index of {index.device} for a tensor of the CPU")
+                if isinstance(index, Simulated) and index.device != args[0].device:
+                    raise MixedDevices(f"{func}: an index of {index.device} for a tensor of {args[0].device}")
                 if isinstance(index, torch.Tensor) and not isinstance(index, Simulated) and index.numel() > 1:
                     journal.note(journal.waits, f"{name} by an index of the CPU")
                 is_put = name != "index" and len(args) > 2 and args[2].numel() == 1
@@ -154,6 +158,8 @@ class Device:
             is_scalar = tensor.ndim == 0 and not isinstance(tensor, Simulated)
             if tensor.device != device and tensor.numel() and not is_scalar and name not in ("set_", "_foreach_copy_"):
                 raise MixedDevices(f"{func}: tensors of {device} and of {tensor.device}, {tuple(tensor.shape)}")
+        if name in _OF_ONE_DTYPE and len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
+            raise RuntimeError(f"{func}: tensors of {' and '.join(sorted(map(str, dtypes)))}")
 
     def _wait(self, what: str, device: torch.device) -> None:
         self.journal.note(self.journal.waits, what)

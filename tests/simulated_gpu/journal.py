@@ -10,11 +10,16 @@ import torch
 
 @dataclass(frozen=True)
 class Note:
-    """Something that happened in a step (0 outside of steps), and the place in clipmill that caused it."""
+    """Something that happened in a step (0 outside of steps), and the place in clipmill that caused it.
+
+    Attributes:
+        is_of_caller: Whether the main thread did it, which launches the steps.
+    """
 
     step: int
     what: str
     where: str
+    is_of_caller: bool = True
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.what} at {self.where}"
@@ -61,11 +66,17 @@ class Journal:
 
     def note(self, notes: list[Note], what: str) -> None:
         """Append a note with the place of the caller; threads beside the main one keep no steps."""
-        notes.append(Note(self.step if threading.current_thread() is threading.main_thread() else 0, what, place()))
+        is_of_caller = threading.current_thread() is threading.main_thread()
+        notes.append(Note(self.step if is_of_caller else 0, what, place(), is_of_caller))
 
     def begin(self, copy: Copy) -> None:
-        """A copy becomes pending."""
+        """A copy becomes pending. Until then nothing may be pending that fills the same memory."""
         with self._lock:
+            if copy.arrives is not None and any(
+                other.arrives is not None and other.source.data_ptr() == copy.source.data_ptr()
+                for other in self.pending
+            ):
+                self.note(self.races, "memory was filled by a copy while another copy to it was pending")
             self.pending.append(copy)
 
     def finish(self, copies: list[Copy] | None = None, *, stream: tuple[int, int] | None = None) -> None:

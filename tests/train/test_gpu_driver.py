@@ -9,6 +9,7 @@ import torch
 
 from clipmill.train.device import driver, precision
 from clipmill.train.device.driver import is_older, required_driver, why_no_gpu
+from clipmill.train.doctor.accelerator import examine_accelerator
 from tests.train.running import SMALL, error_of, train
 
 OLD = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
@@ -72,6 +73,14 @@ def test_auto_says_in_one_line_why_it_trains_on_the_cpu(
         assert precision.choose_device("auto").type == "cpu"
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith("note: the CPU is used") and reason in line
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a torch without CUDA needs no driver")
+def test_the_doctor_gives_the_reason_of_a_run_for_a_card_without_a_driver(machine: Path) -> None:
+    insert_card(machine)
+    found = examine_accelerator(tries=False)
+    assert found.driver is None and found.unusable_gpu == why_no_gpu()
+    assert "needs driver 5" in (found.unusable_gpu or "")
 
 
 def test_a_list_without_gpus_is_a_choice(

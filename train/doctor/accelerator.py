@@ -53,6 +53,7 @@ class Accelerator:
         needed_driver: oldest NVIDIA driver for this version.
         driver: version of the NVIDIA driver, if there is one.
         cuda_error: torch's reason for finding no GPU.
+        unusable_gpu: Reason why torch cannot use the GPU of this machine, as a run prints it; None without such a GPU.
         xformers: its version, "not installed" or "not loaded".
         xformers_library: why xformers' own compiled library cannot be loaded.
         attention: name of the backend of `--attention auto` on the first GPU; unknown if nothing was tried.
@@ -67,6 +68,7 @@ class Accelerator:
     cudnn: str | None = None
     driver: str | None = None
     cuda_error: str | None = None
+    unusable_gpu: str | None = None
     num_threads: int | None = None
     gpus: list[Gpu] = field(default_factory=list)
     xformers: str = "not installed"
@@ -85,7 +87,8 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         tries: run each attention backend on the device and load xformers, which changes global settings of torch.
         has_gpus: look for GPUs, which initialises CUDA.
     """
-    from clipmill.train.device.driver import driver_version, required_driver  # a run needs it for its page alone
+    # A run needs it for its page alone.
+    from clipmill.train.device.driver import driver_version, required_driver, why_no_gpu
 
     try:
         import torch
@@ -108,7 +111,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
             found["gpus"] = [_gpu(index, asks_free=tries) for index in range(torch.cuda.device_count())]
             found["cudnn"] = cudnn_version()
         except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
-            found["cuda_error"] = first_line(error)
+            found |= {"cuda_error": first_line(error), "unusable_gpu": why_no_gpu()}
     if tries:
         from torch.utils.collect_env import get_env_info
 

@@ -40,7 +40,12 @@ def _gpu(examined: Examined) -> Iterator[Finding]:
     if accelerator.gpus or accelerator.torch_error is not None or examined.asked_device == "cpu":
         return
     finding = _broken if examined.asked_device == "cuda" else _warning
-    if accelerator.driver is None:
+    if accelerator.driver is None and accelerator.unusable_gpu is not None:
+        yield finding(
+            f"the GPU of this machine cannot be used: {accelerator.unusable_gpu}",
+            "install the NVIDIA driver; until then training runs on the CPU",
+        )
+    elif accelerator.driver is None:
         if examined.asked_device == "cuda":
             yield _broken(
                 "there is no GPU here (asked for by --device cuda): no NVIDIA driver was found",

@@ -162,6 +162,12 @@ def test_the_simulation_notices_what_a_gpu_would(journal: Journal) -> None:
         there + host
     with pytest.raises(MixedDevices):
         there + torch.ones(4, device=torch.device("cuda", 1))
+    with pytest.raises(MixedDevices):
+        there[torch.zeros(1, dtype=torch.int64, device=torch.device("cuda", 1))]
+    with pytest.raises(MixedDevices):
+        there[torch.arange(4, device=CUDA)] = host
+    with pytest.raises(RuntimeError, match=r"torch.bfloat16 and torch.float32"):
+        torch.nn.functional.layer_norm(there.bfloat16(), (4,), weight=there)
     host.to(CUDA, non_blocking=True)
     assert len(journal.pageable) == 1
     buffer = pinned((4,), torch.float32).fill_(1)
@@ -178,6 +184,10 @@ def test_the_simulation_notices_what_a_gpu_would(journal: Journal) -> None:
         assert torch.tensor([]).is_meta  # by which transformers sees whether a model is built without memory
     late = LateMetrics({"loss": there.sum()}, CUDA)
     assert bool(late._values.isnan()) and late.read() == {"loss": 6.0}
+    results = pinned((4,), torch.float32)
+    for _ in range(2):
+        results.copy_(there, non_blocking=True)
+    assert journal.races[-1].what.startswith("memory was filled by a copy while another")
 
 
 def test_the_fastest_backend_of_a_gpu_is_in_the_results_of_its_first_minutes(

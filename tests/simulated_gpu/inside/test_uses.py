@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,9 @@ from clipmill.train.engine.throughput import Throughput
 from clipmill.train.evaluation.probe import probing
 from clipmill.train.evaluation.probe.classifiers import GRID, choose_l2
 from clipmill.train.evaluation.probe.features import extract
+from clipmill.train.inference.model import LoadedModel
+from clipmill.train.tasks.dual_encoder import evaluation
+from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, embed_all
 from tests.gpu.test_columns import LATENTS, TEXT, column, make_latents, make_text
 from tests.prep.latents.video_vaes import saved
 from tests.prep.text.t5_models import saved_t5
@@ -67,8 +70,20 @@ def _few_regularisations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_an_evaluation_has_the_result_of_a_cpu(
-    name: str, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    trained: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    embeddings: list[Embeddings] = []
+
+    def embed(*args: Any, **options: Any) -> Embeddings:
+        embeddings.append(embed_all(*args, **options))
+        return embeddings[-1]
+
+    # Metrics of ranks change only if embeddings of two clips change places.
+    monkeypatch.setattr(evaluation, "embed_all", embed)
     task, flags = EVALUATIONS[name]
     results = []
     for device in ("cpu", "cuda"):
@@ -76,11 +91,16 @@ def test_an_evaluation_has_the_result_of_a_cpu(
         if device == "cpu":
             assert train(*words) == 0
         else:
+            torch.cuda.set_device(LOCAL_RANK)  # the GPU that "cuda" names in this process
             journal = run(*words)
-            assert journal.devices and journal.races == [] and journal.pageable == []
+            assert journal.devices == {LOCAL_RANK} and journal.races == [] and journal.pageable == []
         results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     expected, found = map(numbers_of, results)
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6) and len(found) > 1
+    assert len(embeddings) == (2 if name == "retrieval" else 0)
+    for on_cpu, on_gpu in zip(embeddings[::2], embeddings[1::2], strict=True):
+        np.testing.assert_allclose(on_gpu.video, on_cpu.video, atol=1e-5)
+        np.testing.assert_allclose(on_gpu.text, on_cpu.text, atol=1e-5)
 
 
 def test_clips_are_embedded_as_on_a_cpu(trained: dict[str, Path], clips_dir: Path, tmp_path: Path) -> None:
@@ -98,21 +118,31 @@ def test_clips_are_embedded_as_on_a_cpu(trained: dict[str, Path], clips_dir: Pat
     )
     assert train(*words, "--device", "cpu", "--out", tmp_path / "cpu") == 0
     journal = run(*words, "--device", "cuda", "--out", tmp_path / "gpu")
-    assert journal.races == [] and journal.pageable == []
+    assert journal.devices == {LOCAL_RANK} and journal.races == [] and journal.pageable == []
     for path in (tmp_path / "cpu").glob("*.npy"):
         np.testing.assert_allclose(np.load(tmp_path / "gpu" / path.name), np.load(path), atol=1e-5)
 
 
-def test_a_model_in_python_computes_where_it_was_opened(trained: dict[str, Path], journal: Journal) -> None:
-    clips = np.random.default_rng(0).integers(256, size=(3, 2, 32, 32, 3), dtype=np.uint8)
+def test_a_model_in_python_computes_where_it_was_opened(
+    trained: dict[str, Path], clips_dir: Path, journal: Journal
+) -> None:
+    frames = np.random.default_rng(0).integers(256, size=(3, 2, 40, 32, 3), dtype=np.uint8)
+    normalised, texts = torch.randn(3, 3, 2, 32, 32), ["a dog", "a cat that sleeps"]
     torch.cuda.set_device(LOCAL_RANK)
-    found, expected = (load_model(trained["dual-encoder"], device=device) for device in ("cuda", "cpu"))
-    for one, other in (
-        (found.encode_video(clips), expected.encode_video(clips)),
-        (found.encode_text(["a dog", "a cat that sleeps"]), expected.encode_text(["a dog", "a cat that sleeps"])),
-    ):
-        assert one.device == torch.device("cuda", LOCAL_RANK)
-        torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=0)
+    on_gpu, on_cpu = (load_model(trained["dual-encoder"], device=device) for device in ("cuda", "cpu"))
+    with open_clips(clips_dir, batch=3, num_frames=2, size_px=32, rgb=False, workers=1, device="cpu") as batches:
+        planes: Any = next(iter(batches))
+    encoders: list[Callable[[LoadedModel], torch.Tensor]] = [
+        lambda model: model.encode_video(frames),
+        lambda model: model.encode_video(normalised),
+        lambda model: model.encode_video(planes),
+        lambda model: model.encode_video(normalised, tokens=True),
+        lambda model: model.encode_text(texts),
+    ]
+    for encode in encoders:
+        encoded = encode(on_gpu)
+        assert encoded.device == torch.device("cuda", LOCAL_RANK)
+        torch.testing.assert_close(encoded.cpu(), encode(on_cpu), atol=1e-5, rtol=0)
     assert journal.devices == {LOCAL_RANK} and journal.races == [] and journal.pageable == []
 
 
@@ -140,6 +170,9 @@ def test_batches_lie_on_the_gpu_of_their_rank(
             pictures = batch["video" if kind == "clips" else "latents"]
             assert pictures.device == torch.device("cuda", number)
             pictures.flatten()  # at once, as a model would use it
+    # The thread that loads ahead waits for its copies; the caller, who launches a step, waits for nothing.
+    assert {note.where.partition(":")[0] for note in journal.waits} == {"train/data/prefetch.py"}
+    assert not any(note.is_of_caller for note in journal.waits), journal.waits
     torch.cuda.synchronize()
     # The batches belong to the caller: later ones have overwritten none.
     for name, one, other in kept:
@@ -159,16 +192,17 @@ def test_utilisation_is_that_of_the_gpu_by_its_whole_name(
 
 @pytest.mark.parametrize("kind", ["pictures and CLIP", "videos and T5"])
 def test_columns_are_those_of_a_cpu(kind: str, clips_dir: Path, tmp_path: Path, journal: Journal) -> None:
-    of_vae: dict[str, Any] = {"size": 32, "batch": 4}
+    of_vae: dict[str, Any] = {"size": 32, "batch": 4, "precision": "float32"}
     recipe = TextSettings(clip="tiny")
     if kind == "videos and T5":
         vae = saved("AutoencoderKLWan", tmp_path / "vae")
         of_vae |= {"vae": str(vae), "fps": "8", "segment": "9f", "posterior": "sample"}
-        recipe = TextSettings(encoder=f"t5:{saved_t5(tmp_path / 't5')}", max_tokens=8)
+        of_vae["precision"] = "bfloat16"
+        recipe = TextSettings(encoder=f"t5:{saved_t5(tmp_path / 't5')}", max_tokens=8, precision="bfloat16")
     for device in ("cpu", "cuda"):
         data_dir = tmp_path / device
         shutil.copytree(clips_dir, data_dir)
-        make_latents(data_dir, device=device, precision="float32", **of_vae)  # type: ignore[arg-type]
+        make_latents(data_dir, device=device, **of_vae)  # type: ignore[arg-type]
         make_text(data_dir, device=device, recipe=recipe)  # type: ignore[arg-type]
     assert journal.devices == {0} and journal.races == []
     for name in (LATENTS, TEXT):
@@ -180,9 +214,9 @@ def test_columns_are_those_of_a_cpu(kind: str, clips_dir: Path, tmp_path: Path, 
 
 def test_captions_of_a_vision_language_model_are_those_of_a_cpu(models: Path, journal: Journal) -> None:
     pictures = [[*rng] for rng in np.random.default_rng(0).integers(256, size=(3, 2, 64, 48, 3), dtype=np.uint8)]
-    settings = CaptionsSettings(model="tiny", precision="float32", frames=2, size=64, max_tokens=12, temperature=1.0)
+    settings = CaptionsSettings(model="tiny", precision="bfloat16", frames=2, size=64, max_tokens=12, temperature=1.0)
     found, expected = (
-        open_model(models / "vlm", name="tiny", device=device, precision="float32", num_threads=1).captions(
+        open_model(models / "vlm", name="tiny", device=device, precision="bfloat16", num_threads=1).captions(
             pictures, settings=settings, seed=0
         )
         for device in ("cuda", "cpu")

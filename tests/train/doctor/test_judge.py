@@ -93,6 +93,12 @@ def test_nothing_is_said_of_a_good_machine() -> None:
             "finds no GPU: none is visible",
             "CUDA_VISIBLE_DEVICES",
         ),
+        (
+            machine(accelerator={**NO_GPU, "unusable_gpu": "torch sees none (torch needs driver 580.65.06)"}),
+            "warning",
+            "cannot be used: torch sees none",
+            "install the NVIDIA driver",
+        ),
         (machine(accelerator={"torch_error": "no answer within 180 s"}), "broken", "no answer within", "nvidia-smi"),
         (
             machine(accelerator={"gpus": [replace(H200, free_bytes=50_000_000_000)]}),
