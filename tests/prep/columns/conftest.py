@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -20,10 +21,9 @@ from tests.prep.here import Here
 _COMMANDS = ("columns", "retry", "upkeep")
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@contextmanager
+def commands_here(folder: Path) -> Iterator[None]:
     """Let commands know the column of the plug-in, and do their work in this process, without workers."""
-    example_installed(folder := tmp_path_factory.mktemp("installed"))
     with installed_here(folder), pytest.MonkeyPatch.context() as patch:
         for name in _COMMANDS:
             patch.delitem(sys.modules, f"{commands.__name__}.{name}", raising=False)
@@ -42,6 +42,20 @@ def _plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             sys.modules.pop(f"{commands.__name__}.{name}", None)
 
 
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the plug-in is declared."""
+    example_installed(folder := tmp_path_factory.mktemp("installed"))
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugin(installed: Path) -> Iterator[None]:
+    """Other files must not see the plug-in; `made`, which is set up before, has it for itself."""
+    with commands_here(installed):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
     """Models set the number of torch's threads; other tests get theirs back."""
@@ -50,22 +64,23 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     with served() as server:
         yield server
 
 
-@pytest.fixture(scope="package")
-def made(tmp_path_factory: pytest.TempPathFactory, server: Server, _plugin: None) -> Path:
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory, server: Server, installed: Path) -> Path:
     """The folder with all columns."""
     root = tmp_path_factory.mktemp("columns") / "made"
     write_video(root / "videos" / "long.mp4", num_frames=150)
     write_video(root / "videos" / "short.mp4", num_frames=90, first_number=1000)
     folder = Folder(root, CASES[0], server)
-    folder.read_manifest()
-    for case in CASES:
-        folder.of(case.name).make()
+    with commands_here(installed):
+        folder.read_manifest()
+        for case in CASES:
+            folder.of(case.name).make()
     return root
 
 
