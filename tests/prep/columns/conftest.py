@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from tests.prep.captions.server import Server, served
 from tests.prep.columns.cases import CASES, Case, Folder, copied, write_video
 from tests.prep.here import Here
 
-# They list the columns when they are imported.
-_COMMANDS = ("columns", "retry", "upkeep")
+# They list columns and datasets when they are imported.
+_COMMANDS = [module.name for module in iter_modules(commands.__path__)]
 
 
 @contextmanager
