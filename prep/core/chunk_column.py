@@ -89,7 +89,8 @@ def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Varia
     if recipe.video != (video := current_variant(data_dir, VIDEO)):
         return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
     try:
-        return pending_of(_plan_recipe(work, data_dir, recipe, frozenset()).shards)
+        plan = _plan_recipe(work, data_dir, recipe, frozenset())
+        return replace(pending_of(plan.shards), left_out=tuple(work.left_out(plan)))
     except UserError as error:
         return Pending(stale_because=f"its --where cannot be evaluated: {error}")
 

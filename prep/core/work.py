@@ -205,6 +205,7 @@ class ChunkWork:
         estimate: plan with work -> lines about its cost, and JSON values. None: the duration of the chunks.
         summary: (plan, result of the run, names of the extra files that it has written) -> what to add to its report.
             None: the files.
+        left_out: plan -> what it leaves out, in lines, for `prep status`; its estimate and summary say the same.
         has_cpu_speed: whether the report of a run has the speed per CPU core.
         extra_folders, extra_files, sample_facts, write_page, next_command: see `ColumnWork`.
     """
@@ -226,6 +227,7 @@ class ChunkWork:
     is_function_of_plan: bool = True
     estimate: "Callable[[ChunksPlan], Addition] | None" = None
     summary: "Callable[[ChunksPlan, Summary, Sequence[str]], Addition] | None" = None
+    left_out: "Callable[[ChunksPlan], Sequence[str]]" = lambda plan: ()
     has_cpu_speed: bool = True
     extra_folders: tuple[ExtraFolder, ...] = ()
     extra_files: tuple[ExtraFile, ...] = (MERGED_TABLE,)

@@ -119,6 +119,12 @@ def _segment_lines(plan: ChunksPlan, encoding: Encoding, content: Content) -> li
     return [*lines, *(f"         {text}" for text in _left_out_texts(content, settings))]
 
 
+def left_out_lines(plan: ChunksPlan) -> list[str]:
+    """Return what a plan leaves out, in words; nothing if every frame is in a segment."""
+    encoding = Encoding.of(plan.recipe)
+    return _left_out_texts(content_of(plan.chunk_shards.values(), encoding), encoding.settings)
+
+
 def _left_out_texts(content: Content, settings: LatentsSettings) -> list[str]:
     """Return what is in no segment, in words; nothing if everything is."""
     texts = []

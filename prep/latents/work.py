@@ -40,5 +40,6 @@ WORK = ChunkWork(
     on_plan=late("clipmill.prep.latents.report:require_segments"),
     estimate=late("clipmill.prep.latents.report:estimate"),
     summary=late("clipmill.prep.latents.report:summary"),
+    left_out=late("clipmill.prep.latents.report:left_out_lines"),
     next_command=_next_command,
 )

@@ -11,7 +11,7 @@ changes: adding videos does not move existing ones. The table has the same schem
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -60,6 +60,7 @@ class TextPlan:
         layout: layout with every video assigned; to be written before the work begins.
         video_ids: ids of the videos in the plan; the `rows` of a shard are a range of them.
         num_captions: total number of captions of all videos.
+        num_left_out: Number of videos of the manifest without captions, which have no sample.
         shards: the shards, in order of their ids.
     """
 
@@ -69,6 +70,7 @@ class TextPlan:
     layout: pa.Table
     video_ids: pa.Array
     num_captions: int
+    num_left_out: int
     shards: list[ShardPlan]
     commits: dict[int, Commit]
     where: Where | None
@@ -95,6 +97,7 @@ def make_text_plan(
     folder = variant_dir(data_dir, TEXT, recipe.variant)
     stored = stored_shards(folder)
     num_captions = np.asarray(videos["num_captions"])
+    num_left_out = int((num_captions == 0).sum())
     if of_videos is not None:
         # To the plan, videos that are not selected are like those without captions.
         num_captions = np.where(of_videos.mask(videos), num_captions, 0)
@@ -133,6 +136,7 @@ def make_text_plan(
         layout=layout,
         video_ids=as_array(planned["video_id"]),
         num_captions=int(num_captions.sum()),
+        num_left_out=num_left_out,
         shards=list(shards),
         commits=stored.commits,
         where=of_captions,
@@ -156,9 +160,15 @@ def pending_text(data_dir: Path, variant: Variant) -> Pending:
     if not is_written or current_variant(data_dir, TEXT) != variant.directory.name:
         return Pending()
     try:
-        return pending_of(make_text_plan(data_dir, stored_recipe(COLUMN, variant)).shards)
+        plan = make_text_plan(data_dir, stored_recipe(COLUMN, variant))
     except UserError:
         return Pending()
+    return replace(pending_of(plan.shards), left_out=tuple(left_out_lines(plan.num_left_out)))
+
+
+def left_out_lines(num_videos: int) -> list[str]:
+    """Return how many videos have no sample, in words; nothing if all have one."""
+    return [f"{counted(num_videos, 'video')} without captions: nothing to encode"] if num_videos else []
 
 
 def _wanted_shards(shard_ids: np.ndarray, videos: pa.Table, *, fingerprint: str) -> Iterator[WantedShard]:

@@ -136,7 +136,7 @@ def _of_texts(summary: Summary, plan: TextPlan, need: "Needed", filled: "Filled"
     # From a shard, or from the bank of a killed run.
     summary.num_reused = len(need.digests) - filled.num_encoded
     note = f"note     {counted(filled.num_cut, 'text')} truncated to the encoder's context length"
-    values = {"num_captions": plan.num_captions, "num_cut": filled.num_cut}
+    values = {"num_captions": plan.num_captions, "num_cut": filled.num_cut, "num_left_out": plan.num_left_out}
     summary.added = Addition([note] if filled.num_cut else [], values)
     return summary
 

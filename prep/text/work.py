@@ -18,7 +18,7 @@ from clipmill.prep.core.selection import WHERE
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFolder
 from clipmill.prep.text.bank import TowerUse, is_whole_block
 from clipmill.prep.text.column import COLUMN
-from clipmill.prep.text.plan import LAYOUT_FILE, TextPlan, make_text_plan, pending_text
+from clipmill.prep.text.plan import LAYOUT_FILE, TextPlan, left_out_lines, make_text_plan, pending_text
 from clipmill.prep.text.recipe import BANK_FOLDER, BLOCK_FILE, TEXT, TextSettings, local_weights
 from clipmill.prep.text.run import run_text
 from clipmill.prep.text.t5 import resolve_t5
@@ -60,6 +60,7 @@ def text_summary(summary: Summary, *, listed: Path) -> Report:
         lines += summary.added.lines
     else:
         lines.append("nothing was encoded" if summary.failures else "nothing to encode: all shards are up to date")
+    lines += [f"left out {line}" for line in left_out_lines(added["num_left_out"])]
     lines += failure_lines(summary.failures, listed=listed)
     values = {
         "variant": summary.variant,
@@ -71,6 +72,7 @@ def text_summary(summary: Summary, *, listed: Path) -> Report:
         "num_encoded": summary.num_encoded,
         "num_taken_over": summary.num_reused,
         "num_cut": added["num_cut"],
+        "num_left_out": added["num_left_out"],
         "num_bytes_written": summary.num_bytes_written,
         "wall_s": round(summary.wall_s, 3),
         "num_failed_videos": summary.num_failed_videos,
@@ -101,6 +103,7 @@ def text_report(plan: TextPlan) -> Report:
     command = COLUMN.command_line({**recipe.values, **asked}, data_dir=plan.data_dir)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
     lines += states_lines(plan.shards, sample="video")
+    lines += [f"left out {line}" for line in left_out_lines(plan.num_left_out)]
     if num_videos:
         lines.append(f"estimate at most the captions of {counted(num_videos, 'video')} to encode, each text once")
         lines.append("         how long it takes is unknown until the captions are read; a GPU is many times faster")
@@ -112,6 +115,7 @@ def text_report(plan: TextPlan) -> Report:
         "changed_settings": differences,
         "num_videos": plan.num_videos,
         "num_captions": plan.num_captions,
+        "num_left_out": plan.num_left_out,
         **states_values(plan.shards, sample="video"),
         "estimate": {"num_videos": num_videos},
         "disk": disk.values(),

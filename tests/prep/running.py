@@ -7,11 +7,12 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from io import StringIO
@@ -206,3 +207,19 @@ def wait_until(condition: Callable[[], object], *, seconds: float = 60.0) -> Non
     while not condition():
         assert time.monotonic() < deadline_s, "it did not come about"
         time.sleep(0.05)
+
+
+@contextmanager
+def failing(call: str, error: int, *, of: str) -> Iterator[None]:
+    """Lets a call of the operating system fail for files whose path ends so, temporary names included."""
+    real = getattr(os, call)
+
+    def fail(target: object, *arguments: object, **options: object) -> object:
+        path = Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else target
+        if str(path).endswith(of) and not (isinstance(target, int) and stat.S_ISDIR(os.fstat(target).st_mode)):
+            raise OSError(error, os.strerror(error), *([] if isinstance(target, int) else [str(path)]))
+        return real(target, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, fail)
+        yield

@@ -47,6 +47,7 @@ COLUMN = ColumnSpec(
     """,
     verb="measure",
     checked_noun="checked frame",
+    has_hours=False,  # `num_frames` counts the measured frames
 )
 
 # The field that `--where` knows, in training and `open_clips` too.

@@ -1,14 +1,12 @@
 """A user's mistake: exit status 2, one line that says what is wrong and one that says what to do."""
 
-import secrets
-import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.prep.running import MARK, contents, manifest, prep, prep_here, processes, start, wait_until
+from tests.prep.running import contents, manifest, prep, prep_here
 
 
 @pytest.fixture(scope="module")
@@ -144,21 +142,3 @@ def test_an_ffmpeg_that_will_not_do(script: str | None, named: str, data: Path, 
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     error = prep("chunk", "--data", data, status=2, CLIPMILL_FFMPEG=str(program)).error
     assert str(program) in error and named in error and "$CLIPMILL_FFMPEG" in error
-
-
-def test_two_commands_on_one_data_folder(tmp_path: Path, write_video: Callable[..., Path]) -> None:
-    data, mark = tmp_path / "data", secrets.token_hex(8)
-    write_video(tmp_path / "videos/v.mp4", seconds=10)
-    manifest(data, tmp_path / "videos")
-    slow = ("chunk", "--data", data, "--engine", "processes", "--len", "5s")
-    first = start(*slow, "--preset", "veryslow", **{MARK: mark})
-    try:
-        wait_until(lambda: [process for process in processes(mark) if process.is_ffmpeg] or first.poll() is not None)
-        first.send_signal(signal.SIGSTOP)  # so that it cannot end before the second one begins
-        error = prep_here(*slow, status=2).error
-        assert f"process {first.pid}" in error
-    finally:
-        first.send_signal(signal.SIGCONT)
-        stdout, stderr = first.communicate(timeout=120)
-    assert first.returncode == 0, stderr
-    assert "2 chunks encoded" in stdout

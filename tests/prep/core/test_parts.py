@@ -306,20 +306,6 @@ def test_a_file_system_without_locks_is_named(data: Path, monkeypatch: pytest.Mo
     assert "has no locks: Function not implemented" in refused.error
 
 
-@pytest.mark.parametrize("column", ["scores", "latents", "text"])
-def test_columns_in_parts_have_the_bytes_of_one_command(column: str, begun: Path, data: Path, tmp_path: Path) -> None:
-    flags = {"latents": ("--vae", "tiny", "--size", 32, "--num-gpus", 0), "text": ("--clip", "tiny", "--num-gpus", 0)}
-    command = (column, *flags.get(column, ()), *HERE, "--data")
-    shutil.copytree(begun, tmp_path / "other")
-    prep_here(*command, tmp_path / "other")
-    ran = [prep_here(*command, data, "--part", part).summary for part in ("3/3", "1/3", "2/3")]
-    assert [len(one["part"]["not_made"]) for one in ran] == [2, 1, 0]
-    assert ran[0]["next"].startswith(f"prep {column} ") and "--part" not in ran[0]["next"]  # it makes both
-    assert ran[1]["next"].endswith(" --part 2/3") and "--part" not in (ran[2]["next"] or "")
-    assert contents(data / column) == contents(tmp_path / "other" / column)
-    assert current_variant(data, column) == current_variant(tmp_path / "other", column)
-
-
 @pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644), (0o077, 0o600)])
 def test_locks_obey_the_umask_so_that_a_group_shares_a_data_folder(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)

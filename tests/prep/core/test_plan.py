@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from clipmill.prep.core.chunk_columns import Holders
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode
 from clipmill.prep.core.plan import HeldShards, ShardState, StoredShards, WantedShard, plan_shards, state_of
 from clipmill.shards.commits import Commit, Failure, ShardFiles
@@ -57,3 +58,15 @@ def test_every_committed_shard_is_planned_once() -> None:
                 assert found_state == ShardState.CURRENT
             else:
                 assert found_state == (ShardState.CHANGED if number < wanted else ShardState.ORPHANED)
+
+
+def test_holders_are_found_by_any_of_their_chunks() -> None:
+    names = [f"{number:032x}" for number in range(6)]
+    holders = Holders([(7, names[:2]), (2, [names[3].encode()]), (3, []), (9, [names[0], names[5]])])
+    assert len(holders) == 5 and not Holders([])
+    assert (holders.of(names), holders.of(names[:1]), holders.of(names[3:5]), holders.of([names[4]])) == (
+        [2, 7, 9],
+        [7, 9],
+        [2],
+        [],
+    )

@@ -3,34 +3,16 @@
 import errno
 import os
 import shutil
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.prep.running import Ran, contents, messages
+from tests.prep.running import Ran, contents, failing, messages
 from tests.prep.sets import LEN, ShardSet
 
 Prep = Callable[..., Ran]
 RECORDS = ["dataset.json", "probes.parquet", "layout/*.parquet", "video/*/recipe.json", "video/*/shards.txt"]
-
-
-@contextmanager
-def failing(call: str, error: int, *, of: str) -> Iterator[None]:
-    """Lets a call of the operating system fail for files whose path ends so, temporary names included."""
-    real = getattr(os, call)
-
-    def fail(target: object, *arguments: object, **options: object) -> object:
-        path = Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else target
-        if str(path).endswith(of) and not (isinstance(target, int) and stat.S_ISDIR(os.fstat(target).st_mode)):
-            raise OSError(error, os.strerror(error), *([] if isinstance(target, int) else [str(path)]))
-        return real(target, *arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, call, fail)
-        yield
 
 
 def chunk_again(prep: Prep, data: Path, *, status: int | None) -> Ran:

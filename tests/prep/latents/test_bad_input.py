@@ -14,7 +14,7 @@ from clipmill.shards.commits import read_commits
 from clipmill.shards.reader import Variant
 from tests.prep.latents.conftest import AutoencoderKL, make
 from tests.prep.running import Ran, contents
-from tests.prep.sets import ShardSet, flip
+from tests.prep.sets import ShardSet
 
 Prep = Callable[..., Ran]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -146,22 +146,6 @@ def test_a_vae_of_sixteen_channels_and_a_shift_is_stored_as_it_is(shard_set: Sha
     assert (latents.recipe["shift_factor"], latents.recipe["vae"]) == (0.1, "pipeline")
 
 
-def test_a_damaged_chunk_is_named_and_its_neighbours_are_encoded(shard_set: ShardSet) -> None:
-    chunks = Variant.open(shard_set.data).shards()[0]
-    offset = chunks.index["mp4_offset"][1].as_py()
-    flip(chunks.tar_path, offset + 2000)
-    summary = make(shard_set.data)
-    (failure,) = summary.failures
-    assert (failure.code, failure.key) == ("chunk_damaged", chunks.index["key"][1].as_py())
-    folder = Variant.open(shard_set.data, column="latents").directory
-    assert failure.key not in Variant(folder).shards()[0].index["key"].to_pylist()
-    assert summary.num_chunks == 4
-    flip(chunks.tar_path, offset + 2000)
-    # What is mended is found without being asked for, and only that is encoded.
-    summary = make(shard_set.data)
-    assert (summary.num_encoded, summary.num_chunks, summary.failures) == (1, 5, [])
-
-
 def test_a_shard_of_chunks_that_cannot_be_read_is_named(shard_set: ShardSet) -> None:
     shard_set.tar(0).unlink()
     summary = make(shard_set.data)
@@ -172,21 +156,14 @@ def test_a_shard_of_chunks_that_cannot_be_read_is_named(shard_set: ShardSet) -> 
     assert 1 in read_commits(folder).commits
 
 
-def test_no_chunks_is_said(prep: Prep, tmp_path: Path) -> None:
-    message = prep("latents", "--vae", "tiny", "--data", tmp_path, "--engine", "processes", status=2).error
-    assert message == f"{tmp_path} has no chunks"
-
-
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        (("--fps", "0"), "--fps is 0"),
         (("--fps", "x"), '--fps "x" is not a number'),
         (("--size", "4"), "--size is 4"),
         (("--segment", "5"), '--segment "5" is not a length'),
         (("--segment", "1s", "--fps", "1/2"), "has 0.5 frames"),
         (("--batch", "0"), "--batch is 0"),
-        (("--workers", "0"), "--workers is 0"),
         (("--num-gpus", "-1"), "--num-gpus is -1"),
         (("--num-gpus", "1"), "this machine has 0 GPUs, but a worker requires 1"),
         (("--seed", "-1"), "--seed is -1"),

@@ -5,8 +5,6 @@ from collections.abc import Callable
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.selection import stored_recipe, stored_request
-from clipmill.prep.latents.column import COLUMN
 from clipmill.shards.commits import commit_path
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
@@ -61,25 +59,11 @@ def test_another_condition_encodes_what_is_missing_and_drops_the_rest(prep: Prep
     assert "selected by" not in prep("status", "--data", shard_set.data).stdout
 
 
-def test_the_command_that_repairs_selects_the_same(prep: Prep, shard_set: ShardSet) -> None:
-    make(shard_set.data, where="video == 'long' and begin_s > 1")
-    variant = Variant.open(shard_set.data, column="latents")
-    variant.shards()[0].tar_path.unlink()
-    status = prep("status", "--data", shard_set.data, status=1).stdout
-    assert """prep latents --vae tiny --size 64 --where 'video == '"'"'long'"'"' and begin_s > 1'""" in status
-    # What prep retry goes by.
-    settings = stored_recipe(COLUMN, variant).settings
-    make(shard_set.data, where=settings.where)
-    assert keys(shard_set) == ["long_000002000", "long_000004000"]
-
-
 @pytest.mark.parametrize(
     ("where", "message"),
     [
         ("motion > 0.5", "has no scores shards"),
         ("words > 3", "--where uses words, but prep latents takes chunks"),
-        ("begin_s > 99", "selects none of 5 chunks"),
-        ("begin > 1", "there is no name begin"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_made(shard_set: ShardSet, where: str, message: str) -> None:
@@ -108,16 +92,3 @@ def test_the_scores_that_prep_makes_select(prep: Prep, shard_set: ShardSet) -> N
     late.unlink()
     with pytest.raises(UserError, match="commit record is missing"):
         make(shard_set.data, where="sharpness > 0")
-
-
-def test_a_damaged_record_of_the_selection_is_named(prep: Prep, shard_set: ShardSet) -> None:
-    make(shard_set.data, where="begin_s > 1")
-    folder = Variant.open(shard_set.data, column="latents").directory
-    (folder / "selection.json").write_text('{"where": "begin_s > 2", "sha256": "00"}')
-    with pytest.raises(UserError, match=r"selection\.json is damaged"):
-        stored_request(Variant(folder))
-    assert (
-        "selection.json is damaged" in prep("verify", "--column", "latents", "--data", shard_set.data, status=1).stdout
-    )
-    make(shard_set.data, where="begin_s > 1")
-    assert stored_request(Variant(folder))["where"] == "begin_s > 1"

@@ -16,17 +16,14 @@ from clipmill.prep.scores.sample import EXTENSION, check_scores
 from clipmill.prep.scores.work import WORK, installed_libraries, version_mismatch
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.commit_table import SCHEMA
-from clipmill.shards.commits import commit_path, read_commits
-from clipmill.shards.dataset import current_variant
-from clipmill.shards.lists import finish_run
 from clipmill.shards.merged_table import open_merged_table, write_merged_table
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES_FIELDS
 from clipmill.shards.scores import CHUNKS_FILE, has_score_table, open_scores
 from clipmill.shards.table_commits import TableCommits
-from tests.prep.running import Ran, chunk, contents, manifest, prep_here
+from tests.prep.running import Ran, chunk, manifest, prep_here
 from tests.prep.scores.conftest import make, rows_of
-from tests.prep.sets import LEN, ShardSet, flip, rerun
+from tests.prep.sets import ShardSet, flip
 
 Prep = Callable[..., Ran]
 PROCESSES = ("--engine", "processes")
@@ -67,71 +64,13 @@ def test_samples_are_those_of_video_and_members_hold_the_values_of_the_index(sco
     assert open_scores(scored.data).table.num_rows == 5
 
 
-def test_scores_follow_the_video_column_while_it_grows(shard_set: ShardSet) -> None:
-    late = commit_path(shard_set.variant, 1)
-    aside = late.with_name("aside")
-    late.rename(aside)
-    first = make(shard_set.data)
-    assert (first.num_shards_made, first.num_shards) == (1, 1)
-    num_first = open_scores(shard_set.data).table.num_rows
-    aside.rename(late)
-    second = make(shard_set.data)
-    assert (second.num_shards_made, second.num_shards, second.num_chunks) == (1, 2, 5)
-    assert num_first < open_scores(shard_set.data).table.num_rows == 5
-    finish_run(shard_set.variant, dropped={1}, wanted={0})  # as `prep chunk` does when a video has left
-    assert (make(shard_set.data).num_shards_made, list(read_commits(folder_of(shard_set.data)).commits)) == (0, [0])
-
-
-def test_a_damaged_sample_is_scored_again_and_its_neighbours_are_copied(prep: Prep, scored: ShardSet) -> None:
-    scores = Variant.open(scored.data, column="scores")
-    whole, shard = contents(scores.directory), scores.shards()[0]
-    flip(shard.tar_path, shard.index[f"{EXTENSION}_offset"][1].as_py() + 10)
-    key = shard.index["key"][1].as_py()
-    ran = prep("verify", "--column", "scores", "--data", scored.data, status=1)
-    assert f"member_checksum  {key}" in ran.stdout and "prep scores" in ran.stderr
-    summary = make(scored.data)
-    assert (summary.num_shards_made, summary.num_encoded, summary.num_reused) == (1, 1, shard.num_samples - 1)
-    assert contents(scores.directory) == whole
-    assert "5 checked rows: OK" in prep("verify", "--deep", "--column", "scores", "--data", scored.data).stdout
-
-
-def test_a_damaged_chunk_is_a_failure_that_retry_makes_good(prep: Prep, shard_set: ShardSet) -> None:
+def test_a_chunk_that_failed_has_a_row_of_unknown_values(shard_set: ShardSet) -> None:
     shard = Variant.open(shard_set.data).shards()[0]
-    offset = shard.index["mp4_offset"][0].as_py() + 2000
-    flip(shard.tar_path, offset)
-    ran = prep("scores", "--data", shard_set.data, *PROCESSES, "--workers", "1", "--json", status=1).summary
-    assert (ran["failures"], ran["num_chunks"]) == ({"chunk_damaged": 1}, 4)
-    failed = open_scores(shard_set.data).table.filter(pa.compute.is_null(open_scores(shard_set.data).table["phash"]))
-    assert failed.num_rows == 1, "a chunk that failed has a row of unknown values"
-    flip(shard.tar_path, offset)
-    again = prep("retry", "--column", "scores", "--data", shard_set.data, *PROCESSES, "--json").summary
-    assert (again["failures"], again["num_encoded"], again["num_reused"]) == ({}, 1, 2)
+    flip(shard.tar_path, shard.index["mp4_offset"][0].as_py() + 2000)
+    assert make(shard_set.data).failures_by_code() == {"chunk_damaged": 1}
+    table = open_scores(shard_set.data).table
+    assert table.filter(pa.compute.is_null(table["phash"])).num_rows == 1
     assert has_score_table(Variant(folder_of(shard_set.data)))
-
-
-def test_re_encoding_makes_scores_stale_until_they_are_made_again(prep: Prep, scored: ShardSet) -> None:
-    old_video, old = scored.variant.name, current_variant(scored.data, "scores")
-    rerun(prep, scored, *LEN, "--crf", "40")
-    status = prep("status", "--data", scored.data, "--json").summary["columns"]["scores"]
-    assert status["current"] == old and old_video in status["stale_because"]
-    assert "next      prep scores" in prep("status", "--data", scored.data).stdout
-    assert "stale" in prep("gc", "--data", scored.data, "--json").summary["kept_because"]["scores"]
-    assert f"video: {old_video}" in prep("plan", "scores", "--data", scored.data).stdout
-    assert make(scored.data).num_encoded == 5
-    assert current_variant(scored.data, "scores") != old
-    removed = prep("gc", "--data", scored.data, "--json").summary
-    assert f"scores/{old}" in {item["variant"] for item in removed["items"]}
-    assert [path.name for path in (scored.data / "scores").iterdir()] == [current_variant(scored.data, "scores")]
-
-
-def test_another_threshold_is_another_variant(prep: Prep, scored: ShardSet) -> None:
-    before = {path.name for path in (scored.data / "scores").iterdir()}
-    make(scored.data, cut_threshold=40.0)
-    assert len({path.name for path in (scored.data / "scores").iterdir()} - before) == 1
-    recipe = Variant.open(scored.data, column="scores").recipe
-    assert COLUMN.flags(recipe) == ["--cut-threshold", "40.0"]
-    error = prep("scores", "--cut-threshold", "0", "--data", scored.data, status=2).error
-    assert error == "--cut-threshold is 0.0"
 
 
 @pytest.mark.parametrize("damage", ["removed", "flipped", "of other commits"])

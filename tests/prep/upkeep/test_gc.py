@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.prep.core.data_folder import writing
 from clipmill.shards.commits import commit_path
 from tests.prep.running import Ran, chunk, contents
 from tests.prep.sets import LEN, ShardSet, rerun
@@ -29,28 +28,6 @@ def old_and_new(two_variants: tuple[Path, str], tmp_path: Path) -> tuple[ShardSe
     """A set with a variant that is no longer current, and the folder of that."""
     shutil.copytree(two_variants[0], tmp_path / "two")
     return ShardSet(tmp_path / "two"), tmp_path / "two" / "video" / two_variants[1]
-
-
-def test_a_clean_set_keeps_every_file(prep: Prep, shard_set: ShardSet) -> None:
-    before = contents(shard_set.data)
-    assert "nothing to remove" in prep("gc", "--data", shard_set.data).stdout
-    assert contents(shard_set.data) == before
-
-
-def test_the_old_variant_goes_and_the_current_one_stays(prep: Prep, old_and_new: tuple[ShardSet, Path]) -> None:
-    shard_set, old = old_and_new
-    before, kept = contents(shard_set.data), contents(shard_set.variant)
-    old_bytes = sum(path.stat().st_size for path in old.rglob("*") if path.is_file())
-    ran = prep("gc", "--dry-run", "--data", shard_set.data)
-    assert old.name in ran.stdout and "would be freed" in ran.stdout
-    assert contents(shard_set.data) == before
-    values = prep("gc", "--data", shard_set.data, "--json").summary
-    assert (values["num_bytes"], values["unknown"]) == (old_bytes, [])
-    assert {item["variant"] for item in values["items"]} == {f"video/{old.name}"}
-    assert not old.exists()
-    assert contents(shard_set.variant) == kept
-    assert (shard_set.data / "layout").is_dir()
-    prep("verify", "--deep", "--data", shard_set.data)
 
 
 def test_the_end_of_a_run_says_what_gc_frees_and_then_what_is_next(
@@ -148,8 +125,3 @@ def test_nothing_goes_while_the_current_variant_is_not_whole(
     assert "kept       all variants and shards" in ran.stdout and reason[loss] in ran.stdout
     assert contents(shard_set.data) == before
     assert old.is_dir()
-
-
-def test_it_waits_for_nobody(prep: Prep, shard_set: ShardSet) -> None:
-    with writing(shard_set.data):
-        assert "another command is writing" in prep("gc", "--data", shard_set.data, status=2).error

@@ -10,7 +10,6 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.table_files import REJECTED_LIST
 from clipmill.prep.core.layout import LAYOUT, read_layout
-from clipmill.prep.core.plan import ShardState
 from clipmill.prep.core.table_file import read_table_file
 from clipmill.prep.sources.table import PROBES, PROBES_FILE
 from clipmill.prep.video.column import COLUMN
@@ -19,8 +18,6 @@ from clipmill.shards.contents import read_contents
 from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
-from tests.prep.latents.conftest import make
-from tests.prep.latents.conftest import plan as plan_latents
 from tests.prep.running import Ran, contents
 from tests.prep.sets import LEN, ShardSet, rerun
 
@@ -177,16 +174,6 @@ def test_lost_probes_of_sources_that_are_gone_cost_no_chunks(
         }
     finally:
         (made_set.parent / "away").rename(moved)
-
-
-def test_a_missing_commit_of_video_leaves_latents_and_their_commits_alone(shard_set: ShardSet) -> None:
-    make(shard_set.data)
-    folder = Variant.open(shard_set.data, column="latents").directory
-    before = contents(folder)
-    (shard_set.variant / "commits" / "000000.json").unlink()
-    assert ShardState.ORPHANED not in {shard.state for shard in plan_latents(shard_set.data).shards}
-    make(shard_set.data)
-    assert contents(folder) == before
 
 
 def test_old_variants_have_records_of_their_own(prep: Prep, shard_set: ShardSet) -> None:

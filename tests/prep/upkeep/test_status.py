@@ -161,16 +161,6 @@ def test_parts_that_have_stopped_are_not_in_progress_though_heartbeats_are_left(
             assert f"next      prep chunk --len {LEN[1]}" in stopped
 
 
-def test_other_variants_are_listed_after_the_current_one(prep: Prep, shard_set: ShardSet) -> None:
-    rerun(prep, shard_set, *LEN, "--crf", "40")
-    variants = prep("status", "--data", shard_set.data, "--json").summary["columns"]["video"]["variants"]
-    assert [("crf40" in variant["name"], variant["is_current"]) for variant in variants] == [
-        (True, True),
-        (False, False),
-    ]
-    assert [variant["num_samples"] for variant in variants] == [5, 5]
-
-
 def test_a_source_that_went_away_is_told_apart_from_an_unusable_one(prep: Prep, shard_set: ShardSet) -> None:
     path = shard_set.data / "probes.parquet"
     table = read_table_file(path, schema=PROBES)

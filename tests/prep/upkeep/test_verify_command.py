@@ -25,14 +25,6 @@ from tests.prep.sets import LEN, ShardSet, flip, rerun
 Prep = Callable[..., Ran]
 
 
-def test_a_sound_set_passes_with_one_line(prep: Prep, shard_set: ShardSet) -> None:
-    ran = prep("verify", "--data", shard_set.data)
-    assert len(ran.stdout.splitlines()) == 1
-    assert "5 chunks in 2 shards" in ran.stdout and ": OK" in ran.stdout
-    deep = prep("verify", "--deep", "--data", shard_set.data, "--json").summary["video"]
-    assert (deep["num_deep"], deep["findings"], deep["deep_findings"]) == (240, [], [])
-
-
 def test_a_set_without_chunks_is_an_error(prep: Prep, tmp_path: Path) -> None:
     assert "no video shards" in prep("verify", "--data", tmp_path, status=2).error
 

@@ -147,26 +147,3 @@ def test_each_bad_source_is_named_and_all_others_are_made(
         again = prep(*command, "--data", data, *flags, status=status).summary
         assert again["num_encoded"] == 0 and again["failures"] == summary["failures"]
     assert contents(data) == before
-
-
-def test_a_mended_source_is_made_by_retry_and_nothing_else_is(
-    prep: Callable[..., Ran], tmp_path: Path, write_video: Callable[..., Path]
-) -> None:
-    videos, data = tmp_path / "videos", tmp_path / "data"
-    good = write_video(videos / "good.mp4", seconds=2)
-    write_video(tmp_path / "late.mp4", seconds=2, first_number=500)
-    (videos / "late.mp4").write_text("the download broke off")
-    manifest(data, videos)
-    chunk(data, "--len", "1s", status=1)
-    tars = {path: path.stat().st_ino for path in data.glob("video/*/*.tar")}
-    good.rename(tmp_path / "good.mp4")  # not even needed
-    told = prep("retry", "--data", data, "--engine", "processes", status=1).stdout
-    assert "nothing was encoded" in told and "1 x source_unreadable" in told
-    shutil.copy(tmp_path / "late.mp4", videos / "late.mp4")
-    retried = json.loads(prep("retry", "--data", data, "--engine", "processes", "--json").stdout)
-    assert retried["num_encoded"] == 2 and retried["failures"] == {}
-    assert {path: path.stat().st_ino for path in tars} == tars
-    assert not list(data.glob("video/*/failures.jsonl"))
-    assert {sample["__key__"] for sample in Variant.open(data).iterate()} == {
-        f"{name}_00000{second}000" for name in ("good", "late") for second in (0, 1)
-    }

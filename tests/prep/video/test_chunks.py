@@ -7,7 +7,6 @@ from collections.abc import Callable
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import av
@@ -108,19 +107,7 @@ def test_tails_are_dropped_or_merged(
     for key, sample in sorted(samples(own).items()):
         found.setdefault(key.split("_")[0], []).append(len(frame_numbers(sample["mp4"])))
     assert found == frames
-    plan = json.loads(prep_here("plan", "--data", own, "--len", "2s", "--tail", tail, "--json", *QUICK).stdout)
-    assert plan["num_chunks"] == sum(map(len, frames.values())) and plan["work"] == []
-    status, text = (prep_here("status", "--data", own, *flags).stdout for flags in (("--json",), ()))
-    left_out = json.loads(status)["columns"]["video"]["variants"][0]["left_out"]
-    if tail == "merge":
-        assert not left_out and not {"num_left_out", "left_out_s"} & (summary.keys() | plan.keys())
-        return
-    for said in (summary, plan):
-        assert (said["num_left_out"], said["left_out_s"], said["num_left_out_videos"]) == (2, 2.5, 2)
-    assert left_out == ["2 tails, 2.5 s: dropped by --tail drop", "in long, short"]
-    assert f"left out: {left_out[0]}\n" in text
-    words = ("plan", "--data", own, "--len", "2s", "--tail", tail, *QUICK)
-    assert f"left out {left_out[0]}\n         {left_out[1]}\n" in prep_here(*words).stdout
+    assert tail == "drop" or not {"num_left_out", "left_out_s"} & summary.keys()
 
 
 def test_webdataset_reads_every_sample_and_pyav_every_frame(data: Path) -> None:
@@ -187,15 +174,3 @@ def test_videos_that_end_in_a_very_short_chunk_are_named_by_the_plan(tmp_path: P
     assert prep_here(*flags, "--json").summary["first_short_tails_s"] == {"lecture": pytest.approx(0.1, abs=0.04)}
     for tail in ("merge", "drop"):
         assert "tails " not in prep_here(*flags, "--tail", tail).stdout
-
-
-def test_a_retry_limits_copies_like_the_run_before(data: Path, tmp_path: Path) -> None:
-    own = copytree(data, tmp_path / "data")
-    chunk(own, "--len", "2s", *QUICK, "--scratch-size", "1GB")
-    asked = Variant.open(own).directory / "selection.json"
-    for _ in range(2):
-        assert json.loads(asked.read_text())["scratch_size"] == "1GB"
-        ran = prep_here("retry", "--data", own, "--json").summary
-        assert ran["num_shards_made"] == 0 and ran["gave_up"] is None
-    prep_here("retry", "--data", own, "--scratch-size", "2GB")
-    assert json.loads(asked.read_text())["scratch_size"] == "2GB"

@@ -1,0 +1,99 @@
+"""The data folder with all columns, made once, and the commands run in this process, with the plug-in installed."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from pkgutil import iter_modules
+
+import pytest
+import torch
+
+from clipmill.prep import cli, commands
+from clipmill.prep.sources import probe_processes
+from clipmill.prep.text import tower
+from tests.plugins import example_installed, installed_here
+from tests.prep.captions.server import Server, served
+from tests.prep.columns.cases import CASES, Case, Folder, copied, write_video
+from tests.prep.here import Here
+
+# They list columns and datasets when they are imported.
+_COMMANDS = [module.name for module in iter_modules(commands.__path__)]
+
+
+@contextmanager
+def commands_here(folder: Path) -> Iterator[None]:
+    """Let commands know the column of the plug-in, and do their work in this process, without workers."""
+    with installed_here(folder), pytest.MonkeyPatch.context() as patch:
+        for name in _COMMANDS:
+            patch.delitem(sys.modules, f"{commands.__name__}.{name}", raising=False)
+            patch.setattr(commands, name, None, raising=False)  # so that afterwards it is what it was
+        patch.setattr(cli, "app", cli.build_app())
+        for module in ("engines.processes", "upkeep.verify"):
+            patch.setattr(f"clipmill.prep.{module}.ProcessEngine", lambda num_workers, gpus=None: Here())
+        # Every command would start a process that reads its sources.
+        readers: list[probe_processes.Reader] = []
+        patch.setattr(probe_processes, "probe_each", partial(probe_processes.probe_each, kept=readers))
+        yield
+        for reader in readers:
+            reader.end()
+        tower.load_tower.cache_clear()
+        for name in _COMMANDS:
+            sys.modules.pop(f"{commands.__name__}.{name}", None)
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the plug-in is declared."""
+    example_installed(folder := tmp_path_factory.mktemp("installed"))
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugin(installed: Path) -> Iterator[None]:
+    """Other files must not see the plug-in; `made`, which is set up before, has it for itself."""
+    with commands_here(installed):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Models set the number of torch's threads; other tests get theirs back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    with served() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory, server: Server, installed: Path) -> Path:
+    """The folder with all columns."""
+    root = tmp_path_factory.mktemp("columns") / "made"
+    write_video(root / "videos" / "long.mp4", num_frames=150)
+    write_video(root / "videos" / "short.mp4", num_frames=90, first_number=1000)
+    folder = Folder(root, CASES[0], server)
+    with commands_here(installed):
+        folder.read_manifest()
+        for case in CASES:
+            folder.of(case.name).make()
+    return root
+
+
+@pytest.fixture
+def folder(made: Path, case: Case, server: Server, tmp_path: Path) -> Iterator[Folder]:
+    """A copy of it, for the column of the test."""
+    server.log.clear()
+    yield Folder(copied(made, tmp_path / "set"), case, server)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test on every column, if it says nothing else."""
+    is_parametrized = any("case" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "case" in metafunc.fixturenames and not is_parametrized:
+        metafunc.parametrize("case", CASES, ids=str)
