@@ -28,7 +28,7 @@ def commands_here(folder: Path) -> Iterator[None]:
     with installed_here(folder), pytest.MonkeyPatch.context() as patch:
         for name in _COMMANDS:
             patch.delitem(sys.modules, f"{commands.__name__}.{name}", raising=False)
-            patch.setattr(commands, name, None, raising=False)  # so that afterwards it is what it was
+        before = {name: vars(commands).pop(name) for name in _COMMANDS if name in vars(commands)}
         patch.setattr(cli, "app", cli.build_app())
         for module in ("engines.processes", "upkeep.verify"):
             patch.setattr(f"clipmill.prep.{module}.ProcessEngine", lambda num_workers, gpus=None: Here())
@@ -41,6 +41,8 @@ def commands_here(folder: Path) -> Iterator[None]:
         tower.load_tower.cache_clear()
         for name in _COMMANDS:
             sys.modules.pop(f"{commands.__name__}.{name}", None)
+            vars(commands).pop(name, None)
+        vars(commands).update(before)
 
 
 @pytest.fixture(scope="session")
