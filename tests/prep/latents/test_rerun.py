@@ -8,11 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from clipmill.prep.latents.recipe import LatentsSettings, resolve
 from clipmill.prep.latents.sample import check_latents
 from clipmill.shards.npy import compressed, npy_bytes
 from clipmill.shards.reader import Variant
-from tests.prep.latents.conftest import make
+from tests.prep.latents.conftest import make, recipe
 from tests.prep.running import Ran, contents
 from tests.prep.sets import ShardSet, flip
 
@@ -58,12 +57,12 @@ def test_each_setting_that_changes_bytes_makes_another_variant() -> None:
     settings: list[dict[str, Any]] = [
         *({}, {"fps": "2"}, {"crop": "random"}, {"posterior": "sample"}, {"dtype": "bfloat16"}, {"size": 32}),
     ]
-    made = {resolve(LatentsSettings(**{"vae": "tiny", "size": 64, **given}), video="v").variant for given in settings}
+    made = {recipe("v", **{"vae": "tiny", "size": 64, **given}).variant for given in settings}
     assert len(made) == len(settings)
 
 
 def test_what_cannot_change_the_bytes_makes_no_other_variant(shard_set: ShardSet) -> None:
     make(shard_set.data)
     assert make(shard_set.data, seed=5, segment="2s").num_shards_made == 0
-    recipe = json.loads((Variant.open(shard_set.data, column="latents").directory / "recipe.json").read_bytes())
-    assert (recipe["seed"], recipe["segment"]) == (None, None)
+    stored = json.loads((Variant.open(shard_set.data, column="latents").directory / "recipe.json").read_bytes())
+    assert (stored["seed"], stored["segment"]) == (None, None)
