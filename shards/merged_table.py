@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from clipmill.manifests.mapped_files import map_arrow_file
-from clipmill.manifests.publish import published
+from clipmill.manifests.publish import publish_atomically
 from clipmill.manifests.storage.mirrors import read_range
 from clipmill.shards.damage import Damaged
 from clipmill.shards.opening import open_regular
@@ -53,7 +53,7 @@ def write_merged_table(path: Path, table: pa.Table, *, commits: TableCommits, me
     fields = [field.with_metadata({_CRC_KEY: _crc32(table[field.name])}) for field in table.schema]
     schema = pa.schema(fields, metadata={**metadata, _DIGEST_KEY: commits.digest})
     schema = schema.with_metadata({**schema.metadata, _SCHEMA_CRC_KEY: _schema_crc32(schema)})
-    with published(path) as temporary, pa.ipc.new_file(temporary, schema) as writer:
+    with publish_atomically(path) as temporary, pa.ipc.new_file(temporary, schema) as writer:
         if len(table):
             writer.write_batch(pa.record_batch([column.chunk(0) for column in table.columns], schema=schema))
 

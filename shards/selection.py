@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_videos
 from clipmill.shards.chunk_table import read_chunk_rows
 from clipmill.shards.columns import SCORES, how_to_make, how_to_repair
@@ -50,7 +50,7 @@ def selected_chunks(
         rows = find_chunks(chunks, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
         if num_missing := int((rows < 0).sum()):
             raise UserError(
-                f"--where uses {', '.join(sorted(of_chunks))} of chunks, and {counted(num_missing, 'chunk')} of "
+                f"--where uses {', '.join(sorted(of_chunks))} of chunks, and {count_noun(num_missing, 'chunk')} of "
                 f"{len(rows):,} are not in the current variant of video",
                 hint=f"see prep status --data {shlex.quote(str(data_dir))}",
                 flags=("--where",),
@@ -65,7 +65,7 @@ def selected_chunks(
             missing = missing[[key not in failed for key in keys]]
         if len(missing):
             raise UserError(
-                f"--where uses {column}, and {counted(len(missing), 'chunk')} of {len(rows):,} have none",
+                f"--where uses {column}, and {count_noun(len(missing), 'chunk')} of {len(rows):,} have none",
                 hint=f"run {how_to_make(column, data_dir)}, or leave {column} out of --where",
                 flags=("--where",),
             )

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.prep.core.chunk_input import chunk_fingerprints
 from clipmill.prep.core.chunk_shards import ChunkShard, read_chunk_shards
 from clipmill.prep.core.column import Pending
@@ -241,6 +241,6 @@ def selected_rows(
         start_ms=np.concatenate(starts),
     )
     if not selected.any():
-        raise nothing_selected(where, what=counted(len(selected), "chunk"))
+        raise nothing_selected(where, what=count_noun(len(selected), "chunk"))
     of_shards = np.split(selected, np.cumsum(sizes)[:-1])
     return {one: tuple(np.flatnonzero(mask).tolist()) for one, mask in zip(shard_ids, of_shards, strict=True)}

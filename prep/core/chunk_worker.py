@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 from clipmill.prep.core.chunk_input import Chunks, OldSamples, chunk_fingerprints, seconds_of
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe
@@ -61,7 +61,7 @@ def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
         Damaged: the chunks cannot be read.
         FileNotFoundError: likewise.
     """
-    work: ChunkWork = imported(task.work)
+    work: ChunkWork = import_object(task.work)
     video = open_shard(task.video_dir, task.video_commit)
     fingerprints = chunk_fingerprints(video.index)
     old = OldSamples(task.variant_dir, task.old_commits, fields=work.fields, wanted=fingerprints)
@@ -81,7 +81,7 @@ def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
 
 
 def _make(task: ChunkTask) -> ShardResult:
-    work: ChunkWork = imported(task.work)
+    work: ChunkWork = import_object(task.work)
     try:
         chunks, old = open_chunks(task)
     except (Damaged, FileNotFoundError) as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.prep.core.chunk_columns import ChunksPlan, pending_chunks, plan_chunks
 from clipmill.prep.core.chunk_shards import ChunkShard
 from clipmill.prep.core.column import WEIGHTS, Pending
@@ -103,7 +103,7 @@ class LatentsPlan(ChunksPlan[LatentsRecipe]):
         most = (int(longest_s * fps) - (not has_next)) // step * step + 1
         longer = f"make longer chunks: prep {command_for(VIDEO)} --len"
         raise UserError(
-            f"--segment {settings.segment} at {settings.fps} fps has {counted(recipe.segment_frames, 'frame')} in"
+            f"--segment {settings.segment} at {settings.fps} fps has {count_noun(recipe.segment_frames, 'frame')} in"
             f" {float(recipe.segment_step / fps):g} s and the frame after it, and the longest chunk has"
             f" {float(longest_s):g} s{'' if has_next else ', at the end of its video'}: no chunk holds a segment",
             hint=f"use --segment {most}f or less, or {longer}" if most > step else f"use a higher --fps, or {longer}",

@@ -5,7 +5,7 @@ from fractions import Fraction
 from math import prod
 from pathlib import Path
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import duration_text, size_text
 from clipmill.prep.core.chunk_report import chunks_report, speed_text
 from clipmill.prep.core.chunk_shards import NO_CHUNKS
@@ -34,7 +34,7 @@ def latents_report(plan: LatentsPlan) -> Report:
     estimate: list[str] = []
     if num_frames:
         # Unchanged chunks of a changed shard are copied; how many is known only while the shard is made.
-        estimate.append(f"estimate at most {counted(num_frames, 'frame')} to encode, {size_text(size_bytes)}")
+        estimate.append(f"estimate at most {count_noun(num_frames, 'frame')} to encode, {size_text(size_bytes)}")
         estimate += [*time_lines(trial, num_frames=num_frames), *disk.lines()]
     values = {
         "where": where,
@@ -73,7 +73,7 @@ def _left_out_texts(left_out: LeftOut, settings: LatentsSettings) -> list[str]:
         texts.append(f"{duration_text(float(left_out.seconds))} at the ends of chunks and videos are in no segment")
     if left_out.num_chunks:
         tail = ", which --tail repeat completes" if settings.tail == "drop" else ""
-        texts.append(f"{counted(left_out.num_chunks, 'chunk')} without a segment: too short{tail}")
+        texts.append(f"{count_noun(left_out.num_chunks, 'chunk')} without a segment: too short{tail}")
     return texts
 
 

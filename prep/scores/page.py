@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.prep.core.pages import PageRequest, publish_page
 from clipmill.prep.core.report import Report
 from clipmill.prep.scores.distribution import landmarks
@@ -81,9 +81,9 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
     )
     num_chunks, html = scores.table.num_rows, os.fspath(request.path)
     if selection is None:
-        return Report(f"{html}: {counted(num_chunks, 'chunk')}", {"html": html, "num_chunks": num_chunks})
+        return Report(f"{html}: {count_noun(num_chunks, 'chunk')}", {"html": html, "num_chunks": num_chunks})
     num_kept = selection.num_kept
-    said = f"--where keeps {num_kept:,} of {counted(num_chunks, 'chunk')}"
+    said = f"--where keeps {num_kept:,} of {count_noun(num_chunks, 'chunk')}"
     said += "" if num_kept else "; see the distributions on the page for values that occur"
     return Report(f"{html}: {said}", {"html": html, "num_chunks": num_chunks, "num_kept": num_kept})
 
@@ -117,7 +117,7 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
 
     num_videos = len(set(chunks.table["video_id"].chunk(0).indices.to_pylist()))
     return {
-        "summary": f"{counted(chunks.table.num_rows, 'chunk')} of {counted(num_videos, 'video')}",
+        "summary": f"{count_noun(chunks.table.num_rows, 'chunk')} of {count_noun(num_videos, 'video')}",
         "selection": selection,
         "groups": [(name, [mark(row) for row in rows]) for name, rows in groups],
         "scores": [

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from clipmill_example.brightness import COLUMN
 
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 from clipmill.prep.core.column import DeepCode
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
@@ -152,7 +152,7 @@ def test_damage_is_found_and_repaired_by_the_command_that_is_named(run: Prep, ma
 def test_a_sample_that_differs_from_its_row_is_found() -> None:
     row = {"num_frames": 3}
     assert (
-        imported(COLUMN.check_sample)(row, {"brightness.npy": b"none"}, "train").differences[0][0]
+        import_object(COLUMN.check_sample)(row, {"brightness.npy": b"none"}, "train").differences[0][0]
         == DeepCode.ARRAY_DIFFERS
     )
 

@@ -14,7 +14,7 @@ import torch
 from clipmill.manifests.errors import Stopped, UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes, publish_json
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_videos
 from clipmill.shards.dataset import reading_variants
 from clipmill.train.config.choices import Provenance
@@ -207,11 +207,11 @@ def _train(
                 spec.at_end(run, settings, say=progress.say)
             write_page(run)
     failed, lines = len(read_lines(run.failures)), read_lines(run.metrics)
-    remark = f"; {counted(failed, 'sample')} failed, all are listed in {run.failures}" if failed else ""
+    remark = f"; {count_noun(failed, 'sample')} failed, all are listed in {run.failures}" if failed else ""
     if sources := lines[-1].get("sources") if lines else None:
         progress.say(f"samples: {', '.join(f'{count:,} of {name}' for name, count in sources.items())}")
     progress.say(
-        f"done: {counted(settings.steps, 'step')}, checkpoints and results page ({run.page.name}) in {run.path}{remark}"
+        f"done: {count_noun(settings.steps, 'step')}, checkpoints and results page ({run.page.name}) in {run.path}{remark}"
     )
     if world.is_first and (following := _next_command(spec, settings)) is not None:
         progress.say(f"next: {following}")
@@ -236,7 +236,7 @@ def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iter
     share = world.replicas.share(settings.batch)
     if world.replicas.size > 1 and share % settings.samples_per_chunk:
         yield (
-            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {counted(share, 'sample')} of a "
+            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {count_noun(share, 'sample')} of a "
             "process: batches differ from those of one process"
         )
     if isinstance(settings.warmup_steps, int) and settings.warmup_steps >= settings.steps:

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.flag_values import check_values
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked, deferred_checks, flags_without_effect, mistakes, refuse
 from clipmill.train.config import fields as groups
 from clipmill.train.config.choices import Provenance
@@ -109,7 +109,7 @@ def _require_as_many(folders: Sequence[str], of_run: Sequence[str], *, out: Path
     """
     if folders and len(folders) != len(of_run) and any(RunFolder(out).checkpoints.glob("step_*")):
         raise UserError(
-            f"--shards names {counted(len(folders), 'data folder')}, but the run in {out} has {len(of_run)}: "
+            f"--shards names {count_noun(len(folders), 'data folder')}, but the run in {out} has {len(of_run)}: "
             f"{', '.join(of_run)}",
             hint="name each of them, or leave --shards out to continue, or start a new run with another --out",
             flags=("--shards",),

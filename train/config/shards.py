@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import imported
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.imported import import_object
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked, errors_of, without_effect
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.units import parse_size
@@ -99,7 +99,7 @@ def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
     if settings is None:
         return next(spelled)
     cache = {"cache": settings.cache, "cache_size": settings.cache_size}
-    return next(kind for kind in spelled if not kind.test or imported(kind.test)(address, **cache))
+    return next(kind for kind in spelled if not kind.test or import_object(kind.test)(address, **cache))
 
 
 def is_local_folder(address: str) -> bool:
@@ -232,7 +232,7 @@ def _same_folders(folders: Sequence[str]) -> Iterator[UserError]:
 
 def _require_weights(mix: str, *, num_folders: int) -> None:
     if (num_weights := len(parse_mix(mix))) != num_folders:
-        weights = counted(num_weights, "weight")
+        weights = count_noun(num_weights, "weight")
         raise UserError(
             f"--mix is {mix}: {weights} for {num_folders} data folders",
             hint=f"give a weight for each --shards, in their order, as {','.join('1' * num_folders)}",

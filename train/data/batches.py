@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, quoted
+from clipmill.manifests.quoting import count_noun, quote_value
 from clipmill.train.config.training import NEW_RUN
 from clipmill.train.data.arguments import require_process
 from clipmill.train.data.classes import ClassList
@@ -66,7 +66,7 @@ class Batches:
         if shuffle and self.num_samples is not None and self.num_samples < self._step:
             ranks = "" if self._world.size == 1 else f" in each of {self._world.size} processes"
             raise UserError(
-                f"batch={batch}{ranks} is more than the data have: {counted(self.num_samples, 'sample')}",
+                f"batch={batch}{ranks} is more than the data have: {count_noun(self.num_samples, 'sample')}",
                 hint="use a smaller batch, or shuffle=False",
             )
 
@@ -133,7 +133,7 @@ class Batches:
         for state in states:
             if not isinstance(state, Mapping) or not entries <= state.keys() or not _is_sound(state):
                 raise UserError(
-                    f"not a state of these batches: {quoted(state)}",
+                    f"not a state of these batches: {quote_value(state)}",
                     hint="give what state_dict() returned, each rank's as an argument of its own",
                 )
             if state["shuffle"] != self._shuffle:

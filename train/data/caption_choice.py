@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import is_of_model, source_order
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.data import parse_weights
 from clipmill.train.data.node_cache import index_type, scratch
 from clipmill.train.device.random import integers_below, uniform
@@ -46,7 +46,7 @@ class Sources:
     def describe(self, num_captions: NDArray[np.int64]) -> str:
         """Names with their weights and numbers of captions."""
         each = zip(self.names, self.weights.tolist(), num_captions.tolist(), strict=True)
-        parts = (f"{name} = {weight:g} ({counted(number, 'caption')})" for name, weight, number in each)
+        parts = (f"{name} = {weight:g} ({count_noun(number, 'caption')})" for name, weight, number in each)
         return f"sources {', '.join(parts)}"
 
     def describe_excluded(self, num_captions: int) -> str:
@@ -54,9 +54,9 @@ class Sources:
         if not num_captions:
             return ""
         if not self.not_asked_for:
-            return f"{counted(num_captions, 'caption')} of other sources left out"
+            return f"{count_noun(num_captions, 'caption')} of other sources left out"
         return (
-            f"{counted(num_captions, 'caption')} of models left out ({', '.join(self.not_asked_for)}); the sources "
+            f"{count_noun(num_captions, 'caption')} of models left out ({', '.join(self.not_asked_for)}); the sources "
             f'"{asking_for([*self.names, *self.not_asked_for])}" include them'
         )
 

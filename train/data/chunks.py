@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.keys import chunk_key
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import manifest_dir, read_manifest, read_videos
 from clipmill.shards.columns import VIDEO, how_to_repair
 from clipmill.shards.damage import Damaged
@@ -175,9 +175,7 @@ class ChunkSet:
         """Which shards are not decoded by the rule; empty if all are."""
         if not self._num_open:
             return ""
-        return (
-            f"{self._num_open} of {counted(self._variant.num_shards, 'shard')} decoded through the container: open GOPs"
-        )
+        return f"{self._num_open} of {count_noun(self._variant.num_shards, 'shard')} decoded through the container: open GOPs"
 
     def source_paths(self) -> pa.Array:
         """Paths or URLs of the videos' files in the manifest, for each of `video_ids`."""

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.store import read_captions, read_videos
 
 ACTION = "action"
@@ -58,7 +58,7 @@ class ClassList:
 
     def describe(self, label: NDArray[np.int64]) -> str:
         """How many of the classes occur among samples of these classes (-1: none)."""
-        return f"{len(np.unique(label[label >= 0])):,} of {counted(len(self), 'class', 'classes')} ({self.label})"
+        return f"{len(np.unique(label[label >= 0])):,} of {count_noun(len(self), 'class', 'classes')} ({self.label})"
 
 
 def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Collection[str] = ()) -> ClassList:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import percent
 from clipmill.shards.columns import SCORES
 from clipmill.train.config.clips import ClipSettings
@@ -63,9 +63,9 @@ class HeldOut:
         if num < FEW:
             low, high = interval(0.0 if share is None else share, num)
             between = f", so that {percent(share)} has a 95 % interval from {percent(low)} to {percent(high)}"
-            found.append(f"only {counted(num, noun)}{'' if share is None else between}")
+            found.append(f"only {count_noun(num, noun)}{'' if share is None else between}")
         if self.num_alike:
-            chunks = f"{self.num_alike:,} of {counted(self.num_chunks, 'chunk')}"
+            chunks = f"{self.num_alike:,} of {count_noun(self.num_chunks, 'chunk')}"
             verb = "looks" if self.num_alike == 1 else "look"
             found.append(f"{chunks} {verb} like a chunk of the training split {self.trained_split!r}")
         return found

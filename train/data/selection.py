@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_table import caption_blocks
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import open_captions
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant, variant_dir
@@ -162,9 +162,9 @@ class Selection:
         num_chunks = self._num_chunks if self.chunks is None else int(self.chunks.sum())
         if self._of_captions is not None and self._of_captions.labels:
             num_chunks = self._num_chunks_by_labels(num_chunks)
-        parts = [f"{num_chunks:,} of {counted(self._num_chunks, 'chunk')}"]
+        parts = [f"{num_chunks:,} of {count_noun(self._num_chunks, 'chunk')}"]
         if self._of_captions is not None:
-            parts.append(f"{self.num_selected:,} of {counted(self.num_captions, 'caption')}")
+            parts.append(f"{self.num_selected:,} of {count_noun(self.num_captions, 'caption')}")
         return [f"where {self._where.text}: {' and '.join(parts)} selected"]
 
     def _num_chunks_by_labels(self, num_chunks: int) -> int:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from clipmill.manifests.errors import ClipmillError, UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.training import ParallelSettings
 from clipmill.train.device.transfer import buffers_kept
 from clipmill.train.distributed.parallel import average_gradients
@@ -177,7 +177,7 @@ def check_microbatches(num_samples: int, *, size: int, settings: ParallelSetting
     """Raise a UserError if microbatches of `size` do not divide a replica's samples or are too few."""
     if num_samples % size:
         raise UserError(
-            f"--microbatch is {size}, and a pipeline's share of --batch is {counted(num_samples, 'sample')}",
+            f"--microbatch is {size}, and a pipeline's share of --batch is {count_noun(num_samples, 'sample')}",
             hint="microbatches of a pipeline must have equal sizes: use a divisor of its share",
             flags=("--microbatch", "--batch"),
         )

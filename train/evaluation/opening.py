@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import deferred_checks
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import load_settings
@@ -171,7 +171,7 @@ def _require_whole_cubes(settings: ClipSettings, shape: ModelShape) -> None:
         size = shape.size.video
         raise UserError(
             f"--num-frames {settings.num_frames}, --size-px {settings.size_px}: {error}",
-            hint=f"use multiples of {counted(size.cube_frames, 'frame')} and {size.patch_px} px",
+            hint=f"use multiples of {count_noun(size.cube_frames, 'frame')} and {size.patch_px} px",
             flags=("--num-frames", "--size-px"),
         ) from error
 

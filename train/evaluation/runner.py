@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_json
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.clips import ClipSettings, LatentSettings
 from clipmill.train.config.data import AS_TRAINED, Overrides
 from clipmill.train.config.files import load_settings
@@ -268,7 +268,7 @@ def _incomplete(score: Score) -> dict[str, str]:
     if not score.failed:
         return {"incomplete": said} if said else {}
     num = len(score.failed)
-    failed = f"{counted(num, 'sample')} could not be decoded and {'is' if num == 1 else 'are'}"
+    failed = f"{count_noun(num, 'sample')} could not be decoded and {'is' if num == 1 else 'are'}"
     title = score.values.get("title", "")
     return {
         "incomplete": f"{said}; {failed} not scored" if said else f"{failed} not scored",
@@ -303,7 +303,7 @@ def describe_clip(
         mean_of: what is averaged over several views.
         is_consecutive: the frames of latents are consecutive.
     """
-    frames = f"T = {counted(settings.num_frames, 'frame')}"
+    frames = f"T = {count_noun(settings.num_frames, 'frame')}"
     if isinstance(settings, LatentSettings) and settings.reads_latents:
         which = "in a row, in the middle" if is_consecutive else "one in the middle of each of equal parts"
         return f"{frames} of latents of a segment of {samples.reader.segment_s:g}s, {which}"
@@ -311,7 +311,7 @@ def describe_clip(
     moments = _describe_sampling(settings, is_centred=views.num_clips == 1)
     if len(views) == 1:
         return f"{frames}, {moments}, {crops}, {settings.size_px} px"
-    clips = counted(views.num_clips, "clip")
+    clips = count_noun(views.num_clips, "clip")
     return f"{frames}, {moments}, {clips} x {crops}, {settings.size_px} px, mean of their {mean_of}"
 
 
@@ -320,7 +320,7 @@ def _describe_sampling(settings: ClipSettings, *, is_centred: bool) -> str:
     middle = "the middle of " if is_centred else ""
     return {
         "uniform": f"one in {middle}each of equal parts",
-        "stride": f"every {counted(settings.stride, 'frame')}{', in the middle' if is_centred else ''}",
+        "stride": f"every {count_noun(settings.stride, 'frame')}{', in the middle' if is_centred else ''}",
         "lavila": f"one in {middle}each of LaViLa's parts",
     }[settings.sampling]
 

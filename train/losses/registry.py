@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 from clipmill.manifests.plugins import Parts
 from clipmill.train.config.fields import Published
 
@@ -32,7 +32,7 @@ class LossSpec:
 
     def load(self) -> Any:
         """The function or class of `loss`."""
-        return imported(self.loss) if isinstance(self.loss, str) else self.loss
+        return import_object(self.loss) if isinstance(self.loss, str) else self.loss
 
 
 def _row(name: str, loss: str, **settings: float | str | bool | None) -> LossSpec:

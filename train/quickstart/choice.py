@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import size_text
 from clipmill.train.data.classes import proposed_label
 from clipmill.train.quickstart.asked import OFFERED
@@ -53,7 +53,7 @@ def choose_task(surveys: Sequence[Survey], *, split: str, asked: str | None) -> 
     num = sum(one.splits[split].num_captions for one in surveys)
     if asked is None:
         if not without:
-            return Chosen(DEFAULT, counted(num, "caption"))
+            return Chosen(DEFAULT, count_noun(num, "caption"))
         where = "no captions" if len(without) == len(surveys) else f"no captions in {', '.join(without)}"
         task = task_without_captions()
         return Chosen(task, f"{where}, and train {task} needs none")

@@ -14,7 +14,7 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import TEMPORARY_PREFIX
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.shards.columns import VIDEO, command_for
 from clipmill.train.bench.steps import Opened, Steps, Taken, open_to_measure, take_steps
 from clipmill.train.config.clips import ClipSettings
@@ -80,7 +80,7 @@ def measure(
             torch.cuda.empty_cache()
         if batch // 2 < least:
             raise UserError(
-                f"out of memory: not even a batch of {counted(batch, 'clip')} fits on the {device.type}",
+                f"out of memory: not even a batch of {count_noun(batch, 'clip')} fits on the {device.type}",
                 hint="use --preset tiny, or --device cpu",
             )
         say(f"{batch} clips do not fit into memory; trying {batch // 2}")
@@ -101,7 +101,7 @@ def measure(
 def _steps(opened: Opened, *, seconds: float) -> tuple[Taken, int, float] | None:
     """Steps, and the size and the time of a checkpoint; None if they do not fit into memory."""
     try:
-        with Activity(f"trying steps of {counted(opened.settings.batch, 'clip')} on the {opened.device.type}"):
+        with Activity(f"trying steps of {count_noun(opened.settings.batch, 'clip')} on the {opened.device.type}"):
             steps = Steps(opened)
             taken = take_steps(steps, opened, seconds=seconds)
         with Activity("trying a checkpoint"):
@@ -121,7 +121,7 @@ def _opened(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, say
         opened = open_to_measure(spec, replace(settings, batch=batch), world=World(), device=device, say=say)
     if batch > num_samples:
         raise UserError(
-            f"the training set has {counted(num_samples, 'sample')}, too few for a batch of {batch}",
+            f"the training set has {count_noun(num_samples, 'sample')}, too few for a batch of {batch}",
             hint=f"add videos or captions, and run prep {command_for(VIDEO)} again",
         )
     return opened

@@ -11,7 +11,7 @@ from typing import Any
 
 from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import duration_text, size_text
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import in_steps
@@ -142,16 +142,16 @@ class Plan:
         proposal, measured, settings, expected = self.proposal, self.measured, self.settings, self.expected
         host, gpus = proposal.examined.host, proposal.examined.accelerator.gpus
         yield from (("data", line) for one in proposal.surveys for line in describe(one))
-        gpu = f"{counted(len(gpus), 'GPU')} ({', '.join(sorted({gpu.name for gpu in gpus}))})" if gpus else "no GPU"
+        gpu = f"{count_noun(len(gpus), 'GPU')} ({', '.join(sorted({gpu.name for gpu in gpus}))})" if gpus else "no GPU"
         memory = "" if host.memory_bytes is None else f", {size_text(host.memory_bytes)} of memory"
-        yield "machine", f"{gpu}; {counted(host.allowed_cores, 'core')}{memory}"
+        yield "machine", f"{gpu}; {count_noun(host.allowed_cores, 'core')}{memory}"
         yield "task", f"{proposal.task.value} on split {proposal.split}: {proposal.task.reason}"
-        about = f"{counted(settings.num_frames, 'frame')} of {settings.size_px} px"
+        about = f"{count_noun(settings.num_frames, 'frame')} of {settings.size_px} px"
         yield "preset", f"{proposal.preset.value}, {about}: {proposal.preset.reason}"
         several = f" on {proposal.num_processes} GPUs, of which one was measured" if proposal.num_processes > 1 else ""
-        halved = f"; {counted(measured.num_halved, 'larger size')} did not fit" if measured.num_halved else ""
-        yield "batch", f"{counted(settings.batch, 'clip')}{several}{halved}"
-        samples = counted(measured.num_samples, "sample")
+        halved = f"; {count_noun(measured.num_halved, 'larger size')} did not fit" if measured.num_halved else ""
+        yield "batch", f"{count_noun(settings.batch, 'clip')}{several}{halved}"
+        samples = count_noun(measured.num_samples, "sample")
         yield "steps", f"{settings.steps:,}, {self.length.epochs:.1f} epochs of {samples}: {self.length.reason}"
         times = [duration_text(one) for one in (expected.seconds, expected.least_s, expected.most_s)]
         yield (
@@ -344,7 +344,7 @@ def _warnings(proposal: Proposal, measured: Measured, length: Length, *, needed:
         share = f"{measured.taken.wait_share:.0%}"
         yield f"steps wait for data {share} of the time: train bench {proposal.task.value} finds the bottleneck"
     if proposal.is_busy:
-        cores = counted(proposal.examined.host.allowed_cores, "core")
+        cores = count_noun(proposal.examined.host.allowed_cores, "core")
         yield f"other processes use this machine (load {proposal.load:.0f} on {cores}), and the time depends on them"
     if needed > free:
         yield f"checkpoints take {size_text(needed)}, and {size_text(free)} are free: use another --out"

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.files import plain_values
 from clipmill.train.config.training import flat
 from clipmill.train.evaluation.runner import OpenedRun
@@ -93,7 +93,7 @@ def _summary(opened: OpenedRun) -> str:
     settings = opened.settings
     kind = opened.spec.name.replace("-", " ")
     return (
-        f"A {kind} model for video ({settings.model}), for clips of {counted(settings.num_frames, 'frame')} of "
+        f"A {kind} model for video ({settings.model}), for clips of {count_noun(settings.num_frames, 'frame')} of "
         f"{settings.size_px} x {settings.size_px} pixels. Trained with clipmill {installed_version('clipmill')}."
     )
 
@@ -147,7 +147,7 @@ def _of_other_input(opened: OpenedRun, exported: Exported) -> list[str]:
     """Which model the metrics are of, where other libraries open another one."""
     if not exported.sees:
         return []
-    num_frames = counted(opened.settings.num_frames, "frame")
+    num_frames = count_noun(opened.settings.num_frames, "frame")
     return [
         f"**These are metrics of the run's video model, which sees clips of {num_frames}, and which "
         "`clipmill.load_model` opens. The model that other libraries open here sees "

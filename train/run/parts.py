@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import remove_temporaries
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.training import flat
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def missing_parts(parts: Sequence[P], out: Path, *, world: "World", progress: "P
     """The parts that are not finished; the first rank looks for all."""
     missing = world.first(lambda: [number for number, part in enumerate(parts) if not part.path(out).is_file()])
     if len(missing) < len(parts):
-        progress.say(f"resumed: {len(parts) - len(missing)} of {counted(len(parts), 'part')} finished")
+        progress.say(f"resumed: {len(parts) - len(missing)} of {count_noun(len(parts), 'part')} finished")
     return [parts[number] for number in missing]
 
 
@@ -109,7 +109,7 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World",
 
     def shown(failed: int) -> str:
         rate = f"{num_rows * world.size / (time.monotonic() - began_s):,.1f} rows/s" if num_rows else ""
-        return "  ".join(filter(None, (rate, f"{counted(failed, 'clip')} failed" if failed else "")))
+        return "  ".join(filter(None, (rate, f"{count_noun(failed, 'clip')} failed" if failed else "")))
 
     def make_some(some: Sequence[P]) -> int:
         nonlocal num_rows, num_parts

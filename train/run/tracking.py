@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from clipmill.manifests.progress import Activity, ProgressRate, amount_text, is_terminal, joined, log_interval
+from clipmill.manifests.progress import Activity, ProgressRate, amount_text, is_terminal, join_parts, log_interval
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.run.charts import TensorBoard, WeightsAndBiases
 from clipmill.train.run.folder import RunFolder, append_lines, keep_lines, read_lines
@@ -61,7 +61,7 @@ class Progress:
         if self._activity is not None and is_terminal(sys.stderr):
             done = amount_text(step, self._num_steps, self._unit)
             self._activity.say(
-                lambda: joined(done, self._pace.rate(), self._pace.left(self._num_steps), text),
+                lambda: join_parts(done, self._pace.rate(), self._pace.left(self._num_steps), text),
                 share=step / self._num_steps,
             )
             if sys.stdout.isatty():

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.cache import CachedFile
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import open_objects
@@ -45,7 +45,7 @@ def expand(pattern: str) -> list[str]:
     missing = [tar for tar in tars if not is_remote(tar) and not Path(tar).is_file()]
     if missing:
         raise UserError(
-            f"of {counted(len(tars), 'tar')}, {len(missing):,} cannot be found; the first: {missing[0]}",
+            f"of {count_noun(len(tars), 'tar')}, {len(missing):,} cannot be found; the first: {missing[0]}",
             hint=PATTERN_HINT,
         )
     first = next((tar for tar in tars if is_remote(tar)), None)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_captions
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.evaluation import ProbeEvaluation
@@ -152,7 +152,7 @@ def _check(sets: ProbeSets, wanted: ProbeEvaluation, *, bank_split: str) -> None
         num_bank = int((bank_M >= 0).sum())
         if "knn" in wanted.methods and wanted.neighbours > num_bank:
             raise UserError(
-                f"{wanted.neighbours} neighbours are to vote, and split {bank_split!r} has {counted(num_bank, 'clip')} "
+                f"{wanted.neighbours} neighbours are to vote, and split {bank_split!r} has {count_noun(num_bank, 'clip')} "
                 f"with a {its.label}",
                 hint=f"use {num_bank} or fewer for --neighbours (in training --evaluate.neighbours), ideally far fewer "
                 "than a class has clips",

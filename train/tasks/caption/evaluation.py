@@ -8,7 +8,7 @@ import numpy as np
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import publish_json
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.clip_reader import ClipReader
 from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
@@ -187,7 +187,7 @@ def _constant(
         return best_constant(references), reason
     every = every_for(len(training_set), at_most=_MAX_CLIPS_OF_CONSTANT)
     known = {str(index): training_set.captions.texts_of(index) for index in range(0, len(training_set), every)}
-    rule = f"{CONSTANT_RULE}: of split {split!r}, {counted(len(known), 'clip')} spread evenly over it"
+    rule = f"{CONSTANT_RULE}: of split {split!r}, {count_noun(len(known), 'clip')} spread evenly over it"
     return best_constant(known), rule
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.tasks.caption.decoding import generate_captions
@@ -81,7 +81,7 @@ def loss_of(parts: Sequence[GeneratedCaptions]) -> float:
     """
     num_tokens = sum(part.num_tokens for part in parts)
     if not num_tokens:
-        raise FailedWork(f"none of {counted(sum(len(part.failed) for part in parts), 'clip')} could be decoded")
+        raise FailedWork(f"none of {count_noun(sum(len(part.failed) for part in parts), 'clip')} could be decoded")
     loss = sum(part.summed_loss for part in parts) / num_tokens
     if not math.isfinite(loss):
         raise FailedWork("predictions are not finite: the weights have diverged")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.manifests.publish import published
+from clipmill.manifests.publish import publish_atomically
 from clipmill.shards.pages.media import data_uri, evenly_spaced, evenly_within
 from clipmill.shards.pages.templates import SEARCH_SCRIPT, load_template
 from clipmill.train.evaluation.player import PicturedSamples, Player, SampleClip, Shown, clip_figure
@@ -140,7 +140,7 @@ def write_captions_page(
         protocol=protocol,
         scripts=[SEARCH_SCRIPT, script],
     )
-    with published(path) as temporary:
+    with publish_atomically(path) as temporary:
         parts.dump(str(temporary), encoding="utf-8", errors="replace")
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.class_file import read_class_file, require_names
 from clipmill.train.data.classes import ClassList
@@ -202,7 +202,7 @@ def score_classifier(
     if counts[1]:
         raise FailedWork("logits are not finite: the weights have diverged")
     if not num_samples:
-        raise FailedWork(f"none of {counted(counts[0], 'clip')} could be decoded")
+        raise FailedWork(f"none of {count_noun(counts[0], 'clip')} could be decoded")
     return ClassResult(metrics, num_samples, counts[0], tuple(failed), tallies.by_class())
 
 
@@ -263,7 +263,7 @@ def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dic
         raise UserError(f"classes of the label {classes.label!r} are not numbers", hint="leave out --classes")
     if len(files) != len(parts):
         raise UserError(
-            f"--classes names {counted(len(files), 'file')}, and {classes.label} needs {len(parts)}",
+            f"--classes names {count_noun(len(files), 'file')}, and {classes.label} needs {len(parts)}",
             hint=f"give {' '.join(f'--classes {name.upper()}S.csv' for name in parts)}",
             flags=("--classes",),
         )

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from clipmill.manifests.adapters.tables import text_lines
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.images.index import LABEL
@@ -53,7 +53,7 @@ def class_prompts(samples: Samples[Any], pattern: str, wanted: DualEncoderEvalua
     templates = templates or _beside(pattern, _TEMPLATES)
     wordings = (PLAIN_TEMPLATE,) if templates is None else read_templates(templates)
     ids = np.arange(samples.num_clips)
-    source = f"{counted(len(names), 'class', 'classes')} of {(classes or Path(_CLASSES)).name}, by the images' cls"
+    source = f"{count_noun(len(names), 'class', 'classes')} of {(classes or Path(_CLASSES)).name}, by the images' cls"
     return ClassPrompts(tuple((name,) for name in names), wordings, ids, samples.labels, source, 0)
 
 

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.caption_choice import choose_sources
 from clipmill.train.data.caption_rows import no_captions
@@ -142,7 +142,7 @@ def _misfit(captions: pa.Table, name: ProtocolName) -> str:
     if wanted is not None and (num_N.max() > wanted or np.median(num_N) != wanted):
         other = np.flatnonzero(num_N != wanted)
         return (
-            f"the protocol has {counted(wanted, 'caption')} for each video, and {len(other):,} of {len(num_N):,} "
+            f"the protocol has {count_noun(wanted, 'caption')} for each video, and {len(other):,} of {len(num_N):,} "
             f"videos have another number, such as {videos[int(other[0])]} with {num_N[other[0]]}"
         )
     return "captions of a video have different times, and the protocol ranks whole videos" if has_times else ""
@@ -297,9 +297,9 @@ def _notes(texts: tuple[str, ...], *, source: str, context_length: int | None) -
     num_equal = len(texts) - len(set(texts))
     notes = [f"captions of source {source}"]
     if num_equal:
-        notes.append(f"{counted(num_equal, 'text')} equal to an earlier one")
+        notes.append(f"{count_noun(num_equal, 'text')} equal to an earlier one")
     if num_cut:
         notes.append(
-            f"{counted(num_cut, 'text')} with {context_length} tokens or more, which are cut after {context_length}"
+            f"{count_noun(num_cut, 'text')} with {context_length} tokens or more, which are cut after {context_length}"
         )
     return notes

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.tasks.caption.metrics.java import Meteor, MetricUnavailable, check_jars, spice
 from clipmill.train.tasks.caption.metrics.ngrams import MAX_ORDER, Corpus, Floats, bleu, cider, count_grams, rouge_l
 from clipmill.train.tasks.caption.metrics.ptb_tokenizer import tokenize
@@ -159,7 +159,7 @@ def _plain_scores(
 def _require_videos(lacking: Sequence[str], what: str) -> None:
     if lacking:
         raise UserError(
-            f"{counted(len(lacking), 'video')} {'is' if len(lacking) == 1 else 'are'} {what}: {named(lacking)}",
+            f"{count_noun(len(lacking), 'video')} {'is' if len(lacking) == 1 else 'are'} {what}: {named(lacking)}",
             hint="score the videos that have both, and no others",
         )
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.data import AS_TRAINED, Overrides
 from clipmill.train.config.training import Device
 from clipmill.train.data.batch import Batch, to_device
@@ -141,7 +141,7 @@ def caption_files(
         named = ", ".join(shown_name(one.video) for one in failed[:_MAX_NAMED])
         more = f" and {len(failed) - _MAX_NAMED} more" if len(failed) > _MAX_NAMED else ""
         raise FailedWork(
-            f"{len(failed)} of {counted(len(videos), 'video')} could not be read to the end: {named}{more}"
+            f"{len(failed)} of {count_noun(len(videos), 'video')} could not be read to the end: {named}{more}"
         )
 
 
