@@ -40,7 +40,7 @@ class DamagedTable(Damaged):
         self.args = (f"{path} is damaged: {why}",)
 
 
-def _unreadable(path: Path, error: Exception) -> DamagedTable:
+def _unreadable_error(path: Path, error: Exception) -> DamagedTable:
     return DamagedTable(path, f"not a readable table of {path.parent.parent.name} ({error})")
 
 
@@ -77,13 +77,13 @@ def open_merged_table(path: Path) -> pa.Table:
     except (FileNotFoundError, TimeoutError):
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     if any(column.num_chunks > 1 for column in table.columns):
         raise DamagedTable(path, "expected one batch")
     return table
 
 
-def verified(table: pa.Table, path: Path, *, columns: Collection[str] | None = None) -> pa.Table:
+def verify_columns(table: pa.Table, path: Path, *, columns: Collection[str] | None = None) -> pa.Table:
     """Return some columns of a table (None: all) after comparing them with their checksums.
 
     Raises:
@@ -93,7 +93,7 @@ def verified(table: pa.Table, path: Path, *, columns: Collection[str] | None = N
         used = table.select(table.column_names if columns is None else sorted(columns))
         used.validate(full=True)
     except (pa.ArrowException, ValueError, KeyError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     changed = [field.name for field in used.schema if not _matches(used[field.name], field)]
     if changed:
         differ = "differs from its checksum" if len(changed) == 1 else "differ from their checksums"
@@ -123,7 +123,7 @@ def read_away_schema(path: Path) -> pa.Schema:
         schema = pa.ipc.read_schema(pa.py_buffer(read_range(path, len(_FILE_MARK), 8 + size)))
         _require_schema(schema, path)
     except (pa.ArrowException, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     return schema
 
 

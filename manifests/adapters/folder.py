@@ -196,13 +196,15 @@ def _add_captions(
             num_classes += source == CLASS_SOURCE and row.texts == (" ".join(row.labels.values()),)
     if num_classes:
         builder.note(
-            f"{table.name}: {count_noun(num_classes, 'row')} with labels and without a text: the captions are the names "
+            f"{table.name}: {count_noun(num_classes, 'row')} with labels and without a text: the captions are "
+            "the names "
             f"of the classes, with the source {CLASS_SOURCE}"
         )
     if videos.taken:
         written, meant = next(iter(videos.taken.items()))
         builder.note(
-            f"{table.name}: {count_noun(len(videos.taken), 'name')} of videos matched although separators or case differ,"
+            f"{table.name}: {count_noun(len(videos.taken), 'name')} of videos matched although separators or "
+            "case differ,"
             f' such as "{written}" for "{meant}"'
         )
 

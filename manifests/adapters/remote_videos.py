@@ -66,7 +66,8 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
     ]
     if not files and num_skipped:
         raise UserError(
-            f"all videos in {mask_secrets(folder)} are in the data folder {mask_secrets(str(skip))}, where sources are not read",
+            f"all videos in {mask_secrets(folder)} are in the data folder {mask_secrets(str(skip))}, where "
+            "sources are not read",
             hint="give a data folder with --data that does not contain them",
         )
     if not files:

@@ -128,7 +128,8 @@ class Bucket:
         if "fetch_s" in found:
             yield (
                 f"whole tars of latents are fetched into a cache: {tars}, which takes {found['fetch_s']:,.0f} s; an "
-                f"epoch of {count_noun(self.clips_per_epoch, 'clip')} takes {self.clips_per_epoch / load.clips_per_s:,.0f}"
+                f"epoch of {count_noun(self.clips_per_epoch, 'clip')} takes "
+                f"{self.clips_per_epoch / load.clips_per_s:,.0f}"
                 f" s. With a --cache-size below that, they are fetched again in each epoch"
             )
             return
@@ -185,7 +186,8 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
     lines = [f"step          {load.step_s:.3g} s, {count_noun(load.batch, 'clip')}  ({origin['step']})"]
     if load.num_gpus > 1:
         lines.append(
-            f"cluster       {count_noun(load.num_nodes, 'node')} with {count_noun(load.gpus_per_node, 'GPU')} each; per GPU "
+            f"cluster       {count_noun(load.num_nodes, 'node')} with {count_noun(load.gpus_per_node, 'GPU')} "
+            "each; per GPU "
             f"{load.batch / load.num_gpus:g} clips, {load.clips_per_s / load.num_gpus:.3g} clips/s"
         )
     lines += [

@@ -73,7 +73,8 @@ def estimate(plan: CaptionsPlan) -> Addition:
     if num_chunks:
         # Unchanged chunks of a changed shard, and those with an answer, are not asked about again.
         lines.append(
-            f"estimate at most {count_noun(num_chunks, 'chunk')} to caption, {count_noun(settings.frames, 'frame')} each"
+            f"estimate at most {count_noun(num_chunks, 'chunk')} to caption, "
+            f"{count_noun(settings.frames, 'frame')} each"
         )
         if cost.num_answers:
             values["answer_s"] = cost.seconds * num_chunks / cost.num_answers

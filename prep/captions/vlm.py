@@ -69,7 +69,8 @@ class LocalModel:
                 )
         except torch.OutOfMemoryError:
             raise MemoryError(
-                f"a batch of {count_noun(len(pictures), 'chunk')} does not fit in GPU memory: use a smaller --batch, or "
+                f"a batch of {count_noun(len(pictures), 'chunk')} does not fit in GPU memory: use a smaller "
+                "--batch, or "
                 "fewer --frames"
             ) from None
         seconds = (time.monotonic() - begin_s) / len(pictures)

@@ -25,7 +25,7 @@ from clipmill.shards.damage import Damaged, DamagedIndex
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.index import open_index
 from clipmill.shards.reader import Variant, open_shard
-from clipmill.shards.selection import nothing_selected, selected_chunks
+from clipmill.shards.selection import empty_selection_error, selected_chunks
 from clipmill.shards.where import Where, parse_where
 
 
@@ -241,6 +241,6 @@ def selected_rows(
         start_ms=np.concatenate(starts),
     )
     if not selected.any():
-        raise nothing_selected(where, what=count_noun(len(selected), "chunk"))
+        raise empty_selection_error(where, what=count_noun(len(selected), "chunk"))
     of_shards = np.split(selected, np.cumsum(sizes)[:-1])
     return {one: tuple(np.flatnonzero(mask).tolist()) for one, mask in zip(shard_ids, of_shards, strict=True)}

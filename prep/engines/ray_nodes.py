@@ -150,7 +150,10 @@ class Nodes:
             count_noun(int(sum(node.get(resource, 0) for node in nodes)), resource) for resource in ("CPU", "GPU")
         )
         memory_gb = max((node.get("memory", 0) for node in nodes), default=0) / 1e9
-        return f"{count_noun(len(nodes), 'node')} with {' and '.join(totals)}, and at most {memory_gb:.1f} GB of memory each"
+        return (
+            f"{count_noun(len(nodes), 'node')} with {' and '.join(totals)}, "
+            f"and at most {memory_gb:.1f} GB of memory each"
+        )
 
     def _able_nodes(self) -> list[Any]:
         """Return the living nodes that can run workers, including refused ones."""

@@ -14,7 +14,7 @@ from clipmill.prep.latents.chunk_reader import ChunkReader
 from clipmill.prep.latents.frames import as_numbers
 from clipmill.prep.latents.recipe import LatentsRecipe, LatentsSettings
 from clipmill.shards.format import BLOCK_BYTES
-from clipmill.shards.npy import compressed, decompressed, load_npy, npy_bytes
+from clipmill.shards.npy import compress_frame, decompress_frame, load_npy, npy_bytes
 from clipmill.shards.writer import Sample
 
 _BFLOAT16_EXPONENT = 0x7F80
@@ -43,7 +43,7 @@ def latents_sample(chunks: ChunkReader, row: int, stored: NDArray[np.generic], *
         "chunk_fingerprint": chunks.fingerprints[row],
     }
     extension, payload = extension_of(settings), npy_bytes(stored)
-    members = {extension: compressed(payload) if extension == COMPRESSED else payload}
+    members = {extension: compress_frame(payload) if extension == COMPRESSED else payload}
     return Sample(key=index["key"][row].as_py(), members=members, fields=fields)
 
 
@@ -80,7 +80,7 @@ def check_latents(row: dict[str, Any], members: dict[str, bytes], split: str) ->
     ((extension, payload),) = members.items()
     if extension == COMPRESSED:
         try:
-            payload = decompressed(payload, size_bytes=BLOCK_BYTES + prod(wanted) * _ITEM_BYTES)
+            payload = decompress_frame(payload, size_bytes=BLOCK_BYTES + prod(wanted) * _ITEM_BYTES)
         except ValueError as error:
             return CheckedSample([(DeepCode.ARRAY_DIFFERS, f"{extension} cannot be decompressed: {error}")], 0)
     array = load_npy(payload)

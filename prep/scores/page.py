@@ -20,7 +20,7 @@ from clipmill.prep.core.report import Report
 from clipmill.prep.scores.distribution import landmarks
 from clipmill.prep.scores.pictures import Chunks, Thumbnail
 from clipmill.shards.pages.histogram import histogram
-from clipmill.shards.pages.media import evenly_spaced
+from clipmill.shards.pages.media import evenly_spaced_items
 from clipmill.shards.pages.templates import require_page_path
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES, Score
@@ -162,11 +162,11 @@ def _most_cut(cuts: NDArray[np.float64]) -> list[int]:
 
 
 def _cut_frames_s(chunks: Chunks, row: int) -> list[float]:
-    return evenly_spaced(chunks.table["cut_times_s"][row].as_py(), at_most=NUM_CUT_PICTURES)
+    return evenly_spaced_items(chunks.table["cut_times_s"][row].as_py(), at_most=NUM_CUT_PICTURES)
 
 
 def _groups(selection: Selection) -> list[tuple[str, list[int]]]:
     return [
-        (name, evenly_spaced(np.flatnonzero(selection.is_kept == is_kept).tolist(), at_most=NUM_SELECTED))
+        (name, evenly_spaced_items(np.flatnonzero(selection.is_kept == is_kept).tolist(), at_most=NUM_SELECTED))
         for name, is_kept in (("kept", True), ("dropped", False))
     ]

@@ -50,7 +50,8 @@ def set_report(variant: Variant, *, column: ColumnSpec) -> Report:
     lines = [
         f"variant   {variant.directory.name}",
         f"settings  {column.settings_line(recipe)}",
-        f"total     {count_noun(num_chunks, column.sample)} in {count_noun(num_shards, 'shard')}, {size_text(num_bytes)}",
+        f"total     {count_noun(num_chunks, column.sample)} in {count_noun(num_shards, 'shard')}, "
+        f"{size_text(num_bytes)}",
         "",
         f" shard  split {column.sample + 's':>8}      size  failed  state",
     ]

@@ -288,12 +288,12 @@ class StoredTar:
 
     def rows(self, variant_dir: Path, fingerprints: Collection[str]) -> "Iterator[SalvagedSample]":
         """Yield the intact chunks of some spans."""
-        from clipmill.shards.salvage import readable_rows, rows_of_uncommitted
+        from clipmill.shards.salvage import readable_rows, uncommitted_samples
 
         wanted = (SPAN_COLUMN, fingerprints)
         if self.commit is not None:
             return readable_rows(variant_dir, self.commit, wanted=wanted)
-        return rows_of_uncommitted(variant_dir / self.tar, wanted=wanted)
+        return uncommitted_samples(variant_dir / self.tar, wanted=wanted)
 
 
 class OldChunks:

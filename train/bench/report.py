@@ -79,7 +79,8 @@ def about(result: dict[str, Any]) -> str:
     """What was measured, as one line."""
     settings = result["settings"]
     return (
-        f"{result['data']}; {result['variant']}; {result['machine']}; batches of {count_noun(settings['batch'], 'clip')} "
+        f"{result['data']}; {result['variant']}; {result['machine']}; batches of "
+        f"{count_noun(settings['batch'], 'clip')} "
         f"of {count_noun(settings['num_frames'], 'frame')}, {settings['size_px']} px, model {settings['model']}"
     )
 

@@ -107,13 +107,13 @@ def is_local_folder(address: str) -> bool:
     return kind_of(address).has_manifest and not is_remote(address)
 
 
-def absolute(address: str) -> str:
+def absolute_address(address: str) -> str:
     """`--shards` with absolute paths, valid in any working directory; patterns of tars are joined by `::`."""
     parts = address.split("::")
     return "::".join(one if is_remote(one) or one.startswith("$") else str(Path.cwd() / one) for one in parts)
 
 
-def normalised(address: str) -> str:
+def normalise_address(address: str) -> str:
     """An address as it is compared with others; a loop of links stays as it is."""
     parts = address.split("::")
     return "::".join(one.rstrip("/") if is_remote(one) else os.path.realpath(one) for one in parts)
@@ -126,7 +126,7 @@ def folders_of(shards: Shards) -> tuple[str, ...]:
 
 def folder_names(folders: Sequence[str]) -> tuple[str, ...]:
     """A short name for each of several folders, for metrics and failures: their last parts, as many as differ."""
-    parts = [[one for one in normalised(folder).split("/") if one] or ["data"] for folder in folders]
+    parts = [[one for one in normalise_address(folder).split("/") if one] or ["data"] for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = [re.sub(r"[^\w.-]+", "-", "-".join(part[-depth:])).strip("-.") or "data" for part in parts]
         if len(set(names)) == len(names):
@@ -219,7 +219,7 @@ class DataSettings(Checked):
 def _same_folders(folders: Sequence[str]) -> Iterator[UserError]:
     seen: dict[str, str] = {}
     for folder in folders:
-        if (other := seen.get(normalised(folder))) is not None:
+        if (other := seen.get(normalise_address(folder))) is not None:
             same = "twice" if other == folder else f"and {other}, which are the same folder"
             yield UserError(
                 f"--shards names {folder} {same}",
@@ -227,7 +227,7 @@ def _same_folders(folders: Sequence[str]) -> Iterator[UserError]:
                 flags=("--shards",),
             )
             return
-        seen[normalised(folder)] = folder
+        seen[normalise_address(folder)] = folder
 
 
 def _require_weights(mix: str, *, num_folders: int) -> None:

@@ -32,14 +32,14 @@ def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
     names = inspect.signature(call).parameters.keys()
 
     @wraps(call)
-    def named(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call_with_names(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return call(*args, **kwargs)
         except UserError as error:
             error.rename_flags(lambda flag: _argument(flag, names))
             raise
 
-    return named
+    return call_with_names
 
 
 def _argument(flag: str, names: Collection[str]) -> str:

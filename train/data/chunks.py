@@ -28,7 +28,7 @@ from clipmill.train.data.decoding.decoders import ChunkDecoder
 from clipmill.train.data.decoding.reading import ChunkBytes, DecodeRule, read_chunk
 from clipmill.train.data.folders import DataFolder
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.node_cache import shared
+from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.query import DataQuery, clip_shape
 from clipmill.train.data.selection import ChunkRows, Selection
 
@@ -136,7 +136,7 @@ class ChunkSet:
             *merged_mark(self._variant.directory, self._variant.commits),
         )
         self.num_rows: int = self._variant.num_samples
-        opened = shared(
+        opened = open_shared(
             lambda: _open_chunks(self._variant, data_dir, split=split),
             of=self.depends_on,
             num_rows=self.num_rows,
@@ -175,7 +175,10 @@ class ChunkSet:
         """Which shards are not decoded by the rule; empty if all are."""
         if not self._num_open:
             return ""
-        return f"{self._num_open} of {count_noun(self._variant.num_shards, 'shard')} decoded through the container: open GOPs"
+        return (
+            f"{self._num_open} of {count_noun(self._variant.num_shards, 'shard')} "
+            "decoded through the container: open GOPs"
+        )
 
     def source_paths(self) -> pa.Array:
         """Paths or URLs of the videos' files in the manifest, for each of `video_ids`."""

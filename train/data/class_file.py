@@ -53,7 +53,8 @@ def require_names(classes: NDArray[np.integer], names: Sequence[object], *, path
     most = int(classes.max(initial=-1))
     if most >= len(names):
         raise UserError(
-            f"{path} names {count_noun(len(names), 'class', 'classes')}, numbered from 0, and the captions have {label} "
+            f"{path} names {count_noun(len(names), 'class', 'classes')}, numbered from 0, and the captions "
+            f"have {label} "
             f"{most}",
             hint="give the names of all classes of this label, in the order of their numbers",
         )

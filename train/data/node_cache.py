@@ -53,7 +53,7 @@ def choose_folder(folder: Path | None) -> None:
     _chosen = folder or _chosen
 
 
-def shared(
+def open_shared(
     compute: Callable[[], _T], *, of: Sequence[object], num_rows: int, types: Sequence[type], column: str = "set"
 ) -> _T:
     """The result of `compute`, of arrays that are mapped read-only if there are many rows.

@@ -17,7 +17,7 @@ from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
 from clipmill.train.data.chunk_table import rows_of
-from clipmill.train.data.node_cache import scratch, shared
+from clipmill.train.data.node_cache import open_shared, scratch
 
 if TYPE_CHECKING:
     from clipmill.shards.where import Where
@@ -86,7 +86,7 @@ class Selection:
             from clipmill.shards.selection import selected_chunks
 
             mark = selection_mark(of_chunks.text, data_dir, tars=tars)
-            self.chunks = shared(
+            self.chunks = open_shared(
                 lambda: selected_chunks(of_chunks, data_dir, **chunks._asdict()),
                 of=("selection", depends_on, *mark),
                 num_rows=self._num_chunks,
@@ -186,9 +186,9 @@ class Selection:
 
     def _require(self, where: "Where", num_selected: int, count: int, noun: str) -> None:
         if count and not num_selected:
-            from clipmill.shards.selection import nothing_selected
+            from clipmill.shards.selection import empty_selection_error
 
-            raise nothing_selected(where, what=f"the {count:,} {noun}s of split {self._split!r}")
+            raise empty_selection_error(where, what=f"the {count:,} {noun}s of split {self._split!r}")
 
 
 def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | None" = None) -> tuple[object, ...]:

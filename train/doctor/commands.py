@@ -78,16 +78,16 @@ def print_report(examined: Examined, findings: list[Finding]) -> None:
     """Print lines and findings, wrapped to the width of the terminal."""
     columns = min(shutil.get_terminal_size().columns, _MAX_COLUMNS) if sys.stdout.isatty() else 80
     for label, text in lines_of(examined).items():
-        print(filled(text, label=label, columns=columns))
+        print(wrap_words(text, label=label, columns=columns))
     for finding in findings:
         print()
-        print(filled(finding.what, label=f"{finding.level}:", columns=columns))
-        print(filled(finding.hint, label="hint:", columns=columns))
+        print(wrap_words(finding.what, label=f"{finding.level}:", columns=columns))
+        print(wrap_words(finding.hint, label="hint:", columns=columns))
     if not findings:
         print("\nNothing is wrong.")
 
 
-def filled(text: str, *, label: str, columns: int) -> str:
+def wrap_words(text: str, *, label: str, columns: int) -> str:
     """Words behind a label, wrapped."""
     return textwrap.fill(
         text,

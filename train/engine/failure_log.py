@@ -59,10 +59,10 @@ class FailureLog:
         self._path, self._world, self._max_failures = run.failures, world, max_failures
         self._is_told = False
 
-        def kept() -> int:
+        def count_kept_lines() -> int:
             return len(keep_lines(run.failures, lambda line: cursor.has_passed(line["position"])))
 
-        self.num_failed = world.first(kept)
+        self.num_failed = world.first(count_kept_lines)
 
     @property
     def num_left(self) -> int:

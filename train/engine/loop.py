@@ -28,7 +28,7 @@ from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.data.prefetch import prefetch
 from clipmill.train.device.transfer import DeviceEvent, LateMetrics, Scalar, StepGuard
-from clipmill.train.distributed.parallel import average_gradients, exchange_buffers, synced
+from clipmill.train.distributed.parallel import average_gradients, exchange_buffers, sync_gradients
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.failure_log import FailureLog
@@ -235,7 +235,7 @@ def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *,
         microbatch=settings.microbatch,
         autocast=state.precision.autocast,
         scale=state.precision.scale,
-        synced=partial(synced, state.trained),
+        synced=partial(sync_gradients, state.trained),
     )
 
 

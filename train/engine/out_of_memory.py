@@ -67,7 +67,8 @@ def too_large(
     """
     fits = fitting(at_once, before_bytes=before_bytes, peak_bytes=peak_bytes, total_bytes=total_bytes)
     message = (
-        f"out of GPU memory: a pass of {count_noun(at_once, 'sample')} needs more than {size_text(total_bytes)}, of which "
+        f"out of GPU memory: a pass of {count_noun(at_once, 'sample')} needs more than "
+        f"{size_text(total_bytes)}, of which "
         f"{size_text(before_bytes)} were taken before the step and {size_text(peak_bytes)} at its peak"
     )
     if fits is None:

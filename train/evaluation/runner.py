@@ -19,13 +19,13 @@ from clipmill.train.config.clips import ClipSettings, LatentSettings
 from clipmill.train.config.data import AS_TRAINED, Overrides
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.shards import kind_of
-from clipmill.train.config.training import flat, plain_values
+from clipmill.train.config.training import flatten, plain_values
 from clipmill.train.data.decoding.clip import Views
-from clipmill.train.data.held_out import EvaluatedClips, held_out
+from clipmill.train.data.held_out import EvaluatedClips, held_out_facts
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.query import TARS_SPLIT
 from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, shape_of_run
-from clipmill.train.evaluation.tables import marked
+from clipmill.train.evaluation.tables import mark_title
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape
 from clipmill.train.run.folder import RunFolder, read_object
@@ -131,7 +131,7 @@ class OpenedRun:
             name: of the group, and of the task's method that returns what takes effect of it, such as `decoding`.
             group: the group as it was given; None for the weights' own.
         """
-        return flat(plain_values(asdict(getattr(self.task, name)(group))), f"{name}.")
+        return flatten(plain_values(asdict(getattr(self.task, name)(group))), f"{name}.")
 
 
 def _given_groups(wanted: Any) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def score_opened(
         wanted = replace(wanted, split=TARS_SPLIT)  # a result is named after the data that it is of
     score: Score = evaluation.score(opened, wanted)
     facts = opened.facts()
-    held = held_out(score.samples, opened.settings, split=wanted.split, data=facts)
+    held = held_out_facts(score.samples, opened.settings, split=wanted.split, data=facts)
     differences = opened.differences(wanted)
     result = {
         "evaluation": evaluation.result_name,
@@ -242,7 +242,7 @@ def score_opened(
         "clip": score.clip,
         **({} if held is None else {"held_out": held.as_json()}),
         **score.values,
-        **_incomplete(score),
+        **_incomplete_note(score),
         "failed": [failure.as_json() for failure in score.failed],
         "command": command_line(evaluation.name, opened, wanted),
     }
@@ -262,7 +262,7 @@ def score_opened(
     return result
 
 
-def _incomplete(score: Score) -> dict[str, str]:
+def _incomplete_note(score: Score) -> dict[str, str]:
     """The note on a result about missing samples; empty if all samples of its protocol were scored."""
     said = score.values.get("incomplete", "")
     if not score.failed:
@@ -272,7 +272,7 @@ def _incomplete(score: Score) -> dict[str, str]:
     title = score.values.get("title", "")
     return {
         "incomplete": f"{said}; {failed} not scored" if said else f"{failed} not scored",
-        **({"title": marked(title)} if title else {}),
+        **({"title": mark_title(title)} if title else {}),
     }
 
 
@@ -332,14 +332,14 @@ def command_line(name: str, opened: OpenedRun, wanted: Any) -> str:
     words += [] if opened.settings.where is None else ["--where", opened.settings.where]
     for flag, value in opened.overrides.given().items():
         words += [f"--{flag.replace('_', '-')}", str(value)]
-    values, defaults = asdict(wanted), flat(asdict(type(wanted)()))
+    values, defaults = asdict(wanted), flatten(asdict(type(wanted)()))
     for group, given in _given_groups(wanted).items():
         # A group replaces the weights' own as a whole, so that what differs from its defaults is named as well.
         used, trained, usual = (opened.in_effect(group, one) for one in (given, None, type(given)()))
         del values[group]
         if used != trained:
             values |= {flag: used[flag] for flag in used if not used[flag] == trained[flag] == usual[flag]}
-    for flag, value in flat(values).items():
+    for flag, value in flatten(values).items():
         if flag == "split" or value is None or value == defaults.get(flag):
             continue
         flag = f"--{flag.replace('_', '-')}"

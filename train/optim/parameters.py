@@ -74,7 +74,7 @@ def parameter_groups(
     return found
 
 
-def named_as_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def rename_as_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by the names that a model has for its own, of tensors by plain names."""
     names = {plain_name(name): name for name in model.state_dict()}
     return {names.get(name, name): one for name, one in tensors.items()}

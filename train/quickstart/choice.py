@@ -11,7 +11,7 @@ from clipmill.manifests.units import size_text
 from clipmill.train.data.classes import proposed_label
 from clipmill.train.quickstart.asked import OFFERED
 from clipmill.train.quickstart.survey import Survey
-from clipmill.train.registry import DEFAULT, task_named
+from clipmill.train.registry import DEFAULT, find_task
 from clipmill.train.spec import FirstRun
 
 EPOCHS = 30  # about those of the presets for synthetic videos
@@ -25,7 +25,7 @@ MINUTES = {"cpu": 10.0, "cuda": 60.0}
 
 def first_run_of(task: str) -> FirstRun:
     """The presets of a task that quickstart offers."""
-    found = task_named(task).first_run
+    found = find_task(task).first_run
     assert found is not None
     return found
 

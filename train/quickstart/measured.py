@@ -71,7 +71,7 @@ def measure(
     """
     least, num_halved = settings.least_batch, 0
     while True:
-        opened = _opened(spec, settings, device=device, say=say)
+        opened = _open_task(spec, settings, device=device, say=say)
         batch, opened_s = opened.settings.batch, time.perf_counter() - began_s
         if (found := _steps(opened, seconds=seconds)) is not None:
             break
@@ -112,7 +112,7 @@ def _steps(opened: Opened, *, seconds: float) -> tuple[Taken, int, float] | None
         raise
 
 
-def _opened(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, say: Say) -> Opened:
+def _open_task(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, say: Say) -> Opened:
     """The task with the largest batch to try that its samples allow."""
     opened = open_to_measure(spec, settings, world=World(), device=device, say=say)
     num_samples = opened.samples.num_samples or 1
@@ -132,7 +132,7 @@ def _checkpoint_s(steps: Steps, opened: Opened) -> float:
 
     Where it would fill the disk, nothing is written and the time is 0; the plan warns of that.
     """
-    parent = existing(opened.settings.out)
+    parent = existing_folder(opened.settings.out)
     if shutil.disk_usage(parent).free < 2 * steps.state_bytes:
         return 0.0
     try:
@@ -148,6 +148,6 @@ def _checkpoint_s(steps: Steps, opened: Opened) -> float:
         return time.perf_counter() - began_s
 
 
-def existing(path: Path) -> Path:
+def existing_folder(path: Path) -> Path:
     """The folder closest to a path that exists."""
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())

@@ -45,13 +45,13 @@ def _line(line: Line) -> dict[str, Any]:
         kept = sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
         for x, y in kept:
             found["x"].append(x)
-            found["y"].append(_rounded(y))
-            found["mean"].append(_rounded(mean))
+            found["y"].append(_round_value(y))
+            found["mean"].append(_round_value(mean))
             found["count"].append(len(part) / len(kept))
     return found
 
 
-def _rounded(value: float) -> float:
+def _round_value(value: float) -> float:
     return float(f"{value:.{_NUM_DIGITS}g}")
 
 

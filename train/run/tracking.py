@@ -52,7 +52,7 @@ class Progress:
     def log(self, line: dict[str, Any]) -> None:
         """Show a line of metrics.jsonl; evaluation metrics are always shown, on a separate line."""
         self.show(line["step"], describe(line))
-        if found := evaluated(line):
+        if found := format_evaluation(line):
             self.say(f"{self._place(line['step'])}  {found}")
 
     def show(self, step: int, text: str) -> None:
@@ -83,7 +83,7 @@ class Progress:
             self._activity = None
 
 
-def evaluated(line: dict[str, Any]) -> str:
+def format_evaluation(line: dict[str, Any]) -> str:
     """Format the evaluation metrics of a line by split; empty if there are none."""
     metrics: dict[str, list[str]] = {}
     for key, value in line.items():

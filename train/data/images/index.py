@@ -22,7 +22,7 @@ from clipmill.manifests.storage.cache import ObjectCache
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.shards.tars import LocalTars
-from clipmill.train.data.node_cache import shared
+from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.remote import copy_name, held_copy
 from clipmill.train.data.streams.samples import (
     MAX_TEXT_BYTES,
@@ -172,7 +172,7 @@ class ImageTars:
             else:
                 state = Path(tar).stat()
                 version, size_bytes = f"{Path(tar).resolve()} {state.st_mtime_ns}", state.st_size
-            return shared(
+            return open_shared(
                 lambda: self._made(tar),
                 of=("images", self._label, version, size_bytes),
                 num_rows=size_bytes // _BYTES_PER_ROW,

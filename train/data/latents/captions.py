@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import CaptionSpans
 from clipmill.manifests.quoting import count_noun
-from clipmill.train.data.caption_choice import caption_choice, same_text, smallest
+from clipmill.train.data.caption_choice import caption_choice, same_text, smallest_integers
 from clipmill.train.data.caption_rows import SplitCaptions, captions_of_split, used_texts
 from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.data.latents.segment_query import SegmentQuery
@@ -112,7 +112,7 @@ def pair_captions(
         caption=pair_caption,
         text_row=text_row,
         same_text=same_text(stored.texts, np.sort(text_row)) if len(text_row) else None,
-        caption_id=smallest(joined["id"][order]),
+        caption_id=smallest_integers(joined["id"][order]),
         place=None if text is None else joined["place"][order],
         num_tokens=None if text is None or text.num_tokens is None else joined["tokens"][order],
     )

@@ -16,7 +16,7 @@ from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import num_captions_of, read_videos
 from clipmill.shards.columns import TEXT
 from clipmill.shards.reader import Variant
-from clipmill.train.data.caption_choice import smallest
+from clipmill.train.data.caption_choice import smallest_integers
 from clipmill.train.data.chunks import evenly_of_each, require_same_manifest, videos_of_split
 from clipmill.train.data.latents.captions import pair_captions
 from clipmill.train.data.latents.labels import label_segments
@@ -30,7 +30,7 @@ from clipmill.train.data.latents.segments import (
     seconds_of,
 )
 from clipmill.train.data.mapped_tars import MappedTars
-from clipmill.train.data.node_cache import shared
+from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.selection import Selection
 from clipmill.train.data.stored_text import TextMembers, TextRows, read_text_rows
 from clipmill.train.data.table import RowCaptions, SampleTable
@@ -72,7 +72,7 @@ def read_text(
             raise _nothing_of(text, data_dir, stored.video_ids, split=split)
         return members, rows
 
-    return shared(
+    return open_shared(
         read,
         of=("text of latents", *depends_on),
         num_rows=text.num_samples + num_captions_of(data_dir),
@@ -152,7 +152,7 @@ def make_segment_table(
     if num_left_out:
         remarks.append(f"{count_noun(num_left_out, 'further segment')} of long videos left out")
     return SampleTable(
-        first_part=smallest(chunk if chunks is None else chunks[chunk]),
+        first_part=smallest_integers(chunk if chunks is None else chunks[chunk]),
         frame=frame,
         captions=captions,
         label=label,

@@ -22,7 +22,7 @@ from clipmill.train.data.outcomes import FailedSample, SampleFailed
 from clipmill.train.data.query import TARS_SPLIT, DataQuery, one_caption_each
 from clipmill.train.data.samples import BatchedSamples
 from clipmill.train.data.streams.samples import StreamedClip, Unreadable, WithoutVideo, frames_on_screen
-from clipmill.train.data.streams.tars import expand, items_in, shuffled, tars_of_epoch
+from clipmill.train.data.streams.tars import expand, items_in, shuffle_items, tars_of_epoch
 from clipmill.train.data.workers import Stuck, in_order
 from clipmill.train.models.text import Tokenize
 
@@ -198,7 +198,7 @@ class StreamReader:
         if seed is None:
             return self._read_tars(self._tars)
         items = self._read_tars(tars_of_epoch(self._tars, seed=seed, epoch=epoch))
-        return shuffled(items, size_of=_size_of, seed=seed, epoch=epoch)
+        return shuffle_items(items, size_of=_size_of, seed=seed, epoch=epoch)
 
     def _read_tars(self, tars: Sequence[str]) -> Iterator[_Item]:
         for item in self._open_items(tars):

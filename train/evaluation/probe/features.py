@@ -1,6 +1,6 @@
 """Extract one feature vector per clip from frozen video towers, from several towers in one pass over the clips.
 
-Each rank extracts a part; `gathered` gives every rank all of them, in the order of the samples.
+Each rank extracts a part; `gather_features` gives every rank all of them, in the order of the samples.
 
 Shape suffixes: B clips of a batch, C channels, T frames, H height, W width, D width of the features, N all clips.
 """
@@ -34,7 +34,7 @@ class ClipFeatures:
     Attributes:
         of_tower: float32 [N, D] of each tower.
         sample: int64 [N], indices of the samples.
-        num_failed: number of samples that could not be decoded, after `gathered` of all ranks.
+        num_failed: number of samples that could not be decoded, after `gather_features` of all ranks.
         failed: those of this rank.
     """
 
@@ -90,7 +90,7 @@ def extract(
     return ClipFeatures(of_tower, sample_N.to(device), len(failed), tuple(failed))
 
 
-def gathered(found: ClipFeatures, world: World) -> ClipFeatures:
+def gather_features(found: ClipFeatures, world: World) -> ClipFeatures:
     """The features of all ranks in the order of the samples, on every rank.
 
     Raises:

@@ -58,7 +58,8 @@ def caption_table(result: dict[str, Any]) -> Table:
     absent = "; ".join(f"no {_CAPTION_COLUMNS[name]}: {reason}" for name, reason in result["absent"].items())
     protocol = protocol_of(
         result,
-        f"{count_noun(result['num_samples'], 'clip')} (hash of their names {result['ids_hash']}); all metrics times 100",
+        f"{count_noun(result['num_samples'], 'clip')} (hash of their names {result['ids_hash']}); all metrics "
+        "times 100",
         captions=result["decoding"],
         loss=result["loss_rule"],
         constant_caption=f"“{constant['caption']}”: {constant['chosen']}",

@@ -23,7 +23,14 @@ from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import REJECTED_FILE, manifest_dir, read_captions, read_rejected_rows, read_videos
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import videos_of_split
-from clipmill.train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, has_actions, relevancy_of_classes
+from clipmill.train.data.relevancy import (
+    Actions,
+    NoRelevancy,
+    Relevancy,
+    compress_matrix,
+    has_actions,
+    relevancy_of_classes,
+)
 from clipmill.train.tasks.dual_encoder.array_pickle import load_array_pickle
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
@@ -105,11 +112,11 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
         _spans(captions),
         sentence_of_N,
         source,
-        _num_rejected(data_dir, captions, split=split),
+        _count_rejected(data_dir, captions, split=split),
     )
 
 
-def _num_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
+def _count_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
     """Captions of a split's annotation files that the manifest lacks; 0 of remote data, whose list is not copied."""
     if not (manifest_dir(data_dir) / REJECTED_FILE).exists():
         return 0
@@ -189,7 +196,7 @@ def _read_matrix(path: Path) -> Relevancy:
             hint="give a relevancy file",
         )
     try:
-        return compressed(matrix)
+        return compress_matrix(matrix)
     except NoRelevancy as error:
         raise UserError(f"{path} holds no relevancies: {error}", hint="give a relevancy file") from error
 

@@ -148,7 +148,7 @@ def mir_table(result: dict[str, Any]) -> Table:
     relevancy = result["relevancy"].removeprefix("relevancy of ").removeprefix("relevancy ")
     is_computed = relevancy.startswith("computed from ")
     rows.append(Row("average" if is_computed else f"average, {relevancy}", "of both directions", means))
-    protocol = protocol_of(result, result["coverage"], relevancy=relevancy, left_out=_undefined(result))
+    protocol = protocol_of(result, result["coverage"], relevancy=relevancy, left_out=_undefined_text(result))
     title = f"Multi-instance retrieval (EK-100 MIR, {'computed relevancy' if is_computed else relevancy})"
     return Table(title, ("mAP", "nDCG"), tuple(rows), protocol, headline=-1)
 
@@ -185,7 +185,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(there) / len(there) if len(there) == len(found) else None
 
 
-def _undefined(result: dict[str, Any]) -> str:
+def _undefined_text(result: dict[str, Any]) -> str:
     parts = []
     for direction, query in (("video_to_text", "clip"), ("text_to_video", "sentence")):
         scores = result[direction]

@@ -263,7 +263,9 @@ class ZeroShotScorer:
         return {
             **scores,
             "classes": classes.source,
-            "prompts": f"{count_noun(len(texts), 'prompt')}: {prompts}, {count_noun(sum(map(len, classes.names)), 'name')}",
+            "prompts": (
+                f"{count_noun(len(texts), 'prompt')}: {prompts}, {count_noun(sum(map(len, classes.names)), 'name')}"
+            ),
             "templates": templates,
             "num_without_class": int((~has_class).sum()),
             "majority_baseline": majority_baseline(by_class),

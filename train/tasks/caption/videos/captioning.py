@@ -75,11 +75,11 @@ def caption_videos(
         batch: number of windows that are captioned at once.
     """
     clips = _clips(videos, sampling=sampling, size_px=size_px, length_us=length_us)
-    for group in _ahead(_groups(clips, batch=batch)):
-        yield from _captioned(group, caption)
+    for group in _decode_ahead(_groups(clips, batch=batch)):
+        yield from _caption_group(group, caption)
 
 
-def _ahead(groups: Iterator[Group]) -> Iterator[Group]:
+def _decode_ahead(groups: Iterator[Group]) -> Iterator[Group]:
     """Decode the next group while the model runs on this one."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
     try:
@@ -116,7 +116,7 @@ def _clips(videos: Iterable[Path], *, sampling: Sampling, size_px: int, length_u
         yield VideoEnd(video, failure)
 
 
-def _captioned(group: Group, caption: CaptionClips) -> Iterator[CaptionedWindow | VideoEnd]:
+def _caption_group(group: Group, caption: CaptionClips) -> Iterator[CaptionedWindow | VideoEnd]:
     clips = [one[1] for one in group if not isinstance(one, VideoEnd)]
     captions = iter(caption(clips) if clips else [])
     for one in group:

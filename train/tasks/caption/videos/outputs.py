@@ -139,7 +139,7 @@ def _subtitle(caption: str) -> str:
 
 
 @contextmanager
-def printed() -> Iterator[Take]:
+def print_windows() -> Iterator[Take]:
     """Print a line for each window."""
 
     def take(event: Event) -> None:
