@@ -69,7 +69,7 @@ def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.n
     """Return the row indices of equal captions, in the first and in the second array."""
     if not len(old_hashes):
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    keys, old_keys = _ranked(hashes), _ranked(old_hashes)
+    keys, old_keys = _rank_keys(hashes), _rank_keys(old_hashes)
     order, old_order = np.argsort(keys), np.argsort(old_keys)
     keys, old_keys = keys[order], old_keys[old_order]
     position = np.minimum(np.searchsorted(old_keys, keys), len(old_keys) - 1)
@@ -78,7 +78,7 @@ def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.n
     return rows[same], old_rows[same]
 
 
-def _ranked(hashes: np.ndarray) -> np.ndarray:
+def _rank_keys(hashes: np.ndarray) -> np.ndarray:
     """Return keys uint64[N] that differ for equal rows: the first lane plus the number of equal rows before."""
     keys = hashes[:, 0].copy()
     order = np.argsort(keys)

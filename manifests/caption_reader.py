@@ -30,7 +30,7 @@ class StoredCaptions(CaptionSpans):
         self._paths, self._recorded = paths, recorded
         stats = [path.stat() for path in paths]
         self.mark = tuple((one.st_size, one.st_mtime_ns, one.st_ino) for one in stats)
-        self._buffers = [_mapped(path) for path in paths]
+        self._buffers = [_map_file(path) for path in paths]
         super().__init__(*map(pa.py_buffer, self._buffers))
 
     def verify(self) -> None:
@@ -69,7 +69,7 @@ def rows_of_split(data_dir: Path, split: str, *, video_ids: pa.Array) -> NDArray
     return np.where(is_own, np.cumsum(is_own) - 1, -1).astype(np.int32)
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> mmap.mmap:
     report_lost_pages()
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

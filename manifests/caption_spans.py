@@ -227,7 +227,7 @@ def _read_columns(
         begin += len(table)
         for name in ("begin_s", "end_s", "caption_id"):
             columns[name][part] = table[name].to_numpy()
-        video, source = (_coded(table[name]) for name in ("video_id", "source"))
+        video, source = (_dictionary_column(table[name]) for name in ("video_id", "source"))
         video_row = pc.index_in(video.dictionary, value_set=video_ids)
         if video_row.null_count:
             raise ValueError("captions refer to a video that is not in the table of videos")
@@ -243,7 +243,7 @@ def _read_columns(
     return columns, names
 
 
-def _coded(column: pa.ChunkedArray) -> pa.DictionaryArray:
+def _dictionary_column(column: pa.ChunkedArray) -> pa.DictionaryArray:
     column = column.combine_chunks()
     return column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
 

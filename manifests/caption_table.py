@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import published
+from clipmill.manifests.publish import publish_atomically
 from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD
 
 LABEL_PREFIX = "label_"
@@ -58,7 +58,7 @@ def write_caption_table(
         has_likelihood = has_likelihood or _keeps_likelihood(old_path, keep)
     schema = _stored_schema(old_path if change.keep_labels else None, captions.schema, has_likelihood=has_likelihood)
     with (
-        published(path) as temporary,
+        publish_atomically(path) as temporary,
         pq.ParquetWriter(
             temporary,
             schema.with_metadata(metadata),
@@ -66,7 +66,7 @@ def write_caption_table(
             use_dictionary=[name for name in schema.names if name not in _PLAIN_COLUMNS],
         ) as writer,
     ):
-        for table in _regrouped(_merged(kept, captions=captions, ids=change.ids, schema=schema)):
+        for table in _regroup_rows(_merge_rows(kept, captions=captions, ids=change.ids, schema=schema)):
             writer.write_table(table, row_group_size=ROWS_PER_GROUP)
 
 
@@ -135,7 +135,7 @@ def _stored_schema(old_path: Path | None, new: pa.Schema, *, has_likelihood: boo
         old_path: the previous table, if its labels are kept.
     """
     labels = {field.name: field for field in new if field.name.startswith(LABEL_PREFIX)}
-    labels = {name: field.with_type(_plain(field.type)) for name, field in labels.items()}
+    labels = {name: field.with_type(_plain_type(field.type)) for name, field in labels.items()}
     if old_path is not None:
         for field in pq.read_schema(old_path):
             if field.name.startswith(LABEL_PREFIX) and labels.setdefault(field.name, field).type != field.type:
@@ -144,21 +144,23 @@ def _stored_schema(old_path: Path | None, new: pa.Schema, *, has_likelihood: boo
                     "new dataset",
                     hint="use a separate data folder for the new dataset (--data)",
                 )
-    fields = [field.with_type(_plain(field.type)) for field in CAPTIONS]
+    fields = [field.with_type(_plain_type(field.type)) for field in CAPTIONS]
     fields += [LIKELIHOOD] if has_likelihood else []
     return pa.schema(fields + [labels[name].with_nullable(True) for name in sorted(labels)])
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
+def _plain_type(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-def _merged(kept: Iterator[pa.Table], *, captions: pa.Table, ids: np.ndarray, schema: pa.Schema) -> Iterator[pa.Table]:
+def _merge_rows(
+    kept: Iterator[pa.Table], *, captions: pa.Table, ids: np.ndarray, schema: pa.Schema
+) -> Iterator[pa.Table]:
     order = np.argsort(ids)
     ids_in_order = ids[order]
     done = 0
 
-    def fresh(end: int) -> Iterator[pa.Table]:
+    def new_rows(end: int) -> Iterator[pa.Table]:
         for begin in range(done, end, ROWS_PER_GROUP):
             rows = order[begin : min(begin + ROWS_PER_GROUP, end)]
             part = take_rows(captions, rows).append_column("caption_id", pa.array(ids[rows]))
@@ -169,10 +171,10 @@ def _merged(kept: Iterator[pa.Table], *, captions: pa.Table, ids: np.ndarray, sc
         last_id = table["caption_id"][-1].as_py()
         end = int(np.searchsorted(ids_in_order, last_id))
         if end > done:
-            table = pa.concat_tables([table, *fresh(end)]).sort_by("caption_id")
+            table = pa.concat_tables([table, *new_rows(end)]).sort_by("caption_id")
             done = end
         yield table
-    yield from fresh(len(order))
+    yield from new_rows(len(order))
 
 
 def _with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -183,7 +185,7 @@ def _with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def _regrouped(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+def _regroup_rows(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """Rechunk rows into tables of exactly ROWS_PER_GROUP rows; the last one may be shorter."""
     waiting: list[pa.Table] = []
     num_waiting = 0

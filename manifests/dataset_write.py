@@ -15,7 +15,7 @@ from clipmill.manifests.further_sources import FurtherCaptions, require_own_sour
 from clipmill.manifests.merge import num_other_splits, replace_dataset, rows_of, video_table, without_taken_ids
 from clipmill.manifests.previous import PreviousManifest, read_previous, stable_ids
 from clipmill.manifests.publication import NewManifest, publish_manifest
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.schema import MANIFEST_FILE, REJECTED
 from clipmill.manifests.store import manifest_dir, read_manifest
 from clipmill.manifests.table_files import (
@@ -171,7 +171,7 @@ def write_manifest(
 
 def _too_many(removed: list[str], num_before: int, dataset: str, *, num_further: int) -> UserError:
     more = f", and {len(removed) - _MAX_NAMED:,} more" if len(removed) > _MAX_NAMED else ""
-    captions = f", and {counted(num_further, 'caption')} of added sources with them" if num_further else ""
+    captions = f", and {count_noun(num_further, 'caption')} of added sources with them" if num_further else ""
     return UserError(
         f"{len(removed):,} of {num_before:,} videos of dataset {dataset} would be removed from the manifest{captions}: "
         f"{', '.join(removed[:_MAX_NAMED])}{more}",

@@ -22,7 +22,7 @@ from clipmill.manifests.caption_table import ROWS_PER_GROUP, Selection, kept_bat
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.merge import rows_of
 from clipmill.manifests.previous import PreviousManifest
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import quote_value
 from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD, OWN_DIGEST
 
 # Names that `--captions.sources` can give: it has `=`, `,` and shell patterns.
@@ -46,7 +46,7 @@ def source_fault(source: str) -> str | None:
     """Return why captions cannot have a source, which may have the version of a model; None if they can."""
     if is_source_name(source_name(source)):
         return None
-    return f"source is {quoted(source)}, expected {SOURCE_CHARS}"
+    return f"source is {quote_value(source)}, expected {SOURCE_CHARS}"
 
 
 def of_sources(names: Iterable[str]) -> Selection:
@@ -106,11 +106,11 @@ class FurtherCaptions:
         """Return the captions of some videos."""
         if not len(self):
             return self
-        return self._filtered(rows_of(self.captions["video_id"], video_ids) >= 0)
+        return self._select_rows(rows_of(self.captions["video_id"], video_ids) >= 0)
 
     def without(self, sources: Iterable[str]) -> "FurtherCaptions":
         """Return the captions of all other sources."""
-        return self._filtered(~of_sources(sources)(self.captions)) if len(self) else self
+        return self._select_rows(~of_sources(sources)(self.captions)) if len(self) else self
 
     def with_source(self, captions: pa.Table, *, ids: np.ndarray, records: Mapping[str, Any]) -> "FurtherCaptions":
         """Return these captions and new ones, which are given without IDs."""
@@ -165,7 +165,7 @@ class FurtherCaptions:
         rows = rows_of(self.captions["video_id"], videos["video_id"])
         return rows, np.bincount(rows[rows >= 0], minlength=videos.num_rows).astype(np.int32)
 
-    def _filtered(self, mask: np.ndarray) -> "FurtherCaptions":
+    def _select_rows(self, mask: np.ndarray) -> "FurtherCaptions":
         return FurtherCaptions(self.captions.filter(pa.array(mask)), self.records)
 
 

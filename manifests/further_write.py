@@ -17,7 +17,7 @@ from clipmill.manifests.further_sources import FurtherCaptions, of_sources, sour
 from clipmill.manifests.merge import rows_of
 from clipmill.manifests.previous import PreviousManifest, stable_ids
 from clipmill.manifests.publication import NewManifest, publish_manifest
-from clipmill.manifests.quoting import counted, quoted
+from clipmill.manifests.quoting import count_noun, quote_value
 from clipmill.manifests.schema import REJECTED
 from clipmill.manifests.store import manifest_dir, read_manifest
 
@@ -99,7 +99,7 @@ def remove_further_sources(data_dir: Path, names: Collection[str]) -> dict[str, 
             is_own = name in _counts(old.captions_path)
             what = "is the source of a dataset, whose captions are those of its tables" if is_own else "is not there"
             raise UserError(
-                f"the source {quoted(name)} {what}",
+                f"the source {quote_value(name)} {what}",
                 hint=f"sources that can be removed: {', '.join(old.further) or 'none'}",
             )
         removed |= found
@@ -156,7 +156,7 @@ def _require_free(source: str, kind: str, *, before: Mapping[str, int], further:
         )
     if source in before and source not in further:
         raise UserError(
-            f"the source {source!r} is that of {counted(before[source], 'caption')} of a dataset in the manifest",
+            f"the source {source!r} is that of {count_noun(before[source], 'caption')} of a dataset in the manifest",
             hint="give the new captions another name with --source",
         )
 

@@ -193,7 +193,7 @@ def _in_usage(arguments: "ArgumentCollection") -> Iterator[str]:
 
 def _row(argument: "Argument", *, is_short: bool, range_of: Callable[[Metadata], str]) -> tuple[str, str]:
     entry = _entry(argument)
-    label = entry.positional_label or _named(entry)
+    label = entry.positional_label or _flag_label(entry)
     words = " ".join((argument.parameter.help or "").replace("`", "").split())
     if is_short and (sentence := _FIRST_SENTENCE.match(words)):
         words = sentence[1]
@@ -218,7 +218,7 @@ def _entry(argument: "Argument") -> "HelpEntry":
     return create_parameter_help_panel(_group(argument), ArgumentCollection([argument]), "plaintext").entries[0]
 
 
-def _named(entry: "HelpEntry") -> str:
+def _flag_label(entry: "HelpEntry") -> str:
     """`--steps INT`, or `--towers.[no-]packed-text`."""
     name = ", ".join(entry.positive_names)
     if entry.negative_names:

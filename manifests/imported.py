@@ -5,16 +5,16 @@ from importlib import import_module
 from typing import Any
 
 
-def imported(path: str) -> Any:
+def import_object(path: str) -> Any:
     """Import and return the object at `package.module:NAME`."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
-def late(path: str) -> Callable[..., Any]:
+def import_late(path: str) -> Callable[..., Any]:
     """Return a function that calls the one at `package.module:NAME`, which is imported by the first call."""
 
     def call(*arguments: Any, **named: Any) -> Any:
-        return imported(path)(*arguments, **named)
+        return import_object(path)(*arguments, **named)
 
     return call

@@ -51,7 +51,7 @@ def try_lock(path: Path, *, is_shared: bool = False) -> int | None:
 
 
 @contextmanager
-def locked(path: Path, *, waits: bool = True) -> Iterator[bool]:
+def hold_lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
     """Hold the lock of a file that is there for it alone, and is made if it is missing; yield whether it is held.
 
     Args:

@@ -17,7 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 
 _WORDS = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 Part = TypeVar("Part")
@@ -56,13 +56,13 @@ class Parts(Mapping[str, Part], Generic[Part]):
         self._taken, self._form, self._fault = {*own, *taken}, form, fault
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._own, *self._added()]))
+        return iter(dict.fromkeys([*self._own, *self._added_entries()]))
 
     def __len__(self) -> int:
-        return len({*self._own, *self._added()})
+        return len({*self._own, *self._added_entries()})
 
     def __contains__(self, name: object) -> bool:
-        return name in self._own or name in self._added()
+        return name in self._own or name in self._added_entries()
 
     def __getitem__(self, name: str) -> Part:
         """Import a part.
@@ -73,9 +73,9 @@ class Parts(Mapping[str, Part], Generic[Part]):
         """
         if name in self._own:
             own = self._own[name]
-            part: Part = imported(own) if isinstance(own, str) else own
+            part: Part = import_object(own) if isinstance(own, str) else own
             return part
-        entry = self._added()[name]
+        entry = self._added_entries()[name]
         if entry.value not in self._loaded:
             self._loaded[entry.value] = self._load(entry)
         return self._loaded[entry.value]
@@ -85,7 +85,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
         found = []
         for entry in _entries(self._group):
             if entry.name in self._taken:
-                error = self._refused(entry, "has a name that is taken", hint="rename it in that package")
+                error = self._refuse(entry, "has a name that is taken", hint="rename it in that package")
                 _say_once(_warning(error))
         for name in self:
             try:
@@ -103,14 +103,14 @@ class Parts(Mapping[str, Part], Generic[Part]):
 
     def package_of(self, name: str) -> str | None:
         """The name and version of the package that declares a part; None for one of clipmill."""
-        entry = self._added().get(name)
+        entry = self._added_entries().get(name)
         return None if entry is None else _package(entry)
 
     def unknown(self, name: str, *, where: str) -> UserError:
         """The error for a name that no part has; `where` it was given, such as a flag."""
         return UserError(f"{where} is {name}", hint=f"{where} must be one of: {', '.join(self)}", flags=(where,))
 
-    def _added(self) -> dict[str, EntryPoint]:
+    def _added_entries(self) -> dict[str, EntryPoint]:
         """Entry points of other packages, by name; of those that two packages declare, the first."""
         added: dict[str, EntryPoint] = {}
         for entry in _entries(self._group):
@@ -121,22 +121,22 @@ class Parts(Mapping[str, Part], Generic[Part]):
     def _load(self, entry: EntryPoint) -> Part:
         rivals = [_package(one) for one in _entries(self._group) if one.name == entry.name]
         if len(rivals) > 1:
-            raise self._refused(entry, f"is declared by {' and by '.join(rivals)}", hint="uninstall one of them")
+            raise self._refuse(entry, f"is declared by {' and by '.join(rivals)}", hint="uninstall one of them")
         if self._form.fullmatch(entry.name) is None:
-            raise self._refused(entry, "has a name with other characters", hint="rename it in that package")
+            raise self._refuse(entry, "has a name with other characters", hint="rename it in that package")
         try:
             part = entry.load()
         except Exception as error:
-            raise self._refused(entry, f"cannot be imported: {type(error).__name__}: {error}") from error
+            raise self._refuse(entry, f"cannot be imported: {type(error).__name__}: {error}") from error
         if not isinstance(part, self._kind):
-            raise self._refused(entry, f"is a {type(part).__name__}, not a {self._kind.__name__}")
+            raise self._refuse(entry, f"is a {type(part).__name__}, not a {self._kind.__name__}")
         if (named := getattr(part, "name", None)) != entry.name:
-            raise self._refused(entry, f"calls itself {named!r}", hint="give both the same name in that package")
+            raise self._refuse(entry, f"calls itself {named!r}", hint="give both the same name in that package")
         if fault := self._fault(part):
-            raise self._refused(entry, fault)
+            raise self._refuse(entry, fault)
         return part
 
-    def _refused(self, entry: EntryPoint, why: str, *, hint: str = "") -> UnusablePart:
+    def _refuse(self, entry: EntryPoint, why: str, *, hint: str = "") -> UnusablePart:
         package = _package(entry)
         return UnusablePart(
             f"the {self.noun} {entry.name} of the package {package} {why} "

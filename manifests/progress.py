@@ -90,7 +90,9 @@ class Activity:
             pace.add(done)
             share = None if total is None else done / total
             self.say(
-                lambda: joined(amount_text(done, total, unit), pace.rate(), pace.left(total)), what=what, share=share
+                lambda: join_parts(amount_text(done, total, unit), pace.rate(), pace.left(total)),
+                what=what,
+                share=share,
             )
 
         return show
@@ -145,7 +147,7 @@ def log_interval(elapsed_s: float) -> float:
     return _INTERVAL_S if elapsed_s < _LATER_S else _LATER_INTERVAL_S
 
 
-def joined(*parts: str) -> str:
+def join_parts(*parts: str) -> str:
     """Join the parts that are not empty by commas."""
     return ", ".join(filter(None, parts))
 

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from clipmill.manifests.publish import published
+from clipmill.manifests.publish import publish_atomically
 
 PSEUDO_CAPTIONS = "pseudo-captions"  # kind of the tables
 METADATA_KEY = b"clipmill"
@@ -33,6 +33,6 @@ SCHEMA = pa.schema(
 def write_pseudo_captions(path: Path, tables: Iterable[pa.Table], *, record: Mapping[str, Any]) -> None:
     """Publish `tables` (SCHEMA), one row group or more for each, with the metadata `record`."""
     schema = SCHEMA.with_metadata({METADATA_KEY: json.dumps(record, sort_keys=True).encode()})
-    with published(path) as temporary, pq.ParquetWriter(temporary, schema, write_page_checksum=True) as writer:
+    with publish_atomically(path) as temporary, pq.ParquetWriter(temporary, schema, write_page_checksum=True) as writer:
         for rows in tables:
             writer.write_table(rows.replace_schema_metadata(schema.metadata))

@@ -15,7 +15,7 @@ from clipmill.manifests.caption_table import CaptionChange, write_caption_table
 from clipmill.manifests.checked_json import publish_checked_json
 from clipmill.manifests.merge import tables_fingerprint
 from clipmill.manifests.previous import FURTHER_KEY, PreviousManifest
-from clipmill.manifests.publish import published
+from clipmill.manifests.publish import publish_atomically
 from clipmill.manifests.schema import MANIFEST_FILE, MANIFEST_FORMAT, OWN_DIGEST
 from clipmill.manifests.table_files import (
     CAPTIONS_FILE,
@@ -69,14 +69,14 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
     write_caption_table(staged[CAPTIONS_FILE], new.captions, old_path=old.captions_path, metadata=metadata)
     with (
         pq.ParquetFile(staged[CAPTIONS_FILE], read_dictionary=["video_id", "source"], pre_buffer=False) as file,
-        published(staged[SPANS_FILE]) as spans,
-        published(staged[TEXTS_FILE]) as texts,
+        publish_atomically(staged[SPANS_FILE]) as spans,
+        publish_atomically(staged[TEXTS_FILE]) as texts,
     ):
         require_numbers(folder / CAPTIONS_FILE, num_rows=file.metadata.num_rows)
         video_ids = videos["video_id"].combine_chunks()
         write_caption_spans(file, video_ids, spans=spans, texts=texts, metadata=metadata, scratch_folder=folder)
     for name, table in ((REJECTED_FILE, rejected), (VIDEOS_FILE, videos)):
-        with published(staged[name]) as temporary:
+        with publish_atomically(staged[name]) as temporary:
             pq.write_table(table.replace_schema_metadata(metadata), temporary, compression="zstd")
     publish_checked_json(
         folder / MANIFEST_FILE,
@@ -92,5 +92,5 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
     promote(folder, fingerprint=fingerprint)
     number = rejected.schema.get_field_index("row")
     counted_from_1 = rejected.set_column(number, "entry", pc.add(rejected["row"], 1))
-    with published(folder / REJECTED_LIST) as temporary:
+    with publish_atomically(folder / REJECTED_LIST) as temporary:
         csv.write_csv(counted_from_1, temporary)

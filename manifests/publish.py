@@ -27,7 +27,7 @@ _TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{12}}-(.+)", re
 
 
 @contextmanager
-def published(path: Path) -> Iterator[Path]:
+def publish_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; rename it to `path` if the block succeeds, and remove it otherwise."""
     temporary = temporary_path(path)
     try:
@@ -84,7 +84,7 @@ def remove_all(paths: Sequence[Path]) -> None:
 
 def publish_bytes(path: Path, content: bytes) -> None:
     """Publish `content` as the file `path`."""
-    with published(path) as temporary:
+    with publish_atomically(path) as temporary:
         temporary.write_bytes(content)
 
 

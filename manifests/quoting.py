@@ -14,12 +14,12 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = MAX_VALUE_CHARS
 _HIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
+def count_noun(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun in the right form: 1 chunk, 1,000 chunks."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def quoted(value: object) -> str:
+def quote_value(value: object) -> str:
     """Return `repr(value)`, shortened to about 80 characters, for any value from a JSON file or a pickle.
 
     Unlike `repr` it neither recurses without limit nor fails on an integer of thousands of digits.
@@ -30,7 +30,7 @@ def quoted(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
-def visible(text: str) -> str:
+def escape_invisible(text: str) -> str:
     """Return a text or a whole page with the characters that a reader would not see, or be misled by, as escapes."""
     return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 

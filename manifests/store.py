@@ -95,7 +95,7 @@ def captions_path(data_dir: Path) -> Path:
     )
 
 
-def read_rejected(data_dir: Path) -> pa.Table:
+def read_rejected_rows(data_dir: Path) -> pa.Table:
     """Read the rejected rows, schema.REJECTED.
 
     Raises:

@@ -35,7 +35,7 @@ def duration_text(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:,.1f} h"
 
 
-def between(low: str, high: str) -> str:
+def range_text(low: str, high: str) -> str:
     """Return a range of two texts with units in words; the unit once if both have the same."""
     if low == high:
         return low

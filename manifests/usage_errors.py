@@ -100,16 +100,16 @@ def _unknown_key(error: "UnknownOptionError") -> str:
 def _called_here(error: "UnknownOptionError") -> str | None:
     """Return the flag, without dashes, for the setting that other programs call by the unknown name; None if none."""
     flags = _flags(error)
-    return next((flag for flag in _CALLED_ELSEWHERE.get(_plain(error), ()) if flag in flags), None)
+    return next((flag for flag in _CALLED_ELSEWHERE.get(_flag_word(error), ()) if flag in flags), None)
 
 
 def _most_similar(error: "UnknownOptionError") -> str | None:
     """Return the flag, without dashes, that the unknown flag may misspell; None if no flag is similar."""
     flags = _flags(error)
-    return next(iter(get_close_matches(_plain(error), flags, n=1, cutoff=_CUTOFF)), None)
+    return next(iter(get_close_matches(_flag_word(error), flags, n=1, cutoff=_CUTOFF)), None)
 
 
-def _plain(error: "UnknownOptionError") -> str:
+def _flag_word(error: "UnknownOptionError") -> str:
     return _word(error).partition("=")[0].lstrip("-").replace("_", "-")
 
 

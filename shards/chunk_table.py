@@ -28,7 +28,7 @@ from clipmill.shards.merged_table import (
     is_table_of,
     open_merged_table,
     read_away_schema,
-    verified,
+    verify_columns,
     write_merged_table,
 )
 from clipmill.shards.reader import CommittedShard, Variant
@@ -85,10 +85,10 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
         members.add(_metadata(table, _MEMBER_KEY).decode())
         open_gops.update(_numbers(table, _OPEN_GOPS_KEY))
         names = list(table.column_names if columns is None else columns)
-        tables.append((table if found is None else verified(table, part.path, columns=names)).select(names))
+        tables.append((table if found is None else verify_columns(table, part.path, columns=names)).select(names))
     if len(members) > 1:
         raise DamagedTable(variant.directory / CHUNKS_FILE, f"its samples have {' and '.join(sorted(members))}")
-    return ChunkRows(_joined(tables), members.pop() if members else "", frozenset(open_gops) if is_known else None)
+    return ChunkRows(_join_tables(tables), members.pop() if members else "", frozenset(open_gops) if is_known else None)
 
 
 def chunk_table_problem(variant: Variant) -> str | None:
@@ -96,7 +96,7 @@ def chunk_table_problem(variant: Variant) -> str | None:
     try:
         for part in _parts(variant):
             if (table := part.current()) is not None:
-                verified(table, part.path)
+                verify_columns(table, part.path)
     except (DamagedTable, OSError) as error:
         return str(error)
     return None
@@ -181,14 +181,14 @@ class _Part:
             if is_away(self.path):
                 return self._is_current(read_away_schema(self.path))  # `prep verify` reads it
             table = self.current()
-            return table is not None and len(verified(table, self.path)) >= 0
+            return table is not None and len(verify_columns(table, self.path)) >= 0
         except (DamagedTable, OSError):
             return False
 
     def previous(self) -> pa.Table | None:
         """Map the file, verified, whatever commits it is of; None if there is none in this format."""
         try:
-            table = verified(open_merged_table(self.path), self.path)
+            table = verify_columns(open_merged_table(self.path), self.path)
         except (DamagedTable, OSError):
             return None
         return table if _metadata(table, _FORMAT_KEY) == str(FORMAT_VERSION).encode() else None
@@ -254,10 +254,10 @@ def _parts(variant: Variant) -> list[_Part]:
 
 def _schema(column: str) -> pa.Schema:
     """The columns of a table while it is made, with plain texts."""
-    return pa.schema({"video_id": _TEXT, **_merged(column), **_OF_MEMBER, **_PLACE})
+    return pa.schema({"video_id": _TEXT, **_merged_fields(column), **_OF_MEMBER, **_PLACE})
 
 
-def _merged(column: str) -> Mapping[str, pa.DataType]:
+def _merged_fields(column: str) -> Mapping[str, pa.DataType]:
     """The fields of an index that the table has too."""
     if column not in COLUMNS:
         return {"start_ms": pa.int64(), **COLUMN_FIELDS[column].fields}
@@ -270,7 +270,7 @@ def _rows_of(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[pa.
     index = shard.index
     known = COLUMNS[column].members if column in COLUMNS else extensions_of(index)
     member = next((one for one in known if f"{one}_offset" in index.column_names), None)
-    wanted = {"video_id", *_merged(column)}
+    wanted = {"video_id", *_merged_fields(column)}
     if member is None or (missing := wanted.difference(index.column_names)):
         what = f"member {known[0]}" if member is None else ", ".join(sorted(missing))
         raise DamagedIndex(shard.index_path, f"not an index of {column}: it has no {what}")
@@ -285,7 +285,7 @@ def _rows_of(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[pa.
         raise DamagedIndex(shard.index_path, f"not an index of {column}: {error}") from error
 
 
-def _joined(tables: Sequence[pa.Table]) -> pa.Table:
+def _join_tables(tables: Sequence[pa.Table]) -> pa.Table:
     """Return the rows of all parts. The ids of videos get one dictionary without being compared."""
     if len(tables) < 2:
         return tables[0] if tables else pa.table({})

@@ -10,7 +10,7 @@ from typing import Any
 from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import folder_lock
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import manifest_dir
 from clipmill.shards.columns import COLUMNS, VIDEO, command_for, how_to_make
 from clipmill.shards.format import DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
@@ -78,7 +78,7 @@ def not_a_data_folder(place: Path) -> UserError:
         return UserError(what, hint=f"name a data folder, such as {inside}")
     if tars:
         them = "them" if len(tars) > 1 else "it"
-        hint = f"to train on its {counted(len(tars), 'tar')}, name {them}: '{_pattern_of(place, tars)}'"
+        hint = f"to train on its {count_noun(len(tars), 'tar')}, name {them}: '{_pattern_of(place, tars)}'"
         return UserError(what, hint=hint)
     if _COMPRESSED.search(place.name):
         return UserError(what, hint="decompress it, and name the tar: training reads tars as they are")

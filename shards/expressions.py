@@ -110,7 +110,7 @@ def parse_conditions(text: str, *, fields: Mapping[str, Kind], flag: str) -> lis
         return _Parser(database, text, fields=fields, flag=flag).conditions()
 
 
-def refused(text: str, problem: str, *, flag: str, hint: str | None = None) -> UserError:
+def expression_error(text: str, problem: str, *, flag: str, hint: str | None = None) -> UserError:
     """The error for an expression that cannot be parsed or evaluated."""
     shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} ..."
     return UserError(f"{flag} '{shown}': {problem.partition(chr(10))[0]}", hint=hint or EXAMPLE, flags=(flag,))
@@ -254,7 +254,7 @@ class _Parser:
             if number >= len(self._text):
                 number, problem = len(self._text), "the expression ends too early"
             problem = f"character {number + 1}: {problem}"
-        raise refused(self._text, problem, flag=self._flag, hint=hint)
+        raise expression_error(self._text, problem, flag=self._flag, hint=hint)
 
 
 def _nodes(tree: object) -> Iterator[_Node]:

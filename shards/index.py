@@ -161,10 +161,10 @@ def energon_index_bytes(table: pa.Table) -> bytes:
     Source: Energon's `TarIndexWriter`, which appends tarfile's offset after the last member as the last entry.
     """
     offsets = member_columns(table, "offset")
-    end = padded(int(offsets[-1, -1]) + int(member_columns(table, "size")[-1, -1]))
+    end = padded_size(int(offsets[-1, -1]) + int(member_columns(table, "size")[-1, -1]))
     return np.append(offsets[:, 0] - np.uint64(BLOCK_BYTES), np.uint64(end)).astype("<u8").tobytes()
 
 
-def padded(size_bytes: int) -> int:
+def padded_size(size_bytes: int) -> int:
     """Round `size_bytes` up to a multiple of the tar block size."""
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES

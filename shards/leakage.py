@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import SCORES
 from clipmill.shards.dataset import current_variant
@@ -65,7 +65,9 @@ class Leakage:
         lines = []
         for (split, other), count in self.counts.items():
             verb = "looks" if count == 1 else "look"
-            lines.append(f"leakage   {counted(count, 'chunk')} of split {split} {verb} like a chunk of split {other}")
+            lines.append(
+                f"leakage   {count_noun(count, 'chunk')} of split {split} {verb} like a chunk of split {other}"
+            )
             mine = [pair for pair in self.pairs if (pair.split, pair.other_split) == (split, other)]
             lines += [f"          {pair.key} looks like {pair.other_key}" for pair in mine[:_MAX_SHOWN]]
             if count > _MAX_SHOWN:

@@ -72,7 +72,7 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collectio
     Returns:
         the remaining commits, by shard ID.
     """
-    before = _recorded(variant_dir)
+    before = _recorded_contents(variant_dir)
     records = read_commits(variant_dir)
     unsound = {damaged.shard_id for damaged in records.damaged}
     dropped = {*dropped, *unsound.difference(wanted)}
@@ -111,7 +111,7 @@ def _write_table(variant_dir: Path, records: Records, commits: dict[int, Commit]
     """
     if records.table is not None and records.is_table_current and len(commits) == len(records.commits):
         return records.table.sha256
-    recorded = _recorded(variant_dir)
+    recorded = _recorded_contents(variant_dir)
     if recorded is not None and COMMIT_TABLE_FILE in recorded.files:
         # From here on, the table is not the recorded one.
         others = {name: sha256 for name, sha256 in recorded.files.items() if name != COMMIT_TABLE_FILE}
@@ -131,7 +131,7 @@ def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[Dama
 
     The table of commits is returned as well if it does not match contents.json.
     """
-    recorded = _recorded(variant_dir)
+    recorded = _recorded_contents(variant_dir)
     if recorded is None:
         return []
     current = shard_lists(commits)
@@ -156,7 +156,7 @@ def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[Dama
     return found
 
 
-def _recorded(variant_dir: Path) -> Contents | None:
+def _recorded_contents(variant_dir: Path) -> Contents | None:
     try:
         return read_contents(variant_dir)
     except DamagedContents:

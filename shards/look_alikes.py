@@ -52,7 +52,7 @@ def _bits(hashes: NDArray[np.uint64], first: int, count: int) -> NDArray[np.uint
     return ((hashes >> np.uint64(first)) & np.uint64((1 << count) - 1)).astype(np.uint32)
 
 
-def first_alike(
+def first_look_alikes(
     phash: NDArray[np.uint64], *, video: NDArray[np.integer]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """The first row of an earlier video that looks like each row, and whether any row of another video does.

@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from clipmill.manifests.mapped_files import map_arrow_file
-from clipmill.manifests.publish import published
+from clipmill.manifests.publish import publish_atomically
 from clipmill.manifests.storage.mirrors import read_range
 from clipmill.shards.damage import Damaged
 from clipmill.shards.opening import open_regular
@@ -40,7 +40,7 @@ class DamagedTable(Damaged):
         self.args = (f"{path} is damaged: {why}",)
 
 
-def _unreadable(path: Path, error: Exception) -> DamagedTable:
+def _unreadable_error(path: Path, error: Exception) -> DamagedTable:
     return DamagedTable(path, f"not a readable table of {path.parent.parent.name} ({error})")
 
 
@@ -53,7 +53,7 @@ def write_merged_table(path: Path, table: pa.Table, *, commits: TableCommits, me
     fields = [field.with_metadata({_CRC_KEY: _crc32(table[field.name])}) for field in table.schema]
     schema = pa.schema(fields, metadata={**metadata, _DIGEST_KEY: commits.digest})
     schema = schema.with_metadata({**schema.metadata, _SCHEMA_CRC_KEY: _schema_crc32(schema)})
-    with published(path) as temporary, pa.ipc.new_file(temporary, schema) as writer:
+    with publish_atomically(path) as temporary, pa.ipc.new_file(temporary, schema) as writer:
         if len(table):
             writer.write_batch(pa.record_batch([column.chunk(0) for column in table.columns], schema=schema))
 
@@ -77,13 +77,13 @@ def open_merged_table(path: Path) -> pa.Table:
     except (FileNotFoundError, TimeoutError):
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     if any(column.num_chunks > 1 for column in table.columns):
         raise DamagedTable(path, "expected one batch")
     return table
 
 
-def verified(table: pa.Table, path: Path, *, columns: Collection[str] | None = None) -> pa.Table:
+def verify_columns(table: pa.Table, path: Path, *, columns: Collection[str] | None = None) -> pa.Table:
     """Return some columns of a table (None: all) after comparing them with their checksums.
 
     Raises:
@@ -93,7 +93,7 @@ def verified(table: pa.Table, path: Path, *, columns: Collection[str] | None = N
         used = table.select(table.column_names if columns is None else sorted(columns))
         used.validate(full=True)
     except (pa.ArrowException, ValueError, KeyError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     changed = [field.name for field in used.schema if not _matches(used[field.name], field)]
     if changed:
         differ = "differs from its checksum" if len(changed) == 1 else "differ from their checksums"
@@ -123,7 +123,7 @@ def read_away_schema(path: Path) -> pa.Schema:
         schema = pa.ipc.read_schema(pa.py_buffer(read_range(path, len(_FILE_MARK), 8 + size)))
         _require_schema(schema, path)
     except (pa.ArrowException, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     return schema
 
 

@@ -51,14 +51,14 @@ def load_npy(payload: bytes) -> np.ndarray | None:
     return array
 
 
-def compressed(payload: bytes) -> bytes:
+def compress_frame(payload: bytes) -> bytes:
     """One Zstandard frame."""
     packed: bytes = pa.Codec("zstd", compression_level=3).compress(payload, asbytes=True)
     return packed
 
 
-def decompressed(packed: bytes | memoryview, *, size_bytes: int) -> bytes:
-    """The `size_bytes` that `compressed` was given.
+def decompress_frame(packed: bytes | memoryview, *, size_bytes: int) -> bytes:
+    """The `size_bytes` that `compress_frame` was given.
 
     Raises:
         ValueError: they are damaged, or of another size.

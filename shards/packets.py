@@ -105,7 +105,7 @@ class PacketTables:
         self._begins = array("q", begins)  # of the columns, in bytes from the beginning of the content
         streams = list(zip(index["codec"].to_pylist(), index["extradata"].to_pylist(), strict=True))
         # One or two: a shard's chunks are encoded with one recipe, and most shards have the same.
-        self._streams = _shared(tuple(dict.fromkeys(streams)))
+        self._streams = _share_streams(tuple(dict.fromkeys(streams)))
         number_of = {stream: number for number, stream in enumerate(self._streams)}
         numbers = bytes(number_of[stream] for stream in streams) if len(number_of) < 256 else None
         self._stream: Sequence[int] | None = numbers or [number_of[stream] for stream in streams]
@@ -160,6 +160,6 @@ def _closed_rows(first: NDArray[np.int32], *, flags: NDArray[np.uint8], frame: N
 
 
 @lru_cache(maxsize=1024)
-def _shared(streams: tuple[tuple[str, bytes], ...]) -> tuple[tuple[str, bytes], ...]:
+def _share_streams(streams: tuple[tuple[str, bytes], ...]) -> tuple[tuple[str, bytes], ...]:
     """Equal streams as one object."""
     return streams

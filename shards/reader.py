@@ -14,7 +14,7 @@ import pyarrow as pa
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import read_record
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.shards.columns import VIDEO, command_for, how_to_make
 from clipmill.shards.commits import Commit, ShardFiles
 from clipmill.shards.contents import file_sha256, read_contents
@@ -229,7 +229,7 @@ class Variant:
             raise UserError(f"{self.directory} has no committed shards", hint=hint)
         if self.damaged:
             num_more = len(self.damaged) - 1
-            more = f"; {counted(num_more, 'more damaged commit record')}" if num_more else ""
+            more = f"; {count_noun(num_more, 'more damaged commit record')}" if num_more else ""
             raise UserError(f"{self.damaged[0]}{more}", hint=self._repair_hint())
         if self.contents_damage is not None:
             raise UserError(str(self.contents_damage), hint=self._repair_hint())

@@ -73,7 +73,7 @@ def index_of(tar: Path) -> Path:
     return tar.with_suffix(_INDEX_ENDING)
 
 
-def rows_of_uncommitted(tar: Path, *, wanted: Wanted) -> Iterator[SalvagedSample]:
+def uncommitted_samples(tar: Path, *, wanted: Wanted) -> Iterator[SalvagedSample]:
     """Yield samples of a tar of `uncommitted_tars`, of which each member has the CRC-32 that the index beside it names.
 
     No checksum covers the index itself: only `members` are proven to be unchanged, not the key.

@@ -22,13 +22,13 @@ from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import SCORES, VIDEO, command_for, how_to_make, how_to_repair
 from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant
-from clipmill.shards.look_alikes import first_alike, is_comparable
+from clipmill.shards.look_alikes import first_look_alikes, is_comparable
 from clipmill.shards.merged_table import (
     CHUNKS_FILE,
     DamagedTable,
     is_table_of,
     open_merged_table,
-    verified,
+    verify_columns,
     write_merged_table,
 )
 from clipmill.shards.reader import Variant
@@ -60,7 +60,7 @@ def publish_score_table(variant: Variant) -> Path:
     Raises:
         UserError: an index is damaged, or holds a NaN.
     """
-    return write_score_table(variant, _ordered(_read_rows(variant), data_dir=variant.directory.parent.parent))
+    return write_score_table(variant, _order_rows(_read_rows(variant), data_dir=variant.directory.parent.parent))
 
 
 def write_score_table(variant: Variant, rows: pa.Table) -> Path:
@@ -71,7 +71,7 @@ def write_score_table(variant: Variant, rows: pa.Table) -> Path:
     with_content = is_comparable(hashes)
     comparable, hashes = comparable[with_content], hashes[with_content]
     duplicate_of, has_look_alike = np.full(len(rows), -1), np.zeros(len(rows), bool)
-    first, has_look_alike[comparable] = first_alike(hashes, video=_codes(rows)[comparable])
+    first, has_look_alike[comparable] = first_look_alikes(hashes, video=_codes(rows)[comparable])
     duplicate_of[comparable] = np.where(first >= 0, comparable[first], -1)
     rows = rows.append_column("duplicate_of", pa.array(duplicate_of))
     rows = rows.append_column("has_look_alike", pa.array(has_look_alike)).cast(_SCHEMA)
@@ -139,7 +139,7 @@ def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa
         UserError: it is damaged.
     """
     try:
-        return verified(open_merged_table(path), path, columns=columns)
+        return verify_columns(open_merged_table(path), path, columns=columns)
     except FileNotFoundError:
         raise
     except (DamagedTable, OSError) as error:
@@ -169,7 +169,7 @@ def _read_rows(variant: Variant) -> pa.Table:
     return pa.concat_tables([*tables, pa.table({**unknown, **nothing}, schema=_ROWS)])
 
 
-def _ordered(rows: pa.Table, *, data_dir: Path) -> pa.Table:
+def _order_rows(rows: pa.Table, *, data_dir: Path) -> pa.Table:
     """Order rows by video and start, in one chunk; videos that are not in the manifest come last."""
     coded = rows["video_id"].dictionary_encode().combine_chunks()
     found = coded.dictionary

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_videos
 from clipmill.shards.chunk_table import read_chunk_rows
 from clipmill.shards.columns import SCORES, how_to_make, how_to_repair
@@ -50,12 +50,12 @@ def selected_chunks(
         rows = find_chunks(chunks, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
         if num_missing := int((rows < 0).sum()):
             raise UserError(
-                f"--where uses {', '.join(sorted(of_chunks))} of chunks, and {counted(num_missing, 'chunk')} of "
+                f"--where uses {', '.join(sorted(of_chunks))} of chunks, and {count_noun(num_missing, 'chunk')} of "
                 f"{len(rows):,} are not in the current variant of video",
                 hint=f"see prep status --data {shlex.quote(str(data_dir))}",
                 flags=("--where",),
             )
-        columns |= {name: _taken(chunks[name], rows) for name in of_chunks}
+        columns |= {name: _take_rows(chunks[name], rows) for name in of_chunks}
     for column, names in where.stored_in.items():
         table, failed = stored_rows(data_dir, column, names)
         rows = find_chunks(table, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
@@ -65,11 +65,11 @@ def selected_chunks(
             missing = missing[[key not in failed for key in keys]]
         if len(missing):
             raise UserError(
-                f"--where uses {column}, and {counted(len(missing), 'chunk')} of {len(rows):,} have none",
+                f"--where uses {column}, and {count_noun(len(missing), 'chunk')} of {len(rows):,} have none",
                 hint=f"run {how_to_make(column, data_dir)}, or leave {column} out of --where",
                 flags=("--where",),
             )
-        columns |= {name: _taken(table[name], rows) for name in names}
+        columns |= {name: _take_rows(table[name], rows) for name in names}
     if not where.labels:
         return where.mask(pa.table(columns))
     from clipmill.shards.labels import Spans, match_labels, read_labelled
@@ -177,7 +177,7 @@ def caption_columns(where: Where | None, schema: pa.Schema) -> list[str]:
     return [name for name in schema.names if name in fields and name in (*_OF_CAPTIONS, *_OF_LABELS, *where.labels)]
 
 
-def nothing_selected(where: Where, *, what: str) -> UserError:
+def empty_selection_error(where: Where, *, what: str) -> UserError:
     """The error for an expression that selects none of `what`."""
     return UserError(
         f"--where '{where.text}' selects none of {what}",
@@ -240,6 +240,6 @@ def find_chunks(
     return np.where(keys[rows] == wanted, rows, -1)
 
 
-def _taken(column: pa.ChunkedArray, rows: NDArray[np.int64]) -> pa.Array | pa.ChunkedArray:
+def _take_rows(column: pa.ChunkedArray, rows: NDArray[np.int64]) -> pa.Array | pa.ChunkedArray:
     is_whole = len(rows) == len(column) and bool((np.diff(rows) == 1).all())
     return column if is_whole else column.take(pa.array(rows, mask=rows < 0))

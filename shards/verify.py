@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.publish import read_record
-from clipmill.manifests.quoting import counted
-from clipmill.manifests.storage.mirrors import file_state, local_copy, touched
+from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.storage.mirrors import file_state, local_copy, set_modified_time
 from clipmill.shards.commits import Commit, ShardFiles, commit_path
 from clipmill.shards.damage import DamagedCommit, DamagedIndex
 from clipmill.shards.index import energon_index_bytes, extensions_of, member_columns, open_index
@@ -117,7 +117,7 @@ def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
     if not problems and newest_ns > committed_ns:
         # On a read-only copy, the files are read again each time.
         with suppress(OSError):
-            touched(record, time_ns=newest_ns)
+            set_modified_time(record, time_ns=newest_ns)
     return problems
 
 
@@ -157,8 +157,8 @@ def _check_index(variant_dir: Path, *, shard_id: int, files: ShardFiles) -> tupl
         return [Problem(shard_id, None, Code.INDEX_FORMAT, str(error))], None
     num_keys = len(set(table.column("key").to_pylist()))
     if not num_keys == table.num_rows == files.num_samples:
-        message = f"{path.name} has {counted(table.num_rows, 'row')} and {counted(num_keys, 'key')}, expected "
-        message += counted(files.num_samples, "sample")
+        message = f"{path.name} has {count_noun(table.num_rows, 'row')} and {count_noun(num_keys, 'key')}, expected "
+        message += count_noun(files.num_samples, "sample")
         return [Problem(shard_id, None, Code.INDEX_FORMAT, message)], None
     energon_index = variant_dir / files.energon_index
     with local_copy(energon_index):

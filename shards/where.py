@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
 from clipmill.shards.column_fields import COLUMN_FIELDS, is_number
-from clipmill.shards.expressions import Condition, Kind, connect, parse_conditions, refused
+from clipmill.shards.expressions import Condition, Kind, connect, expression_error, parse_conditions
 from clipmill.shards.score_fields import NUMBERS
 
 _FLAG = "--where"
@@ -132,7 +132,7 @@ class Where:
             try:
                 selected = database.execute(query).fetchnumpy()["selected"]
             except duckdb.Error as error:
-                raise refused(self.text, str(error), flag=_FLAG) from error
+                raise expression_error(self.text, str(error), flag=_FLAG) from error
         return np.asarray(selected, bool)
 
     def by_level(self, *, labels_of: Level = "caption") -> "tuple[Where | None, Where | None]":

@@ -15,10 +15,17 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from clipmill.manifests.publish import make_folder, published, replace, sync, temporary_path
+from clipmill.manifests.publish import make_folder, publish_atomically, replace, sync, temporary_path
 from clipmill.shards.commits import ShardFiles
 from clipmill.shards.format import BLOCK_BYTES, MAX_MEMBER_NAME_BYTES, ShardName, folder_of
-from clipmill.shards.index import IndexBuilder, energon_index_bytes, index_bytes, index_schema, member_columns, padded
+from clipmill.shards.index import (
+    IndexBuilder,
+    energon_index_bytes,
+    index_bytes,
+    index_schema,
+    member_columns,
+    padded_size,
+)
 from clipmill.shards.opening import Scan, scan
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -111,7 +118,7 @@ class ShardWriter:
             row[f"{extension}_offset"] = end + BLOCK_BYTES
             row[f"{extension}_size"] = len(payload)
             row[f"{extension}_crc32"] = zlib.crc32(payload)
-            end += BLOCK_BYTES + padded(len(payload))
+            end += BLOCK_BYTES + padded_size(len(payload))
         self._index.append(row)
         self._keys.add(sample.key)
         self._end = end
@@ -141,8 +148,8 @@ class ShardWriter:
         found = self._read_again(table)
         index = index_bytes(table)
         with (
-            published(self._directory / name.index) as index_temporary,
-            published(self._directory / name.energon_index) as energon_temporary,
+            publish_atomically(self._directory / name.index) as index_temporary,
+            publish_atomically(self._directory / name.energon_index) as energon_temporary,
         ):
             # All three files are complete and synced before the first rename, so that a full disk leaves none of them.
             _write_and_read_again(index_temporary, index)

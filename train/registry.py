@@ -37,14 +37,14 @@ def tasks() -> tuple[TaskSpec, ...]:
     return tuple(TASKS.working())
 
 
-def task_named(name: str) -> TaskSpec:
+def find_task(name: str) -> TaskSpec:
     """The task of a name that `task_names` has."""
     return TASKS[name]
 
 
 def tasks_where(holds: Callable[[TaskSpec], bool] = lambda spec: True) -> Tasks:
     """The tasks of which something holds; all by default."""
-    return {task.name: partial(task_named, task.name) for task in tasks() if holds(task)}
+    return {task.name: partial(find_task, task.name) for task in tasks() if holds(task)}
 
 
 def evaluations() -> dict[str, EvaluationSpec]:
@@ -54,4 +54,4 @@ def evaluations() -> dict[str, EvaluationSpec]:
 
 def evaluations_of(task: str) -> tuple[EvaluationSpec, ...]:
     """The evaluations of a task; all there are for a task that is not known here."""
-    return tuple(task_named(task).evaluations if task in TASKS else evaluations().values())
+    return tuple(find_task(task).evaluations if task in TASKS else evaluations().values())

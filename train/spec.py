@@ -2,7 +2,7 @@
 
 `clipmill.train.registry` lists the tasks. The command line, the training loop, `train eval`, `train export` and the
 pages take a task's spec and ask it; nothing outside of a task's folder names the task. A spec is loaded before a
-command's flags are read, so it names its functions by their import paths (`clipmill.manifests.imported.late`).
+command's flags are read, so it names its functions by their import paths (`clipmill.manifests.imported.import_late`).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class FirstRun:
     searches: bool = False
 
 
-def _nothing_kept(run: RunFolder) -> dict[str, Any]:
+def _keep_nothing(run: RunFolder) -> dict[str, Any]:
     return {}
 
 
@@ -202,7 +202,7 @@ class TaskSpec:
     example: str
     settings: type[ClipSettings]
     make: Callable[..., StartableTask]
-    kept: Callable[[RunFolder], dict[str, Any]] = _nothing_kept
+    kept: Callable[[RunFolder], dict[str, Any]] = _keep_nothing
     effective: Callable[..., Any]
     evaluations: Sequence[EvaluationSpec] = ()
     at_end: Callable[..., None] | None = None

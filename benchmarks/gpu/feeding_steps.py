@@ -32,7 +32,7 @@ from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention
 from clipmill.train.optim.optimizer import make_optimizer
-from clipmill.train.registry import task_named
+from clipmill.train.registry import find_task
 from clipmill.train.run.folder import read_lines
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecoderSettings
 from clipmill.train.tasks.caption.task import CaptionTask
@@ -74,21 +74,21 @@ def trainings(setup: Setup, *, data: Path) -> list[Trained]:
             "dual encoder, ViT-B, T = 4",
             DualEncoderSettings(**of_all, num_frames=frames[0]),
             128,
-            partial(launch, task_named("dual-encoder")),
+            partial(launch, find_task("dual-encoder")),
             DualEncoderTask,
         ),
         Trained(
             "MAE, ViT-B, 16 x 4",
             MaeSettings(**of_all, num_frames=frames[1], decoder_depth=1 if setup.is_dry_run else 4),
             128,
-            partial(launch, task_named("mae")),
+            partial(launch, find_task("mae")),
             MaeTask,
         ),
         Trained(
             "captioner, TimeSformer-B, T = 8",
             CaptionerSettings(**of_all, num_frames=frames[2], decoder=gpt2),
             32,
-            partial(launch, task_named("caption")),
+            partial(launch, find_task("caption")),
             CaptionTask,
         ),
     ]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import describe_environment
-from clipmill.manifests.publish import published
+from clipmill.manifests.publish import publish_atomically
 
 PACKAGES = ("torchvision", "transformers", "xformers", "open_clip_torch", "diffusers", "triton", "numpy")
 
@@ -163,7 +163,7 @@ def skip_rest(records: list[Record], measurements: Sequence[Measurement], *, run
 def write(path: Path, content: dict[str, Any], records: Sequence[Record], *, running: str | None = None) -> None:
     """Replace the file."""
     whole = {**content, "measurements": [asdict(one) for one in records], "running": running}
-    with published(path) as temporary:
+    with publish_atomically(path) as temporary:
         temporary.write_text(json.dumps(whole, indent=1) + "\n")
 
 

@@ -20,7 +20,7 @@ from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.splits import split_in_file_name
 from clipmill.manifests.adapters.tables import seconds
 from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import quote_value
 from clipmill.manifests.storage.urls import Place
 
 SOURCE = "human"
@@ -76,7 +76,7 @@ def _add_video(
 
 def _times(interval: object, *, duration_s: float) -> tuple[float, float]:
     if not isinstance(interval, list) or len(interval) != 2 or any(time is None or time == "" for time in interval):
-        raise ValueError(f"its times are {quoted(interval)}, not a start and an end")
+        raise ValueError(f"its times are {quote_value(interval)}, not a start and an end")
     begin_s, end_s = (seconds(time, default=inf) for time in interval)
     if begin_s >= duration_s:
         raise ValueError(f"begins at {begin_s} s, after the end of the video at {duration_s} s")

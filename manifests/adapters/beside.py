@@ -18,15 +18,15 @@ from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.subtitles import (
     Cue,
     Unreadable,
-    decoded,
+    decode_text,
     read_bytes,
     read_cues,
     read_json,
     read_segments,
 )
-from clipmill.manifests.adapters.video_files import VideoFile, composed
+from clipmill.manifests.adapters.video_files import VideoFile, compose_unicode
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.storage.urls import Place, place_name
 
 SUBTITLES, ASR = "subtitles", "asr"
@@ -55,8 +55,8 @@ def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers:
         and _looks_like_asr(file.path)
         for file in files
     )
-    subtitles = f"{counted(num_subtitles, 'subtitle file')} (.srt, .vtt)" if num_subtitles else ""
-    asr = f"{counted(num_asr, 'file')} of speech recognition (.json)" if num_asr else ""
+    subtitles = f"{count_noun(num_subtitles, 'subtitle file')} (.srt, .vtt)" if num_subtitles else ""
+    asr = f"{count_noun(num_asr, 'file')} of speech recognition (.json)" if num_asr else ""
     if subtitles or asr:
         builder.note(f"{' and '.join(filter(None, (subtitles, asr)))} not read; --subtitles reads them")
 
@@ -157,10 +157,10 @@ class _Reader:
         for text, paths in self._notes.items():
             more = ", ..." if len(paths) > _MAX_NAMED else ""
             names = ", ".join(on_one_line(place_name(path).name, max_chars=80) for path in paths[:_MAX_NAMED])
-            self._builder.note(f"{text}: {counted(len(paths), 'file')} ({names}{more})")
+            self._builder.note(f"{text}: {count_noun(len(paths), 'file')} ({names}{more})")
 
     def _cues(self, path: Place) -> list[Cue] | None:
-        text, guessed = decoded(read_bytes(path))
+        text, guessed = decode_text(read_bytes(path))
         if place_name(path).suffix.lower() == _ASR_SUFFIX:
             segments = read_segments(read_json(text))
             cues = None if segments is None else list(segments)
@@ -194,7 +194,7 @@ def _suffix(file: VideoFile) -> str:
 
 
 def _stem(relative: str) -> str:
-    return composed(PurePosixPath(relative).with_suffix("").as_posix())
+    return compose_unicode(PurePosixPath(relative).with_suffix("").as_posix())
 
 
 def _video_stem(stem: str, *, known: Container[str]) -> tuple[str, str]:

@@ -12,12 +12,12 @@ from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from clipmill.manifests.adapters.reading import encodable
+from clipmill.manifests.adapters.reading import is_encodable
 from clipmill.manifests.adapters.reasons import Reason, Unusable
 from clipmill.manifests.adapters.tables import Row, log_probability
 from clipmill.manifests.adapters.time_columns import times_of
 from clipmill.manifests.caption_table import LABEL_PREFIX
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import quote_value
 
 CLASS_SOURCE = "class"  # of captions that are the names of classes
 _STRING = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
@@ -89,15 +89,17 @@ def texts_of(value: object) -> tuple[str | None, ...]:
         Unusable: it is neither a text nor a list of texts, or it begins like such a list and is not one.
     """
     if isinstance(value, str) and _LIST_BEGIN.match(stripped := value.strip()):
-        value = _listed(stripped)
+        value = _parse_list(stripped)
     texts = value if isinstance(value, list) else [value]
     if not texts:
         raise Unusable(Reason.EMPTY_CAPTION, "the list of captions is empty")
     for text in texts:
         if not isinstance(text, str) and not (text is None and text is value):
-            raise Unusable(Reason.MALFORMED_ROW, f"text is {quoted(value)}, expected a string or a list of strings")
-        if text is not None and not encodable(text):
-            raise Unusable(Reason.MALFORMED_ROW, f"text is not valid Unicode: {quoted(text)}")
+            raise Unusable(
+                Reason.MALFORMED_ROW, f"text is {quote_value(value)}, expected a string or a list of strings"
+            )
+        if text is not None and not is_encodable(text):
+            raise Unusable(Reason.MALFORMED_ROW, f"text is not valid Unicode: {quote_value(text)}")
     return tuple(texts)
 
 
@@ -106,7 +108,7 @@ def is_in_brackets(text: str | None) -> bool:
     return text is not None and text.startswith("[") and _IN_BRACKETS.fullmatch(text.strip()) is not None
 
 
-def _listed(cell: str) -> list[Any]:
+def _parse_list(cell: str) -> list[Any]:
     try:
         found = json.loads(cell)
         return found if isinstance(found, list) else [found]
@@ -117,7 +119,7 @@ def _listed(cell: str) -> list[Any]:
             return [ast.literal_eval(item) for item in re.findall(_STRING, cell, re.DOTALL)]
         except (ValueError, SyntaxError):
             pass
-    raise Unusable(Reason.MALFORMED_ROW, f"text begins like a list of captions, but is not one: {quoted(cell)}")
+    raise Unusable(Reason.MALFORMED_ROW, f"text begins like a list of captions, but is not one: {quote_value(cell)}")
 
 
 def _labels(values: Mapping[str, Any]) -> dict[str, str]:
@@ -127,8 +129,8 @@ def _labels(values: Mapping[str, Any]) -> dict[str, str]:
             continue
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # a column of integers with gaps, as pandas writes it
-        if not isinstance(value, str | int | float) or not encodable(str(value)):
-            raise Unusable(Reason.BAD_LABEL, f"{name} is {quoted(value)}, expected one class, a name or a number")
+        if not isinstance(value, str | int | float) or not is_encodable(str(value)):
+            raise Unusable(Reason.BAD_LABEL, f"{name} is {quote_value(value)}, expected one class, a name or a number")
         label = str(value).strip()
         if label:
             # JSON has a true of its own, Python writes True, and spreadsheets TRUE: all of them are one class.
@@ -138,8 +140,8 @@ def _labels(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _string(values: Mapping[str, Any], name: str) -> str | None:
     value = values.get(name)
-    if value is not None and not (isinstance(value, str) and encodable(value)):
-        raise Unusable(Reason.MALFORMED_ROW, f"{name} is {quoted(value)}, expected a string")
+    if value is not None and not (isinstance(value, str) and is_encodable(value)):
+        raise Unusable(Reason.MALFORMED_ROW, f"{name} is {quote_value(value)}, expected a string")
     return value
 
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from clipmill.manifests.adapters.annotation_file import open_annotations, require_file
 from clipmill.manifests.adapters.caption_rows import CaptionRow, caption_row, is_in_brackets
 from clipmill.manifests.adapters.column_names import missing_columns, take_columns
-from clipmill.manifests.adapters.dialects import LINE_SUFFIXES, TEXT_SUFFIXES, separated_rows
+from clipmill.manifests.adapters.dialects import LINE_SUFFIXES, TEXT_SUFFIXES, read_separated_rows
 from clipmill.manifests.adapters.json_tables import JSON_SUFFIX, json_table_rows
 from clipmill.manifests.adapters.reasons import Unusable
 from clipmill.manifests.adapters.row_buffer import ROWS_PER_CHUNK
@@ -26,7 +26,7 @@ from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.pseudo_captions import METADATA_KEY, PSEUDO_CAPTIONS
-from clipmill.manifests.quoting import on_one_line, quoted
+from clipmill.manifests.quoting import on_one_line, quote_value
 
 _PARQUET_SUFFIX = ".parquet"
 COLUMNS = pa.schema(
@@ -109,7 +109,7 @@ def label_columns(path: Path, *, required: Sequence[str]) -> list[str]:
         UserError: as `read_caption_rows`.
     """
     names = dict[str, None]()
-    for row in _named_rows(path, note=_silent, required=required):
+    for row in _named_rows(path, note=_ignore_note, required=required):
         names |= dict.fromkeys(row.values)
         if path.suffix.lower() not in (*LINE_SUFFIXES, JSON_SUFFIX) and row.fault is None:
             break  # the columns of all rows
@@ -131,10 +131,10 @@ def open_caption_table(path: Path, *, note: Callable[[str], None], source: str |
     require_file(path)
     model = _model(path) if path.suffix.lower() == _PARQUET_SUFFIX else None
     # What a model wrote has a column more than is read, which nobody has to know.
-    return OpenTable(path, model, _batches(path, note=note if model is None else _silent, source=source))
+    return OpenTable(path, model, _batches(path, note=note if model is None else _ignore_note, source=source))
 
 
-def _silent(_: str) -> None:
+def _ignore_note(_: str) -> None:
     """Ignore a note."""
 
 
@@ -155,7 +155,7 @@ def _named_rows(path: Path, *, note: Callable[[str], None], required: Sequence[s
     require_file(path)
     suffix = path.suffix.lower()
     if suffix in TEXT_SUFFIXES:
-        return separated_rows(path, required=required, note=note)
+        return read_separated_rows(path, required=required, note=note)
     if suffix in LINE_SUFFIXES or suffix == JSON_SUFFIX:
         return json_table_rows(path, required=required, note=note)
     if suffix == _PARQUET_SUFFIX:
@@ -184,7 +184,7 @@ def _parquet_rows(path: Path, *, required: Sequence[str], note: Callable[[str], 
                     yield Row(number, dict(zip(columns.values(), values, strict=True)))
                     number += 1
     except (OSError, pa.ArrowException) as error:
-        raise _damaged(path, error) from error
+        raise _damage_error(path, error) from error
 
 
 def _schema(path: Path) -> pa.Schema:
@@ -192,14 +192,14 @@ def _schema(path: Path) -> pa.Schema:
         with open_annotations(path, "rb") as file:
             return pq.read_schema(file)
     except pa.ArrowException as error:
-        raise _damaged(path, error) from error
+        raise _damage_error(path, error) from error
 
 
 def _batches(path: Path, *, note: Callable[[str], None], source: str | None) -> Iterator[Batch]:
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS.names}
     numbers, faults, name_of_file, is_noted = list[int](), list[Fault](), None, False
 
-    def taken() -> Batch:
+    def take_batch() -> Batch:
         return Batch(np.array(numbers, np.int64), pa.table(columns, schema=COLUMNS), tuple(faults))
 
     for row in read_caption_rows(path, note=note):
@@ -217,9 +217,9 @@ def _batches(path: Path, *, note: Callable[[str], None], source: str | None) -> 
             for column, cell in zip(columns.values(), cells, strict=True):
                 column.append(cell)
         if len(numbers) + len(faults) >= ROWS_PER_CHUNK:
-            yield taken()
+            yield take_batch()
             columns, numbers, faults = {name: [] for name in COLUMNS.names}, [], []
-    yield taken()
+    yield take_batch()
 
 
 def _model(path: Path) -> dict[str, Any] | None:
@@ -235,11 +235,11 @@ def _model(path: Path) -> dict[str, Any] | None:
         ) from error
     if not isinstance(model, dict) or model.get("kind") != PSEUDO_CAPTIONS:
         raise UserError(
-            f"the metadata {METADATA_KEY.decode()} of {path} is not that of {PSEUDO_CAPTIONS}: {quoted(model)}",
+            f"the metadata {METADATA_KEY.decode()} of {path} is not that of {PSEUDO_CAPTIONS}: {quote_value(model)}",
             hint="give a table of captions",
         )
     return model
 
 
-def _damaged(path: Path, error: Exception) -> UserError:
+def _damage_error(path: Path, error: Exception) -> UserError:
     return UserError(f"{path} cannot be read as Parquet: {error}", hint="write the table again, or copy it again")

@@ -13,10 +13,10 @@ from pathlib import Path
 from clipmill.manifests.adapters.tables import require_once
 from clipmill.manifests.adapters.time_columns import (
     OTHER_TIMES,
-    as_taken,
+    column_meaning,
     require_frame_rate,
     require_known_times,
-    superfluous,
+    superfluous_columns,
 )
 from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
@@ -69,7 +69,7 @@ def columns_of(header: Sequence[str]) -> dict[str, str]:
 
     Times in other units than those that are taken are left out.
     """
-    plain = {cell: _plain(cell) for cell in header}
+    plain = {cell: _strip_name(cell) for cell in header}
     names = {**NAMES, **OTHER_TIMES}
     found: dict[str, str] = {}
     for tier in ({name: ("".join(name.split("_")),) for name in names}, names, SECONDARY_NAMES):
@@ -81,10 +81,10 @@ def columns_of(header: Sequence[str]) -> dict[str, str]:
         for cell, match in labels.items()
         if match is not None
     }
-    return {cell: name for cell, name in found.items() if name not in superfluous(set(found.values()))}
+    return {cell: name for cell, name in found.items() if name not in superfluous_columns(set(found.values()))}
 
 
-def _plain(cell: str) -> str:
+def _strip_name(cell: str) -> str:
     return re.sub(r"[\W_]+", "", unicodedata.normalize("NFD", _ELAN_FORMAT.sub("", cell.strip()).lower()))
 
 
@@ -106,13 +106,13 @@ def take_columns(header: Sequence[str], *, path: Path, note: Callable[[str], Non
     require_frame_rate(columns, path=path)
     ignored = [cell for cell in header if cell.strip() and cell not in columns]
     require_known_times(ignored, columns=columns.values(), path=path)
-    if unused := [on_one_line(cell) for cell in ignored if _plain(cell) in _DURATIONS]:
+    if unused := [on_one_line(cell) for cell in ignored if _strip_name(cell) in _DURATIONS]:
         note(f"{path.name}: {unused[0]} is not used, because no column has the start of the captions")
-        ignored = [cell for cell in ignored if _plain(cell) not in _DURATIONS]
+        ignored = [cell for cell in ignored if _strip_name(cell) not in _DURATIONS]
     taken = [
-        f"{on_one_line(cell)} as {as_taken(name)}"
+        f"{on_one_line(cell)} as {column_meaning(name)}"
         for cell, name in columns.items()
-        if cell.strip().lower() != as_taken(name)
+        if cell.strip().lower() != column_meaning(name)
     ]
     if taken:
         note(f"{path.name}: read {', '.join(taken)}")

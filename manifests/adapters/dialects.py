@@ -107,14 +107,14 @@ def _require_columns(header_line: str, separator: str, *, is_named: bool, requir
 def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
     """Return the separator that splits the header into the most columns with a known name, required ones first."""
 
-    def found(separator: str) -> tuple[int, int]:
+    def score_separator(separator: str) -> tuple[int, int]:
         names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
         return -len(missing_columns(names.values(), required)), len(names)
 
-    return max(_SEPARATORS, key=found)
+    return max(_SEPARATORS, key=score_separator)
 
 
-def separated_rows(path: Path, *, required: Sequence[str], note: Callable[[str], None]) -> Iterator[Row]:
+def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[str], None]) -> Iterator[Row]:
     """Iterate over the rows of a table with a header, with the documented names of the columns.
 
     Args:

@@ -25,7 +25,7 @@ from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.splits import split_in_file_name
 from clipmill.manifests.adapters.tables import text_lines
 from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import quote_value
 from clipmill.manifests.storage.urls import Place
 
 SOURCE = "human"
@@ -64,9 +64,9 @@ def moment_of(times: object, *, num_segments: object = _MAX_SEGMENTS) -> tuple[f
         ValueError: `times` is not a list of pairs of a first and a last segment of the video.
     """
     if not isinstance(num_segments, int) or not 1 <= num_segments <= _MAX_SEGMENTS:
-        raise ValueError(f"num_segments is {quoted(num_segments)}, not a number from 1 to {_MAX_SEGMENTS}")
+        raise ValueError(f"num_segments is {quote_value(num_segments)}, not a number from 1 to {_MAX_SEGMENTS}")
     if not isinstance(times, list) or not times or not all(_is_interval(pair, num_segments) for pair in times):
-        raise ValueError(f"times are {quoted(times)}, not pairs of segments from 0 to {num_segments - 1}")
+        raise ValueError(f"times are {quote_value(times)}, not pairs of segments from 0 to {num_segments - 1}")
     # Of equally frequent elements, most_common returns the one that it met first.
     ((first, last), _) = Counter((first, last) for first, last in times).most_common(1)[0]
     return first * SEGMENT_S, (last + 1) * SEGMENT_S
@@ -90,7 +90,7 @@ def _add_entry(
 ) -> None:
     name = entry.get("video") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(name, str):
-        detail = f"not an object with a video: {quoted(entry)}"
+        detail = f"not an object with a video: {quote_value(entry)}"
         builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
         return
     if listed is not None and name not in listed:

@@ -33,13 +33,13 @@ from clipmill.manifests.adapters.egomcq import has_questions
 from clipmill.manifests.adapters.egovlp import add_pairs, add_questions, leave_out
 from clipmill.manifests.adapters.json_stream import object_items
 from clipmill.manifests.adapters.plain_pickle import load_plain_pickle
-from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, encodable, printable
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, escape_unencodable, is_encodable
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.splits import TEST, TRAIN, VAL, split_in_file_name
 from clipmill.manifests.adapters.tables import LONGEST_S
 from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, quoted
+from clipmill.manifests.quoting import count_noun, quote_value
 from clipmill.manifests.storage.urls import Place
 
 PASSES = ("narration_pass_1", "narration_pass_2")
@@ -102,7 +102,9 @@ def _note_splits(builder: ReadingBuilder, lists: Mapping[Path, Mapping[str, str]
             if video in of_list:
                 builder.use_row(path)
     if lists and (num_others := sum(video not in splits for video in builder.source_ids())):
-        builder.note(f"{counted(num_others, 'video')} without a split in {' and '.join(path.name for path in lists)}")
+        builder.note(
+            f"{count_noun(num_others, 'video')} without a split in {' and '.join(path.name for path in lists)}"
+        )
 
 
 def _splits(path: Path) -> dict[str, str]:
@@ -233,10 +235,10 @@ def _keep_usable(
 
 def _fault(narration: Any, time_s: float, *, half_s: float | None) -> tuple[Reason | None, str]:
     text = _field(narration, "narration_text", "text")
-    if not isinstance(text, str) or not encodable(text):
+    if not isinstance(text, str) or not is_encodable(text):
         return Reason.MALFORMED_ROW, "no valid text"
     if not isfinite(time_s):
-        return Reason.BAD_TIME, f"the time is {quoted(_field(narration, 'timestamp_sec', 'time'))}"
+        return Reason.BAD_TIME, f"the time is {quote_value(_field(narration, 'timestamp_sec', 'time'))}"
     if "#unsure" in text.lower():
         return Reason.UNSURE, text[:200]
     if not text.strip():
@@ -248,7 +250,7 @@ def _fault(narration: Any, time_s: float, *, half_s: float | None) -> tuple[Reas
 
 def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
     # A file name that is not valid Unicode cannot be stored as a source.
-    source = printable(path.stem)
+    source = escape_unencodable(path.stem)
     rows = load_plain_pickle(path)
     if not isinstance(rows, list | tuple):
         raise UserError(
@@ -258,7 +260,7 @@ def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Pa
     split = split_in_file_name(path.name)
     for row, entry in enumerate(rows):
         if not isinstance(entry, list | tuple) or len(entry) not in (4, 5):
-            detail = f"expected (video, begin, end, narration) with or without scores, found {quoted(entry)}"
+            detail = f"expected (video, begin, end, narration) with or without scores, found {quote_value(entry)}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
             continue
         source_id, begin_s, end_s, narration = entry[:4]
@@ -268,7 +270,7 @@ def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Pa
         if video is None:
             continue
         if not (_is_time(begin_s) and _is_time(end_s)):
-            detail = f"start and end are {quoted(begin_s)} and {quoted(end_s)}, expected numbers of seconds"
+            detail = f"start and end are {quote_value(begin_s)} and {quote_value(end_s)}, expected numbers of seconds"
             builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=source_id, detail=detail)
             continue
         origin = Origin(path, source, row)

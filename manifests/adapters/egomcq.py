@@ -18,7 +18,7 @@ from typing import Any
 
 from clipmill.manifests.adapters.json_stream import object_items
 from clipmill.manifests.adapters.tables import interval_fault, seconds
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import quote_value
 
 EGOMCQ = "egomcq"  # source of its clips in a manifest
 
@@ -72,7 +72,7 @@ def read_questions(path: Path) -> Iterator[Question | str]:
             texts = tuple(str(one["clip_text"]) for one in entry["choices"].values())
             text, answer = entry["query"]["clip_text"], keys.index(str(entry["answer"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            yield f"question {quoted(key)}: {error!r}"
+            yield f"question {quote_value(key)}: {error!r}"
             continue
         yield Question(number, str(text), tuple(clips), texts, answer)
 

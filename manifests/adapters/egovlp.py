@@ -16,7 +16,7 @@ from clipmill.manifests.adapters.splits import TRAIN, VAL
 from clipmill.manifests.adapters.tables import read_csv, text_lines
 from clipmill.manifests.adapters.wanted import WantedVideos
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 
 EGOCLIP = "egoclip"
 _COLUMNS = ("video_uid", "clip_start", "clip_end", "clip_text")
@@ -67,4 +67,4 @@ def leave_out(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> N
     if not names:
         raise UserError(f"{path} lists no video to leave out", hint="write the ID of a video in each line")
     wanted.leave_out(names, why=f"listed in {path.name}")
-    builder.note(f"{counted(len(names), 'video')} to leave out, listed in {path.name}")
+    builder.note(f"{count_noun(len(names), 'video')} to leave out, listed in {path.name}")

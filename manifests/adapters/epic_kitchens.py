@@ -21,7 +21,7 @@ from clipmill.manifests.adapters.splits import split_of_list
 from clipmill.manifests.adapters.tables import Row, read_csv
 from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, quoted
+from clipmill.manifests.quoting import count_noun, quote_value
 from clipmill.manifests.storage.urls import Place
 
 SOURCE = "narrator"
@@ -52,7 +52,7 @@ def read_epic_kitchens(
                 _add_row(builder, wanted, row, path=path, split=split)
     if narrations.num_repeated:
         what = "was" if narrations.num_repeated == 1 else "were"
-        builder.note(f"{counted(narrations.num_repeated, 'repeated narration')} {what} read once")
+        builder.note(f"{count_noun(narrations.num_repeated, 'repeated narration')} {what} read once")
     return builder.build()
 
 
@@ -103,7 +103,9 @@ class _Narrations:
         if first is content:
             return True
         if first != content:
-            detail = f"narration_id {quoted(narration_id)} is another narration in an earlier row of {first_path.name}"
+            detail = (
+                f"narration_id {quote_value(narration_id)} is another narration in an earlier row of {first_path.name}"
+            )
             source_id = row.values["video_id"]
             self._builder.reject(
                 Reason.DUPLICATE_ID, file=str(path), row=row.number, source_id=source_id, detail=detail

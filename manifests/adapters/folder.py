@@ -26,21 +26,21 @@ from clipmill.manifests.adapters.caption_tables import label_columns, read_capti
 from clipmill.manifests.adapters.file_ids import file_ids
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.reasons import Reason, Unusable
-from clipmill.manifests.adapters.remote_videos import distinct, named_videos, normal_url
-from clipmill.manifests.adapters.splits import split_named, split_of_folders
+from clipmill.manifests.adapters.remote_videos import distinct_names, named_videos, normal_url
+from clipmill.manifests.adapters.splits import find_split, split_of_folders
 from clipmill.manifests.adapters.video_files import (
     Ambiguous,
     LooseLookup,
     NearestName,
     VideoFile,
     VideoLookup,
-    composed,
+    compose_unicode,
 )
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.further_sources import source_fault
-from clipmill.manifests.quoting import counted, quoted
+from clipmill.manifests.quoting import count_noun, quote_value
 from clipmill.manifests.storage.mirrors import is_remote
-from clipmill.manifests.storage.urls import Place, is_web, masked, split_url
+from clipmill.manifests.storage.urls import Place, is_web, mask_secrets, split_url
 
 DEFAULT_SOURCE = "human"
 
@@ -76,7 +76,7 @@ def read_folder(
         if base is not None:
             split_url(base)  # raises UserError if it cannot be served
         assert captions is not None
-        names = distinct(row.video for row in read_caption_rows(captions, required=required, note=_silent))
+        names = distinct_names(row.video for row in read_caption_rows(captions, required=required, note=_ignore_note))
         scan = builder.use_scan(named_videos(names, base=base))
     elif directory is None:
         raise UserError("VIDEOS is required", hint="give a folder, or --captions and a table with URLs of videos")
@@ -90,7 +90,7 @@ def read_folder(
         split = split_of_folders(file.relative)
         numbers[file.relative] = builder.add_checked_video(source_id, path=file.path, split=split)
         if source_id == file.source_id:
-            owners[composed(source_id)] = file
+            owners[compose_unicode(source_id)] = file
     if captions is not None:
         _add_captions(builder, captions, required, files=files, owners=owners, numbers=numbers, base=base)
     if subtitles and directory is not None:
@@ -101,7 +101,7 @@ def read_folder(
     return builder.build()
 
 
-def _silent(_: str) -> None:
+def _ignore_note(_: str) -> None:
     """Ignore a note: the table is read again for its captions, with the same notes."""
 
 
@@ -129,7 +129,7 @@ class _Videos:
         Raises:
             Unusable: several files match, or the name is a URL that cannot be served.
         """
-        meant = _meant(name, base=self._base, is_named=self._is_named)
+        meant = _resolve_name(name, base=self._base, is_named=self._is_named)
         file = _find(meant, lookup=self._lookup, owners=self._owners)
         if file is None and (file := _find(name, lookup=self._loose, owners=self._owners)) is not None:
             self.taken[name] = file.relative
@@ -184,7 +184,7 @@ def _add_captions(
                 raise Unusable(Reason.BAD_SOURCE, fault)
             _apply_split(builder, video, row.split, given=splits_given)
         except Unusable as unusable:
-            source_id = (masked(name) or None) if video is None else builder.source_id_of(video)
+            source_id = (mask_secrets(name) or None) if video is None else builder.source_id_of(video)
             builder.reject(
                 unusable.reason, file=str(table), row=row.number, source_id=source_id, detail=unusable.detail
             )
@@ -196,13 +196,15 @@ def _add_captions(
             num_classes += source == CLASS_SOURCE and row.texts == (" ".join(row.labels.values()),)
     if num_classes:
         builder.note(
-            f"{table.name}: {counted(num_classes, 'row')} with labels and without a text: the captions are the names "
+            f"{table.name}: {count_noun(num_classes, 'row')} with labels and without a text: the captions are "
+            "the names "
             f"of the classes, with the source {CLASS_SOURCE}"
         )
     if videos.taken:
         written, meant = next(iter(videos.taken.items()))
         builder.note(
-            f"{table.name}: {counted(len(videos.taken), 'name')} of videos matched although separators or case differ,"
+            f"{table.name}: {count_noun(len(videos.taken), 'name')} of videos matched although separators or "
+            "case differ,"
             f' such as "{written}" for "{meant}"'
         )
 
@@ -219,7 +221,7 @@ def _add_row(
             labelled.add(key)
 
 
-def _meant(name: str, *, base: str | None, is_named: bool) -> str:
+def _resolve_name(name: str, *, base: str | None, is_named: bool) -> str:
     """Return the URL that a row means, or a name of a file as it is; Unusable if the URL cannot be served."""
     if not is_named and not is_remote(name):
         return name
@@ -228,7 +230,7 @@ def _meant(name: str, *, base: str | None, is_named: bool) -> str:
     except UserError as error:
         raise Unusable(Reason.MALFORMED_ROW, str(error)) from None
     except ValueError as error:
-        raise Unusable(Reason.MALFORMED_ROW, f"{quoted(name)}: {error}") from None
+        raise Unusable(Reason.MALFORMED_ROW, f"{quote_value(name)}: {error}") from None
 
 
 def _find(name: str, *, lookup: VideoLookup | LooseLookup, owners: Mapping[str, VideoFile]) -> VideoFile | None:
@@ -236,7 +238,7 @@ def _find(name: str, *, lookup: VideoLookup | LooseLookup, owners: Mapping[str, 
     try:
         return lookup.find(name)
     except Ambiguous as error:
-        owner = owners.get(composed(name.removeprefix("./")))
+        owner = owners.get(compose_unicode(name.removeprefix("./")))
         if owner is None or any(file.source_id != owner.source_id for file in error.matches):
             raise Unusable(Reason.AMBIGUOUS_VIDEO, str(error)) from None
         return owner
@@ -246,9 +248,9 @@ def _apply_split(builder: ReadingBuilder, video: int, value: object, *, given: d
     """Set the split that a row gives for its video; Unusable if it is not valid."""
     if value is None or value == "":
         return
-    split = split_named(value) if isinstance(value, str) else None
+    split = find_split(value) if isinstance(value, str) else None
     if split is None:
-        raise Unusable(Reason.BAD_SPLIT, f"split is {quoted(value)}, expected train, val or test")
+        raise Unusable(Reason.BAD_SPLIT, f"split is {quote_value(value)}, expected train, val or test")
     if given.setdefault(video, split) != split:
         raise Unusable(Reason.BAD_SPLIT, f"split is {split!r}, but {given[video]!r} in an earlier row")
     builder.set_split(video, split)

@@ -18,13 +18,13 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.adapters.annotation_file import reading, stat_kind
 from clipmill.manifests.adapters.caption_tables import Batch, OpenTable, open_caption_table
-from clipmill.manifests.adapters.reading import Reading, ReadingBuilder, printable
+from clipmill.manifests.adapters.reading import Reading, ReadingBuilder, escape_unencodable
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.tables import LONGEST_S, interval_fault
 from clipmill.manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.further_sources import source_fault
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD
 from clipmill.manifests.storage.urls import Place, place_name, place_of
 
@@ -131,7 +131,7 @@ class _Videos:
             paths = [place_of(path) for path in self._videos["path"].to_pylist()]
             self._row_of_path = {path: row for row, path in enumerate(paths)}
             names = [
-                _relative(source_id, suffix=place_name(path).suffix)
+                _relative_name(source_id, suffix=place_name(path).suffix)
                 for source_id, path in zip(self._videos["source_id"].to_pylist(), paths, strict=True)
             ]
             # The ID of a dataset may differ from the name of the file.
@@ -180,7 +180,7 @@ class _Reader:
             for fault in batch.faults:
                 why, file = fault.why, str(table.path)
                 self._builder.reject(why.reason, file=file, row=fault.row, source_id=fault.video, detail=why.detail)
-            used = self._usable(table, batch)
+            used = self._usable_rows(table, batch)
             if len(used.rows):
                 self._parts.append(_captions(used, self._videos.ids))
                 self._num_used[table.path] += len(used.rows)
@@ -189,7 +189,7 @@ class _Reader:
     def result(self) -> FurtherReading:
         if moved := self._videos.moved:
             first, path = next(iter(moved.items()))
-            paths = counted(len(moved), "path")
+            paths = count_noun(len(moved), "path")
             self._builder.note(f"{paths} in the tables not found, videos matched by file name: {first} is {path}")
         other = self._builder.build()
         found = Reading(
@@ -197,13 +197,13 @@ class _Reader:
             captions=pa.concat_tables(self._parts).unify_dictionaries(),
             rejected=other.rejected,
             num_captions_lost=other.num_captions_lost,
-            num_rows_used={printable(str(path)): count for path, count in self._num_used.items()},
+            num_rows_used={escape_unencodable(str(path)): count for path, count in self._num_used.items()},
             notes=other.notes,
             example_file=self._videos.ids[0].as_py() if len(self._videos.ids) else None,
         )
         return FurtherReading(found, self._records)
 
-    def _usable(self, table: OpenTable, batch: Batch) -> "_Used":
+    def _usable_rows(self, table: OpenTable, batch: Batch) -> "_Used":
         rows = batch.rows.combine_chunks()
         begin_s, end_s = rows["begin_s"].to_numpy(), rows["end_s"].to_numpy()
         likelihood = rows["likelihood"].fill_null(0.0).to_numpy()
@@ -317,6 +317,6 @@ def _is_blank(column: pa.ChunkedArray) -> np.ndarray:
     return np.asarray(pc.equal(pc.utf8_trim_whitespace(column.fill_null("")), "").to_numpy())
 
 
-def _relative(source_id: str, *, suffix: str) -> str:
+def _relative_name(source_id: str, *, suffix: str) -> str:
     """Return a file's name relative to its dataset, which the source ID may have without the extension."""
     return source_id if PurePosixPath(source_id).suffix == suffix else f"{source_id}{suffix}"

@@ -20,9 +20,9 @@ from clipmill.manifests.adapters.annotation_file import open_annotations
 from clipmill.manifests.adapters.column_names import columns_of, missing_columns, take_columns
 from clipmill.manifests.adapters.dialects import LINE_SUFFIXES, note_encoding
 from clipmill.manifests.adapters.json_stream import array_items, object_items
-from clipmill.manifests.adapters.tables import Row, json_rows, unrepeated
+from clipmill.manifests.adapters.tables import Row, json_rows, require_unique_keys
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, on_one_line, quoted
+from clipmill.manifests.quoting import count_noun, on_one_line, quote_value
 
 JSON_SUFFIX = ".json"
 _MAX_FORMS = 20  # sets of keys of rows that are remembered, and of notes on them
@@ -79,7 +79,7 @@ def _rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
     if path.suffix.lower() in LINE_SUFFIXES or _has_lines(path):
         yield from json_rows(path, encoding=note_encoding(path, note=note))
     elif _first_character(path) == "[":
-        for number, item in enumerate(array_items(path, hook=unrepeated)):
+        for number, item in enumerate(array_items(path, hook=require_unique_keys)):
             yield _row(number, item)
     else:
         yield from _object_rows(path, note=note)
@@ -106,7 +106,7 @@ def _row(number: int, item: object, *, video: str | None = None) -> Row:
     if video is not None and (isinstance(item, str) or _is_texts(item)):
         return Row(number, {"video": video, "text": item})
     if not isinstance(item, dict):
-        return Row(number, {} if video is None else {"video": video}, f"not a JSON object: {quoted(item)}")
+        return Row(number, {} if video is None else {"video": video}, f"not a JSON object: {quote_value(item)}")
     return Row(number, dict(item) if video is None else {"video": video, **item})
 
 
@@ -116,9 +116,9 @@ def _is_texts(item: object) -> bool:
 
 def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
     content: dict[str, Any] = {}
-    for key, value in object_items(path, hook=unrepeated):
+    for key, value in object_items(path, hook=require_unique_keys):
         if key in content:
-            raise UserError(f"{path} has {quoted(key)} twice", hint="remove or rename one of them")
+            raise UserError(f"{path} has {quote_value(key)} twice", hint="remove or rename one of them")
         content[key] = value
     if not missing_columns(columns_of(list(content)).values(), ("video", "text")):
         yield from _column_rows(content, path=path)
@@ -126,8 +126,8 @@ def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
     if beside := [key for key, value in content.items() if not _has_whole_rows(value)]:
         if len(beside) < len(content):
             content = {key: value for key, value in content.items() if key not in beside}
-            some = ", ".join(map(quoted, beside[:_MAX_NAMED])) + (", ..." if len(beside) > _MAX_NAMED else "")
-            note(f"{path.name}: the rows are below {', '.join(map(quoted, content))}; not read: {some}")
+            some = ", ".join(map(quote_value, beside[:_MAX_NAMED])) + (", ..." if len(beside) > _MAX_NAMED else "")
+            note(f"{path.name}: the rows are below {', '.join(map(quote_value, content))}; not read: {some}")
         elif named := sorted(_NAMES_OF_LISTS.intersection(content)):
             raise UserError(
                 f"{path}: {named[0]} is not a list of rows with a video and a text",
@@ -164,7 +164,7 @@ def _column_rows(columns: Mapping[str, Any], *, path: Path) -> Iterator[Row]:
     lengths = {name: len(column) if isinstance(column, list) else None for name, column in columns.items()}
     if len(set(lengths.values())) > 1 or None in lengths.values():
         found = ", ".join(
-            f"{on_one_line(name)} {'is not a list' if length is None else 'has ' + counted(length, 'value')}"
+            f"{on_one_line(name)} {'is not a list' if length is None else 'has ' + count_noun(length, 'value')}"
             for name, length in lengths.items()
         )
         raise UserError(f"{path}: its columns are not lists of the same length: {found}", hint=_SHAPES)

@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.reasons import Reason
-from clipmill.manifests.adapters.splits import split_in_file_name, split_named
+from clipmill.manifests.adapters.splits import find_split, split_in_file_name
 from clipmill.manifests.adapters.tables import Row, read_csv, seconds, text_lines
 from clipmill.manifests.adapters.video_files import VIDEO_SUFFIXES, Ambiguous, VideoLookup
 from clipmill.manifests.adapters.wanted import WantedVideos
@@ -82,7 +82,7 @@ def _add_row(builder: ReadingBuilder, wanted: WantedVideos, row: Row, *, lookup:
         return
     youtube_id = cells["youtube_id"]
     split_cell = cells.get("split") or ""
-    split = split_named(split_cell) if split_cell.strip() else split_in_file_name(path.name)
+    split = find_split(split_cell) if split_cell.strip() else split_in_file_name(path.name)
     if split is None:
         detail = f"split is {split_cell!r}, expected train, val or test"
         builder.reject(Reason.BAD_SPLIT, file=str(path), row=row.number, source_id=youtube_id, detail=detail)

@@ -24,11 +24,11 @@ import pyarrow as pa
 from clipmill.manifests.adapters.json_stream import object_items
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.reasons import Reason
-from clipmill.manifests.adapters.splits import split_named, split_of_list
+from clipmill.manifests.adapters.splits import find_split, split_of_list
 from clipmill.manifests.adapters.tables import read_csv
 from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import quote_value
 from clipmill.manifests.storage.urls import Place
 
 SOURCE = "human"
@@ -86,7 +86,7 @@ def read_msrvtt(
         for row, entry in enumerate(info.sentences):
             video_id = entry.get("video_id") if isinstance(entry, dict) else None
             if not isinstance(video_id, str):
-                detail = f"not an object with a video_id: {quoted(entry)}"
+                detail = f"not an object with a video_id: {quote_value(entry)}"
                 builder.reject(Reason.MALFORMED_ROW, file=str(info.path), row=row, detail=detail)
             elif not tables or video_id in listed:
                 _add_sentence(builder, wanted, info, entry, row=row, listed=listed.get(video_id), unseen=unseen)
@@ -108,18 +108,18 @@ def _read_info(builder: ReadingBuilder, path: Path) -> _Info:
         if isinstance(video_id, str):
             videos[video_id] = _video_of(entry)
         else:
-            detail = f"videos: not an object with a video_id: {quoted(entry)}"
+            detail = f"videos: not an object with a video_id: {quote_value(entry)}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
     return _Info(path, videos, sentences)
 
 
 def _video_of(entry: dict[str, Any]) -> _Video:
     name, category = entry.get("split"), entry.get("category")
-    split = split_named(name) if isinstance(name, str) else None
+    split = find_split(name) if isinstance(name, str) else None
     if split is None:
-        return _Video(reason=Reason.BAD_SPLIT, why=f"split {quoted(name)} is not train, val or test")
+        return _Video(reason=Reason.BAD_SPLIT, why=f"split {quote_value(name)} is not train, val or test")
     if category is not None and not (type(category) is int and 0 <= category <= _MAX_CATEGORY):
-        return _Video(reason=Reason.BAD_LABEL, why=f"category {quoted(category)} is not a number")
+        return _Video(reason=Reason.BAD_LABEL, why=f"category {quote_value(category)} is not a number")
     return _Video(split, category)
 
 

@@ -16,7 +16,7 @@ from clipmill.manifests.adapters.row_buffer import ROWS_PER_CHUNK, RowBuffer
 from clipmill.manifests.adapters.tables import interval_fault
 from clipmill.manifests.adapters.video_files import Scan, VideoFile, scan_videos
 from clipmill.manifests.keys import safe_video_id
-from clipmill.manifests.quoting import counted, quoted
+from clipmill.manifests.quoting import count_noun, quote_value
 from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD, REJECTED, VIDEOS
 from clipmill.manifests.storage.urls import Place
 
@@ -103,12 +103,12 @@ class ReadingBuilder:
             self.reject(fault.reason, file=str(fault.path), detail=fault.why)
         self._example_file = scan.files[0].relative if scan.files else None
         if scan.num_hidden:
-            self.note(f"{counted(scan.num_hidden, 'hidden video')} ignored (file names that begin with a dot)")
+            self.note(f"{count_noun(scan.num_hidden, 'hidden video')} ignored (file names that begin with a dot)")
         if scan.links_out:
             link, target = scan.links_out[0]
             others = f", and {len(scan.links_out) - 1:,} more" if len(scan.links_out) > 1 else ""
             leading = "leads" if len(scan.links_out) == 1 else "lead"
-            links = f"{counted(len(scan.links_out), 'symbolic link')} that {leading} out of the folder"
+            links = f"{count_noun(len(scan.links_out), 'symbolic link')} that {leading} out of the folder"
             self.note(f"followed {links}: {link} to {target}{others}")
         if (omitted := scan.describe_omitted()) is not None:
             self.note(omitted)
@@ -182,8 +182,8 @@ class ReadingBuilder:
         """Add one caption and return True, or add a rejected row if its text or times are unusable."""
         file, source = origin.file, origin.source
         reason, detail = _caption_fault(text, begin_s, end_s, field=origin.field)
-        if reason is None and source not in self._sources and not encodable(source):
-            reason, detail = Reason.MALFORMED_ROW, f"source is not valid Unicode: {quoted(source)}"
+        if reason is None and source not in self._sources and not is_encodable(source):
+            reason, detail = Reason.MALFORMED_ROW, f"source is not valid Unicode: {quote_value(source)}"
         if reason is not None:
             source_id = self._videos["source_id"][video]
             self.reject(reason, file=str(file), row=origin.row, source_id=source_id, detail=detail)
@@ -217,7 +217,7 @@ class ReadingBuilder:
 
     def note(self, text: str) -> None:
         """Add a note for the user."""
-        self._notes.append(printable(text))
+        self._notes.append(escape_unencodable(text))
 
     def reject(
         self, reason: Reason, *, file: str, row: int | None = None, source_id: str | None = None, detail: str
@@ -225,11 +225,11 @@ class ReadingBuilder:
         """Add a rejected row."""
         self._rejected.append(
             dataset=self._dataset,
-            file=printable(file),
+            file=escape_unencodable(file),
             row=row,
-            source_id=None if source_id is None else printable(source_id),
+            source_id=None if source_id is None else escape_unencodable(source_id),
             reason=reason.value,
-            detail=printable(detail),
+            detail=escape_unencodable(detail),
         )
 
     def lose_captions(
@@ -258,7 +258,7 @@ class ReadingBuilder:
             captions=self._caption_table(videos["video_id"].combine_chunks()),
             rejected=self._rejected.table(),
             num_captions_lost=sum(num_lost for num_lost, _ in self._lost.values()),
-            num_rows_used={printable(str(file)): count for file, count in self._num_rows_used.items()},
+            num_rows_used={escape_unencodable(str(file)): count for file, count in self._num_rows_used.items()},
             example_file=self._example_file,
             notes=tuple(self._notes),
         )
@@ -275,11 +275,11 @@ class ReadingBuilder:
         rows = self._captions.table()
         sources = pa.array(list(self._sources), pa.string())
         columns = {
-            "video_id": _coded(rows["video"], video_ids),
+            "video_id": _dictionary_column(rows["video"], video_ids),
             "begin_s": rows["begin_s"],
             "end_s": rows["end_s"],
             "text": rows["text"],
-            "source": _coded(rows["source"], sources),
+            "source": _dictionary_column(rows["source"], sources),
         }
         schema = pa.schema([CAPTIONS.field(name) for name in columns])
         if rows[LIKELIHOOD.name].null_count < rows.num_rows:
@@ -291,7 +291,7 @@ class ReadingBuilder:
         return pa.table(columns, schema=schema)
 
 
-def encodable(text: str) -> bool:
+def is_encodable(text: str) -> bool:
     """Return True if `text` can be encoded as UTF-8 (file names and JSON may contain lone surrogates)."""
     try:
         text.encode()
@@ -300,14 +300,14 @@ def encodable(text: str) -> bool:
     return True
 
 
-def printable(text: str) -> str:
+def escape_unencodable(text: str) -> str:
     """Replace the characters of `text` that cannot be encoded as UTF-8 by escapes."""
-    return text if encodable(text) else text.encode("utf-8", "backslashreplace").decode()
+    return text if is_encodable(text) else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _file_fault(path: Place, *, size_bytes: int | None) -> tuple[Reason | None, str]:
     """Return why a video file is unusable, as far as can be determined without opening it."""
-    if not encodable(str(path)):
+    if not is_encodable(str(path)):
         return Reason.BAD_NAME, "the path is not valid UTF-8"
     if isinstance(path, str):
         return (Reason.EMPTY_FILE, "the object is empty") if size_bytes == 0 else (None, "")
@@ -325,16 +325,16 @@ def _caption_fault(text: object, begin_s: float, end_s: float, *, field: str) ->
     if text is None:
         return Reason.MALFORMED_ROW, f"{field} is missing"
     if not isinstance(text, str):
-        return Reason.MALFORMED_ROW, f"{field} is {quoted(text)}, expected a string"
-    if not encodable(text):
-        return Reason.MALFORMED_ROW, f"{field} is not valid Unicode: {quoted(text)}"
+        return Reason.MALFORMED_ROW, f"{field} is {quote_value(text)}, expected a string"
+    if not is_encodable(text):
+        return Reason.MALFORMED_ROW, f"{field} is not valid Unicode: {quote_value(text)}"
     if not text.strip():
         return Reason.EMPTY_CAPTION, "the text is empty"
     fault = interval_fault(begin_s, end_s)
     return (Reason.BAD_TIME, fault) if fault else (None, "")
 
 
-def _coded(codes: pa.ChunkedArray, values: pa.Array) -> pa.ChunkedArray:
+def _dictionary_column(codes: pa.ChunkedArray, values: pa.Array) -> pa.ChunkedArray:
     kind = pa.dictionary(pa.int32(), pa.string())
     chunks: Sequence[pa.Array] = [pa.DictionaryArray.from_arrays(chunk, values) for chunk in codes.chunks]
     return pa.chunked_array(chunks, type=kind)

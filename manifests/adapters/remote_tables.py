@@ -10,7 +10,7 @@ import pyarrow as pa
 from clipmill.manifests.adapters.reading import Reading
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.objects import open_objects
-from clipmill.manifests.storage.urls import Place, masked, place_name, split_url
+from clipmill.manifests.storage.urls import Place, mask_secrets, place_name, split_url
 
 
 def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]], Reading]) -> Reading:
@@ -28,7 +28,7 @@ def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]],
                 local.append(table)
                 continue
             if not place_name(table).name or table.endswith("/"):
-                raise UserError(f"{masked(table)} is a folder, not a table", hint="give the URL of a file")
+                raise UserError(f"{mask_secrets(table)} is a folder, not a table", hint="give the URL of a file")
             copy = Path(folder) / str(number) / place_name(table).name
             copy.parent.mkdir()
             _fetch(table, copy)
@@ -38,18 +38,19 @@ def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]],
             reading = read(local)
         except UserError as error:
             raise UserError(
-                _renamed(str(error), names), hint=None if error.hint is None else _renamed(error.hint, names)
+                _replace_names(str(error), names),
+                hint=None if error.hint is None else _replace_names(error.hint, names),
             ) from error
     rejected = reading.rejected
     for column in ("file", "detail"):
-        texts = [_renamed(text, names) for text in rejected[column].to_pylist()]
+        texts = [_replace_names(text, names) for text in rejected[column].to_pylist()]
         place = rejected.schema.get_field_index(column)
         rejected = rejected.set_column(place, rejected.schema.field(column), pa.array(texts, pa.string()))
     return replace(
         reading,
         rejected=rejected,
-        num_rows_used={_renamed(file, names): count for file, count in reading.num_rows_used.items()},
-        notes=tuple(_renamed(note, names) for note in reading.notes),
+        num_rows_used={_replace_names(file, names): count for file, count in reading.num_rows_used.items()},
+        notes=tuple(_replace_names(note, names) for note in reading.notes),
     )
 
 
@@ -63,11 +64,11 @@ def _fetch(url: str, copy: Path) -> None:
         if error.filename == str(copy):
             raise
         raise UserError(
-            f"cannot read {masked(url)}: {error.strerror or error}", hint="check the URL of the annotation file"
+            f"cannot read {mask_secrets(url)}: {error.strerror or error}", hint="check the URL of the annotation file"
         ) from error
 
 
-def _renamed(text: str, names: dict[str, str]) -> str:
+def _replace_names(text: str, names: dict[str, str]) -> str:
     for copy, url in names.items():
         text = text.replace(copy, url)
     return text

@@ -16,7 +16,7 @@ from clipmill.manifests.storage.errors import AccessDenied, AccessRefused
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.manifests.storage.stores import scheme_of
-from clipmill.manifests.storage.urls import is_web, masked, split_url, url_below
+from clipmill.manifests.storage.urls import is_web, mask_secrets, split_url, url_below
 from clipmill.manifests.storage.web_hosts import host_problem
 
 _NUM_REQUESTS = 32  # in parallel
@@ -58,7 +58,7 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"cannot list {masked(folder)}: {error.strerror or error}", hint="check the address and the network"
+            f"cannot list {mask_secrets(folder)}: {error.strerror or error}", hint="check the address and the network"
         ) from error
     odd = (key for key in sorted(objects.odd_names) if PurePosixPath(key).suffix.lower() in VIDEO_SUFFIXES)
     faults = [
@@ -66,7 +66,8 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
     ]
     if not files and num_skipped:
         raise UserError(
-            f"all videos in {masked(folder)} are in the data folder {masked(str(skip))}, where sources are not read",
+            f"all videos in {mask_secrets(folder)} are in the data folder {mask_secrets(str(skip))}, where "
+            "sources are not read",
             hint="give a data folder with --data that does not contain them",
         )
     if not files:
@@ -101,7 +102,7 @@ def normal_url(name: str, *, base: str | None) -> str:
     if not is_web(name):
         return f"{root}/{key}"
     if (base is None or root != split_url(base)[0]) and (problem := host_problem(root)) is not None:
-        raise UserError(f"{masked(name)}: {problem}")
+        raise UserError(f"{mask_secrets(name)}: {problem}")
     return f"{root}/{quote(key)}"
 
 
@@ -123,7 +124,7 @@ def named_videos(names: Iterable[str], *, base: str | None) -> Scan:
             continue  # reported with its row
         root, key = split_url(url)
         if PurePosixPath(key).suffix.lower() in VIDEO_SUFFIXES:
-            urls[url] = _relative(url, root=root, key=key, base=base)
+            urls[url] = _relative_name(url, root=root, key=key, base=base)
     servers = {root: open_objects(root) for root in {split_url(url)[0] for url in urls}}
     files: list[VideoFile] = []
     faults: list[Fault] = []
@@ -136,7 +137,7 @@ def named_videos(names: Iterable[str], *, base: str | None) -> Scan:
     return Scan(sorted(files, key=file_order), faults, [])
 
 
-def _relative(url: str, *, root: str, key: str, base: str | None) -> str:
+def _relative_name(url: str, *, root: str, key: str, base: str | None) -> str:
     if base is not None:
         base_root, base_key = split_url(base.rstrip("/"))
         if root == base_root and key.startswith(f"{base_key}/" if base_key else ""):
@@ -153,11 +154,11 @@ def _look_up(servers: dict[str, Objects], url: str, relative: str) -> VideoFile 
     except AccessRefused as error:
         if not is_web(url) and not isinstance(error, AccessDenied):
             raise
-        return Fault(url, Reason.UNREADABLE, masked(str(error).rpartition(": ")[2]))
+        return Fault(url, Reason.UNREADABLE, mask_secrets(str(error).rpartition(": ")[2]))
     except OSError as error:
-        return Fault(url, Reason.UNREADABLE, masked(error.strerror or str(error)))
+        return Fault(url, Reason.UNREADABLE, mask_secrets(error.strerror or str(error)))
 
 
-def distinct(names: Iterable[object]) -> Iterator[str]:
+def distinct_names(names: Iterable[object]) -> Iterator[str]:
     """Yield each name once, without those that are not text."""
     yield from dict.fromkeys(name.strip() for name in names if isinstance(name, str) and name.strip())

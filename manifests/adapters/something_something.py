@@ -16,12 +16,12 @@ from typing import Any
 import pyarrow as pa
 
 from clipmill.manifests.adapters.json_stream import array_items, object_items
-from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, encodable
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, is_encodable
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.splits import split_in_file_name
 from clipmill.manifests.adapters.tables import text_lines
 from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import quote_value
 from clipmill.manifests.storage.urls import Place
 
 SOURCE = "human"
@@ -72,7 +72,7 @@ def _add_entry(
     classes: set[str] | None,
 ) -> None:
     if not isinstance(entry, dict):
-        builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=f"not an object: {quoted(entry)}")
+        builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=f"not an object: {quote_value(entry)}")
         return
     is_labelled = "label" in entry or "template" in entry
     video = wanted.number(entry.get("id"), split=split, file=path, row=row, num_captions=int(is_labelled))
@@ -83,8 +83,8 @@ def _add_entry(
         return
     template = entry.get("template")
     name = template.translate(_WITHOUT_BRACKETS).strip() if isinstance(template, str) else ""
-    if not name or not encodable(name) or (classes is not None and name not in classes):
-        detail = f"template {quoted(template)} is not " + (
+    if not name or not is_encodable(name) or (classes is not None and name not in classes):
+        detail = f"template {quote_value(template)} is not " + (
             "a class" if classes is None else "a class of the labels file"
         )
         builder.reject(Reason.BAD_LABEL, file=str(path), row=row, source_id=entry["id"], detail=detail)

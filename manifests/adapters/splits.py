@@ -16,7 +16,7 @@ _NAMES = {
 _WORD = re.compile(r"[a-z]+")
 
 
-def split_named(name: str) -> str | None:
+def find_split(name: str) -> str | None:
     """Return the split that a dataset calls `name` (`validation` is `val`); None if unknown."""
     return _NAMES.get(name.strip().lower())
 

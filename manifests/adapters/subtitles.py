@@ -19,7 +19,7 @@ from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.adapters.tables import interval_fault, log_probability, seconds
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.publish import read_record
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import quote_value
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.manifests.storage.urls import Place, split_url
 
@@ -62,7 +62,7 @@ class Unreadable(Exception):
     """A file is not of the expected form; the message says why."""
 
 
-def decoded(content: bytes) -> tuple[str, str | None]:
+def decode_text(content: bytes) -> tuple[str, str | None]:
     """Decode the text of a file: UTF-8, UTF-16, else Windows-1252. Return it and a note if the encoding was guessed.
 
     Raises:
@@ -70,11 +70,11 @@ def decoded(content: bytes) -> tuple[str, str | None]:
     """
     for mark, encoding in _MARKS:
         if content.startswith(mark):
-            return _strictly(content, encoding), None
+            return _decode_strictly(content, encoding), None
     begin = content[:4096]
     for first, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
         if begin[first::2].count(0) > len(begin) // 4 > begin[1 - first :: 2].count(0):
-            return _strictly(content, encoding), "UTF-16 without a byte order mark"
+            return _decode_strictly(content, encoding), "UTF-16 without a byte order mark"
     if b"\0" in content:
         raise Unreadable("not a text file: it contains NUL bytes")
     try:
@@ -163,7 +163,7 @@ def read_bytes(path: Place) -> bytes:
         raise Unreadable(error.strerror or str(error)) from error
 
 
-def _strictly(content: bytes, encoding: str) -> str:
+def _decode_strictly(content: bytes, encoding: str) -> str:
     try:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
@@ -200,7 +200,7 @@ def _without_repetition(shown: Sequence[tuple[Cue, list[str]]], *, has_word_time
     Cues scroll if their words have times, or if one of them lasts for an instant and only repeats lines. Converters
     to SubRip remove the times of words and keep the repetition.
     """
-    repeated = [0, *(_num_repeated(before, after) for before, after in pairwise(shown))]
+    repeated = [0, *(_count_repeated_lines(before, after) for before, after in pairwise(shown))]
     does_scroll = has_word_times or any(
         count == len(texts) > 0 and cue.end_s - cue.begin_s <= _INSTANT_S
         for count, (cue, texts) in zip(repeated, shown, strict=True)
@@ -212,7 +212,7 @@ def _without_repetition(shown: Sequence[tuple[Cue, list[str]]], *, has_word_time
             yield replace(cue, text=" ".join(texts[count:]))
 
 
-def _num_repeated(before: tuple[Cue, list[str]], after: tuple[Cue, list[str]]) -> int:
+def _count_repeated_lines(before: tuple[Cue, list[str]], after: tuple[Cue, list[str]]) -> int:
     """Count the first lines of a cue that are the last ones of the cue before it, which ends when it begins."""
     (cue_before, texts_before), (cue, texts) = before, after
     if cue_before.fault or cue.fault or abs(cue.begin_s - cue_before.end_s) > _INSTANT_S:
@@ -224,14 +224,16 @@ def _num_repeated(before: tuple[Cue, list[str]], after: tuple[Cue, list[str]]) -
 def _cue(number: int, timing: str, texts: Sequence[str]) -> Cue:
     times = _TIMING.fullmatch(timing)
     if times is None:
-        return Cue(number, fault=(Reason.BAD_TIME, f"the times are {quoted(timing.strip())}"))
+        return Cue(number, fault=(Reason.BAD_TIME, f"the times are {quote_value(timing.strip())}"))
     begin_s, end_s = _seconds(times["begin"]), _seconds(times["end"])
     if begin_s is None or end_s is None:
-        return Cue(number, fault=(Reason.BAD_TIME, f"the times are {quoted(timing.strip())}: 60 minutes or seconds"))
-    return _checked(Cue(number, begin_s, end_s, " ".join(texts)))
+        return Cue(
+            number, fault=(Reason.BAD_TIME, f"the times are {quote_value(timing.strip())}: 60 minutes or seconds")
+        )
+    return _check_cue(Cue(number, begin_s, end_s, " ".join(texts)))
 
 
-def _checked(cue: Cue) -> Cue:
+def _check_cue(cue: Cue) -> Cue:
     fault = interval_fault(cue.begin_s, cue.end_s)
     return cue if fault is None else Cue(cue.number, text=cue.text, fault=(Reason.BAD_TIME, fault))
 
@@ -276,7 +278,7 @@ def _is_segment(value: object) -> bool:
 
 def _segment(number: int, segment: Any) -> Cue:
     if not isinstance(segment, dict):
-        return Cue(number, fault=(Reason.MALFORMED_ROW, f"a segment is {quoted(segment)}, expected an object"))
+        return Cue(number, fault=(Reason.MALFORMED_ROW, f"a segment is {quote_value(segment)}, expected an object"))
     text = segment.get("text")
     text = " ".join(text.split()) if isinstance(text, str) else text
     times = [segment.get(name) for name in ("start", "end")]
@@ -288,4 +290,4 @@ def _segment(number: int, segment: Any) -> Cue:
         likelihood = log_probability(segment.get("avg_logprob"))
     except ValueError as error:
         return Cue(number, text=text, fault=(Reason.BAD_LIKELIHOOD, f"avg_logprob is {error}"))
-    return _checked(Cue(number, begin_s, end_s, text, likelihood))
+    return _check_cue(Cue(number, begin_s, end_s, text, likelihood))

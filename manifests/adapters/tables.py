@@ -13,7 +13,7 @@ from typing import Any
 
 from clipmill.manifests.adapters.annotation_file import not_utf8, open_annotations
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import on_one_line, quoted
+from clipmill.manifests.quoting import on_one_line, quote_value
 
 LONGEST_S = 1e7  # 115 days; a later time is a mistake, such as another unit
 # Lines are read whole, so a file without line ends, such as a sparse file of zeros, must not exhaust the memory.
@@ -104,7 +104,7 @@ def json_rows(path: Path, *, encoding: str = _UTF8) -> Iterator[Row]:
     """
     for number, line in enumerate(line for line in text_lines(path, encoding=encoding) if line.strip()):
         try:
-            values = json.loads(line, object_pairs_hook=unrepeated)
+            values = json.loads(line, object_pairs_hook=require_unique_keys)
         except RepeatedKey as error:
             yield Row(number, {}, str(error))
             continue
@@ -125,12 +125,12 @@ class RepeatedKey(ValueError):
     """A JSON object has a key twice."""
 
 
-def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object, as `object_pairs_hook` of the parser; raise RepeatedKey if it has a key twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise RepeatedKey(f"an object has two values of {quoted(name)}")
+        raise RepeatedKey(f"an object has two values of {quote_value(name)}")
     return values
 
 
@@ -166,14 +166,14 @@ def seconds(value: object, *, default: float) -> float:
     if value is None or value == "":
         return default
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{quoted(value)} is not a number of seconds")
+        raise ValueError(f"{quote_value(value)} is not a number of seconds")
     clock = _CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
     try:
         number = float(value) if clock is None else _of_clock(*clock.groups())
     except (ValueError, OverflowError):
         number = nan
     if not isfinite(number):
-        raise ValueError(f"{quoted(value)} is not a number of seconds, nor a time such as 00:01:02.5")
+        raise ValueError(f"{quote_value(value)} is not a number of seconds, nor a time such as 00:01:02.5")
     return number
 
 
@@ -209,5 +209,5 @@ def log_probability(value: object) -> float | None:
     except (ValueError, OverflowError):
         number = nan
     if not (isfinite(number) and number <= 0):
-        raise ValueError(f"{quoted(value)}, expected the logarithm of a probability, 0 or less")
+        raise ValueError(f"{quote_value(value)}, expected the logarithm of a probability, 0 or less")
     return number

@@ -13,7 +13,7 @@ from typing import Any
 from clipmill.manifests.adapters.reasons import Reason, Unusable
 from clipmill.manifests.adapters.tables import seconds
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import on_one_line, quoted
+from clipmill.manifests.quoting import on_one_line, quote_value
 
 # An end and a start with a duration are the same if they differ by no more: tables have rounded times.
 _ROUNDING_S = 0.1
@@ -45,7 +45,7 @@ OTHER_TIMES: Mapping[str, Sequence[str]] = {
 }
 
 
-def superfluous(names: Collection[str]) -> set[str]:
+def superfluous_columns(names: Collection[str]) -> set[str]:
     """Return the columns that are not needed: the same time is there in a preferred unit, no time is in frames, or a
     duration has no start, as that of a video.
     """
@@ -97,7 +97,7 @@ def require_known_times(ignored: Sequence[str], *, columns: Collection[str], pat
         )
 
 
-def as_taken(name: str) -> str:
+def column_meaning(name: str) -> str:
     """Return what a column is read as, for notes."""
     edge, _, unit = name.partition("_")
     return f"{edge}_s, from {_WORDS[unit]}" if unit in _WORDS else name
@@ -132,7 +132,7 @@ def _time_s(values: Mapping[str, Any], edge: str) -> float | None:
                 return seconds(value, default=0.0)
             per_s = 1000.0 if unit == "ms" else _rate(values.get("fps"))
             if per_s is None or per_s <= 0:
-                fault = f"fps is {quoted(values.get('fps'))}, expected a frame rate such as 25 or 30000/1001"
+                fault = f"fps is {quote_value(values.get('fps'))}, expected a frame rate such as 25 or 30000/1001"
                 raise Unusable(Reason.BAD_FPS, fault)
             number = _number(value)
             return seconds(f"{value} ({_WORDS[unit]})" if number is None else number / per_s, default=0.0)

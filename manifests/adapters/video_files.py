@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.storage.urls import Place
 
 # Extensions of the containers that are opened (`clipmill.shards.containers`), as programs and cameras name them.
@@ -102,7 +102,7 @@ class Scan:
         shown = [f"{count:,} {on_one_line(suffix) or _NO_SUFFIX}" for suffix, count in ranked[:_MAX_NAMED_SUFFIXES]]
         if rest := sum(count for _, count in ranked[_MAX_NAMED_SUFFIXES:]):
             shown.append(f"{rest:,} others")
-        noun = counted(sum(self.omitted.values()), "file")
+        noun = count_noun(sum(self.omitted.values()), "file")
         return f"{noun} without the extension of a video: {', '.join(shown)}"
 
 
@@ -210,7 +210,7 @@ class VideoLookup:
             for key in {str(file.path), file.relative, file.source_id, relative.name, relative.stem}:
                 self._by_name.setdefault(key, []).append(file)
                 if not key.isascii():
-                    self._by_composed.setdefault(composed(key), []).append(file)
+                    self._by_composed.setdefault(compose_unicode(key), []).append(file)
 
     def find(self, name: str) -> VideoFile | None:
         """Find the file that `name` refers to; None if there is none.
@@ -219,10 +219,10 @@ class VideoLookup:
             Ambiguous: several files match, and none of them has exactly this relative path.
         """
         name = name.removeprefix("./")
-        matches = self._by_name.get(name) or self._by_composed.get(composed(name), [])
+        matches = self._by_name.get(name) or self._by_composed.get(compose_unicode(name), [])
         if len(matches) < 2:
             return matches[0] if matches else None
-        exact = [file for file in matches if composed(file.relative) == composed(name)]
+        exact = [file for file in matches if compose_unicode(file.relative) == compose_unicode(name)]
         if len(exact) > 1:
             exact = [file for file in exact if file.relative == name]
         if len(exact) == 1:
@@ -241,7 +241,7 @@ class LooseLookup:
         self._by_name: dict[str, list[VideoFile]] = {}
         for file in files:
             relative = PurePosixPath(file.relative)
-            for key in {_folded(name) for name in (file.relative, file.source_id, relative.name, relative.stem)}:
+            for key in {_fold_name(name) for name in (file.relative, file.source_id, relative.name, relative.stem)}:
                 self._by_name.setdefault(key, []).append(file)
 
     def find(self, name: str) -> VideoFile | None:
@@ -250,9 +250,9 @@ class LooseLookup:
         Raises:
             Ambiguous: several files match, and not exactly one of them by its relative path.
         """
-        plain = _folded(name)
+        plain = _fold_name(name)
         matches = self._by_name.get(plain, [])
-        by_path = [file for file in matches if _folded(file.relative) == plain]
+        by_path = [file for file in matches if _fold_name(file.relative) == plain]
         if len(matches) == 1 or len(by_path) == 1:
             return (by_path or matches)[0]
         if matches:
@@ -272,12 +272,12 @@ class NearestName:
         self._of_name: dict[str, str] = {}
         for file in files:
             for key in (file.source_id, PurePosixPath(file.relative).stem):
-                self._of_name.setdefault(composed(key).casefold(), file.relative)
+                self._of_name.setdefault(compose_unicode(key).casefold(), file.relative)
         self._num_left = max_compared if len(files) <= _MAX_NAMES else 0
 
     def find(self, name: str) -> str | None:
         """Return the relative path of the nearest file; None if there is none, or after many calls."""
-        plain = composed(PurePosixPath(name).with_suffix("").as_posix()).casefold()
+        plain = compose_unicode(PurePosixPath(name).with_suffix("").as_posix()).casefold()
         if plain in self._of_name:
             return self._of_name[plain]
         if not self._num_left or len(plain) > _MAX_NAME_CHARS:
@@ -287,14 +287,14 @@ class NearestName:
         return self._of_name[close[0]] if close else None
 
 
-def composed(name: str) -> str:
+def compose_unicode(name: str) -> str:
     """Convert `name` to Unicode's composed form (NFC), in which names are compared."""
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
-def _folded(name: str) -> str:
+def _fold_name(name: str) -> str:
     """Convert a name to a form without differences in separators, case and Unicode form."""
-    return composed(name.strip().replace("\\", "/").removeprefix("./")).casefold()
+    return compose_unicode(name.strip().replace("\\", "/").removeprefix("./")).casefold()
 
 
 def file_order(file: VideoFile) -> bytes:

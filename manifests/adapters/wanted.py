@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from clipmill.manifests.adapters.reading import ReadingBuilder
 from clipmill.manifests.adapters.reasons import Reason
-from clipmill.manifests.adapters.video_files import Ambiguous, NearestName, VideoFile, VideoLookup, composed
+from clipmill.manifests.adapters.video_files import Ambiguous, NearestName, VideoFile, VideoLookup, compose_unicode
 from clipmill.manifests.storage.urls import Place
 
 
@@ -39,7 +39,7 @@ class WantedVideos:
 
     def leave_out(self, source_ids: Iterable[str], *, why: str) -> None:
         """Lose the captions of these videos; called before any of them is looked up."""
-        self._found |= {composed(one): _Unavailable(Reason.LEFT_OUT, why) for one in source_ids}
+        self._found |= {compose_unicode(one): _Unavailable(Reason.LEFT_OUT, why) for one in source_ids}
 
     def number(
         self,
@@ -62,7 +62,7 @@ class WantedVideos:
             self._builder.reject(Reason.EMPTY_ID, file=str(file), row=row, detail="the row names no video")
             return None
         # The same name in two Unicode forms is one video; its ID has the form encountered first.
-        name = composed(source_id)
+        name = compose_unicode(source_id)
         if name not in self._found:
             self._found[name] = self._find(source_id, split=split, file_names=file_names or (source_id,))
         found = self._found[name]

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Self
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.locks import lock, locked, try_lock
+from clipmill.manifests.locks import hold_lock, lock, try_lock
 from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, remove_temporaries, target_of, temporary_path
 
 FREE_SHARE = 0.8  # of the free disk, and of what the files already take: the limit if none is chosen
@@ -143,7 +143,7 @@ class ObjectCache:
         """
         if found := self.find(name, size_bytes=size_bytes):
             return found
-        with locked(self._lock_of(name), waits=waits) as is_mine:
+        with hold_lock(self._lock_of(name), waits=waits) as is_mine:
             if not is_mine:
                 return None
             if found := self.find(name, size_bytes=size_bytes):
@@ -200,11 +200,11 @@ class ObjectCache:
     @contextmanager
     def _room(self, size_bytes: int, *, name: str) -> Iterator[None]:
         """Room for `size_bytes` under the limit, until the download has become a copy or failed."""
-        with locked(self._locks / "room"):
+        with hold_lock(self._locks / "room"):
             self._make_room(size_bytes, name=name)
             taken = self._locks / f"room-{size_bytes}-{secrets.token_hex(6)}-{name}"
             held = ExitStack()
-            held.enter_context(locked(taken))
+            held.enter_context(hold_lock(taken))
         with held:
             try:
                 yield
@@ -241,7 +241,7 @@ class ObjectCache:
     def _remove_dead_downloads(self) -> None:
         for path in self._files.glob(f"{TEMPORARY_PREFIX}*"):
             if (name := target_of(path.name)) is not None:
-                with locked(self._lock_of(name), waits=False) as is_mine:
+                with hold_lock(self._lock_of(name), waits=False) as is_mine:
                     if is_mine:
                         path.unlink(missing_ok=True)
 

@@ -24,7 +24,7 @@ from clipmill.manifests.storage.clouds import cloud_of
 from clipmill.manifests.storage.errors import Conflict, NoAnswer, storage_errors
 from clipmill.manifests.storage.listing import ObjectInfo, quoted_etag
 from clipmill.manifests.storage.stores import RETRY_S, open_store
-from clipmill.manifests.storage.waiting import awaited
+from clipmill.manifests.storage.waiting import watch_request
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0
 _NUM_BATCHES = 20  # of deletions that obstore sends at once
@@ -34,7 +34,7 @@ Guard = Callable[[], object]  # raises an error if objects must not be changed a
 _T = TypeVar("_T")
 
 
-def unguarded() -> None:
+def allow_always() -> None:
     """Guard of objects that belong to no lock."""
 
 
@@ -63,7 +63,7 @@ class Changes:
         """Write an object and return its etag."""
         num_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
         num_parts = 1 if mode != "overwrite" else -(-num_bytes // PART_BYTES)
-        written = self._repeated(key, lambda: self._put_once(key, content, mode=mode), guard, num_bytes=num_bytes)
+        written = self._repeat(key, lambda: self._put_once(key, content, mode=mode), guard, num_bytes=num_bytes)
         self._count(1 if num_parts <= 1 else num_parts + 2, num_bytes)
         return quoted_etag(written["e_tag"])
 
@@ -76,7 +76,7 @@ class Changes:
         try:
             mode: Any = "create"
             if replaces is not None:
-                mode = self._repeated(key, lambda: self._precondition(key, replaces), guard)
+                mode = self._repeat(key, lambda: self._precondition(key, replaces), guard)
             return self.put(key, content, guard=guard, mode=mode)
         except FileNotFoundError:
             raise self._conflict(key) from None
@@ -89,7 +89,7 @@ class Changes:
         """Copy an object."""
         import obstore
 
-        self._repeated(source, lambda: obstore.copy(self._store, source, target), guard)
+        self._repeat(source, lambda: obstore.copy(self._store, source, target), guard)
         self._count(1, 0)
 
     def delete(self, keys: Sequence[str], *, guard: Guard) -> None:
@@ -102,7 +102,7 @@ class Changes:
         for begin in range(0, len(keys), num_at_once):
             some = list(keys[begin : begin + num_at_once])
             try:
-                self._repeated(some[0], partial(obstore.delete, self._store, some), guard)
+                self._repeat(some[0], partial(obstore.delete, self._store, some), guard)
             except FileNotFoundError:  # one is missing (Azure, Google); whether the others are gone is unknown
                 for key in some if len(some) > 1 else ():
                     self.delete([key], guard=guard)
@@ -132,7 +132,7 @@ class Changes:
             return None
         return info.etag if found == content else None
 
-    def _repeated(self, key: str, request: Callable[[], _T], guard: Guard, *, num_bytes: int = 0) -> _T:
+    def _repeat(self, key: str, request: Callable[[], _T], guard: Guard, *, num_bytes: int = 0) -> _T:
         """Return the answer of a request; repeat it while it fails in passing, and the guard allows it."""
         if self._store is None:
             raise UserError(
@@ -140,7 +140,7 @@ class Changes:
                 hint="give an address of a bucket",
             )
         end_s, pause_s = time.monotonic() + RETRY_S, _FIRST_PAUSE_S
-        with awaited(self._address, num_bytes=num_bytes):
+        with watch_request(self._address, num_bytes=num_bytes):
             while True:
                 guard()
                 try:

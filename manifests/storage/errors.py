@@ -10,7 +10,7 @@ from typing import NoReturn
 from clipmill.manifests.errors import Inaccessible, UserError, first_line
 from clipmill.manifests.quoting import on_one_line
 from clipmill.manifests.storage.clouds import cloud_of
-from clipmill.manifests.storage.waiting import awaited
+from clipmill.manifests.storage.waiting import watch_request
 
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3} [\w '-]+)")
@@ -96,7 +96,7 @@ def storage_errors(address: str, where: str, *, num_bytes: int = 0) -> Iterator[
         raise RuntimeError("object storage was used before this process was forked; start workers with spawn")
     _was_used = True
     try:
-        with awaited(address, num_bytes=num_bytes):
+        with watch_request(address, num_bytes=num_bytes):
             yield
     except (BaseError, FileNotFoundError, PermissionError, ValueError) as error:
         _raise_for(error, address=address, where=where)

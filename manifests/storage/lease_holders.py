@@ -112,16 +112,16 @@ def held_leases(objects: Objects, keys: re.Pattern[str], *, but: str = "") -> di
         return {}
     now_s = leases.server_time_s(objects)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        records = list(pool.map(lambda info: _record_if_held(objects, info, now_s=now_s), found))
+        records = list(pool.map(lambda info: _held_record(objects, info, now_s=now_s), found))
     return {info.key: record for info, record in zip(found, records, strict=True) if record}
 
 
-def _record_if_held(objects: Objects, info: ObjectInfo, *, now_s: float) -> dict[str, Any]:
+def _held_record(objects: Objects, info: ObjectInfo, *, now_s: float) -> dict[str, Any]:
     """Return the record of a lease; release it and return nothing if its holder has died."""
     found = leases.read(objects, info.key)
     if found and (leases.is_abandoned(found) or now_s - info.modified_s >= leases.EXPIRY_S):
         try:
-            objects.write(info.key, leases.released(), replaces=info.etag)
+            objects.write(info.key, leases.released_content(), replaces=info.etag)
         except Conflict:  # renewed, released or removed meanwhile
             return leases.read(objects, info.key)
         return {}

@@ -77,7 +77,7 @@ class Lease:
             LeaseHeld: another process holds it.
             AccessRefused: the bucket is not writable.
         """
-        free = self._found_free()
+        free = self._find_free()
         begun_s = now_s()
         self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         try:
@@ -85,7 +85,7 @@ class Lease:
                 self.key, self._content(), only_new=free is None, replaces=free.etag if free else None
             )
         except Conflict:  # another process that found it free was faster
-            raise self._held(read(self._objects, self.key)) from None
+            raise self._lease_held(read(self._objects, self.key)) from None
         self._renewed_s, self.replaced = begun_s, free
         threading.Thread(target=self._renew_until_released, name=f"lease {self.key}", daemon=True).start()
 
@@ -179,7 +179,7 @@ class Lease:
         with self._lock:
             if self._lost_to is None:
                 with suppress(OSError):  # it expires
-                    self._replaced_own(released())
+                    self._replace_own(released_content())
 
     def _renew_until_released(self) -> None:
         while not self._released.wait(RENEWAL_S):
@@ -192,10 +192,10 @@ class Lease:
     def _renew(self) -> None:
         begun_s = now_s()
         self._num_renewals += 1
-        if self._replaced_own(self._content()):
+        if self._replace_own(self._content()):
             self._renewed_s = begun_s
 
-    def _replaced_own(self, content: bytes) -> bool:
+    def _replace_own(self, content: bytes) -> bool:
         """Write the object if this process holds the lease; otherwise note who does, and return False."""
         for is_last in (False, True):
             try:
@@ -224,7 +224,7 @@ class Lease:
         }
         return (json.dumps(record, indent=1) + "\n").encode()
 
-    def _found_free(self) -> ObjectInfo | None:
+    def _find_free(self) -> ObjectInfo | None:
         """Return the object if it is released, abandoned or expired; None if it does not exist."""
         try:
             info = self._objects.info(self.key)
@@ -234,10 +234,10 @@ class Lease:
         if record and not is_abandoned(record):
             age_s = server_time_s(self._objects) - info.modified_s
             if age_s < EXPIRY_S:
-                raise self._held(record, expires_in_s=EXPIRY_S - age_s)
+                raise self._lease_held(record, expires_in_s=EXPIRY_S - age_s)
         return info
 
-    def _held(self, record: dict[str, Any], *, expires_in_s: float | None = None) -> LeaseHeld:
+    def _lease_held(self, record: dict[str, Any], *, expires_in_s: float | None = None) -> LeaseHeld:
         since = f" since {record['since']}" if record.get("since") else ""
         expiry = "" if expires_in_s is None else f"; if it was killed, its lock expires in {max(1, expires_in_s):.0f} s"
         held = LeaseHeld(
@@ -270,7 +270,7 @@ def server_time_s(objects: Objects) -> float:
             objects.delete(key)
 
 
-def released() -> bytes:
+def released_content() -> bytes:
     """Return the content of a released lease."""
     return secrets.token_hex(_RELEASED_BYTES // 2).encode()
 
@@ -296,10 +296,10 @@ def read_info(objects: Objects, key: str) -> tuple[dict[str, Any], ObjectInfo | 
         content, info = objects.read_version(key)
     except FileNotFoundError:
         return {}, None
-    return _parsed(content), info
+    return _parse_record(content), info
 
 
-def _parsed(content: bytes) -> dict[str, Any]:
+def _parse_record(content: bytes) -> dict[str, Any]:
     try:
         record = json.loads(content)
     except ValueError:

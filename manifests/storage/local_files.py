@@ -48,7 +48,7 @@ def is_format_name(key: str) -> bool:
     return is_eager(key) or key.endswith(_LAZY_SUFFIXES)
 
 
-def sorted_out(listed: Iterable[ObjectInfo]) -> tuple[dict[str, ObjectInfo], set[str]]:
+def sort_objects(listed: Iterable[ObjectInfo]) -> tuple[dict[str, ObjectInfo], set[str]]:
     """Return the objects that have local files, by key, and the keys of those that can have none.
 
     Left out are the markers of folders that consoles and FUSE tools make: objects without content that have the name of

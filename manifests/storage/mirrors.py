@@ -178,7 +178,7 @@ def file_state(path: Path) -> tuple[int, int]:
     return state.st_size, state.st_mtime_ns
 
 
-def touched(path: Path, *, time_ns: int) -> None:
+def set_modified_time(path: Path, *, time_ns: int) -> None:
     """Set the time of modification of a file; an object is written again, and is then newer than all others.
 
     Raises:
@@ -190,7 +190,7 @@ def touched(path: Path, *, time_ns: int) -> None:
         os.utime(path, ns=(time_ns, time_ns))
 
 
-def shown(text: str) -> str:
+def show_addresses(text: str) -> str:
     """Replace the folders of mirrors by their addresses in a text for people."""
     for folder, mirror in _mounted.items():
         text = text.replace(folder, mirror.address)
@@ -205,7 +205,7 @@ class AddressStream:
 
     def write(self, text: str) -> int:
         """Write a text."""
-        self._stream.write(shown(text) if _mounted else text)
+        self._stream.write(show_addresses(text) if _mounted else text)
         return len(text)
 
     def __getattr__(self, name: str) -> Any:

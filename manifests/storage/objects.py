@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import naming, temporary_path
-from clipmill.manifests.storage.changes import Changes, Guard, unguarded
+from clipmill.manifests.storage.changes import Changes, Guard, allow_always
 from clipmill.manifests.storage.errors import AccessRefused as AccessRefused
 from clipmill.manifests.storage.errors import Conflict, Unanswered, storage_errors
 from clipmill.manifests.storage.listing import Listing, info_of
@@ -197,7 +197,7 @@ class Objects:
         *,
         only_new: bool = False,
         replaces: str | None = None,
-        guard: Guard = unguarded,
+        guard: Guard = allow_always,
     ) -> str:
         """Write a whole object and return its etag; readers see the old object or the new one.
 
@@ -241,11 +241,11 @@ class Objects:
             refused.strerror = "another command has written it meanwhile"
             raise
 
-    def copy(self, source: str, target: str, *, guard: Guard = unguarded) -> None:
+    def copy(self, source: str, target: str, *, guard: Guard = allow_always) -> None:
         """Copy an object within the bucket, without sending its content through this machine."""
         self._changes.copy(source, target, guard=guard)
 
-    def delete(self, *keys: str, guard: Guard = unguarded) -> None:
+    def delete(self, *keys: str, guard: Guard = allow_always) -> None:
         """Delete objects; those that do not exist are not an error."""
         self._changes.delete(keys, guard=guard)
 

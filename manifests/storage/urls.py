@@ -46,18 +46,18 @@ def split_url(url: str) -> tuple[str, str]:
     """
     found = _PARTS.fullmatch(url)
     if found is None:
-        raise ValueError(f"not a URL: {masked(url)}")
+        raise ValueError(f"not a URL: {mask_secrets(url)}")
     root, key = found.groups()
     if "@" in root:
         raise UserError(
-            f"{masked(url)} contains a user name or password, which the manifest would store",
+            f"{mask_secrets(url)} contains a user name or password, which the manifest would store",
             hint="give the URL without them; credentials are taken from the variables of the account",
         )
     if not is_web(url):
         return root, key
     if "?" in url or "#" in url:
         raise UserError(
-            f"{masked(url)} has a query string; signed URLs expire, and the manifest would store them",
+            f"{mask_secrets(url)} has a query string; signed URLs expire, and the manifest would store them",
             hint="give the address in the bucket (s3://BUCKET/KEY), or a URL without a query string",
         )
     return root, unquote(key)
@@ -68,7 +68,7 @@ def url_below(folder: str, relative: str) -> str:
     return f"{folder.rstrip('/')}/{quote(relative) if is_web(folder) else relative}"
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """Return a text without the users, passwords and query strings of the URLs in it."""
     return _QUERY.sub(r"\1?...", _USER.sub("...@", text))
 

@@ -29,7 +29,7 @@ def tell_of_waiting(tell: Callable[[str], object] | None) -> None:
 
 
 @contextmanager
-def awaited(where: str, *, num_bytes: int) -> Iterator[None]:
+def watch_request(where: str, *, num_bytes: int) -> Iterator[None]:
     """Context manager around a request.
 
     Args:

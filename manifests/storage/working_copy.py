@@ -43,7 +43,7 @@ from clipmill.manifests.storage.local_files import (
     make_placeholder,
     run_of,
     set_stamp,
-    sorted_out,
+    sort_objects,
 )
 from clipmill.manifests.storage.objects import ObjectInfo, Objects, open_objects
 
@@ -101,7 +101,7 @@ class WorkingCopy:
 
     def _refresh(self, prefix: str, *, recursive: bool = True) -> None:
         for is_last in (False, False, True):
-            found, foreign = sorted_out(self.objects.list(prefix, recursive=recursive))
+            found, foreign = sort_objects(self.objects.list(prefix, recursive=recursive))
             self._foreign |= foreign
             try:
                 self._mirror(found, prefix, recursive=recursive)

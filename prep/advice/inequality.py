@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import size_text
 from clipmill.prep.advice.reads import READERS
 
@@ -124,11 +124,12 @@ class Bucket:
     def lines(self) -> Iterator[str]:
         """Yield what training asks of the bucket."""
         load, found = self.load, self.values()
-        tars = f"{size_text(self.set_bytes)} in {counted(self.num_shards, 'request')} on each node"
+        tars = f"{size_text(self.set_bytes)} in {count_noun(self.num_shards, 'request')} on each node"
         if "fetch_s" in found:
             yield (
                 f"whole tars of latents are fetched into a cache: {tars}, which takes {found['fetch_s']:,.0f} s; an "
-                f"epoch of {counted(self.clips_per_epoch, 'clip')} takes {self.clips_per_epoch / load.clips_per_s:,.0f}"
+                f"epoch of {count_noun(self.clips_per_epoch, 'clip')} takes "
+                f"{self.clips_per_epoch / load.clips_per_s:,.0f}"
                 f" s. With a --cache-size below that, they are fetched again in each epoch"
             )
             return
@@ -143,7 +144,7 @@ class Bucket:
         )
         yield (
             f"cost          {found['requests_per_epoch']:,.0f} requests per epoch of "
-            f"{counted(self.clips_per_epoch, 'clip')}, USD {found['usd_per_epoch']:.2g} at USD 0.40 per million"
+            f"{count_noun(self.clips_per_epoch, 'clip')}, USD {found['usd_per_epoch']:.2g} at USD 0.40 per million"
         )
         yield f"local cache   {tars}; transfers less than ranges from {found['epochs_until_cache_pays']:.1f} epochs on"
 
@@ -182,10 +183,11 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
         origin: where step, read speed, bitrate and clips come from, in words.
         storage: "disk" or "bucket".
     """
-    lines = [f"step          {load.step_s:.3g} s, {counted(load.batch, 'clip')}  ({origin['step']})"]
+    lines = [f"step          {load.step_s:.3g} s, {count_noun(load.batch, 'clip')}  ({origin['step']})"]
     if load.num_gpus > 1:
         lines.append(
-            f"cluster       {counted(load.num_nodes, 'node')} with {counted(load.gpus_per_node, 'GPU')} each; per GPU "
+            f"cluster       {count_noun(load.num_nodes, 'node')} with {count_noun(load.gpus_per_node, 'GPU')} "
+            "each; per GPU "
             f"{load.batch / load.num_gpus:g} clips, {load.clips_per_s / load.num_gpus:.3g} clips/s"
         )
     lines += [
@@ -206,7 +208,7 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
 
 def _verdict(load: Load, way: str) -> str:
     """Whether storage is enough, with three answers where one of several nodes measured it."""
-    headroom, nodes = load.headroom(way), counted(load.num_nodes, "node")
+    headroom, nodes = load.headroom(way), count_noun(load.num_nodes, "node")
     longest = ""
     if way == WHOLE:
         longest = f"; the longest chunk that it sustains is {load.longest_chunk_s:.3g} s ({_SOURCE})"

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.disk_speed import ReadSpeed, drop_cache, read_speed
 from clipmill.shards.packets import PacketTable
@@ -83,7 +83,7 @@ def open_column(variant: Variant, name: str) -> Column:
         share = 1.0 if _extension(sampled[0]).endswith(".zst") else np.minimum(1.0, SEGMENT_S / seconds)
         clip_bytes, requests = float(np.mean(sizes * share)), 1.0
         num_clips = max(1, round(num_chunks * float(np.floor(seconds / SEGMENT_S + 1e-6).mean())))
-        clips = f"segments of {SEGMENT_S:g} s, mean over {counted(len(sizes), 'chunk')}"
+        clips = f"segments of {SEGMENT_S:g} s, mean over {count_noun(len(sizes), 'chunk')}"
     return Column(
         name=name,
         variant=variant.directory.name,
@@ -155,7 +155,7 @@ def disk_speed(column: Column) -> tuple[ReadSpeed, str]:
     for shard in column.sampled:
         drop_cache(shard.tar_path)
     speed = read_speed([partial(_read, shard, ranges) for shard, ranges in chunk_reads(column.sampled)])
-    how = f"measured on {counted(speed.num_reads, 'chunk')} in random order, one at a time, page cache dropped"
+    how = f"measured on {count_noun(speed.num_reads, 'chunk')} in random order, one at a time, page cache dropped"
     return speed, how
 
 
@@ -175,7 +175,7 @@ def bucket_speed(column: Column, *, num_processes: int) -> tuple[ReadSpeed, Read
     clips = [partial(_read, shard, ranges) for shard, ranges in reads]
     together = read_speed(clips, num_threads=num_threads, repeats=True)
     how = (
-        f"measured from this machine on {counted(together.num_reads, 'clip')}, {num_threads} at a time; one request "
+        f"measured from this machine on {count_noun(together.num_reads, 'clip')}, {num_threads} at a time; one request "
         f"alone takes {alone.read_s * 1000:.0f} ms, 95th percentile {alone.slow_read_s * 1000:.0f} ms"
     )
     return alone, together, how

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.publish import make_folder
-from clipmill.manifests.quoting import on_one_line, quoted
+from clipmill.manifests.quoting import on_one_line, quote_value
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 
 ANSWERS_FOLDER = "answers"
@@ -133,7 +133,7 @@ def _storable(text: object) -> str:
         ValueError: it is not a text.
     """
     if not isinstance(text, str):
-        raise ValueError(f"{quoted(text)} is not a text")
+        raise ValueError(f"{quote_value(text)} is not a text")
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "ignore")
 
 

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.units import duration_text
 from clipmill.prep.captions.answers import ANSWERS_FOLDER, Answer, answers_in
 from clipmill.prep.captions.table import TABLE_FILE
@@ -50,8 +50,8 @@ class Cost:
         each = f"; {self.seconds / self.num_answers:.2g} s each" if self.num_answers else ""
         tokens = f"{self.tokens_in:,} tokens in, {self.tokens_out:,} out"
         if self.num_uncounted:
-            tokens += f", and an unknown number for {counted(self.num_uncounted, 'answer')}"
-        return f"{counted(self.num_answers, 'answer')}: {tokens}{each}"
+            tokens += f", and an unknown number for {count_noun(self.num_uncounted, 'answer')}"
+        return f"{count_noun(self.num_answers, 'answer')}: {tokens}{each}"
 
 
 def cost_of(variant_dir: Path) -> Cost:
@@ -70,7 +70,8 @@ def estimate(plan: ChunksPlan) -> Addition:
     if num_chunks:
         # Unchanged chunks of a changed shard, and those with an answer, are not asked about again.
         lines.append(
-            f"estimate at most {counted(num_chunks, 'chunk')} to caption, {counted(settings.frames, 'frame')} each"
+            f"estimate at most {count_noun(num_chunks, 'chunk')} to caption, "
+            f"{count_noun(settings.frames, 'frame')} each"
         )
         if cost.num_answers:
             values["answer_s"] = cost.seconds * num_chunks / cost.num_answers

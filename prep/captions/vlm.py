@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.prep.captions.answers import Answer
 from clipmill.prep.captions.asking import Questions
 from clipmill.prep.captions.frames import Picture
@@ -69,7 +69,8 @@ class LocalModel:
                 )
         except torch.OutOfMemoryError:
             raise MemoryError(
-                f"a batch of {counted(len(pictures), 'chunk')} does not fit in GPU memory: use a smaller --batch, or "
+                f"a batch of {count_noun(len(pictures), 'chunk')} does not fit in GPU memory: use a smaller "
+                "--batch, or "
                 "fewer --frames"
             ) from None
         seconds = (time.monotonic() - begin_s) / len(pictures)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked, Range
 from clipmill.prep.core.request import Data, Json
 from clipmill.shards.columns import LATENTS, VIDEO
@@ -123,7 +123,7 @@ def advise(
         gpus_per_node=gpus_per_node,
         is_total=is_total,
     )
-    sampled = f"{len(column.sampled)} of {counted(column.num_shards, 'shard')} of {column.variant}"
+    sampled = f"{len(column.sampled)} of {count_noun(column.num_shards, 'shard')} of {column.variant}"
     clips = "; ".join(one.clips for one in columns.values())
     origin = {
         "step": step.origin,
@@ -185,12 +185,14 @@ def _step(asked: Asked) -> _Step:
         steps = read_run_steps(asked.run)
         if step_s is None:
             step_s = steps.step_s
-            origin = f"median of {counted(steps.num_steps, 'step')} of {asked.run}, without waiting for data"
+            origin = f"median of {count_noun(steps.num_steps, 'step')} of {asked.run}, without waiting for data"
         if batch is None and steps.batch is not None:
             batch = steps.batch
             if num_gpus is not None and steps.num_readers not in (None, num_gpus):
                 batch = max(1, round(batch * num_gpus / steps.num_readers))
-                origin += f"; its {counted(steps.batch, 'clip')} are scaled from {steps.num_readers} to {num_gpus} GPUs"
+                origin += (
+                    f"; its {count_noun(steps.batch, 'clip')} are scaled from {steps.num_readers} to {num_gpus} GPUs"
+                )
     if step_s is None:
         raise UserError("the step time is unknown", hint="give --step-time SECONDS, or --run RUN")
     if batch is None:

@@ -7,7 +7,7 @@ of your own (docs/plugins.md).
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 from clipmill.manifests.plugins import Parts
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Adapter:
 
     def read(self, *arguments: Any, **options: Any) -> "Reading":
         """Call the reader."""
-        found: Reading = imported(self.reader)(*arguments, **options)
+        found: Reading = import_object(self.reader)(*arguments, **options)
         return found
 
 

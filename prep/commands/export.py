@@ -20,7 +20,7 @@ def _command(kind: ExportKind) -> Callable[..., None]:
         from dataclasses import asdict
 
         from clipmill.manifests.progress import Activity
-        from clipmill.manifests.quoting import counted
+        from clipmill.manifests.quoting import count_noun
         from clipmill.prep.core.data_folder import require_data_folder
         from clipmill.prep.core.report import NOTHING_TO_DO, Report, show
 
@@ -28,9 +28,9 @@ def _command(kind: ExportKind) -> Callable[..., None]:
         with Activity(exporting) as now:
             found = kind.write(require_data_folder(data), destination, flags, now.counter(exporting))
         lines = [
-            f"exported  {counted(found.num_written, found.noun)} to {destination}"
+            f"exported  {count_noun(found.num_written, found.noun)} to {destination}"
             if found.num_written
-            else f"{NOTHING_TO_DO}: {destination} is up to date with {counted(found.num_samples, found.noun)}"
+            else f"{NOTHING_TO_DO}: {destination} is up to date with {count_noun(found.num_samples, found.noun)}"
         ]
         lines += [f"left out  {num:,}: {reason}" for reason, num in found.left_out.items() if num]
         show(Report("\n".join(lines), asdict(found)), json=json)

@@ -13,7 +13,7 @@ from cyclopts import App, Parameter, Token
 from clipmill.manifests.data_location import address_of
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.flag_values import OPTIONS
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Range, refuse
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.storage.urls import folder_of, place_of
@@ -189,7 +189,7 @@ def synthetic(
     directory = data / "synthetic" if out is None else out
 
     def make(_tables: list[Path]) -> "Reading":
-        creating = f"creating {counted(videos, 'video')}"
+        creating = f"creating {count_noun(videos, 'video')}"
         with Activity(creating) as now:
             show = now.counter(creating)
             return make_synthetic(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import counted, on_one_line, quoted
+from clipmill.manifests.quoting import count_noun, on_one_line, quote_value
 from clipmill.manifests.settings import Range, refuse
 from clipmill.prep.core.request import Data
 
@@ -81,7 +81,7 @@ def captions(
     from clipmill.manifests.further_sources import SOURCE_CHARS, is_source_name
     from clipmill.manifests.further_write import FURTHER, write_further_captions
     from clipmill.manifests.progress import Activity
-    from clipmill.manifests.store import read_rejected, read_videos
+    from clipmill.manifests.store import read_rejected_rows, read_videos
     from clipmill.prep.commands import manifest_text
     from clipmill.prep.commands.caption_limits import chunk_finder, ends_of_videos
     from clipmill.prep.core.data_folder import require_data_folder, writing
@@ -92,7 +92,7 @@ def captions(
 
     refuse(_LIKELIHOOD.mistakes("--min-likelihood", min_likelihood))
     if source is not None and not is_source_name(source):
-        raise UserError(f"--source {quoted(source)} is not a name", hint=f"give a name of {SOURCE_CHARS}")
+        raise UserError(f"--source {quote_value(source)} is not a name", hint=f"give a name of {SOURCE_CHARS}")
     folder = require_data_folder(data)
     if remove:
         choices = {"tables": tables, "--source": source, "--min-likelihood": min_likelihood}
@@ -117,7 +117,9 @@ def captions(
             records={name: {**record, **choice} for name, record in read.records.items()},
         )
         has_rejected = read.reading.rejected.num_rows > 0
-        rejected = first_rejected(manifest_text.rejected_of(read_rejected(folder), FURTHER)) if has_rejected else []
+        rejected = (
+            first_rejected(manifest_text.rejected_of(read_rejected_rows(folder), FURTHER)) if has_rejected else []
+        )
     current = current_variant(folder, VIDEO)
     other = {name: other_variants(record["models"], current=current) for name, record in read.records.items()}
     values = {
@@ -149,7 +151,7 @@ def _remove(folder: Path, names: Sequence[str], *, beside: Mapping[str, object],
         print(json_module.dumps(values, indent=1, sort_keys=True))
         return
     for name, count in removed.items():
-        print(f"{on_one_line(name)}: {counted(count, 'caption')} removed")
+        print(f"{on_one_line(name)}: {count_noun(count, 'caption')} removed")
     print(f"manifest: {manifest_dir(folder)}")
     print(f"next: {chunk_command(folder)}")
 
@@ -222,9 +224,9 @@ def _lines(
         changes = f"{written.num_added[name]:,} new"
         if written.num_removed[name]:
             changes += f", {written.num_removed[name]:,} removed"
-        yield f"{on_one_line(name)}: {counted(count, 'caption')} ({changes})"
+        yield f"{on_one_line(name)}: {count_noun(count, 'caption')} ({changes})"
     for name, count in written.num_stale.items():
-        yield f"stale: {counted(count, 'caption')} of {on_one_line(name)}, an earlier version, replaced"
+        yield f"stale: {count_noun(count, 'caption')} of {on_one_line(name)}, an earlier version, replaced"
     for name, variants in values["other_variants"].items():
         yield f"note: {on_one_line(name)} describes chunks of {', '.join(variants)}, which is not the current variant"
     if models := [name for name in written.num_captions if is_of_model(name)]:

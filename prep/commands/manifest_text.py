@@ -15,7 +15,7 @@ from clipmill.manifests.adapters.reading import Reading
 from clipmill.manifests.adapters.reasons import Reason
 from clipmill.manifests.dataset_write import WriteResult
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.table_files import REJECTED_LIST
 from clipmill.prep.core.column import data_flags
 from clipmill.prep.core.failure_list import FailureEntry, first_rejected, named_lines, named_values
@@ -54,11 +54,11 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
     if written.num_captions_removed:
         of_captions += f", {written.num_captions_removed:,} removed"
     lines = [
-        f"{written.dataset}: {counted(written.num_videos, 'video')} ({changes}), "
-        f"{counted(written.num_captions, 'caption')} ({of_captions})"
+        f"{written.dataset}: {count_noun(written.num_videos, 'video')} ({changes}), "
+        f"{count_noun(written.num_captions, 'caption')} ({of_captions})"
     ]
     of_splits = (
-        f"{name} {counted(num_videos, 'video')} with {counted(num_captions, 'caption')}"
+        f"{name} {count_noun(num_videos, 'video')} with {count_noun(num_captions, 'caption')}"
         for name, (num_videos, num_captions) in written.splits.items()
     )
     lines.append(f"splits: {', '.join(of_splits)}")
@@ -73,7 +73,7 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
     lines += [f"note: {on_one_line(note)}" for note in notes]
     if written.num_further_kept or written.num_further_removed:
         lines.append(
-            f"added sources: {counted(written.num_further_kept, 'caption')} kept"
+            f"added sources: {count_noun(written.num_further_kept, 'caption')} kept"
             + (f", {written.num_further_removed:,} removed with their videos" if written.num_further_removed else "")
         )
     lines.append(f"manifest: {written.folder}")
@@ -96,8 +96,8 @@ def rejected_lines(
         folder: of the manifest.
     """
     total = sum(num_rejected.values())
-    what = [counted(num, noun) for num, noun in ((num_files, "file"), (total - num_files, "row")) if num]
-    lost = f", and {counted(num_captions_lost, 'caption')} of unavailable videos" if num_captions_lost else ""
+    what = [count_noun(num, noun) for num, noun in ((num_files, "file"), (total - num_files, "row")) if num]
+    lost = f", and {count_noun(num_captions_lost, 'caption')} of unavailable videos" if num_captions_lost else ""
     return [
         f"rejected: {' and '.join(what)}{lost}",
         *(f"{_INDENT}{reason}: {count}" for reason, count in sorted(num_rejected.items())),

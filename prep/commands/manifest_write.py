@@ -40,13 +40,13 @@ def write_dataset(read: "Callable[[list[Path]], Reading]", tables: "Sequence[Pla
         read: receives local copies of the tables.
         tables: annotation files.
     """
-    from clipmill.manifests.adapters.reading import encodable
+    from clipmill.manifests.adapters.reading import is_encodable
     from clipmill.manifests.adapters.remote_tables import read_with_local_tables
     from clipmill.manifests.dataset_write import write_manifest
     from clipmill.manifests.errors import DISK_ERRORS
     from clipmill.manifests.progress import Activity
-    from clipmill.manifests.quoting import quoted
-    from clipmill.manifests.store import read_rejected
+    from clipmill.manifests.quoting import quote_value
+    from clipmill.manifests.store import read_rejected_rows
     from clipmill.prep.commands import manifest_text
     from clipmill.prep.core.data_folder import writing
     from clipmill.prep.core.failure_list import first_rejected
@@ -54,8 +54,8 @@ def write_dataset(read: "Callable[[list[Path]], Reading]", tables: "Sequence[Pla
     data, dataset = into.data, into.dataset
     check_data_dir(data, videos=into.videos)
     _check_existing(data)
-    if not encodable(dataset):
-        raise UserError(f"--dataset {quoted(dataset)} is not valid Unicode", hint="give another name")
+    if not is_encodable(dataset):
+        raise UserError(f"--dataset {quote_value(dataset)} is not valid Unicode", hint="give another name")
     with Activity(f"reading dataset {on_one_line(dataset)}"):
         reading = read_with_local_tables(tables, read)
     if not reading.videos.num_rows:
@@ -84,7 +84,7 @@ def write_dataset(read: "Callable[[list[Path]], Reading]", tables: "Sequence[Pla
             may_remove=into.may_remove,
         )
         rejected = (
-            first_rejected(manifest_text.rejected_of(read_rejected(data), dataset)) if written.num_rejected else []
+            first_rejected(manifest_text.rejected_of(read_rejected_rows(data), dataset)) if written.num_rejected else []
         )
     if into.as_json:
         values = manifest_text.written_values(written, rejected=rejected, notes=reading.notes)

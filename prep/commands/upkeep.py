@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError, UserErrors
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.prep.core.request import Data, Json
 from clipmill.prep.registry import column_named, column_names, columns
 from clipmill.shards.columns import VIDEO
@@ -260,7 +260,7 @@ def gc(
         held.enter_context(folder_lock(data_dir))
         with Activity("looking for files that are no longer needed"):
             garbage, in_bucket = find_garbage(data_dir), find_in_bucket(data_dir)
-        removing = f"removing {counted(len(garbage.items), 'file')}"
+        removing = f"removing {count_noun(len(garbage.items), 'file')}"
         with Activity(removing) as now:
             removed = None if dry_run else remove(garbage, on_item=now.counter(removing))
             abort([] if dry_run else in_bucket.uploads, data_dir)
@@ -270,5 +270,5 @@ def gc(
         print(garbage_text(garbage, in_bucket, removed, data_dir=data_dir))
     if removed is not None and removed.failed:
         path, why = removed.failed[0]
-        raise FailedWork(f"{counted(len(removed.failed), 'file')} could not be removed; the first: {path}: {why}")
+        raise FailedWork(f"{count_noun(len(removed.failed), 'file')} could not be removed; the first: {path}: {why}")
     sys.stdout.flush()

@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.prep.core.recipe import (
     KEPT,
@@ -164,7 +164,7 @@ class ColumnSpec:
     @property
     def request_type(self) -> type:
         """Dataclass with the flags that are not settings."""
-        found: type = imported(self.request)
+        found: type = import_object(self.request)
         return found
 
     def stored_settings(self, stored: Stored, weights: str | None = None) -> Any:

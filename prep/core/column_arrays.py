@@ -17,7 +17,7 @@ from clipmill.shards.chunk_table import ChunkRows, read_chunk_rows
 from clipmill.shards.columns import how_to_make, how_to_repair
 from clipmill.shards.damage import DamagedTar
 from clipmill.shards.format import BLOCK_BYTES
-from clipmill.shards.npy import decompressed, load_npy
+from clipmill.shards.npy import decompress_frame, load_npy
 from clipmill.shards.reader import Variant
 
 
@@ -75,7 +75,7 @@ class ColumnArrays:
         if not self.rows.member.endswith(".zst"):
             return payload
         shape = [int(self.numbers(name)[at]) for name in ("num_frames", "channels", "height", "width")]
-        return decompressed(payload, size_bytes=BLOCK_BYTES + 2 * prod(shape))
+        return decompress_frame(payload, size_bytes=BLOCK_BYTES + 2 * prod(shape))
 
     def video_rows(self, video_ids: pa.Array) -> NDArray[np.int64]:
         """The row of each sample's video in `video_ids`, -1 for others."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.manifests.units import between, size_text
+from clipmill.manifests.units import range_text, size_text
 from clipmill.shards.dataset import list_variants, variant_dir
 
 
@@ -53,7 +53,7 @@ class DiskUse:
 
     def lines(self) -> list[str]:
         """Return the disk use in words."""
-        variants = f" in {counted(len(self.variant_bytes), 'variant')}" if self.variant_bytes else ""
+        variants = f" in {count_noun(len(self.variant_bytes), 'variant')}" if self.variant_bytes else ""
         column_bytes = sum(self.variant_bytes.values())
         now = f"{size_text(column_bytes)}{variants} now" if variants else "nothing of this column yet"
         parts = [now]
@@ -61,13 +61,13 @@ class DiskUse:
             parts.append("how much is added is unknown")
         elif self.added_bytes[1]:
             low, high = (size_text(round(one)) for one in self.added_bytes)
-            parts.append(f"{between(low, high) if self.added_bytes[0] else f'at most {high}'} to be added")
+            parts.append(f"{range_text(low, high) if self.added_bytes[0] else f'at most {high}'} to be added")
         if self.free_bytes is not None:
             parts.append(f"{size_text(self.free_bytes)} free")
         lines = [f"disk     {'; '.join(parts)} (whole data folder: {size_text(self.data_bytes)})"]
         if self.freed_bytes:
             num_others = len(self.variant_bytes) - self.has_variant
-            what = f"{counted(num_others, 'other variant')}" if num_others else "earlier shards"
+            what = f"{count_noun(num_others, 'other variant')}" if num_others else "earlier shards"
             kept = f"{what} {'is' if num_others == 1 else 'are'} kept beside it"
             lines.append(f"         {kept}; then `prep gc` frees {size_text(self.freed_bytes)}")
         if not self.fits:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.units import duration_text, size_text
 from clipmill.prep.core.column import ColumnSpec, data_flags, short_path
@@ -53,7 +53,7 @@ def with_ending(
         of_video = f" ({length_text(length.seconds, num_unread=length.num_unread)})"
     folder = short_path(variant_dir)
     lines = [
-        f"total    {counted(num_samples, column.sample)}{of_video} in {counted(len(files), 'shard')},"
+        f"total    {count_noun(num_samples, column.sample)}{of_video} in {count_noun(len(files), 'shard')},"
         f" {size_text(num_bytes)}: {folder}"
     ]
     current = current_variant(variant_dir.parent.parent, column.name)
@@ -159,7 +159,7 @@ class Length:
 
 def length_text(seconds: float, *, num_unread: int) -> str:
     """Return a length of video in words."""
-    unread = f" without {counted(num_unread, 'unreadable shard')}" if num_unread else ""
+    unread = f" without {count_noun(num_unread, 'unreadable shard')}" if num_unread else ""
     return f"{duration_text(seconds)} of video{unread}"
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.prep.core.column import WEIGHTS, ColumnSpec, Stored
 from clipmill.prep.core.request import PlanRequest, Request
 
@@ -60,7 +60,7 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
         f"Print what `prep {column.command}` would do with the same settings, and why (dry run).\n\n"
         f"Example:\n\n    prep plan {column.name}\n"
     )
-    return _as_command(plan, column, request=imported(column.plan_request), help=help)
+    return _as_command(plan, column, request=import_object(column.plan_request), help=help)
 
 
 def _as_command(function: Callable[..., None], column: ColumnSpec, *, request: type, help: str) -> Callable[..., None]:
@@ -137,7 +137,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     unchanged = summary.unchanged if is_usable else ()
     new = [failure for failure in summary.failures if failure not in unchanged]
     if unchanged:
-        known = counted(len({failure.video_id for failure in unchanged}), "video")
+        known = count_noun(len({failure.video_id for failure in unchanged}), "video")
         sys.stderr.write(f"not counted: {known} with failures that an earlier run has reported, listed in {listed}\n")
     if len({failure.video_id for failure in new}) > budget(plan.num_videos):
         raise FailedWork(f"{_failed_words(new, column, plan)}; failures are listed in {listed}")
@@ -149,11 +149,11 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
 def _failed_words(failures: "Sequence[Failure]", column: ColumnSpec, plan: "ColumnPlan") -> str:
     """Return how many videos of a plan have failed, and if only spans or samples of them have, how many of these."""
     num_videos = len({failure.video_id for failure in failures})
-    of_videos = f"{num_videos} of {counted(plan.num_videos, 'video')}"
+    of_videos = f"{num_videos} of {count_noun(plan.num_videos, 'video')}"
     sample = column.sample
     if all(failure.key is None for failure in failures) or sample == "video":
         return of_videos
-    return f"{counted(len(failures), 'span' if column.is_first else sample)} in {of_videos}"
+    return f"{count_noun(len(failures), 'span' if column.is_first else sample)} in {of_videos}"
 
 
 def _made(

@@ -40,7 +40,7 @@ from typing import Any, TypeVar
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import this_process
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import mirror_of, refresh
 from clipmill.prep.core.data_folder import remove_leftovers
 from clipmill.prep.core.part_locks import SIGN_INTERVAL_S, Part, PartFiles, PartLocks
@@ -212,12 +212,14 @@ class PartRun:
         """Return how the part ended, for the summary."""
         if not self.is_last:
             verb = "is" if self.num_running == 1 else "are"
-            others = f"{counted(self.num_running, 'other part')} {verb} running"
+            others = f"{count_noun(self.num_running, 'other part')} {verb} running"
             return f"part     {self.part} has ended; {others}, and the last one finishes the run"
         if not self.not_made:
             return f"part     {self.part} has ended as the last one; nothing is left to make"
-        listed = [f"{counted(number, self.unit)} of part {part}" for part, number in sorted(self.not_made.items())[:5]]
-        more = f", and of {counted(len(self.not_made) - 5, 'more part')}" if len(self.not_made) > 5 else ""
+        listed = [
+            f"{count_noun(number, self.unit)} of part {part}" for part, number in sorted(self.not_made.items())[:5]
+        ]
+        more = f", and of {count_noun(len(self.not_made) - 5, 'more part')}" if len(self.not_made) > 5 else ""
         return f"part     {self.part} has ended as the last one running; not made: {', '.join(listed)}{more}"
 
     def values(self) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from types import TracebackType
 from typing import Self
 
 from clipmill.manifests.errors import Stopped
-from clipmill.manifests.progress import Activity, ProgressRate, joined
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.progress import Activity, ProgressRate, join_parts
+from clipmill.manifests.quoting import count_noun
 from clipmill.prep.engines import Refused
 
 
@@ -84,14 +84,16 @@ class RunProgress:
         elif (speed := self._pace.per_s) > 0:
             state = self._pace.rate() if self._sample_s is None else f"{speed * self._sample_s:,.1f}x real time"
         failed = ", ".join(f"{count} x {code}" for code, count in sorted(self._failures.items()))
-        text = joined(f"{self._done:,} of {counted(self._num_samples, self._noun)}", state, self._pace.left(self._work))
+        text = join_parts(
+            f"{self._done:,} of {count_noun(self._num_samples, self._noun)}", state, self._pace.left(self._work)
+        )
         return f"{text}; failed: {failed}" if failed else text
 
     def _kept(self) -> str:
-        made = f"{self._num_shards_made:,} of {counted(self._num_shards, 'shard')}"
-        kept = f"this run has finished {made} ({counted(self._num_kept, self._noun)})"
+        made = f"{self._num_shards_made:,} of {count_noun(self._num_shards, 'shard')}"
+        kept = f"this run has finished {made} ({count_noun(self._num_kept, self._noun)})"
         lost = self._done - self._num_kept
-        return f"{kept}; {counted(lost, self._noun)} of unfinished shards will be made again" if lost > 0 else kept
+        return f"{kept}; {count_noun(lost, self._noun)} of unfinished shards will be made again" if lost > 0 else kept
 
 
 def warn_refused(refused: Refused) -> None:

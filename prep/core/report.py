@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import recipe_differences
 from clipmill.prep.core.failure_list import failure_lines, failure_values
@@ -73,7 +73,7 @@ def states_lines(
     if kept:
         num_failed = sum(shard.num_failed for shard in kept)
         num_held = sum(shard.num_chunks for shard in kept) - num_failed
-        held = f"{counted(num_held, sample)} in {counted(len(kept), 'shard')}"
+        held = f"{count_noun(num_held, sample)} in {count_noun(len(kept), 'shard')}"
         lines.append(f"kept     {held}{f'; {num_failed:,} failed, see prep status' if num_failed else ''}")
         reasons_to_hold = {shard.reason for shard in kept if shard.reason.startswith("kept, ")}
         lines += [f"         {reason.removeprefix('kept, ')}" for reason in sorted(reasons_to_hold)]
@@ -88,11 +88,11 @@ def states_lines(
     lines += [f"to do    {_work(group, sample, verb)}: {reason}" for reason, group in groups.items()]
     removed = [shard for shard in shards if shard.state == ShardState.ORPHANED]
     because = Counter((reasons or {}).get(shard.shard_id, shard.reason) for shard in removed)
-    lines += [f"to do    {counted(count, 'shard')} removed: {reason}" for reason, count in because.items()]
+    lines += [f"to do    {count_noun(count, 'shard')} removed: {reason}" for reason, count in because.items()]
     listed = [shard for shard in shards if shard.state in _LISTED]
     lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in listed[:MAX_LISTED]]
     if len(listed) > MAX_LISTED:
-        lines.append(f"... and {counted(len(listed) - MAX_LISTED, 'more shard')}")
+        lines.append(f"... and {count_noun(len(listed) - MAX_LISTED, 'more shard')}")
     return lines
 
 
@@ -153,14 +153,14 @@ def summary_report(
     """
     lines = [f"variant  {summary.variant}"]
     if summary.num_shards_made and summary.failures and not summary.num_encoded + summary.num_reused:
-        skipped = f"{counted(summary.num_failed_videos, 'video')} skipped ({', '.join(summary.failures_by_code())})"
-        lines.append(f"made     no chunks in {counted(summary.num_shards_made, 'shard')}: {skipped}")
+        skipped = f"{count_noun(summary.num_failed_videos, 'video')} skipped ({', '.join(summary.failures_by_code())})"
+        lines.append(f"made     no chunks in {count_noun(summary.num_shards_made, 'shard')}: {skipped}")
     elif summary.num_shards_made:
         empty = f", and {summary.num_shards_empty:,} without chunks" if summary.num_shards_empty else ""
-        made = counted(summary.num_shards_made - summary.num_shards_empty, "shard")
+        made = count_noun(summary.num_shards_made - summary.num_shards_empty, "shard")
         size = f", {size_text(summary.num_bytes_written)}" if summary.num_bytes_written else ""
         lines.append(
-            f"made     {made}{empty}: {counted(summary.num_encoded, 'chunk')} {verb}d,"
+            f"made     {made}{empty}: {count_noun(summary.num_encoded, 'chunk')} {verb}d,"
             f" {summary.num_reused:,} copied{size}"
         )
         lines += [f"speed    {speed}"] if speed else []
@@ -192,11 +192,11 @@ def _reason(shard: ShardPlan, reasons: Mapping[int, str]) -> str:
 
 def _work(group: _Group, sample: str, verb: str) -> str:
     """Return "12 chunks encoded and 6 copied into 2 shards"."""
-    into, made = f"into {counted(group.num_shards, 'shard')}", f"{counted(group.num_made, sample)} {verb}d"
+    into, made = f"into {count_noun(group.num_shards, 'shard')}", f"{count_noun(group.num_made, sample)} {verb}d"
     if not group.is_known:
         return f"at most {made} {into}"
     if not group.num_copied:
         return f"{made} {into}"
     if not group.num_made:
-        return f"{counted(group.num_copied, sample)} copied {into}"
+        return f"{count_noun(group.num_copied, sample)} copied {into}"
     return f"{made} and {group.num_copied:,} copied {into}"

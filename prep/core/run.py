@@ -11,7 +11,7 @@ from typing import Any, Generic
 
 from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import refresh, require_locks
 from clipmill.prep.core.column import Addition, ColumnSpec
 from clipmill.prep.core.data_folder import remove_variant_temporaries
@@ -291,7 +291,7 @@ def _have_appeared(
     made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
     missing = made & _missing_shards(job, commits, results, gave_up=gave_up).keys()
     unseen = [(shard.shard_id, shard.plan_fingerprint) for shard in job.shards if shard.shard_id in missing]
-    what = f"{counted(len(unseen), 'shard')} in {job.variant_dir}"
+    what = f"{count_noun(len(unseen), 'shard')} in {job.variant_dir}"
     return bool(unseen) and wait_until_seen(
         what, lambda: is_committed(job.variant_dir, unseen), limit_s=job.lag_limit_s
     )

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from clipmill.manifests.publish import naming, published, require_regular
+from clipmill.manifests.publish import naming, publish_atomically, require_regular
 
 _CHECKSUM_KEY = b"clipmill_sha256"
 
@@ -24,7 +24,7 @@ def write_table_file(path: Path, table: pa.Table) -> None:
     given = table.schema.metadata or {}
     header = _header(path.name, table.num_rows, metadata=given)
     sha256 = b" ".join(_sha256(header, name, table[name]) for name in table.column_names)
-    with published(path) as temporary:
+    with publish_atomically(path) as temporary:
         pq.write_table(table.replace_schema_metadata({**given, _CHECKSUM_KEY: sha256}), temporary)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 
-from clipmill.manifests.imported import imported, late
+from clipmill.manifests.imported import import_late, import_object
 from clipmill.manifests.storage.mirrors import is_away
 from clipmill.prep.core.column import Addition, ColumnSpec, Pending, Stored
 from clipmill.shards.merged_table import CHUNKS_FILE
@@ -75,7 +75,7 @@ class ExtraFile:
 
 
 # Of columns that training reads.
-MERGED_TABLE = ExtraFile(CHUNKS_FILE, late("clipmill.shards.chunk_table:chunk_table_problem"))
+MERGED_TABLE = ExtraFile(CHUNKS_FILE, import_late("clipmill.shards.chunk_table:chunk_table_problem"))
 
 
 def _nothing_in_particular(data: Path) -> list[str]:
@@ -242,11 +242,11 @@ class ChunkWork:
     def for_column(self, column: ColumnSpec) -> ColumnWork:
         """Return the functions of a column."""
         # The module with these functions, which imports this one, loads plan and driver.
-        derived: ColumnWork = imported("clipmill.prep.core.chunk_column:column_work")(column, self)
+        derived: ColumnWork = import_object("clipmill.prep.core.chunk_column:column_work")(column, self)
         return derived
 
 
 def work_of(column: ColumnSpec) -> ColumnWork:
     """Return the functions of a column."""
-    work: ColumnWork | ChunkWork = imported(column.work)
+    work: ColumnWork | ChunkWork = import_object(column.work)
     return work.for_column(column)

@@ -4,7 +4,7 @@ import os
 import sys
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.prep.engines import Engine
 from clipmill.prep.engines.execution import Execution, need_of
 
@@ -53,7 +53,7 @@ def open_engine(
     room = int(count_gpus() / gpus_per_worker)
     if not room:
         raise UserError(
-            f"this machine has {counted(count_gpus(), 'GPU')}, but a worker requires {gpus_per_worker:g}",
+            f"this machine has {count_noun(count_gpus(), 'GPU')}, but a worker requires {gpus_per_worker:g}",
             hint="give a smaller --num-gpus, or 0 for the CPU",
         )
     gpus = [str(gpu) for gpu in range(count_gpus())]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.prep.engines import Refused, no_worker_left
 from clipmill.prep.engines.execution import Need
 
@@ -146,10 +146,13 @@ class Nodes:
 
     def _found(self) -> str:
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        totals = (counted(int(sum(node.get(resource, 0) for node in nodes)), resource) for resource in ("CPU", "GPU"))
+        totals = (
+            count_noun(int(sum(node.get(resource, 0) for node in nodes)), resource) for resource in ("CPU", "GPU")
+        )
         memory_gb = max((node.get("memory", 0) for node in nodes), default=0) / 1e9
         return (
-            f"{counted(len(nodes), 'node')} with {' and '.join(totals)}, and at most {memory_gb:.1f} GB of memory each"
+            f"{count_noun(len(nodes), 'node')} with {' and '.join(totals)}, "
+            f"and at most {memory_gb:.1f} GB of memory each"
         )
 
     def _able_nodes(self) -> list[Any]:

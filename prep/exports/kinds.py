@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 from clipmill.manifests.settings import Checked, Range
 
 Progress = Callable[[int, int | None], None]  # is called with the number of samples done and of all
@@ -51,7 +51,7 @@ class ExportKind:
 
     def write(self, data_dir: Path, destination: Path, flags: Any, show: Progress) -> Exported:
         """Call the writer."""
-        written: Exported = imported(self.writer)(data_dir, destination, flags, show)
+        written: Exported = import_object(self.writer)(data_dir, destination, flags, show)
         return written
 
 

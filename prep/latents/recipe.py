@@ -10,7 +10,7 @@ from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked, Range, errors_of
 from clipmill.manifests.units import parse_length
 from clipmill.prep.core.recipe import NOT_STORED, STORED_IF_CHANGED, Recipe
@@ -209,7 +209,7 @@ class Encoding:
             near = dict.fromkeys(f"--segment {one}f ({float((one - 1) / fps):g}s)" for one in (lower, upper))
             raise UserError(
                 f"{vae.kind} encodes segments of {step}k + 1 frames; --segment {self.settings.segment} at"
-                f" {self.settings.fps} fps has {counted(num_frames, 'frame')}",
+                f" {self.settings.fps} fps has {count_noun(num_frames, 'frame')}",
                 hint=f"use {' or '.join(near)}; a chunk of 15 s holds"
                 f" {' or '.join(str(15 * fps // (one - 1)) for one in dict.fromkeys((lower, upper)))} of them",
             )

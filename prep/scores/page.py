@@ -14,13 +14,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.prep.core.pages import PageRequest, publish_page
 from clipmill.prep.core.report import Report
 from clipmill.prep.scores.distribution import landmarks
 from clipmill.prep.scores.pictures import Chunks, Thumbnail
 from clipmill.shards.pages.histogram import histogram
-from clipmill.shards.pages.media import evenly_spaced
+from clipmill.shards.pages.media import evenly_spaced_items
 from clipmill.shards.pages.templates import require_page_path
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES, Score
@@ -81,9 +81,9 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
     )
     num_chunks, html = scores.table.num_rows, os.fspath(request.path)
     if selection is None:
-        return Report(f"{html}: {counted(num_chunks, 'chunk')}", {"html": html, "num_chunks": num_chunks})
+        return Report(f"{html}: {count_noun(num_chunks, 'chunk')}", {"html": html, "num_chunks": num_chunks})
     num_kept = selection.num_kept
-    said = f"--where keeps {num_kept:,} of {counted(num_chunks, 'chunk')}"
+    said = f"--where keeps {num_kept:,} of {count_noun(num_chunks, 'chunk')}"
     said += "" if num_kept else "; see the distributions on the page for values that occur"
     return Report(f"{html}: {said}", {"html": html, "num_chunks": num_chunks, "num_kept": num_kept})
 
@@ -117,7 +117,7 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
 
     num_videos = len(set(chunks.table["video_id"].chunk(0).indices.to_pylist()))
     return {
-        "summary": f"{counted(chunks.table.num_rows, 'chunk')} of {counted(num_videos, 'video')}",
+        "summary": f"{count_noun(chunks.table.num_rows, 'chunk')} of {count_noun(num_videos, 'video')}",
         "selection": selection,
         "groups": [(name, [mark(row) for row in rows]) for name, rows in groups],
         "scores": [
@@ -162,11 +162,11 @@ def _most_cut(cuts: NDArray[np.float64]) -> list[int]:
 
 
 def _cut_frames_s(chunks: Chunks, row: int) -> list[float]:
-    return evenly_spaced(chunks.table["cut_times_s"][row].as_py(), at_most=NUM_CUT_PICTURES)
+    return evenly_spaced_items(chunks.table["cut_times_s"][row].as_py(), at_most=NUM_CUT_PICTURES)
 
 
 def _groups(selection: Selection) -> list[tuple[str, list[int]]]:
     return [
-        (name, evenly_spaced(np.flatnonzero(selection.is_kept == is_kept).tolist(), at_most=NUM_SELECTED))
+        (name, evenly_spaced_items(np.flatnonzero(selection.is_kept == is_kept).tolist(), at_most=NUM_SELECTED))
         for name, is_kept in (("kept", True), ("dropped", False))
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import late
+from clipmill.manifests.imported import import_late
 from clipmill.manifests.keys import chunk_key, split_key
 from clipmill.prep.core.chunk_input import Chunks
 from clipmill.prep.core.column import data_flags
@@ -98,8 +98,8 @@ WORK = ChunkWork(
     name=lambda recipe: f"cut{recipe.settings.cut_threshold:g}".replace("+", ""),
     needs=("clipmill.prep.scores.work:version_mismatch", "libraries"),
     memory_gb=0.5,  # measured (benchmarks/README.md): 0.16 GB
-    extra_files=(ExtraFile(CHUNKS_FILE, _table_problem, late("clipmill.shards.scores:publish_score_table")),),
+    extra_files=(ExtraFile(CHUNKS_FILE, _table_problem, import_late("clipmill.shards.scores:publish_score_table")),),
     sample_facts=_sample_facts,
-    write_page=late("clipmill.prep.scores.page:write_scores_page"),
+    write_page=import_late("clipmill.prep.scores.page:write_scores_page"),
     next_command=lambda data: ["prep", "inspect", "--column", SCORES, "--html", "scores.html", *data_flags(data)],
 )

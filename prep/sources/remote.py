@@ -19,10 +19,10 @@ from pathlib import PurePosixPath
 from typing import TypeGuard
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.errors import AccessDenied
 from clipmill.manifests.storage.objects import AccessRefused, ObjectInfo, Objects, open_objects
-from clipmill.manifests.storage.urls import is_web, masked, split_url
+from clipmill.manifests.storage.urls import is_web, mask_secrets, split_url
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 
 _MIB = 1 << 20
@@ -62,12 +62,12 @@ def as_source_failure() -> Iterator[None]:
     except FileNotFoundError:
         raise SourceFailure(FailureCode.SOURCE_MISSING, "no such object", is_lasting=False) from None
     except AccessRefused as error:
-        message = masked(str(error).rpartition(": ")[2])
+        message = mask_secrets(str(error).rpartition(": ")[2])
         raise SourceFailure(FailureCode.ACCESS_REFUSED, message, is_lasting=False) from None
     except UserError as error:
-        raise SourceFailure(FailureCode.SOURCE_MISSING, masked(str(error)), is_lasting=False) from None
+        raise SourceFailure(FailureCode.SOURCE_MISSING, mask_secrets(str(error)), is_lasting=False) from None
     except OSError as error:
-        message = masked(error.strerror or str(error))
+        message = mask_secrets(error.strerror or str(error))
         if "Range request not supported" in message:
             message = "the web server does not support range requests"
             raise SourceFailure(FailureCode.SOURCE_UNREADABLE, message, is_lasting=False) from None
@@ -110,7 +110,7 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
         refused = [state for state in states.values() if _is_refused(state)]
         if len(refused) == len(states) and (len(states) > 1 or len(groups) == 1):
             raise UserError(
-                f"{masked(root)}: {refused[0].message} for all {counted(len(states), 'source')} there",
+                f"{mask_secrets(root)}: {refused[0].message} for all {count_noun(len(states), 'source')} there",
                 hint="check the credentials and what they permit, then run the same command again",
             )
         for key, state in states.items():
@@ -142,7 +142,7 @@ def _listed(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State]]:
     except AccessRefused:
         raise
     except OSError as error:
-        failure = SourceFailure(FailureCode.IO_ERROR, masked(error.strerror or str(error)), is_lasting=False)
+        failure = SourceFailure(FailureCode.IO_ERROR, mask_secrets(error.strerror or str(error)), is_lasting=False)
         yield from ((key, failure) for key in keys)
 
 

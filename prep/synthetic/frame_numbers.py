@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from clipmill.manifests.publish import published
+from clipmill.manifests.publish import publish_atomically
 from clipmill.prep.synthetic.encode import TICKS_PER_FRAME, VideoTrack, encode_video, set_rotation
 from clipmill.prep.synthetic.frame_code import draw_frame_number
 
@@ -61,7 +61,7 @@ class FrameNumberVideo:
             self.num_frames, fps=self.fps, start_offset_s=self.start_offset_s, variable_rate=self.variable_rate
         )
         path.parent.mkdir(parents=True, exist_ok=True)
-        with published(path) as temporary:
+        with publish_atomically(path) as temporary:
             encode_video(temporary, track, pictures=self._pictures(), ticks=ticks, picture_format="gray")
             if self.rotation_degrees:
                 set_rotation(temporary, degrees=self.rotation_degrees, width=width, height=height)

@@ -14,7 +14,7 @@ import pyarrow as pa
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.splits import TRAIN, VAL
 from clipmill.manifests.locks import folder_lock
-from clipmill.manifests.publish import published, remove_temporaries
+from clipmill.manifests.publish import publish_atomically, remove_temporaries
 from clipmill.prep.synthetic.encode import TICKS_PER_FRAME, VideoTrack, encode_video
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.prep.synthetic.shapes import HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
@@ -79,7 +79,7 @@ class SyntheticVideo:
         if self.mode is Mode.FRAME_NUMBERS:
             FrameNumberVideo(num_frames=self.num_frames, fps=self.fps, width=WIDTH, height=HEIGHT).write(path)
             return
-        with published(path) as temporary:
+        with publish_atomically(path) as temporary:
             encode_video(
                 temporary,
                 VideoTrack(fps=self.fps, width=WIDTH, height=HEIGHT, options={"preset": "superfast", "crf": "23"}),

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import has_manifest, read_videos
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.layout import (
@@ -42,7 +42,7 @@ from clipmill.prep.text.recipe import TEXT, TextSettings
 from clipmill.shards.commits import Commit
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.reader import Variant
-from clipmill.shards.selection import nothing_selected
+from clipmill.shards.selection import empty_selection_error
 from clipmill.shards.where import Where, parse_where
 
 LAYOUT_FILE = f"{TEXT}.parquet"
@@ -102,7 +102,9 @@ def make_text_plan(
         # To the plan, videos that are not selected are like those without captions.
         num_captions = np.where(of_videos.mask(videos), num_captions, 0)
         if not num_captions.any():
-            raise nothing_selected(of_videos, what=f"{counted(len(videos), 'video')}, or only some without captions")
+            raise empty_selection_error(
+                of_videos, what=f"{count_noun(len(videos), 'video')}, or only some without captions"
+            )
     if not num_captions.any() and not stored.commits:
         raise UserError(
             f"the manifest in {data_dir} has no captions", hint="add some: prep manifest folder VIDEOS --captions TABLE"

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import captions_path
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import WEIGHTS
@@ -53,7 +53,7 @@ def text_summary(summary: Summary, *, listed: Path) -> Report:
     lines = [f"variant  {summary.variant}", f"captions {added['num_captions']:,} in the manifest"]
     if summary.num_shards_made or summary.num_encoded:
         lines.append(
-            f"made     {counted(summary.num_shards_made, 'shard')}: {counted(num_texts, 'unique text')},"
+            f"made     {count_noun(summary.num_shards_made, 'shard')}: {count_noun(num_texts, 'unique text')},"
             f" {summary.num_encoded:,} encoded, {summary.num_reused:,} copied,"
             f" {size_text(summary.num_bytes_written)} in {summary.wall_s:.1f} s"
         )
@@ -105,7 +105,7 @@ def text_report(plan: TextPlan) -> Report:
     lines += states_lines(plan.shards, sample="video")
     lines += [f"left out {line}" for line in left_out_lines(plan.num_left_out)]
     if num_videos:
-        lines.append(f"estimate at most the captions of {counted(num_videos, 'video')} to encode, each text once")
+        lines.append(f"estimate at most the captions of {count_noun(num_videos, 'video')} to encode, each text once")
         lines.append("         how long it takes is unknown until the captions are read; a GPU is many times faster")
         lines += [*disk.lines(), next_line(command)]
     else:

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import recipe_differences
 from clipmill.prep.core.column_arrays import ColumnArrays
@@ -49,7 +49,7 @@ def variants_report(data_dir: Path, first: str, second: str) -> Report:
     }
     lines = [f"column    {column}", *(f"setting   {difference}" for difference in differences)]
     lines += [
-        f"samples   {counted(len(keys[0]), 'sample')} and {len(keys[1]):,}, of which both have {num_common:,}",
+        f"samples   {count_noun(len(keys[0]), 'sample')} and {len(keys[1]):,}, of which both have {num_common:,}",
         f"size      {size_text(sizes[0])} and {size_text(sizes[1])}",
     ]
     if column in COLUMNS and any(".npy" in member for member in COLUMNS[column].members):
@@ -78,11 +78,11 @@ class Compared:
     deviation: float | None
 
     def __str__(self) -> str:
-        other = f"; {counted(self.num_other_shape, 'array')} of other shapes" if self.num_other_shape else ""
+        other = f"; {count_noun(self.num_other_shape, 'array')} of other shapes" if self.num_other_shape else ""
         if self.largest is None:
             return f"no array of the same sample and shape to compare{other}"
         return (
-            f"{counted(self.num_arrays, 'array')} compared: largest difference {self.largest:.3g}, mean"
+            f"{count_noun(self.num_arrays, 'array')} compared: largest difference {self.largest:.3g}, mean"
             f" {self.mean:.3g}, at a standard deviation of {self.deviation:.3g}{other}"
         )
 

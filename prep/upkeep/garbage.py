@@ -15,7 +15,7 @@ from pathlib import Path
 
 from clipmill.manifests.publish import remove as remove_file
 from clipmill.manifests.publish import remove_all, rename, target_of, temporaries_in, temporary_path
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import manifest_dir
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.data_folder import ROOT_FILES, RUNNING_FILE, incomplete_variants
@@ -234,7 +234,7 @@ def _reason_to_keep_all(data_dir: Path, column: ColumnSpec, current: str | None)
     if problems := problems_of(variant):
         shard_id, (state, why) = next(iter(problems.items()))
         num_more = len(problems) - 1
-        more = f", and {counted(num_more, 'more damaged shard')}" if num_more else ""
+        more = f", and {count_noun(num_more, 'more damaged shard')}" if num_more else ""
         return f"the current variant is damaged: shard {shard_id:06d} is {state} ({why}){more}"
     if not variant.shards():
         return "the current variant has no shards yet"
@@ -245,7 +245,7 @@ def _reason_to_keep_all(data_dir: Path, column: ColumnSpec, current: str | None)
         return "it is unknown whether the current variant is complete"
     missing = pending.wanted_shards - variant.commits.keys()
     if missing:
-        return f"the current variant is incomplete: {counted(len(missing), 'shard')} not made yet"
+        return f"the current variant is incomplete: {count_noun(len(missing), 'shard')} not made yet"
     return None
 
 

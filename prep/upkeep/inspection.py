@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_videos
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import ColumnSpec
@@ -50,7 +50,8 @@ def set_report(variant: Variant, *, column: ColumnSpec) -> Report:
     lines = [
         f"variant   {variant.directory.name}",
         f"settings  {column.settings_line(recipe)}",
-        f"total     {counted(num_chunks, column.sample)} in {counted(num_shards, 'shard')}, {size_text(num_bytes)}",
+        f"total     {count_noun(num_chunks, column.sample)} in {count_noun(num_shards, 'shard')}, "
+        f"{size_text(num_bytes)}",
         "",
         f" shard  split {column.sample + 's':>8}      size  failed  state",
     ]
@@ -60,7 +61,7 @@ def set_report(variant: Variant, *, column: ColumnSpec) -> Report:
         for row in rows[:_MAX_SHARD_ROWS]
     ]
     if len(rows) > _MAX_SHARD_ROWS:
-        lines.append(f"... and {counted(len(rows) - _MAX_SHARD_ROWS, 'more shard')}")
+        lines.append(f"... and {count_noun(len(rows) - _MAX_SHARD_ROWS, 'more shard')}")
     values = {
         "variant": variant.directory.name,
         "recipe": recipe,
@@ -131,7 +132,7 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
     if len(matching) == 1 and not unread:
         return matching[0]
     if unread:
-        hint = f"{counted(unread, 'shard')} cannot be read; run `prep verify`"
+        hint = f"{count_noun(unread, 'shard')} cannot be read; run `prep verify`"
     elif matching:
         keys = sorted(shard.index["key"][row].as_py() for shard, row in matching)
         more = f", and {len(keys) - _NUM_NEAREST:,} more" if len(keys) > _NUM_NEAREST else ""

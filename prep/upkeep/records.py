@@ -15,7 +15,7 @@ import pyarrow as pa
 from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.schema import MANIFEST_FILE
-from clipmill.manifests.store import manifest_dir, open_captions, read_rejected, read_videos
+from clipmill.manifests.store import manifest_dir, open_captions, read_rejected_rows, read_videos
 from clipmill.manifests.table_files import TABLE_FILES
 from clipmill.prep.core.column import ColumnSpec, Stored
 from clipmill.prep.core.data_folder import PROBES_FILE, SHOTS_FILE
@@ -95,7 +95,7 @@ def _manifest(data_dir: Path) -> Iterator[RecordFinding]:
             yield RecordFinding(str(folder / MANIFEST_FILE), "the file is missing, but its tables exist", repair)
         return
     messages = []
-    for read in (read_videos, _read_captions, read_rejected, lambda folder: open_stored_captions(folder).verify()):
+    for read in (read_videos, _read_captions, read_rejected_rows, lambda folder: open_stored_captions(folder).verify()):
         try:
             read(data_dir)
         except UserError as error:

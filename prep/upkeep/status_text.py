@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.ending import length_text, retry_words
@@ -36,7 +36,7 @@ def status_text(status: Status) -> str:
     for name, (shard_id, state, why) in problems[:_MAX_LISTED]:
         lines.append(f"{state:<10}{'' if column_named(name).is_first else f'{name} '}shard {shard_id:06d}: {why}")
     if len(problems) > _MAX_LISTED:
-        lines.append(f"          ... and {counted(len(problems) - _MAX_LISTED, 'more shard')}")
+        lines.append(f"          ... and {count_noun(len(problems) - _MAX_LISTED, 'more shard')}")
     if (hint := _next_step(status)) is not None:
         lines.append(f"next      {hint}")
     return "\n".join(lines)
@@ -96,7 +96,7 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
     lines += note_lines(videos.first_notes, num_all=videos.num_noted, indent=len(_INDENT))
     for code, count in videos.lost.items():
         lines.append(
-            f"lost      {counted(count, 'source')} that can no longer be read ({code}); existing chunks are kept"
+            f"lost      {count_noun(count, 'source')} that can no longer be read ({code}); existing chunks are kept"
         )
     return [*lines, *named_lines(videos.first_lost, num_all=sum(videos.lost.values()), listed=None, indent=_INDENT)]
 
@@ -116,7 +116,7 @@ def _source_lines(sources: list[CaptionSource] | None) -> list[str]:
         if source.stale_because is not None:
             lines.append(f"{_INDENT}  stale: {on_one_line(source.stale_because)}")
     if len(sources) > _MAX_LISTED:
-        lines.append(f"{_INDENT}... and {counted(len(sources) - _MAX_LISTED, 'more source')}")
+        lines.append(f"{_INDENT}... and {count_noun(len(sources) - _MAX_LISTED, 'more source')}")
     return lines
 
 
@@ -128,7 +128,7 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
         )
         if variant.num_missing and variant.num_running is None and column.written_by is None:
             command = _command_of_variant(column.column, variant.name, data_dir)
-            lines.append(f"{_INDENT}incomplete: {counted(variant.num_missing, 'shard')} not made yet: {command}")
+            lines.append(f"{_INDENT}incomplete: {count_noun(variant.num_missing, 'shard')} not made yet: {command}")
         if variant.is_late:
             lines.append(f"{_INDENT}written by a late run, after the variant had been removed: `prep gc` removes it")
         if variant.lost and variant.num_running is None and column.current is not None:
@@ -154,7 +154,7 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
 def _variant_lines(column: str, variant: VariantStatus, *, place: str) -> list[str]:
     spec = column_named(column)
     hours = f" {length_text(3600 * variant.hours, num_unread=variant.num_unread)}," if spec.has_hours else ""
-    total = f"{counted(variant.num_samples, spec.sample)} in {counted(variant.num_shards, 'shard')}"
+    total = f"{count_noun(variant.num_samples, spec.sample)} in {count_noun(variant.num_shards, 'shard')}"
     lines = [
         f"{column:<9} {variant.name}{' (current)' if variant.is_current else ''}",
         f"{_INDENT}{total},{hours} {size_text(variant.size_bytes)} {place}",
@@ -166,9 +166,11 @@ def _variant_lines(column: str, variant: VariantStatus, *, place: str) -> list[s
         done = variant.num_samples + variant.num_running
         if variant.num_wanted:
             share = min(done / variant.num_wanted, 1)
-            lines.append(f"{_INDENT}in progress: {done:,} of {counted(variant.num_wanted, spec.sample)} ({share:.0%})")
+            lines.append(
+                f"{_INDENT}in progress: {done:,} of {count_noun(variant.num_wanted, spec.sample)} ({share:.0%})"
+            )
         else:
-            lines.append(f"{_INDENT}in progress: {counted(done, spec.sample)} so far")
+            lines.append(f"{_INDENT}in progress: {count_noun(done, spec.sample)} so far")
     return lines
 
 

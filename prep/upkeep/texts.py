@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import FOLDER_IN_PLACE, UserError
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.selection import stored_request
@@ -29,8 +29,8 @@ def verified_text(found: Verified, *, column: ColumnSpec, max_findings: int) -> 
     ]
     if len(listed) > max_findings:
         lines.append(f"... and {len(listed) - max_findings:,} more; use --json for the full list")
-    total = f"{counted(found.num_samples, column.sample)} in {counted(found.num_shards, 'shard')}"
-    deep = f", {counted(found.num_deep, column.checked_noun)}" if found.num_deep else ""
+    total = f"{count_noun(found.num_samples, column.sample)} in {count_noun(found.num_shards, 'shard')}"
+    deep = f", {count_noun(found.num_deep, column.checked_noun)}" if found.num_deep else ""
     state = "damaged" if found.num_damaged else "not read completely" if found.inaccessible else "OK"
     lines.append(f"{column.name} {found.variant}: {total}, {size_text(found.num_bytes)} read{deep}: {state}")
     if not found.num_shards and not found.num_problems:
@@ -52,7 +52,7 @@ def repairs_text(records: list[RecordFinding]) -> list[str]:
         return []
     commands = dict.fromkeys(record.repair for record in records)
     repair = repair_text("; ".join(commands), (record.message for record in records))
-    return [f"{counted(len(records), 'missing or damaged record')}; {repair}"]
+    return [f"{count_noun(len(records), 'missing or damaged record')}; {repair}"]
 
 
 def repair_text(command: str, messages: Iterable[str]) -> str:
@@ -67,7 +67,7 @@ def failure_text(found: Verified, variant: Variant, *, column: ColumnSpec, data_
     num_shards = len({finding.shard_id for finding in (*found.findings, *found.deep_findings)})
     name, parts = variant.directory.name, []
     if found.num_damaged:
-        parts.append(f"{counted(found.num_damaged, 'problem')} in {counted(num_shards, 'shard')} of {name}")
+        parts.append(f"{count_noun(found.num_damaged, 'problem')} in {count_noun(num_shards, 'shard')} of {name}")
     if found.findings:
         try:
             command = column.command_line(stored_request(variant), data_dir=data_dir)
@@ -81,7 +81,7 @@ def failure_text(found: Verified, variant: Variant, *, column: ColumnSpec, data_
         more = f" and {len(by_hand) - 5} more" if len(by_hand) > 5 else ""
         parts.append(f"to remake shards whose damage only verify detects, first remove their commits: {paths}{more}")
     if found.inaccessible:
-        shards = counted(len(found.inaccessible), "shard")
+        shards = count_noun(len(found.inaccessible), "shard")
         parts.append(f"{shards} of {name} cannot be accessed, which is no sign of damage: verify again later")
     return "; ".join(parts)
 
@@ -101,7 +101,7 @@ def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removed | 
             ]
         else:
             listed = list(items)
-            files = counted(len(listed), "file")
+            files = count_noun(len(listed), "file")
             lines.append(f"{verb:<11}{variant} ({files}, {_total(listed)}): {listed[0].reason}")
     lines += [
         f"{verb:<11}{upload.key} (begun {upload.begun or 'at an unknown time'}): upload of a killed command"

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import Inaccessible
-from clipmill.manifests.imported import imported
-from clipmill.manifests.storage.mirrors import file_state, local_copy, mirror_of, touched
+from clipmill.manifests.imported import import_object
+from clipmill.manifests.storage.mirrors import file_state, local_copy, mirror_of, set_modified_time
 from clipmill.prep.core.column import CheckedSample, ColumnSpec, DeepCode
 from clipmill.prep.engines import Outcome
 from clipmill.prep.engines.processes import ProcessEngine
@@ -170,7 +170,7 @@ def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
         now_ns = max(time.time_ns(), committed_ns + 1_000_000_000)
         energon = all(problem.code == Code.ENERGON_INDEX for problem in problems)
         name = commit.files.energon_index if energon else commit.files.index if is_index else commit.files.tar
-        touched(folder / name, time_ns=now_ns)
+        set_modified_time(folder / name, time_ns=now_ns)
         return bool(quick_check(folder, commit))
     return False
 
@@ -212,7 +212,7 @@ def _check_deep(
 
 def check_deep(task: DeepTask) -> DeepResult:
     """Check the samples of a shard one after another, in a worker; one sample is in memory at a time."""
-    check_sample = imported(task.check)
+    check_sample = import_object(task.check)
     findings: list[tuple[str | None, str, str]] = []
     num_checked = 0
     try:

@@ -10,7 +10,7 @@ import av.error
 
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.keys import chunk_key
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.video.span_task import check_chunk, read_chunk
@@ -46,7 +46,7 @@ def check_description(row: dict[str, Any], members: dict[str, bytes], *, split: 
     if expected["key"] != row["key"]:
         differences.append((DeepCode.JSON_DIFFERS, f"key: {row['key']!r} in the index, expected {expected['key']!r}"))
     if (end_s - begin_s) * fps != row["num_frames"]:
-        message = f"begin_s and end_s do not match {counted(row['num_frames'], 'frame')}"
+        message = f"begin_s and end_s do not match {count_noun(row['num_frames'], 'frame')}"
         differences.append((DeepCode.JSON_DIFFERS, message))
     if "txt" in members and members["txt"] != "\n".join(captions).encode("utf-8", "replace"):
         differences.append((DeepCode.JSON_DIFFERS, "the txt member differs from the captions in the json member"))

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.storage.mirrors import is_remote
-from clipmill.manifests.units import between, duration_text, parse_bitrate, size_text
+from clipmill.manifests.units import duration_text, parse_bitrate, range_text, size_text
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.engines.choice import num_cores
 from clipmill.prep.video.codecs import codec_named
@@ -281,17 +281,17 @@ def estimate_lines(cost: Estimate) -> list[str]:
         return []
     core_hours, size = duration_text(3600 * cost.core_hours), size_text(round(cost.size_bytes))
     if cost.core_hours_range is not None:
-        core_hours = between(*(duration_text(3600 * hours) for hours in cost.core_hours_range))
+        core_hours = range_text(*(duration_text(3600 * hours) for hours in cost.core_hours_range))
     if cost.size_bytes_range is not None:
-        size = between(*(size_text(round(one)) for one in cost.size_bytes_range))
+        size = range_text(*(size_text(round(one)) for one in cost.size_bytes_range))
     lines = [f"estimate {core_hours} of CPU time for {duration_text(3600 * cost.video_hours)} of video; {size}"]
     if cost.wall_hours_range is not None and cost.idle_hours is not None:
         first, busy = (duration_text(3600 * hours) for hours in cost.wall_hours_range)
         idle = duration_text(3600 * cost.idle_hours)
-        trials = f"; measured by encoding 5 s of {counted(cost.num_trials, 'video')}" if cost.num_trials else ""
-        cores = f"the {counted(cost.num_cores, 'core')} of this machine"
+        trials = f"; measured by encoding 5 s of {count_noun(cost.num_trials, 'video')}" if cost.num_trials else ""
+        cores = f"the {count_noun(cost.num_cores, 'core')} of this machine"
         load = "" if busy == idle else f", up to {busy} beside what else is running now"
-        lines.append(f"         {between(first, idle)} on {cores}{load}{trials}")
+        lines.append(f"         {range_text(first, idle)} on {cores}{load}{trials}")
     if cost.lacking_trials:
         what = "some videos were" if cost.num_trials else "no video was"
         basis = "" if cost.num_trials else "; the estimate rests on averages of other machines and videos"

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import has_manifest, read_videos
 from clipmill.manifests.units import clock
 from clipmill.prep.core.report import Report
@@ -51,7 +51,7 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
         ),
         f"time      {clock(begin_s, decimals=3)} to {clock(end_s, decimals=3)} of video {row['video_id']}",
         f"frames    {row['num_frames']} at {row['fps_num'] / row['fps_den']:g} fps,"
-        f" from {counted(description['num_source_frames'], 'distinct source frame')}",
+        f" from {count_noun(description['num_source_frames'], 'distinct source frame')}",
         f"video     {row['codec']} {row['width']}x{row['height']},"
         f" {row['mp4_size'] * 8 / (end_s - begin_s) / 1000:.0f} kbit/s",
         f"GOP       {gop}",
@@ -87,7 +87,7 @@ def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
         count = len(list(repeated))
         spelled = group if len(group) <= _MAX_PATTERN else _runs(group)
         parts.append(f"{spelled} x {count}" if count > 1 else spelled)
-    more = f" + {counted(len(parts) - _MAX_PATTERNS, 'other pattern')}" if len(parts) > _MAX_PATTERNS else ""
+    more = f" + {count_noun(len(parts) - _MAX_PATTERNS, 'other pattern')}" if len(parts) > _MAX_PATTERNS else ""
     return " + ".join(parts[:_MAX_PATTERNS]) + more
 
 

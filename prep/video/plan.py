@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.table_files import require_numbers
 from clipmill.prep.core.plan import (
@@ -502,10 +502,10 @@ def _change(
     changed = {video_id for video_id, _ in lacking} & known - failed
     removed = "removed or moved to another split" if has_moved_videos else "removed"
     reasons = [
-        *([counted(len(added & encoded), "new video")] if added & encoded else []),
+        *([count_noun(len(added & encoded), "new video")] if added & encoded else []),
         *([_RETURNED] if added - encoded else []),
-        *([f"{counted(len(changed), 'video')} changed"] if changed else []),
-        *([f"{counted(len(gone), 'video')} {removed}"] if gone else []),
+        *([f"{count_noun(len(changed), 'video')} changed"] if changed else []),
+        *([f"{count_noun(len(gone), 'video')} {removed}"] if gone else []),
     ]
     if shard.state == ShardState.RETRY:
         reasons = [shard.reason]
@@ -562,7 +562,7 @@ def stored_spans(
         tars += [StoredTar(tar.relative_to(variant_dir).as_posix(), None) for tar in others]
     if not tars:
         return {}
-    comparing = f"comparing {counted(len(tars), 'stored shard')}"
+    comparing = f"comparing {count_noun(len(tars), 'stored shard')}"
     found: dict[StoredTar, StoredSpans] = {}
     with Activity(comparing) as now, ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
         show = now.counter(comparing)

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.store import captions_path, has_manifest, manifest_dir, open_videos, read_videos
 from clipmill.manifests.table_files import VIDEOS_FILE
 from clipmill.prep.core.column import Pending
@@ -107,7 +107,7 @@ def make_plan(
         engine: engine of a cluster whose workers probe the sources; None to probe them on this machine.
     """
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
-    with Activity(looking := f"looking at {counted(len(videos), 'video')}") as now:
+    with Activity(looking := f"looking at {count_noun(len(videos), 'video')}") as now:
         probes = probe_sources(
             data_dir,
             videos.column("path"),
@@ -256,7 +256,7 @@ def left_out_lines(values: Mapping[str, Any], *, cut: str) -> list[str]:
     length = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
     because = "shorter than --min-len, and no neighbour has room" if cut == "shots" else "dropped by --tail drop"
     return [
-        f"{counted(values['num_left_out'], noun)}, {length}: {because}",
+        f"{count_noun(values['num_left_out'], noun)}, {length}: {because}",
         f"in {named_videos(values['first_left_out_videos'], num_all=values['num_left_out_videos'])}",
     ]
 

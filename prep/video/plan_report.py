@@ -11,7 +11,7 @@ from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.store import captions_path, read_videos
 from clipmill.manifests.units import duration_text
 from clipmill.prep.core.disk_use import disk_use
@@ -142,7 +142,7 @@ def plan_report(planned: Planned) -> Report:
 def lost_lines(lost: Sequence[Failure]) -> list[str]:
     """Return the sources that were readable once and are not any more, the first few by name."""
     lines = [
-        f"lost     {counted(count, 'source')} that can no longer be read ({code}); existing chunks are kept"
+        f"lost     {count_noun(count, 'source')} that can no longer be read ({code}); existing chunks are kept"
         for code, count in Counter(failure.code for failure in lost).most_common()
     ]
     return [*lines, *named_lines(first_failures(lost), num_all=len(lost), listed=None, indent=" " * 9)]
@@ -162,7 +162,7 @@ def retry_lines(failed: Sequence[Failure], *, data_dir: Path) -> list[str]:
     ways += ["`prep chunk` tries them again as soon as the source can be read"] if codes & SOURCE_AWAY else []
     if can_be_retried(failed):
         ways.append(f"`{shlex.join(retry_words(COLUMN, data=data_dir))}` tries them again")
-    lines = [f"missing  chunks, because of {counted(len(failed), 'earlier failure')}: {codes_line(failed)}"]
+    lines = [f"missing  chunks, because of {count_noun(len(failed), 'earlier failure')}: {codes_line(failed)}"]
     lines += named_lines(first_failures(failed), num_all=len(failed), listed=None, indent=" " * 9)
     return [*lines, f"         {'; '.join(ways)}"]
 
@@ -212,7 +212,7 @@ def _tails_lines(values: Mapping[str, Any]) -> list[str]:
         return []
     first = [f"{on_one_line(video)} {length_s:.2g} s" for video, length_s in values["first_short_tails_s"].items()]
     more = ", ..." if values["num_short_tails"] > len(first) else ""
-    videos = counted(values["num_short_tails"], "video")
+    videos = count_noun(values["num_short_tails"], "video")
     return [
         f"tails    {videos} with a last chunk shorter than {_SHORT_TAIL_S} s: {', '.join(first)}{more}",
         "         kept: every frame is in a chunk; --tail merge adds it to the chunk before, --tail drop omits it",
@@ -224,7 +224,7 @@ def _cutting_lines(values: Mapping[str, Any]) -> list[str]:
     if values.get("num_undetected_videos"):
         length, cost = duration_text(values["undetected_s"]), duration_text(3600 * values["detection_core_hours"])
         lines.append(
-            f"unknown  {counted(values['num_undetected_videos'], 'video')}, {length}:"
+            f"unknown  {count_noun(values['num_undetected_videos'], 'video')}, {length}:"
             f" shots not detected yet; prep chunk does so first, in about {cost} of CPU time"
         )
         first, num_all = values["first_undetected_videos"], values["num_undetected_videos"]

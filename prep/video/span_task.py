@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from clipmill.manifests.keys import split_key
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.prep.core.failures import TRANSIENT, FailureCode, SourceFailure
 from clipmill.prep.sources.access import SourceFacts, as_failure, current_fingerprint
@@ -236,7 +236,7 @@ def _checked(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) ->
     if len(encoded.segments) != len(pieces):
         raise SourceFailure(
             FailureCode.FRAMES_DIFFER,
-            f"the encoder wrote {counted(len(encoded.segments), 'chunk')}, expected {len(pieces)}",
+            f"the encoder wrote {count_noun(len(encoded.segments), 'chunk')}, expected {len(pieces)}",
         )
     return [
         checked_chunk(path, num_frames=num_frames, num_source_frames=num_source, plan=plan, recipe=recipe)
@@ -288,12 +288,12 @@ class StoredTar:
 
     def rows(self, variant_dir: Path, fingerprints: Collection[str]) -> "Iterator[SalvagedSample]":
         """Yield the intact chunks of some spans."""
-        from clipmill.shards.salvage import readable_rows, rows_of_uncommitted
+        from clipmill.shards.salvage import readable_rows, uncommitted_samples
 
         wanted = (SPAN_COLUMN, fingerprints)
         if self.commit is not None:
             return readable_rows(variant_dir, self.commit, wanted=wanted)
-        return rows_of_uncommitted(variant_dir / self.tar, wanted=wanted)
+        return uncommitted_samples(variant_dir / self.tar, wanted=wanted)
 
 
 class OldChunks:

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import late
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.imported import import_late
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import duration_text
 from clipmill.prep.core.column import Addition
 from clipmill.prep.core.failure_list import codes_line
@@ -80,7 +80,7 @@ def audio_lines(planned: Planned) -> list[str]:
     plan = planned.plan
     if planned.commits or plan.recipe.settings.audio != "drop" or not plan.num_with_audio:
         return []
-    found = f"{plan.num_with_audio:,} of {counted(plan.num_videos, 'video')}"
+    found = f"{plan.num_with_audio:,} of {count_noun(plan.num_videos, 'video')}"
     return [f"audio    of {found} is left out; --audio keep keeps it, without which the score `speech` is unknown"]
 
 
@@ -96,8 +96,8 @@ def other_settings_lines(planned: Planned) -> list[str]:
     rows = planned.rows_to_encode()
     lines = [f"setting  {difference}" for difference in against]
     if len(rows) or any(shard.has_work for shard in plan.shards):
-        chunks = counted(sum(len(span.span.chunk_frames) for span in plan.spans(rows.tolist())), "chunk")
-        videos, length = counted(plan.num_videos_of(rows), "video"), duration_text(plan.workload(rows).seconds.sum())
+        chunks = count_noun(sum(len(span.span.chunk_frames) for span in plan.spans(rows.tolist())), "chunk")
+        videos, length = count_noun(plan.num_videos_of(rows), "video"), duration_text(plan.workload(rows).seconds.sum())
         lines.append(f"variant  {variant}: {chunks} of {videos} to encode, {length} of video")
         plan_line = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir).replace("chunk", "plan", 1)
         lines.append(f"         `{plan_line}` estimates time and disk")
@@ -133,7 +133,7 @@ def cutting_addition(planned: Planned) -> Addition:
         num_searched, cpu_s = (0, 0.0) if detection is None else (detection.num_videos, detection.cpu_s)
         values = {"num_searched": num_searched, "detection_cpu_s": cpu_s, **values}
         if num_searched:
-            lines.insert(0, f"shots    detected in {counted(num_searched, 'source')} ({cpu_s:.1f} s of CPU time)")
+            lines.insert(0, f"shots    detected in {count_noun(num_searched, 'source')} ({cpu_s:.1f} s of CPU time)")
     return Addition(lines, values)
 
 
@@ -147,13 +147,13 @@ WORK = ColumnWork(
     require=_require,
     plan=_plan,
     run=_run,
-    plan_report=late("clipmill.prep.video.plan_report:plan_report"),
-    explain=late("clipmill.prep.video.plan_report:explanation"),
+    plan_report=import_late("clipmill.prep.video.plan_report:plan_report"),
+    explain=import_late("clipmill.prep.video.plan_report:explanation"),
     summary_report=chunk_summary,
     pending=pending_chunks,
     layout_file=lambda stored: layout_file(COLUMN.stored_settings(stored).settings()),
     extra_files=(MERGED_TABLE,),
-    sample_report=late("clipmill.prep.video.inspection:chunk_report"),
-    write_page=late("clipmill.prep.video.page.write:write_chunk_page"),
+    sample_report=import_late("clipmill.prep.video.inspection:chunk_report"),
+    write_page=import_late("clipmill.prep.video.page.write:write_chunk_page"),
     next_command=lambda data: ["train", "quickstart", str(data)],
 )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import short_number
 
 NUM_BINS = 32  # at most
@@ -60,7 +60,7 @@ class Histogram:
     def span_text(self, unit: str) -> str:
         """Return the number of values and their range in words."""
         span = f"from {short_number(self.begin)} to {short_number(self.end)} {unit}".rstrip()
-        return f"{counted(int(self.counts.sum()), 'value')} {span}"
+        return f"{count_noun(int(self.counts.sum()), 'value')} {span}"
 
     def bars(self, unit: str) -> list[Bar]:
         """Return the bars: of `kept` values, in front of `all` where a selection drops some."""
@@ -68,7 +68,7 @@ class Histogram:
         for number, count in enumerate(self.counts.tolist()):
             if not count:
                 continue
-            text = f"{self.bin_text(number)} {unit}".rstrip() + f": {counted(count, 'chunk')}"
+            text = f"{self.bin_text(number)} {unit}".rstrip() + f": {count_noun(count, 'chunk')}"
             shown = {"kept": count}
             if self.kept is not None:
                 shown = {"all": count, "kept": int(self.kept[number])}

@@ -20,7 +20,7 @@ SHORT_SIDE_PX = 240  # of small clips, at most
 _ENCODER = {"crf": "29", "preset": "veryfast", "threads": "1"}
 
 
-def evenly_spaced(items: Sequence[Item], *, at_most: int) -> list[Item]:
+def evenly_spaced_items(items: Sequence[Item], *, at_most: int) -> list[Item]:
     """Return evenly spaced items, the first and the last included."""
     last, count = len(items) - 1, min(len(items), at_most)
     return [items[round(number * last / max(1, count - 1))] for number in range(count)]
@@ -39,12 +39,12 @@ def data_uri(content: bytes, kind: str) -> str:
 
 def jpeg_uri(frame: "NDArray[np.uint8]") -> str:
     """Return a picture (uint8 RGB [H, W, 3]) as a data URI."""
-    return data_uri(_encoded(frame, codec="mjpeg", pix_fmt="yuvj420p", options={"qscale": "3"}), "image/jpeg")
+    return data_uri(_encode_picture(frame, codec="mjpeg", pix_fmt="yuvj420p", options={"qscale": "3"}), "image/jpeg")
 
 
 def png_uri(frame: "NDArray[np.uint8]") -> str:
     """Return a picture (uint8 RGB [H, W, 3]) as a lossless data URI."""
-    return data_uri(_encoded(frame, codec="png", pix_fmt="rgb24", options={}), "image/png")
+    return data_uri(_encode_picture(frame, codec="png", pix_fmt="rgb24", options={}), "image/png")
 
 
 def small_clip(frames: "Iterable[av.VideoFrame]", *, fps: Fraction) -> bytes:
@@ -79,7 +79,7 @@ def _small_size(frame: "av.VideoFrame") -> tuple[int, int]:
     return width, height
 
 
-def _encoded(
+def _encode_picture(
     frame: "NDArray[np.uint8]", *, codec: Literal["mjpeg", "png"], pix_fmt: str, options: Mapping[str, str]
 ) -> bytes:
     import av

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, visible
+from clipmill.manifests.quoting import count_noun, escape_invisible
 from clipmill.manifests.units import clock, duration_text, percent, short_number, size_text
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def _environment(folder: Path) -> "Environment":
     environment = Environment(
         loader=FileSystemLoader([folder, _FOLDER]),
         autoescape=True,
-        finalize=lambda value: Markup(visible(value)) if isinstance(value, Markup) else visible(str(value)),
+        finalize=lambda value: (
+            Markup(escape_invisible(value)) if isinstance(value, Markup) else escape_invisible(str(value))
+        ),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -75,7 +77,7 @@ def _environment(folder: Path) -> "Environment":
     # `markup`: scripts and rendered sections, which clipmill made itself.
     environment.filters |= {
         "clock": clock,
-        "counted": counted,
+        "counted": count_noun,
         "duration": duration_text,
         "markup": Markup,
         "percent": percent,

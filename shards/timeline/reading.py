@@ -92,7 +92,7 @@ def indexed_timeline(container: "InputContainer", stream: "VideoStream", *, size
     listed = begin + entries[last].timestamp - entries[first].timestamp + step
     end = begin + (stream.duration or 0)
     if last != len(entries) - 1 or abs(listed - end) > 2 * step + 1:
-        begin, end = _last_behind(container, stream, entries[last].timestamp)
+        begin, end = _last_frame_span(container, stream, entries[last].timestamp)
         if last != len(entries) - 1:
             end = _edited_end(stream, last=begin, end=end)
     start = start_of(container)
@@ -103,10 +103,10 @@ def indexed_timeline(container: "InputContainer", stream: "VideoStream", *, size
         rate=rate_of(stream),
         aspects=((Fraction(0), aspect_of(stream)),),
     )
-    return _checked(timeline, num_packets=len(entries))
+    return _check_timeline(timeline, num_packets=len(entries))
 
 
-def _last_behind(container: "InputContainer", stream: "VideoStream", timestamp: int) -> tuple[int, int]:
+def _last_frame_span(container: "InputContainer", stream: "VideoStream", timestamp: int) -> tuple[int, int]:
     """Return begin and end of the last frame in units of the stream, from the packets behind the key frame before."""
     container.seek(timestamp, stream=stream)
     end = last = 0
@@ -165,7 +165,7 @@ def read_timeline(
                 " read it: split the file there",
             )
     missing, cut = _missing_end(container, track, timeline, any_end=any_end, file=file)
-    return _checked(replace(timeline, missing=missing, cut=cut), num_packets=len(track.times)), packets
+    return _check_timeline(replace(timeline, missing=missing, cut=cut), num_packets=len(track.times)), packets
 
 
 class _PacketList:
@@ -331,7 +331,7 @@ def _missing_end(
     return Fraction(0), f"the last of {len(track.times)} frames is truncated" if track.is_cut else ""
 
 
-def _checked(timeline: Timeline, *, num_packets: int) -> Timeline:
+def _check_timeline(timeline: Timeline, *, num_packets: int) -> Timeline:
     if timeline.end <= 0:
         raise TimelineError("zero_duration", "the video stream has zero duration")
     if timeline.end > max(_LONGEST_S, _LONGEST_MEAN_FRAME_S * num_packets):

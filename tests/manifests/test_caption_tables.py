@@ -14,7 +14,7 @@ from clipmill.manifests.adapters.further import FurtherReading
 from clipmill.manifests.caption_selection import is_duplicate, is_unlikely
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.further_write import FURTHER
-from clipmill.manifests.store import read_rejected
+from clipmill.manifests.store import read_rejected_rows
 from tests.manifests.conftest import VideoMaker
 from tests.manifests.test_further_sources import OWN, Row, add, pseudo, read
 from tests.manifests.test_store import reading_of, write
@@ -60,9 +60,9 @@ def test_rows_that_cannot_be_used_are_rejected_by_reason(data: Path, tmp_path: P
         key=str,
     )
     add(data, pseudo(tmp_path / "p.parquet", wrong))
-    assert read_rejected(data).filter(pc.equal(read_rejected(data)["dataset"], FURTHER)).num_rows == 9
+    assert read_rejected_rows(data).filter(pc.equal(read_rejected_rows(data)["dataset"], FURTHER)).num_rows == 9
     add(data, pseudo(tmp_path / "p.parquet", wrong[-1:]))
-    assert read_rejected(data).num_rows == 0
+    assert read_rejected_rows(data).num_rows == 0
 
 
 def test_sources_that_cannot_be_named_in_a_condition_are_rejected(data: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from clipmill.manifests.store import (
     open_captions,
     read_captions,
     read_manifest,
-    read_rejected,
+    read_rejected_rows,
     read_videos,
 )
 from clipmill.manifests.table_files import MAPPED_FILES, TABLE_FILES, DamagedManifest
@@ -44,7 +44,7 @@ def values(data: Path) -> list[Any]:
         stored.texts.to_pylist(),
         stored.sources,
         *([getattr(block, name).tolist() for name in vars(block)] for block in stored.blocks()),
-        *(read(data).to_pylist() for read in (read_videos, read_captions, read_rejected)),
+        *(read(data).to_pylist() for read in (read_videos, read_captions, read_rejected_rows)),
         opened,
         {name: manifest[name] for name in ("fingerprint", "next_caption_id", "datasets")},
     ]

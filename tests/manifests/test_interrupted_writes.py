@@ -16,7 +16,7 @@ import pytest
 
 from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.store import captions_path, open_captions, read_captions, read_rejected, read_videos
+from clipmill.manifests.store import captions_path, open_captions, read_captions, read_rejected_rows, read_videos
 from clipmill.manifests.table_files import CAPTIONS_FILE, MAPPED_FILES, REJECTED_LIST, TABLE_FILES
 from tests.conftest import ROOT
 from tests.manifests.test_store import Reading, file_hashes, ids_by_text, reading_of, write
@@ -74,7 +74,7 @@ def tables(data: Path) -> list[list[dict[str, Any]]] | None:
         stored = open_stored_captions(data)
         stored.verify()
         assert stored.texts.to_pylist() == read_captions(data)["text"].to_pylist()
-        return [read(data).to_pylist() for read in (read_videos, read_captions, read_rejected)]
+        return [read(data).to_pylist() for read in (read_videos, read_captions, read_rejected_rows)]
     except UserError as error:
         assert "no manifest" in str(error)
         return None

@@ -14,7 +14,7 @@ from clipmill.manifests.checked_json import publish_checked_json
 from clipmill.manifests.dataset_write import WriteResult, write_manifest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.schema import CAPTIONS, REJECTED, VIDEOS
-from clipmill.manifests.store import read_captions, read_manifest, read_rejected, read_videos
+from clipmill.manifests.store import read_captions, read_manifest, read_rejected_rows, read_videos
 
 Caption = tuple[str, float, float, str]
 
@@ -59,7 +59,7 @@ def file_hashes(data: Path) -> dict[str, str]:
 
 
 def test_no_manifest_is_a_users_error_with_the_command_to_run(tmp_path: Path) -> None:
-    for read in (read_videos, read_captions, read_rejected):
+    for read in (read_videos, read_captions, read_rejected_rows):
         with pytest.raises(UserError, match="no manifest") as caught:
             read(tmp_path)
         assert "prep manifest" in str(caught.value.hint)
@@ -69,7 +69,7 @@ def test_tables_have_the_columns_of_the_schema(tmp_path: Path) -> None:
     write(tmp_path, reading_of(tmp_path, ["v", "w"], [("w", 0.0, inf, "whole"), ("v", 1.5, 2.0, "part")]))
     assert read_videos(tmp_path).schema.equals(VIDEOS)
     assert read_captions(tmp_path).schema.equals(CAPTIONS)
-    assert read_rejected(tmp_path).schema.equals(REJECTED)
+    assert read_rejected_rows(tmp_path).schema.equals(REJECTED)
     assert read_captions(tmp_path).to_pylist() == [
         {"caption_id": 0, "video_id": "w", "begin_s": 0.0, "end_s": inf, "text": "whole", "source": "human"},
         {"caption_id": 1, "video_id": "v", "begin_s": 1.5, "end_s": 2.0, "text": "part", "source": "human"},
@@ -173,7 +173,7 @@ def test_an_id_of_another_data_set_is_rejected_with_its_captions_counted(tmp_pat
     assert (written.num_videos, written.num_captions, written.num_captions_lost) == (1, 1, 1)
     assert written.num_rejected == {"duplicate_id": 1}
     assert ids_by_text(tmp_path) == {"one": 0, "two": 1}
-    assert [row["source_id"] for row in read_rejected(tmp_path).to_pylist()] == ["v"]
+    assert [row["source_id"] for row in read_rejected_rows(tmp_path).to_pylist()] == ["v"]
 
 
 def test_the_digest_of_a_video_changes_with_its_captions_only(tmp_path: Path) -> None:

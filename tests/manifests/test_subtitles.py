@@ -9,7 +9,7 @@ import pytest
 
 from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.adapters.reading import Reading
-from clipmill.manifests.adapters.subtitles import Cue, Unreadable, decoded, read_cues, read_segments
+from clipmill.manifests.adapters.subtitles import Cue, Unreadable, decode_text, read_cues, read_segments
 from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 
@@ -153,13 +153,13 @@ def test_a_text_without_cues_is_unreadable() -> None:
 )
 def test_encodings_are_detected(encoding: str, note: str | None) -> None:
     text = SRT.replace("door", "café ü")
-    assert decoded(text.encode(encoding)) == (text, note)
+    assert decode_text(text.encode(encoding)) == (text, note)
 
 
 def test_bytes_that_are_not_text_are_unreadable() -> None:
     for content in (b"\x89PNG\0\0abc", b"\xff\xfea", b"\xef\xbb\xbf\xff"):
         with pytest.raises(Unreadable):
-            decoded(content)
+            decode_text(content)
 
 
 def test_segments_of_whisper_and_of_others_in_its_form() -> None:

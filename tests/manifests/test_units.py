@@ -6,13 +6,13 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.units import (
-    between,
     bitrate_text,
     clock,
     duration_text,
     parse_bitrate,
     parse_length,
     parse_size,
+    range_text,
     rate_text,
     short_number,
     size_text,
@@ -28,8 +28,8 @@ def test_durations_and_rates_have_a_suitable_unit() -> None:
     assert [duration_text(one) for one in (0.2, 55, 130, 3600, 4e6)] == ["0 s", "55 s", "2.2 min", "1.0 h", "1,111.1 h"]
     assert [rate_text(one) for one in (1200, 1.5, 0.5)] == ["1,200/s", "1.5/s", "30.0/min"]
     assert [short_number(one) for one in (0, 12345, 2.5, 0.0312)] == ["0", "12,345", "2.5", "0.0312"]
-    assert between("2 h", "4 h") == "2 to 4 h" and between("30 min", "2 h") == "30 min to 2 h"
-    assert between("2 h", "2 h") == "2 h"
+    assert range_text("2 h", "4 h") == "2 to 4 h" and range_text("30 min", "2 h") == "30 min to 2 h"
+    assert range_text("2 h", "2 h") == "2 h"
 
 
 def test_times_read_as_in_a_player() -> None:

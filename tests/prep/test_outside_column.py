@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from clipmill_example.brightness import COLUMN
 
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 from clipmill.prep.core.column import DeepCode
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
@@ -77,7 +77,7 @@ def test_what_is_stored_is_what_the_chunks_show(shard_set: ShardSet) -> None:
 def test_a_sample_that_differs_from_its_row_is_found() -> None:
     row = {"num_frames": 3}
     assert (
-        imported(COLUMN.check_sample)(row, {"brightness.npy": b"none"}, "train").differences[0][0]
+        import_object(COLUMN.check_sample)(row, {"brightness.npy": b"none"}, "train").differences[0][0]
         == DeepCode.ARRAY_DIFFERS
     )
 

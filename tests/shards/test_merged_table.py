@@ -7,7 +7,13 @@ import pyarrow as pa
 import pytest
 
 from clipmill.shards.commit_table import SCHEMA
-from clipmill.shards.merged_table import DamagedTable, is_table_of, open_merged_table, verified, write_merged_table
+from clipmill.shards.merged_table import (
+    DamagedTable,
+    is_table_of,
+    open_merged_table,
+    verify_columns,
+    write_merged_table,
+)
 from clipmill.shards.table_commits import TableCommits
 
 NO_COMMITS = TableCommits(SCHEMA.empty_table())
@@ -22,7 +28,7 @@ def test_no_flipped_bit_of_a_schema_is_served(tmp_path: Path) -> None:
         "cuts": pa.array([1, 2, 3], pa.int32()),
     }
     write_merged_table(path, pa.table(columns), commits=NO_COMMITS, metadata={b"member": b"mp4"})
-    whole = verified(open_merged_table(path), path)
+    whole = verify_columns(open_merged_table(path), path)
     content = path.read_bytes()
     footer_bytes = int.from_bytes(content[-10:-6], "little")
     noticed = 0
@@ -31,7 +37,7 @@ def test_no_flipped_bit_of_a_schema_is_served(tmp_path: Path) -> None:
         damaged[at] ^= 1 << Random(at).randrange(8)
         path.write_bytes(damaged)
         try:
-            found = verified(open_merged_table(path), path)
+            found = verify_columns(open_merged_table(path), path)
         except DamagedTable:
             noticed += 1
             continue

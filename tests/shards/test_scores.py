@@ -8,7 +8,7 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.shards.commits import read_commit, write_commit
 from clipmill.shards.dataset import set_current_variant
-from clipmill.shards.look_alikes import MAX_DISTANCE, first_alike, first_of_each_part, is_comparable
+from clipmill.shards.look_alikes import MAX_DISTANCE, first_look_alikes, first_of_each_part, is_comparable
 from clipmill.shards.reader import Variant
 from clipmill.shards.scores import CHUNKS_FILE, open_scores, publish_score_table
 from tests.shards.made_scores import phash, write_scores
@@ -156,7 +156,7 @@ def test_look_alikes_are_those_that_comparing_all_pairs_finds() -> None:
     def first(mask: np.ndarray) -> list[int]:
         return np.where(mask.any(1), mask.argmax(1), -1).tolist()
 
-    found, has_other = first_alike(phashes, video=video)
+    found, has_other = first_look_alikes(phashes, video=video)
     assert found.tolist() == first(alike & (video[:, None] > video))
     assert has_other.tolist() == (alike & (video[:, None] != video)).any(1).tolist()
     of_part = first_of_each_part(phashes, part, num_parts=3)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from clipmill.manifests.store import read_captions, read_rejected, read_videos
+from clipmill.manifests.store import read_captions, read_rejected_rows, read_videos
 from clipmill.prep.core.layout import read_layout
 from clipmill.prep.sources.shot_table import read_shots
 from clipmill.prep.text.bank import copy_embeddings
@@ -232,7 +232,7 @@ def _sound_run(workspace: Workspace, what: str) -> Path:
 
 def _meaning(data: Path, columns: Collection[str]) -> list[Any]:
     """Return everything that is read from the records and samples of a data folder."""
-    read: list[Any] = [table(data).to_pylist() for table in (read_videos, read_captions, read_rejected)]
+    read: list[Any] = [table(data).to_pylist() for table in (read_videos, read_captions, read_rejected_rows)]
     read += [read_layout(path).to_pylist() for path in sorted((data / "layout").iterdir())]
     read += [read_shots(data).to_pylist(), open_scores(data).table.to_pylist()] if "scores" in columns else []
     for column in columns:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from clipmill.train.config.optim import OptimizerSettings
-from clipmill.train.config.training import flat
+from clipmill.train.config.training import flatten
 from clipmill.train.losses.settings import Loss
 
 # Table 7: betas, epsilon, peak rate, weight decay.
@@ -81,6 +81,6 @@ def published_rows(preset: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for choice, rows in (("loss.kind", Loss.published), ("optimizer.name", OptimizerSettings.published)):
         for name, row in rows.get(preset, {}).items():
-            values = flat(row.values) | {"source": row.source}
+            values = flatten(row.values) | {"source": row.source}
             found |= {f"by.{choice}.{name}.{key}": value for key, value in values.items()}
     return found

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clipmill.train.engine.attention_choice import as_before, choose_attention, kernels_fact
+from clipmill.train.engine.attention_choice import choose_attention, kernels_fact, previous_backend
 from clipmill.train.models.attention import open_attention
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 
@@ -64,7 +64,7 @@ def test_a_gpu_has_xformers_where_it_has_a_kernel(
     "facts", [{}, {"attention": "sdpa"}, {"attention_choice": "?"}, {"attention_choice": ["sdpa"]}]
 )
 def test_a_run_that_names_no_backend_that_is_here_gets_one(facts: dict[str, Any]) -> None:
-    assert as_before(facts, device_type="cuda") is None
+    assert previous_backend(facts, device_type="cuda") is None
 
 
 def test_the_kernels_of_a_run_are_named() -> None:

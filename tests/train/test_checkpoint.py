@@ -21,7 +21,7 @@ from clipmill.train.run.checkpoint import (
     read_table,
     read_weights,
 )
-from clipmill.train.run.checkpoint_writer import CheckpointWriter, superfluous
+from clipmill.train.run.checkpoint_writer import CheckpointWriter, superfluous_steps
 
 TENSORS = {
     "model.a.weight": torch.arange(6.0).reshape(2, 3),
@@ -267,9 +267,9 @@ def test_tensors_of_another_model_are_listed(tmp_path: Path) -> None:
 
 def test_the_last_and_the_best_stay() -> None:
     steps = [1, 2, 3, 4, 5]
-    assert superfluous(steps, keep=2, scores={}) == [1, 2, 3]
-    assert superfluous(steps, keep=2, scores={1: 0.5, 2: 0.7, 3: 0.7}) == [1, 3]
-    assert superfluous(steps, keep=9, scores={1: 0.5}) == []
+    assert superfluous_steps(steps, keep=2, scores={}) == [1, 2, 3]
+    assert superfluous_steps(steps, keep=2, scores={1: 0.5, 2: 0.7, 3: 0.7}) == [1, 3]
+    assert superfluous_steps(steps, keep=9, scores={1: 0.5}) == []
 
 
 @pytest.mark.parametrize(("metric", "best"), [("score", 2), ("mean_rank", 3)])

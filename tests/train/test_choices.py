@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clipmill.train.config.training import flat, plain_values
+from clipmill.train.config.training import flatten, plain_values
 from clipmill.train.losses.registry import LOSSES
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -36,7 +36,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
 
 
 def values_of(settings: DualEncoderSettings) -> dict[str, Any]:
-    return flat(plain_values(asdict(settings)))
+    return flatten(plain_values(asdict(settings)))
 
 
 @pytest.mark.parametrize("size", ["medium", "large", "xlarge"])

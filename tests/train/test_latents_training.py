@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clipmill.train.data.frame_sampling import spread_frames
-from clipmill.train.device.random import uniform
+from clipmill.train.device.random import draw_uniform
 from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.latents.columns import COLUMNS, FLAGS, WIDTH, write_columns
@@ -115,11 +115,11 @@ def test_frames_are_spread_over_the_segment() -> None:
     segments = torch.arange(20.0).reshape(1, 20, 1, 1, 1).expand(400, -1, -1, -1, -1)
     assert spread_frames(segments, num_frames=4, offset_BK=None)[7].flatten().tolist() == [2, 7, 12, 17]
     assert spread_frames(segments, num_frames=20, offset_BK=None)[7].flatten().tolist() == list(range(20))
-    within = uniform(np.arange(400), 4, seed=3, purpose="frames")
+    within = draw_uniform(np.arange(400), 4, seed=3, purpose="frames")
     drawn = spread_frames(segments, num_frames=4, offset_BK=within).reshape(400, 4)
     for part in range(4):
         assert set(drawn[:, part].tolist()) == set(range(5 * part, 5 * part + 5))
     # What a segment shows does not depend on the others of its batch.
-    again = uniform(np.arange(400)[::-1][:9], 4, seed=3, purpose="frames")
+    again = draw_uniform(np.arange(400)[::-1][:9], 4, seed=3, purpose="frames")
     assert (again == within[::-1][:9]).all() and abs(within.mean() - 0.5) < 0.02
-    assert not (uniform(np.arange(400), 4, seed=4, purpose="frames") == within).any()
+    assert not (draw_uniform(np.arange(400), 4, seed=4, purpose="frames") == within).any()

@@ -15,7 +15,7 @@ from clipmill.train.config.evaluation import ProbeEvaluation
 from clipmill.train.config.files import PRESETS_FOLDER, load_settings, preset_path, save_settings
 from clipmill.train.config.model import Towers
 from clipmill.train.config.training import FREE_ON_RESUME, TrainingSettings, require_same, shaping
-from clipmill.train.registry import task_named, task_names
+from clipmill.train.registry import find_task, task_names
 from clipmill.train.tasks.caption.settings import CaptionerSettings, CaptionEvaluation
 from clipmill.train.tasks.classify.settings import ClassifySettings
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
@@ -143,7 +143,7 @@ def test_a_range_says_what_it_holds(
 
 def test_every_field_of_every_task_has_a_group_and_a_sound_default() -> None:
     for name in task_names():
-        assert mistakes(task_named(name).settings()) == []
+        assert mistakes(find_task(name).settings()) == []
         for argument in app[name].assemble_argument_collection(parse_docstring=True):
             group = str(argument.parameter.group)
             assert not argument.show or (argument.parameter.help and "_sort_key=" in group), (argument.name, group)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.train.config.data import MAX_MAGNITUDE, Augment
-from clipmill.train.device.random import Positions, uniform
+from clipmill.train.device.random import Positions, draw_uniform
 
 # The range of SimCLR (Chen et al., 2020), in pixels of the model's input.
 MIN_SIGMA_PX, MAX_SIGMA_PX = 0.1, 2.0
@@ -52,36 +52,36 @@ class Draw:
 def draw(positions: Positions, settings: Augment, *, seed: int) -> Draw:
     """Draw the parameters of the samples at `positions` (int64 [B])."""
     positions = np.asarray(positions, dtype=np.int64)
-    values_BN = uniform(positions, len(_NAMES), seed=seed, purpose="augment")
+    values_BN = draw_uniform(positions, len(_NAMES), seed=seed, purpose="augment")
     drawn = dict(zip(_NAMES, values_BN.T, strict=True))
     factors = {
-        name: _between(drawn[name], max(0.0, 1 - strength), 1 + strength)
+        name: _scale_to_range(drawn[name], max(0.0, 1 - strength), 1 + strength)
         for name, strength in (
             ("brightness", settings.brightness),
             ("contrast", settings.contrast),
             ("saturation", settings.saturation),
         )
     }
-    sigma_px = _between(drawn["sigma"], MIN_SIGMA_PX, MAX_SIGMA_PX)
+    sigma_px = _scale_to_range(drawn["sigma"], MIN_SIGMA_PX, MAX_SIGMA_PX)
     operation_BN, strength_BN = _operations(positions, settings, seed=seed)
     return Draw(
         flip=drawn["flip"] < settings.flip,
-        hue=_between(drawn["hue"], -settings.hue, settings.hue),
+        hue=_scale_to_range(drawn["hue"], -settings.hue, settings.hue),
         blur_sigma_px=np.where(drawn["blur"] < settings.blur, sigma_px, np.float32(0)),
         operation=operation_BN,
         strength=strength_BN,
         box=_boxes(positions, settings.erase, seed=seed),
-        noise_seed=(uniform(positions, 1, seed=seed, purpose="erase/noise")[:, 0] * _SEEDS).astype(np.int64),
+        noise_seed=(draw_uniform(positions, 1, seed=seed, purpose="erase/noise")[:, 0] * _SEEDS).astype(np.int64),
         **factors,
     )
 
 
-def _between(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float32]:
+def _scale_to_range(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float32]:
     return (low + (high - low) * values).astype(np.float32)
 
 
 def _operations(positions: Positions, settings: Augment, *, seed: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    values_BN5 = uniform(positions, 5 * settings.rand_ops, seed=seed, purpose="rand-augment").reshape(
+    values_BN5 = draw_uniform(positions, 5 * settings.rand_ops, seed=seed, purpose="rand-augment").reshape(
         len(positions), settings.rand_ops, 5
     )
     which, done, radius, angle, way = np.moveaxis(values_BN5, -1, 0)
@@ -97,7 +97,7 @@ def _boxes(positions: Positions, probability: float, *, seed: int) -> NDArray[np
     boxes_B4 = np.zeros((len(positions), 4))
     if not probability:
         return boxes_B4
-    values_BN = uniform(positions, 3 + 2 * _BOX_ATTEMPTS, seed=seed, purpose="erase")
+    values_BN = draw_uniform(positions, 3 + 2 * _BOX_ATTEMPTS, seed=seed, purpose="erase")
     area_BA = _MIN_AREA + (_MAX_AREA - _MIN_AREA) * values_BN[:, 3 : 3 + _BOX_ATTEMPTS]
     aspect_BA = np.exp(math.log(_MAX_ASPECT) * (2 * values_BN[:, 3 + _BOX_ATTEMPTS :] - 1))
     height_BA, width_BA = np.sqrt(area_BA * aspect_BA), np.sqrt(area_BA / aspect_BA)

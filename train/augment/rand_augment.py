@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 
 from clipmill.train.augment.draws import OPERATIONS, Draw
-from clipmill.train.device.transfer import constant, send
+from clipmill.train.device.transfer import constant_tensor, send
 
 Triple = tuple[float, float, float]
 Operation = tuple[str, float]  # name and strength, from -1 to 1; the sign is the direction of operations that have two
@@ -111,7 +111,7 @@ def change_clips(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]],
         kind = _kind(operations[0][0])
         if kind == "move":
             maps = [_MOVES[name](strength, clips_NPHW.shape[-1]) for name, strength in operations]
-            return _sample_moved(clips_NPHW, maps, fill=fill)
+            return _resample(clips_NPHW, maps, fill=fill)
         if kind == "table":
             return _look_up(clips_NPHW, steps)
         if kind == "blend":
@@ -135,7 +135,7 @@ def _kind(name: str) -> str:
 
 def _repeat_channels(values: Triple, num_frames: int, device: torch.device) -> torch.Tensor:
     """A number for each channel, as [P, 1, 1]."""
-    return constant(tuple(((value,),) for value in values for _ in range(num_frames)), device, torch.float32)
+    return constant_tensor(tuple(((value,),) for value in values for _ in range(num_frames)), device, torch.float32)
 
 
 def _look_up(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]]) -> torch.Tensor:
@@ -182,7 +182,7 @@ def _equalize(clips_NPHW: torch.Tensor) -> torch.Tensor:
     """torchvision's equalize, of each picture."""
     num_pixels, device = clips_NPHW.shape[-1] ** 2, clips_NPHW.device
     index_NPM = clips_NPHW.flatten(2).long()
-    of_one = constant((1,), device, torch.int32).expand_as(index_NPM)
+    of_one = constant_tensor((1,), device, torch.int32).expand_as(index_NPM)
     counts_NPV = torch.zeros(*index_NPM.shape[:2], 256, dtype=torch.int32, device=device)
     counts_NPV.scatter_add_(-1, index_NPM, of_one)
     up_to_NPV = counts_NPV.cumsum(-1)
@@ -191,7 +191,7 @@ def _equalize(clips_NPHW: torch.Tensor) -> torch.Tensor:
     # Halves are rounded up. Quotients of integers below 2^24 are never rounded across a half.
     table_NPV = (up_to_NPV - counts_NPV).div(step_NP1).add_(0.5).clamp_(max=_WHITE)
     # A picture with too few other pixels keeps its values.
-    table_NPV = torch.where(step_NP1 > 0, table_NPV, constant(tuple(range(256)), device, torch.float32))
+    table_NPV = torch.where(step_NP1 > 0, table_NPV, constant_tensor(tuple(range(256)), device, torch.float32))
     return table_NPV.to(torch.uint8).gather(-1, index_NPM).view(clips_NPHW.shape)
 
 
@@ -214,7 +214,9 @@ def _sharpen(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch
     pixels_NPHW = clips_NPHW.float()
     num_pictures = pixels_NPHW.shape[1]
     # Integers, exact on any device: the pixel five times, each of its neighbours once.
-    weights_P133 = constant(((((1, 1, 1), (1, 5, 1), (1, 1, 1)),),) * num_pictures, pixels_NPHW.device, torch.float32)
+    weights_P133 = constant_tensor(
+        ((((1, 1, 1), (1, 5, 1), (1, 1, 1)),),) * num_pictures, pixels_NPHW.device, torch.float32
+    )
     smooth = torch.nn.functional.conv2d(pixels_NPHW, weights_P133, groups=num_pictures).div_(13).round_()
     inner = pixels_NPHW[..., 1:-1, 1:-1]
     for (_, strength), inner_PHW, difference_PHW in zip(operations, inner, smooth.sub_(inner), strict=True):
@@ -241,7 +243,7 @@ _MOVES: dict[str, Callable[[float, int], _Map]] = {
 }
 
 
-def _sample_moved(clips_NPHW: torch.Tensor, maps: Sequence[_Map], *, fill: Triple) -> torch.Tensor:
+def _resample(clips_NPHW: torch.Tensor, maps: Sequence[_Map], *, fill: Triple) -> torch.Tensor:
     num_pictures, size_px, device = clips_NPHW.shape[1], clips_NPHW.shape[-1], clips_NPHW.device
     # Twice the coordinates of the sources, which the grid needs; twice a number is exact.
     coefficients = 2 * np.array(maps, dtype=np.float32).transpose(2, 0, 1)[:, :, None, None]

@@ -143,7 +143,7 @@ def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: flo
         for _ in range(num_steps):
             take()
         unrecorded_s = (perf_counter() - began) / num_steps
-        with _recorded(opened.device) as events:
+        with _record_events(opened.device) as events:
             for _ in range(num_steps):
                 take()
     finally:
@@ -175,7 +175,7 @@ def _use(objective: Objective, exchange: Exchange) -> None:
 
 
 @contextmanager
-def _recorded(device: torch.device) -> Iterator[list[Event]]:
+def _record_events(device: torch.device) -> Iterator[list[Event]]:
     """Record the block; the list is filled at its end."""
     events: list[Event] = []
     if device.type != "cuda":  # the profiler's library would report that it starts, stops, and finds no GPU

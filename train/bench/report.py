@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import size_text
 from clipmill.train.bench.stages import AUGMENT, CROP, DECODE, LOADING, READ, TOKENS
 from clipmill.train.config.clips import ClipSettings
@@ -79,8 +79,9 @@ def about(result: dict[str, Any]) -> str:
     """What was measured, as one line."""
     settings = result["settings"]
     return (
-        f"{result['data']}; {result['variant']}; {result['machine']}; batches of {counted(settings['batch'], 'clip')} "
-        f"of {counted(settings['num_frames'], 'frame')}, {settings['size_px']} px, model {settings['model']}"
+        f"{result['data']}; {result['variant']}; {result['machine']}; batches of "
+        f"{count_noun(settings['batch'], 'clip')} "
+        f"of {count_noun(settings['num_frames'], 'frame')}, {settings['size_px']} px, model {settings['model']}"
     )
 
 
@@ -100,7 +101,7 @@ def print_report(result: dict[str, Any]) -> None:
     table.add_section()
     workers = result["settings"]["workers"]
     table.add_row(
-        "loader", f"from disk to batches, {counted(workers, 'worker')}", *_cells(result["loader_items_per_s"])
+        "loader", f"from disk to batches, {count_noun(workers, 'worker')}", *_cells(result["loader_items_per_s"])
     )
     table.add_row("compute", "augment and model, a batch on the device", *_cells(result["compute_items_per_s"]))
     table.add_row("step", "loader and compute, overlapping", *_cells(result["step_items_per_s"]))
@@ -134,6 +135,6 @@ def _conclusion(result: dict[str, Any]) -> list[str]:
     lines += [f"what to change ({cause}): {one}" for one in result["advice"]]
     if result["num_failed"]:
         lines.append(
-            f"{counted(result['num_failed'], 'sample')} could not be loaded; the first: {result['first_failure']}"
+            f"{count_noun(result['num_failed'], 'sample')} could not be loaded; the first: {result['first_failure']}"
         )
     return lines

@@ -57,14 +57,14 @@ def open_to_measure(spec: TaskSpec, settings: ClipSettings, *, world: World, dev
     attention, _ = choose_attention(settings, device=device, products=products, world=world)
     world.first(lambda: fetch_tag(settings.init, say=say))
     source = open_weights(settings.init, settings.towers)
-    settings = spec.effective(settings, source, say=_quiet)
+    settings = spec.effective(settings, source, say=_print_nothing)
     task = spec.open(settings, attention=attention, device=device)
     with Activity(f"opening {', '.join(settings.folders)}"):
         samples = open_consistent(
             lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world
         )
     if source is not None:
-        task.start_from(source, samples, say=_quiet)
+        task.start_from(source, samples, say=_print_nothing)
     settings = in_steps(settings, epoch_steps(settings, samples))
     return Opened(task, samples, settings, world, device)
 
@@ -167,5 +167,5 @@ def enough_samples(settings: ClipSettings) -> Iterator[None]:
         ) from error
 
 
-def _quiet(_: Any) -> None:
+def _print_nothing(_: Any) -> None:
     """Print nothing: the run says it."""

@@ -20,7 +20,7 @@ from clipmill.train.config.fields import FIRST_RUN
 from clipmill.train.config.places import require_places
 from clipmill.train.config.training import Strategy
 from clipmill.train.losses.settings import Exchange
-from clipmill.train.registry import DEFAULT, task_named, tasks
+from clipmill.train.registry import DEFAULT, find_task, tasks
 from clipmill.train.spec import TaskSpec
 
 _MANY = Parameter(negative="", consume_multiple=True)
@@ -44,7 +44,7 @@ _ONE = Several()
 
 def bench_command(name: str) -> Callable[..., None]:
     """The command that measures a task, as cyclopts reads it."""
-    spec = task_named(name)
+    spec = find_task(name)
     kind = spec.settings
     default = kind()
 

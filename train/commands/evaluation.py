@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.commands.training import docstring
 from clipmill.train.config.data import AS_TRAINED, Overrides, Weights
 from clipmill.train.config.files import read_values
@@ -162,7 +162,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         if failed:
             listed = "; see `failed` in " + ", ".join(map(str, files)) if files else ""
             hint = listed or ("" if as_json else "; --json or --out lists them")
-            raise FailedWork(f"{counted(failed, 'sample')} could not be decoded{hint}")
+            raise FailedWork(f"{count_noun(failed, 'sample')} could not be decoded{hint}")
 
     tags = ", NAME:TAG of open_clip" if take_tags(_tasks_with(evaluation)) else ""
     command.__doc__ = docstring(

@@ -14,15 +14,15 @@ import torch
 from clipmill.manifests.errors import Stopped, UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes, publish_json
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_videos
 from clipmill.shards.dataset import reading_variants
 from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import NamedPart, named_parts
-from clipmill.train.config.shards import normalised
+from clipmill.train.config.shards import normalise_address
 from clipmill.train.config.training import ParallelSettings
-from clipmill.train.config.tuning import frozen_at_random
+from clipmill.train.config.tuning import random_freeze_warning
 from clipmill.train.data.inputs import open_folder
 from clipmill.train.device.precision import choose_device, open_precision
 from clipmill.train.distributed.launch import open_world
@@ -38,7 +38,7 @@ from clipmill.train.report.results import initial_weights, write_page
 from clipmill.train.run.charts import check_tracking
 from clipmill.train.run.checkpoint import latest_checkpoint
 from clipmill.train.run.checkpoint_writer import recover
-from clipmill.train.run.consumption import kept
+from clipmill.train.run.consumption import consumption_entry
 from clipmill.train.run.environment import machine, versions
 from clipmill.train.run.folder import Resume, RunFolder, create_run, find_run, read_lines, reopen_run, sweep
 from clipmill.train.run.packages import PACKAGES_FACT, packages_of
@@ -81,9 +81,9 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
         chosen |= world.each(
             lambda: choose_variants(
                 evaluated,
-                recorded=[of_evaluated.get(normalised(one), {}) for one in evaluated],
+                recorded=[of_evaluated.get(normalise_address(one), {}) for one in evaluated],
                 cache=settings.cache,
-                say=partial(print, file=sys.stderr) if world.is_first else _quiet,
+                say=partial(print, file=sys.stderr) if world.is_first else _print_nothing,
             )
         )
         held.enter_context(reading_variants(chosen))
@@ -154,7 +154,11 @@ def _train(
     check_batch(settings, samples)
     epochs = [*describe_epochs(settings, samples)]
     check_stages(task, samples, settings, world=world)
-    start = None if source is None else task.start_from(source, samples, say=_quiet if has_weights else progress.say)
+    start = (
+        None
+        if source is None
+        else task.start_from(source, samples, say=_print_nothing if has_weights else progress.say)
+    )
     model = outline(task, samples)
     parameters = describe_parameters(task, model)
     fallback = [*describe_fallback(attention, model, device=device, products=precision.products)]
@@ -190,7 +194,7 @@ def _train(
         **_weights_facts(None if has_weights else start, old_facts),
         **how_chosen,
         **about,
-        **kept(old_facts),
+        **consumption_entry(old_facts),
         "machine": machine(device),
         "versions": versions(),
         "doctor": doctor_facts(asked_device=settings.device, device_type=device.type) if world.is_first else {},
@@ -207,11 +211,12 @@ def _train(
                 spec.at_end(run, settings, say=progress.say)
             write_page(run)
     failed, lines = len(read_lines(run.failures)), read_lines(run.metrics)
-    remark = f"; {counted(failed, 'sample')} failed, all are listed in {run.failures}" if failed else ""
+    remark = f"; {count_noun(failed, 'sample')} failed, all are listed in {run.failures}" if failed else ""
     if sources := lines[-1].get("sources") if lines else None:
         progress.say(f"samples: {', '.join(f'{count:,} of {name}' for name, count in sources.items())}")
     progress.say(
-        f"done: {counted(settings.steps, 'step')}, checkpoints and results page ({run.page.name}) in {run.path}{remark}"
+        f"done: {count_noun(settings.steps, 'step')}, checkpoints and results page ({run.page.name}) in "
+        f"{run.path}{remark}"
     )
     if world.is_first and (following := _next_command(spec, settings)) is not None:
         progress.say(f"next: {following}")
@@ -236,7 +241,7 @@ def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iter
     share = world.replicas.share(settings.batch)
     if world.replicas.size > 1 and share % settings.samples_per_chunk:
         yield (
-            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {counted(share, 'sample')} of a "
+            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {count_noun(share, 'sample')} of a "
             "process: batches differ from those of one process"
         )
     if isinstance(settings.warmup_steps, int) and settings.warmup_steps >= settings.steps:
@@ -244,7 +249,7 @@ def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iter
             f"--warmup-steps {settings.warmup_steps} is not less than --steps {settings.steps}: the learning rate "
             "increases to the end"
         )
-    if settings.init.weights is None and not has_weights and (remark := frozen_at_random(settings.freeze)):
+    if settings.init.weights is None and not has_weights and (remark := random_freeze_warning(settings.freeze)):
         yield remark
 
 
@@ -280,7 +285,7 @@ def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFol
     return None if opened is None else opened[1]
 
 
-def _quiet(_: str) -> None:
+def _print_nothing(_: str) -> None:
     """Print nothing: the messages about the weights were printed when the run began."""
 
 

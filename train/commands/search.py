@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.files import read_values
 from clipmill.train.config.places import require_named_weights, require_places
@@ -68,13 +68,13 @@ def embed(
             for remark in model.remarks:
                 progress.say(remark)
             record = run(work, request.out, world=world, progress=progress)
-        captions = counted(record["num_captions"], "caption")
-        progress.say(f"done: {counted(record['num_clips'], 'clip')} and {captions} in {request.out}")
+        captions = count_noun(record["num_captions"], "caption")
+        progress.say(f"done: {count_noun(record['num_clips'], 'clip')} and {captions} in {request.out}")
         if record["features"] == "embedding":
             progress.say(f'next: train search {shlex.quote(str(request.out))} "what to look for"')
     if record["num_failed"]:
         raise FailedWork(
-            f"{counted(record['num_failed'], 'clip')} could not be decoded; see {request.out / FAILURES}. After a "
+            f"{count_noun(record['num_failed'], 'clip')} could not be decoded; see {request.out / FAILURES}. After a "
             f"repair of the data, remove {request.out} and run the same command again"
         )
 

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.flag_values import check_values
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked, deferred_checks, flags_without_effect, mistakes, refuse
 from clipmill.train.config import fields as groups
 from clipmill.train.config.choices import Provenance
@@ -18,7 +18,7 @@ from clipmill.train.config.fields import FIRST_RUN, unknown_parts
 from clipmill.train.config.files import RENAMED, load_settings, preset_path, presets_of, yaml_source
 from clipmill.train.config.places import require_places
 from clipmill.train.config.training import TrainingSettings
-from clipmill.train.registry import DEFAULT, task_named, task_names
+from clipmill.train.registry import DEFAULT, find_task, task_names
 from clipmill.train.run.folder import Resume, RunFolder
 from clipmill.train.run.packages import require_parts
 
@@ -78,7 +78,7 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     if "--config" not in tokens:
         return  # not a command of settings; train quickstart has a preset as a name
 
-    def given(name: str) -> list[str]:
+    def given_values(name: str) -> list[str]:
         return [token.value for token in tokens.get(name, ())]
 
     kind = _settings_of(commands[-1])
@@ -87,18 +87,18 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
         yaml_source(path, kind, preset=preset, remarks=remarks)(app, commands, arguments)
 
     # A source fills only what is still empty: the strongest comes first.
-    for file in reversed(given("--config")):
+    for file in reversed(given_values("--config")):
         fill(Path(file))
-    for preset in given("--preset"):
+    for preset in given_values("--preset"):
         fill(_preset_of(preset, commands[-1]), preset)
-    if given("--resume"):
-        out = Path(given("--out")[0]) if given("--out") else TrainingSettings.out
+    if given_values("--resume"):
+        out = Path(given_values("--out")[0]) if given_values("--out") else TrainingSettings.out
         # Where there is no run, a new one begins, or opening it says so.
         if (saved := RunFolder(out).settings).is_file():
             RunFolder(out).require_task(commands[-1])
-            old = load_settings(saved, task_named(commands[-1]).settings)  # a damaged file is named with what to do
+            old = load_settings(saved, find_task(commands[-1]).settings)  # a damaged file is named with what to do
             require_parts(old, RunFolder(out))
-            _require_as_many(given("--shards"), old.folders, out=out)
+            _require_as_many(given_values("--shards"), old.folders, out=out)
             fill(saved)
 
 
@@ -109,7 +109,7 @@ def _require_as_many(folders: Sequence[str], of_run: Sequence[str], *, out: Path
     """
     if folders and len(folders) != len(of_run) and any(RunFolder(out).checkpoints.glob("step_*")):
         raise UserError(
-            f"--shards names {counted(len(folders), 'data folder')}, but the run in {out} has {len(of_run)}: "
+            f"--shards names {count_noun(len(folders), 'data folder')}, but the run in {out} has {len(of_run)}: "
             f"{', '.join(of_run)}",
             hint="name each of them, or leave --shards out to continue, or start a new run with another --out",
             flags=("--shards",),
@@ -134,7 +134,7 @@ def _preset_of(name: str, command: str) -> Path:
 
 def _settings_of(command: str) -> type[TrainingSettings]:
     """The settings of `train TASK`, `train bench TASK` or `train bench`."""
-    return task_named(command if command in task_names() else DEFAULT).settings
+    return find_task(command if command in task_names() else DEFAULT).settings
 
 
 def name_sources(error: UserError, sources: Mapping[str, str]) -> None:
@@ -155,7 +155,7 @@ def docstring(help_text: str, *, example: str, **parameters: str) -> str:
 
 def training_command(name: str) -> Callable[..., None]:
     """The command of a task as cyclopts reads it: its flags are the fields of the task's settings."""
-    spec = task_named(name)
+    spec = find_task(name)
     kind = spec.settings
     default = kind()
 

@@ -14,7 +14,7 @@ from typing import Any
 from clipmill.manifests.quoting import on_one_line
 from clipmill.manifests.settings import Checked, annotations_of
 from clipmill.train.config.fields import Choice, Published
-from clipmill.train.config.training import TrainingSettings, flat
+from clipmill.train.config.training import TrainingSettings, flatten
 
 _OFF = (None, False)
 
@@ -80,7 +80,7 @@ def chosen_parts(
             if (row := rows.get(chosen)) is not None:
                 where = f"{name}, {flag} {chosen} ({row.source})"
                 parts.append(Part(where, row.values))
-                remarks.append(f"{where}: {_words(flat(row.values), given)}")
+                remarks.append(f"{where}: {_words(flatten(row.values), given)}")
             else:
                 words = _words(_defaults_beside(rows, group, chosen, defaults), given)
                 others = ", ".join(rows)
@@ -94,7 +94,7 @@ def chosen_parts(
                 remarks.append(f"{name}: values for {flag} {own} are not used with {chosen}: {words}")
     chosen_values = list[Part]()
     for part in (*parts, Part(name, common)):
-        kept, idle = _without_idle(part.values, defaults, given)
+        kept, idle = _drop_idle(part.values, defaults, given)
         chosen_values.append(Part(part.source, kept))
         remarks += [f"{part.source}: {flag} is not used with {beside}" for flag, beside in idle.items()]
     return chosen_values, remarks
@@ -106,12 +106,12 @@ def _defaults_beside(
     """Defaults of the settings that rows have, and of all hyperparameters of a choice without a row."""
     taken = getattr(defaults, group).hyperparameters()
     of_choices = {f"{group}.{name}" for names in taken.values() for name in names}
-    others = {name for row in rows.values() for name in flat(row.values)} - of_choices
+    others = {name for row in rows.values() for name in flatten(row.values)} - of_choices
     own = {f"{group}.{name}": value for name, value in taken.get(chosen, {}).items()}
     return {name: reduce(getattr, name.split("."), defaults) for name in sorted(others)} | own
 
 
-def _without_idle(
+def _drop_idle(
     values: Mapping[str, Any], defaults: Checked, given: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Drop the values of a file that flags or stronger files leave without effect; return the rest, and the reasons.
@@ -129,7 +129,7 @@ def _without_idle(
         setting = annotations.get(str(key).replace("-", "_"))
         group = getattr(defaults, setting.name) if setting else None  # the parser reports unknown keys
         if isinstance(group, Checked) and isinstance(value, Mapping):
-            kept[key], of_group = _without_idle(value, group, given)
+            kept[key], of_group = _drop_idle(value, group, given)
             idle |= of_group
         elif setting and setting.needs is not None and value != setting.default:
             other = defaults.flag(setting.needs.name)

@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN as FIRST_RUN  # --help shows these flags, --help-all shows all
 from clipmill.manifests.plugins import Parts
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked, Range, annotations_of, errors_of
 
 _EPOCHS = re.compile(r"(\d+\.?\d*|\.\d+)ep")
@@ -104,7 +104,7 @@ def given_in_epochs(settings: Any, epoch_steps: float | None) -> list[str]:
     """Log lines about settings that are given in epochs; raises the errors of `num_steps`."""
     given = [(flag, value) for _, _, flag, value in _numbers(settings) if epochs_of(value)]
     steps = [num_steps(value, epoch_steps=epoch_steps, flag=flag) for flag, value in given]
-    return [f"{flag} {value} = {counted(num, 'step')}" for (flag, value), num in zip(given, steps, strict=True)]
+    return [f"{flag} {value} = {count_noun(num, 'step')}" for (flag, value), num in zip(given, steps, strict=True)]
 
 
 def _numbers(settings: Any) -> Iterator[tuple[str, str, str, int | str]]:

@@ -53,17 +53,17 @@ def load_settings(path: Path, kind: type[Settings]) -> Settings:
     try:
         content = path.read_bytes()
     except OSError:
-        return _parsed(path, kind)  # says why
+        return _parse_file(path, kind)  # says why
     known: Settings | None = _PARSED.get((kind, content))
     if known is None:
-        known = _parsed(path, kind)
+        known = _parse_file(path, kind)
         if len(_PARSED) == _MOST_PARSED:
             _PARSED.clear()
         _PARSED[kind, content] = known
     return known
 
 
-def _parsed(path: Path, kind: type[Settings]) -> Settings:
+def _parse_file(path: Path, kind: type[Settings]) -> Settings:
     from cyclopts import CycloptsError
 
     app = _reader(kind)  # type: ignore[arg-type]  # classes are hashable, whatever their instances are

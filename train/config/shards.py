@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import imported
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.imported import import_object
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked, errors_of, without_effect
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.units import parse_size
@@ -99,7 +99,7 @@ def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
     if settings is None:
         return next(spelled)
     cache = {"cache": settings.cache, "cache_size": settings.cache_size}
-    return next(kind for kind in spelled if not kind.test or imported(kind.test)(address, **cache))
+    return next(kind for kind in spelled if not kind.test or import_object(kind.test)(address, **cache))
 
 
 def is_local_folder(address: str) -> bool:
@@ -107,13 +107,13 @@ def is_local_folder(address: str) -> bool:
     return kind_of(address).has_manifest and not is_remote(address)
 
 
-def absolute(address: str) -> str:
+def absolute_address(address: str) -> str:
     """`--shards` with absolute paths, valid in any working directory; patterns of tars are joined by `::`."""
     parts = address.split("::")
     return "::".join(one if is_remote(one) or one.startswith("$") else str(Path.cwd() / one) for one in parts)
 
 
-def normalised(address: str) -> str:
+def normalise_address(address: str) -> str:
     """An address as it is compared with others; a loop of links stays as it is."""
     parts = address.split("::")
     return "::".join(one.rstrip("/") if is_remote(one) else os.path.realpath(one) for one in parts)
@@ -126,7 +126,7 @@ def folders_of(shards: Shards) -> tuple[str, ...]:
 
 def folder_names(folders: Sequence[str]) -> tuple[str, ...]:
     """A short name for each of several folders, for metrics and failures: their last parts, as many as differ."""
-    parts = [[one for one in normalised(folder).split("/") if one] or ["data"] for folder in folders]
+    parts = [[one for one in normalise_address(folder).split("/") if one] or ["data"] for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = [re.sub(r"[^\w.-]+", "-", "-".join(part[-depth:])).strip("-.") or "data" for part in parts]
         if len(set(names)) == len(names):
@@ -219,7 +219,7 @@ class DataSettings(Checked):
 def _same_folders(folders: Sequence[str]) -> Iterator[UserError]:
     seen: dict[str, str] = {}
     for folder in folders:
-        if (other := seen.get(normalised(folder))) is not None:
+        if (other := seen.get(normalise_address(folder))) is not None:
             same = "twice" if other == folder else f"and {other}, which are the same folder"
             yield UserError(
                 f"--shards names {folder} {same}",
@@ -227,12 +227,12 @@ def _same_folders(folders: Sequence[str]) -> Iterator[UserError]:
                 flags=("--shards",),
             )
             return
-        seen[normalised(folder)] = folder
+        seen[normalise_address(folder)] = folder
 
 
 def _require_weights(mix: str, *, num_folders: int) -> None:
     if (num_weights := len(parse_mix(mix))) != num_folders:
-        weights = counted(num_weights, "weight")
+        weights = count_noun(num_weights, "weight")
         raise UserError(
             f"--mix is {mix}: {weights} for {num_folders} data folders",
             hint=f"give a weight for each --shards, in their order, as {','.join('1' * num_folders)}",

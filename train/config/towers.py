@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 from clipmill.manifests.plugins import Parts
 
 
@@ -28,7 +28,7 @@ class TowerSpec:
     def load(self) -> Callable[..., Any]:
         """The function of `build`."""
         assert self.build is not None
-        found: Callable[..., Any] = imported(self.build)
+        found: Callable[..., Any] = import_object(self.build)
         return found
 
 

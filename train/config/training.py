@@ -15,7 +15,7 @@ from clipmill.train.config import fields as groups
 from clipmill.train.config.evaluation import EvaluatedData, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, Steps
 from clipmill.train.config.optim import OptimizerSettings
-from clipmill.train.config.shards import DataSettings, folder_names, normalised
+from clipmill.train.config.shards import DataSettings, folder_names, normalise_address
 
 # Settings of distributed training and of experiment tracking.
 
@@ -185,7 +185,7 @@ class TrainingSettings(DataSettings):
 
     def on(self, shards: str) -> Self:
         """The settings for an evaluation on other data, or on one of the data folders of the run, with all settings."""
-        is_own = normalised(shards) in map(normalised, self.folders)
+        is_own = normalise_address(shards) in map(normalise_address, self.folders)
         # --best names a metric of the run, whose evaluations are those of all of its folders.
         return replace(self, shards=shards, best=None, **({} if is_own else self.of_other_data))
 
@@ -294,15 +294,17 @@ def plain_values(values: dict[str, Any]) -> dict[str, Any]:
 def shaping(settings: TrainingSettings) -> dict[str, Any]:
     """The settings that decide the weights, as plain values by the names of their flags (`optimizer.name`)."""
     values = plain_values(asdict(settings))
-    return flat({name: value for name, value in values.items() if name not in FREE_ON_RESUME | settings.free_on_resume})
+    return flatten(
+        {name: value for name, value in values.items() if name not in FREE_ON_RESUME | settings.free_on_resume}
+    )
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested plain values by the names of their flags."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
+            found |= flatten(value, f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
     return found

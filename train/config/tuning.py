@@ -89,7 +89,7 @@ def frozen_part(name: str) -> FrozenPart:
     return FrozenPart(match["tower"], None if match["count"] is None else int(match["count"]), given=name)
 
 
-def frozen_at_random(freeze: Sequence[str]) -> str:
+def random_freeze_warning(freeze: Sequence[str]) -> str:
     """The warning about --freeze for a model with random weights; empty if it freezes only a decoder."""
     names = [part.given for part in map(frozen_part, freeze) if part.tower != "decoder"]
     return f"--freeze {' '.join(names)} keeps random weights: --init.weights names none" if names else ""

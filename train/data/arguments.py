@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import quote_value
 from clipmill.train.config.shards import Shards
 from clipmill.train.distributed.world import World
 
@@ -32,14 +32,14 @@ def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
     names = inspect.signature(call).parameters.keys()
 
     @wraps(call)
-    def named(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call_with_names(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return call(*args, **kwargs)
         except UserError as error:
             error.rename_flags(lambda flag: _argument(flag, names))
             raise
 
-    return named
+    return call_with_names
 
 
 def _argument(flag: str, names: Collection[str]) -> str:
@@ -54,14 +54,14 @@ def require_whole_numbers(**arguments: object) -> None:
     """Refuse arguments, given by their names, that are not whole numbers."""
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, Integral):
-            raise UserError(f"{name} is {quoted(value)}", hint="use a whole number")
+            raise UserError(f"{name} is {quote_value(value)}", hint="use a whole number")
 
 
 def require_texts(**arguments: object) -> None:
     """Refuse arguments, given by their names, that are not texts; None means none."""
     for name, value in arguments.items():
         if not isinstance(value, str | NoneType):
-            raise UserError(f"{name} is {quoted(value)}", hint="use a text")
+            raise UserError(f"{name} is {quote_value(value)}", hint="use a text")
 
 
 def colours_of(name: str, values: Sequence[float] | None) -> tuple[float, float, float] | None:
@@ -71,7 +71,7 @@ def colours_of(name: str, values: Sequence[float] | None) -> tuple[float, float,
     try:
         red, green, blue = map(float, values)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{name} is {quoted(values)}", hint="give three numbers, for R, G and B") from error
+        raise UserError(f"{name} is {quote_value(values)}", hint="give three numbers, for R, G and B") from error
     return red, green, blue
 
 
@@ -86,7 +86,7 @@ def require_device(device: object) -> None:
         asked = None
     if asked is None or (f"{asked.type}:{asked.index or 0}" not in there and asked.type != "cpu"):
         given = str(device) if isinstance(device, torch.device) else device
-        raise UserError(f"device is {quoted(given)}", hint=f"available here: {', '.join(there)}")
+        raise UserError(f"device is {quote_value(given)}", hint=f"available here: {', '.join(there)}")
 
 
 def require_process(process: int, *, what: str) -> None:
@@ -134,13 +134,13 @@ def shards_of(data: Data, mix: Sequence[float] | None) -> Shards:
     """
     several = [data] if isinstance(data, str | Path) or not isinstance(data, Iterable) else list(data)
     if wrong := [one for one in several if not isinstance(one, str | Path)]:
-        raise UserError(f"data is {quoted(wrong[0])}", hint="name a data folder, as a string or Path, or a list")
+        raise UserError(f"data is {quote_value(wrong[0])}", hint="name a data folder, as a string or Path, or a list")
     folders = tuple(map(str, several))
     if not folders:
         raise UserError("data is an empty list", hint="name a data folder, or several")
     weights: object = mix
     if mix is not None and (isinstance(weights, str) or not isinstance(weights, Iterable)):
-        raise UserError(f"mix is {quoted(weights)}", hint="give a list with a weight for each data folder")
+        raise UserError(f"mix is {quote_value(weights)}", hint="give a list with a weight for each data folder")
     if mix is not None and len(folders) == 1:
         raise UserError(f"mix is {mix}, and there is one data folder: {folders[0]}", hint="leave it out")
     return folders if len(folders) > 1 else folders[0]

@@ -155,10 +155,10 @@ class BatchMemory:
             self._ring.rotate()
             tensor, content = self._ring[0]
         else:
-            from clipmill.train.device.transfer import pinned  # here, so that reading tars needs no torch
+            from clipmill.train.device.transfer import pinned_memory  # here, so that reading tars needs no torch
 
             # Of the full size, so that the memory of any batch suits the next one.
-            tensor = pinned(self._shape, self._dtype)
+            tensor = pinned_memory(self._shape, self._dtype)
             content = _bytes_of(tensor)
         return (tensor if num == self._shape[0] else tensor[:num]), content
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, quoted
+from clipmill.manifests.quoting import count_noun, quote_value
 from clipmill.train.config.training import NEW_RUN
 from clipmill.train.data.arguments import require_process
 from clipmill.train.data.classes import ClassList
@@ -66,7 +66,7 @@ class Batches:
         if shuffle and self.num_samples is not None and self.num_samples < self._step:
             ranks = "" if self._world.size == 1 else f" in each of {self._world.size} processes"
             raise UserError(
-                f"batch={batch}{ranks} is more than the data have: {counted(self.num_samples, 'sample')}",
+                f"batch={batch}{ranks} is more than the data have: {count_noun(self.num_samples, 'sample')}",
                 hint="use a smaller batch, or shuffle=False",
             )
 
@@ -133,7 +133,7 @@ class Batches:
         for state in states:
             if not isinstance(state, Mapping) or not entries <= state.keys() or not _is_sound(state):
                 raise UserError(
-                    f"not a state of these batches: {quoted(state)}",
+                    f"not a state of these batches: {quote_value(state)}",
                     hint="give what state_dict() returned, each rank's as an argument of its own",
                 )
             if state["shuffle"] != self._shuffle:
@@ -227,7 +227,7 @@ def _is_sound(state: Mapping[str, Any]) -> bool:
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _whole(method: _Method) -> _Method:
+def _complete_first(method: _Method) -> _Method:
     """A method of a dictionary that first makes the late entries, also those of a batch it is compared with."""
 
     @wraps(method)
@@ -281,16 +281,33 @@ class LateBatch(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
-    get, items, values, copy = _whole(dict.get), _whole(dict.items), _whole(dict.values), _whole(dict.copy)
-    pop, popitem, setdefault, update = (
-        _whole(dict.pop),
-        _whole(dict.popitem),
-        _whole(dict.setdefault),
-        _whole(dict.update),
+    get, items, values, copy = (
+        _complete_first(dict.get),
+        _complete_first(dict.items),
+        _complete_first(dict.values),
+        _complete_first(dict.copy),
     )
-    clear, __setitem__, __delitem__ = _whole(dict.clear), _whole(dict.__setitem__), _whole(dict.__delitem__)
-    __or__, __ror__, __ior__ = _whole(dict.__or__), _whole(dict.__ror__), _whole(dict.__ior__)
-    __eq__, __ne__, __repr__ = _whole(dict.__eq__), _whole(dict.__ne__), _whole(dict.__repr__)
+    pop, popitem, setdefault, update = (
+        _complete_first(dict.pop),
+        _complete_first(dict.popitem),
+        _complete_first(dict.setdefault),
+        _complete_first(dict.update),
+    )
+    clear, __setitem__, __delitem__ = (
+        _complete_first(dict.clear),
+        _complete_first(dict.__setitem__),
+        _complete_first(dict.__delitem__),
+    )
+    __or__, __ror__, __ior__ = (
+        _complete_first(dict.__or__),
+        _complete_first(dict.__ror__),
+        _complete_first(dict.__ior__),
+    )
+    __eq__, __ne__, __repr__ = (
+        _complete_first(dict.__eq__),
+        _complete_first(dict.__ne__),
+        _complete_first(dict.__repr__),
+    )
 
 
 def _as_arrays(batch: dict[str, Any]) -> dict[str, Any]:

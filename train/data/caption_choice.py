@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import is_of_model, source_order
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.data import parse_weights
 from clipmill.train.data.node_cache import index_type, scratch
-from clipmill.train.device.random import integers_below, uniform
+from clipmill.train.device.random import draw_uniform, integers_below
 
 if TYPE_CHECKING:
     from clipmill.train.models.text import Tokenize
@@ -46,7 +46,7 @@ class Sources:
     def describe(self, num_captions: NDArray[np.int64]) -> str:
         """Names with their weights and numbers of captions."""
         each = zip(self.names, self.weights.tolist(), num_captions.tolist(), strict=True)
-        parts = (f"{name} = {weight:g} ({counted(number, 'caption')})" for name, weight, number in each)
+        parts = (f"{name} = {weight:g} ({count_noun(number, 'caption')})" for name, weight, number in each)
         return f"sources {', '.join(parts)}"
 
     def describe_excluded(self, num_captions: int) -> str:
@@ -54,9 +54,9 @@ class Sources:
         if not num_captions:
             return ""
         if not self.not_asked_for:
-            return f"{counted(num_captions, 'caption')} of other sources left out"
+            return f"{count_noun(num_captions, 'caption')} of other sources left out"
         return (
-            f"{counted(num_captions, 'caption')} of models left out ({', '.join(self.not_asked_for)}); the sources "
+            f"{count_noun(num_captions, 'caption')} of models left out ({', '.join(self.not_asked_for)}); the sources "
             f'"{asking_for([*self.names, *self.not_asked_for])}" include them'
         )
 
@@ -144,7 +144,7 @@ class CaptionChoice:
         runs = clips
         if self.first_run is not None and self.before is not None:
             low, high = self.first_run[clips], self.first_run[clips + 1]
-            share = uniform(position, 1, seed=seed, purpose="source")[:, 0]
+            share = draw_uniform(position, 1, seed=seed, purpose="source")[:, 0]
             wanted = self.before[low] + share * (self.before[high] - self.before[low])
             # Rounding may lead slightly out of the clip.
             runs = np.clip(np.searchsorted(self.before, wanted, side="right") - 1, low, high - 1)
@@ -221,11 +221,11 @@ def caption_choice(
 ) -> CaptionChoice:
     """Make the choice from the clip and the source's rank of each entry, sorted by both."""
     runs = runs_of(clip, rank, num_clips=num_clips)
-    first_entry = smallest(np.append(runs.first_entry, len(clip)))
+    first_entry = smallest_integers(np.append(runs.first_entry, len(clip)))
     return choice_of(first_entry, rank=runs.rank, num_runs=runs.num_runs, weights=weights)
 
 
-def smallest(numbers: NDArray[np.int64]) -> NDArray[Any]:
+def smallest_integers(numbers: NDArray[np.int64]) -> NDArray[Any]:
     """Convert non-negative integers to int32 if they fit."""
     fits = not len(numbers) or int(numbers.max()) <= np.iinfo(np.int32).max
     return numbers.astype(np.int32) if fits else numbers

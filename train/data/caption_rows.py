@@ -18,7 +18,7 @@ from clipmill.manifests.caption_digest import TextDigest
 from clipmill.manifests.caption_reader import rows_of_split
 from clipmill.manifests.caption_spans import CaptionSpans, SpanBlock
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.caption_choice import CaptionChoice, Sources, choice_of, choose_sources, runs_of, same_text
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.node_cache import Rows, index_type, scratch
@@ -151,7 +151,7 @@ def make_clip_table(
         texts_sha256, text = used_texts(spans.texts, is_used)
     chunks.require_same_manifest()
     clips, rows, sources = len(captions.spans), captions.rows, of_split.sources
-    num_used = f"{len(rows):,} of {counted(of_split.num_captions, 'caption')} of split {split!r}"
+    num_used = f"{len(rows):,} of {count_noun(of_split.num_captions, 'caption')} of split {split!r}"
     if len(rows) != clips:
         num_used += f", one at a time for each of {clips:,} clips"
     remarks = [num_used]

@@ -69,7 +69,7 @@ def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
 def _captions(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> Iterator[tuple[str, pa.Array]]:
     """The captions of each chunk, and their columns of labels: a list for each chunk."""
     captions = read_captions(data_dir)
-    rows, chunk = _shown(captions, chunks, video_ids)
+    rows, chunk = _shown_pairs(captions, chunks, video_ids)
     order = np.lexsort((rows, chunk))
     bounds = np.searchsorted(chunk[order], np.arange(len(chunks) + 1))
     labels = [name for name in captions.column_names if name.startswith(_LABEL)]
@@ -79,7 +79,9 @@ def _captions(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> Iterat
         yield name, pa.LargeListArray.from_arrays(bounds, values)
 
 
-def _shown(captions: pa.Table, chunks: ChunkTable, video_ids: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _shown_pairs(
+    captions: pa.Table, chunks: ChunkTable, video_ids: pa.Array
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Each pair of a caption, as its row, and a chunk that shows a part of it."""
     video = rows_of(captions["video_id"], video_ids)
     begin_s, end_s = captions["begin_s"].to_numpy(), captions["end_s"].to_numpy()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.arguments import names_arguments, require_process, require_texts, require_whole_numbers
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.folders import open_data_folder
@@ -53,7 +53,7 @@ class Chunk:
         strip = np.concatenate([cv2.resize(frame, (width_px, _SHOWN_PX)) for frame in shown], axis=1)
         jpeg = base64.b64encode(cv2.imencode(".jpg", strip[..., ::-1])[1].tobytes()).decode()
         text = html.escape(
-            f"{self.key}: {self.begin_s:.2f} to {self.end_s:.2f} s, {counted(len(self.frames), 'frame')}"
+            f"{self.key}: {self.begin_s:.2f} to {self.end_s:.2f} s, {count_noun(len(self.frames), 'frame')}"
         )
         return f'<img src="data:image/jpeg;base64,{jpeg}" alt="{text}"><br>{text}'
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.keys import chunk_key
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import manifest_dir, read_manifest, read_videos
 from clipmill.shards.columns import VIDEO, how_to_repair
 from clipmill.shards.damage import Damaged
@@ -28,7 +28,7 @@ from clipmill.train.data.decoding.decoders import ChunkDecoder
 from clipmill.train.data.decoding.reading import ChunkBytes, DecodeRule, read_chunk
 from clipmill.train.data.folders import DataFolder
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.node_cache import shared
+from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.query import DataQuery, clip_shape
 from clipmill.train.data.selection import ChunkRows, Selection
 
@@ -136,7 +136,7 @@ class ChunkSet:
             *merged_mark(self._variant.directory, self._variant.commits),
         )
         self.num_rows: int = self._variant.num_samples
-        opened = shared(
+        opened = open_shared(
             lambda: _open_chunks(self._variant, data_dir, split=split),
             of=self.depends_on,
             num_rows=self.num_rows,
@@ -176,7 +176,8 @@ class ChunkSet:
         if not self._num_open:
             return ""
         return (
-            f"{self._num_open} of {counted(self._variant.num_shards, 'shard')} decoded through the container: open GOPs"
+            f"{self._num_open} of {count_noun(self._variant.num_shards, 'shard')} "
+            "decoded through the container: open GOPs"
         )
 
     def source_paths(self) -> pa.Array:

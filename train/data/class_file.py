@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.adapters.tables import read_csv, text_lines
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import count_noun, on_one_line
 
 Names = tuple[tuple[str, ...], ...]
 _TABLE, _UNUSED = ("id", "key"), ("instances", "category")
@@ -53,7 +53,8 @@ def require_names(classes: NDArray[np.integer], names: Sequence[object], *, path
     most = int(classes.max(initial=-1))
     if most >= len(names):
         raise UserError(
-            f"{path} names {counted(len(names), 'class', 'classes')}, numbered from 0, and the captions have {label} "
+            f"{path} names {count_noun(len(names), 'class', 'classes')}, numbered from 0, and the captions "
+            f"have {label} "
             f"{most}",
             hint="give the names of all classes of this label, in the order of their numbers",
         )
@@ -75,7 +76,7 @@ def _names_of_table(path: Path) -> Names:
     missing = next((number for number in range(len(key_of)) if number not in key_of), None)
     if missing is not None:
         raise UserError(
-            f"{path} has {counted(len(key_of), 'row')}, and none with id {missing}",
+            f"{path} has {count_noun(len(key_of), 'row')}, and none with id {missing}",
             hint="give the file as it was published",
         )
     return tuple((key_of[number],) if key_of[number] else () for number in range(len(key_of)))

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.store import read_captions, read_videos
 
 ACTION = "action"
@@ -58,7 +58,7 @@ class ClassList:
 
     def describe(self, label: NDArray[np.int64]) -> str:
         """How many of the classes occur among samples of these classes (-1: none)."""
-        return f"{len(np.unique(label[label >= 0])):,} of {counted(len(self), 'class', 'classes')} ({self.label})"
+        return f"{len(np.unique(label[label >= 0])):,} of {count_noun(len(self), 'class', 'classes')} ({self.label})"
 
 
 def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Collection[str] = ()) -> ClassList:
@@ -109,7 +109,7 @@ def proposed_label(labels: Sequence[str]) -> str:
     return ACTION if ACTION in labels else labels[0]
 
 
-def listed(labels: Sequence[str]) -> str:
+def list_labels(labels: Sequence[str]) -> str:
     """Labels and a proposal, for hints."""
     if not labels:
         return "none; see docs/classification.md for datasets with labels"
@@ -131,13 +131,13 @@ def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.Chunke
         if name not in captions.column_names:
             raise UserError(
                 f"the captions{of} have no column {name} (asked for as label {label!r})",
-                hint=f"labels there: {listed(class_labels(captions.schema))}",
+                hint=f"labels there: {list_labels(class_labels(captions.schema))}",
                 flags=("--label",),
             )
         if pa.types.is_nested(captions[name].type):
             raise UserError(
                 f"captions can have several {label}, which cannot be a class",
-                hint=f"labels there: {listed(class_labels(captions.schema))}",
+                hint=f"labels there: {list_labels(class_labels(captions.schema))}",
             )
     texts = [captions[name].cast(pa.string()) for name in wanted]
     return pc.binary_join_element_wise(*texts, ":") if is_pair else texts[0]
@@ -195,7 +195,7 @@ def labelled_rows(captions: pa.Table, *, is_of_split: NDArray[np.bool_], classes
     other_classes = ""
     if has_any.any() and not is_kept.any():
         here = class_names_of(captions, label=classes[-1].label).take(pa.array(of_split)).drop_null().unique()
-        other_classes = f" ({_some(here.to_pylist())}; those of the model: {_some(classes[-1].names)})"
+        other_classes = f" ({_some_names(here.to_pylist())}; those of the model: {_some_names(classes[-1].names)})"
     return LabelledRows(
         row=of_split[is_kept],
         label=label_RL[is_kept],
@@ -206,6 +206,6 @@ def labelled_rows(captions: pa.Table, *, is_of_split: NDArray[np.bool_], classes
     )
 
 
-def _some(names: Sequence[str]) -> str:
+def _some_names(names: Sequence[str]) -> str:
     shown = ", ".join(map(on_one_line, names[:_NUM_SHOWN]))
     return f"{shown}, ..." if len(names) > _NUM_SHOWN else shown

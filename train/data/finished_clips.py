@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import quoted
+from clipmill.manifests.quoting import quote_value
 from clipmill.train.augment.draws import draw
 from clipmill.train.augment.pictures import to_model_input
 from clipmill.train.config.clips import ClipSettings
@@ -102,7 +102,9 @@ def of_clips(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
 def caption_settings(sources: Mapping[str, float] | None, min_relevancy: float | None) -> CaptionSettings:
     """Which captions are shown; raises UserError for weights that are none."""
     if sources is not None and not isinstance(sources, Mapping):
-        raise UserError(f"sources is {quoted(sources)}", hint='give weights by name: {"human": 1, "*rephraser*": 2}')
+        raise UserError(
+            f"sources is {quote_value(sources)}", hint='give weights by name: {"human": 1, "*rephraser*": 2}'
+        )
     text = None if sources is None else ",".join(f"{name}={weight}" for name, weight in sources.items())
     return CaptionSettings(sources=text, min_relevancy=min_relevancy)
 
@@ -111,14 +113,14 @@ def augmentation(wanted: Mapping[str, float] | None) -> Augment:
     """The augmentation by the names of its settings; raises UserError for others."""
     known = vars(Augment())
     if wanted is not None and (not isinstance(wanted, Mapping) or wanted.keys() - known.keys()):
-        raise UserError(f"augment is {quoted(wanted)}", hint=f"give a dictionary with some of {', '.join(known)}")
+        raise UserError(f"augment is {quote_value(wanted)}", hint=f"give a dictionary with some of {', '.join(known)}")
     given: Mapping[str, Any] = wanted or {}
     numbers: dict[str, Any] = {}
     for name, value in given.items():
         whole = isinstance(known[name], int)
         if isinstance(value, bool) or not isinstance(value, Real) or (whole and not float(value).is_integer()):
             raise UserError(
-                f"augment.{name} is {quoted(value)}", hint="use a whole number" if whole else "use a number"
+                f"augment.{name} is {quote_value(value)}", hint="use a whole number" if whole else "use a number"
             )
         numbers[name] = type(known[name])(value)
     return Augment(**numbers)

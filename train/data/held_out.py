@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import percent
 from clipmill.shards.columns import SCORES
 from clipmill.train.config.clips import ClipSettings
@@ -63,9 +63,9 @@ class HeldOut:
         if num < FEW:
             low, high = interval(0.0 if share is None else share, num)
             between = f", so that {percent(share)} has a 95 % interval from {percent(low)} to {percent(high)}"
-            found.append(f"only {counted(num, noun)}{'' if share is None else between}")
+            found.append(f"only {count_noun(num, noun)}{'' if share is None else between}")
         if self.num_alike:
-            chunks = f"{self.num_alike:,} of {counted(self.num_chunks, 'chunk')}"
+            chunks = f"{self.num_alike:,} of {count_noun(self.num_chunks, 'chunk')}"
             verb = "looks" if self.num_alike == 1 else "look"
             found.append(f"{chunks} {verb} like a chunk of the training split {self.trained_split!r}")
         return found
@@ -81,7 +81,9 @@ def interval(share: float, count: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def held_out(samples: EvaluatedClips, settings: ClipSettings, *, split: str, data: Mapping[str, Any]) -> HeldOut | None:
+def held_out_facts(
+    samples: EvaluatedClips, settings: ClipSettings, *, split: str, data: Mapping[str, Any]
+) -> HeldOut | None:
     """Facts about the clips of a split; None if the samples do not count them.
 
     Args:
@@ -100,7 +102,7 @@ def held_out(samples: EvaluatedClips, settings: ClipSettings, *, split: str, dat
     if split == settings.split or not is_own:
         return found
     assert samples.num_samples is not None  # a data folder knows its samples
-    alike = alike_of(settings.folder, cache=settings.cache, split=split, trained_split=settings.split)
+    alike = look_alikes_of(settings.folder, cache=settings.cache, split=split, trained_split=settings.split)
     if alike is None:
         return found
     keys = {samples.key(number) for number in range(samples.num_samples)} if alike else set()
@@ -109,7 +111,7 @@ def held_out(samples: EvaluatedClips, settings: ClipSettings, *, split: str, dat
     )
 
 
-def alike_of(address: str, *, cache: Path | None, split: str, trained_split: str) -> set[str] | None:
+def look_alikes_of(address: str, *, cache: Path | None, split: str, trained_split: str) -> set[str] | None:
     """Keys of the chunks of a split that look like one of another split; None if there are no scores to tell by."""
     from clipmill.shards.leakage import keys_alike
     from clipmill.train.data.folders import open_data_folder

@@ -69,7 +69,7 @@ class MappedTars:
                 self._require(number, self._path(number).stat())
             except OSError as error:
                 column = self._files_of(number).directory.parent.name
-                raise unusable(self._path(number), column, error.strerror or str(error)) from error
+                raise unusable_error(self._path(number), column, error.strerror or str(error)) from error
 
     def want(self, places: NDArray[np.int64]) -> None:
         """Name the places of all members that samples are in. Tars on local disks need no preparation."""
@@ -163,7 +163,7 @@ class _Map:
         return True
 
 
-def unusable(path: Path, column: str, why: str) -> UserError:
+def unusable_error(path: Path, column: str, why: str) -> UserError:
     """The error for a file of a column that cannot be used."""
     return UserError(
         f"{path} cannot be used: {why}",

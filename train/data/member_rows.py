@@ -11,7 +11,7 @@ from clipmill.shards.chunk_table import ChunkRows, read_chunk_rows
 from clipmill.shards.damage import Damaged, DamagedIndex
 from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.reader import CommittedShard, Variant
-from clipmill.train.data.mapped_tars import unusable
+from clipmill.train.data.mapped_tars import unusable_error
 
 
 def member_rows(variant: Variant) -> ChunkRows:
@@ -24,11 +24,11 @@ def member_rows(variant: Variant) -> ChunkRows:
     try:
         return read_chunk_rows(variant)
     except DamagedIndex as error:
-        raise unusable(error.path, column, error.why) from error
+        raise unusable_error(error.path, column, error.why) from error
     except Damaged as error:
         raise UserError(str(error), hint=f"run prep {column}, which makes the table again") from error
     except OSError as error:
-        raise unusable(Path(error.filename or variant.directory), column, str(error)) from error
+        raise unusable_error(Path(error.filename or variant.directory), column, str(error)) from error
 
 
 def places_of(
@@ -61,10 +61,12 @@ def places_of(
         at = int(bad[np.lexsort((table["row"].to_numpy()[bad], shard_of[bad]))[0]])
         shard = variant.shard(int(tars.shard_ids[shard_of[at]]))
         key = shard.index["key"][int(table["row"][at].as_py())].as_py()
-        raise unusable(shard.index_path, shard.commit.column, f"its position of the array of {key!r} is impossible")
+        raise unusable_error(
+            shard.index_path, shard.commit.column, f"its position of the array of {key!r} is impossible"
+        )
     return starts[shard_of] + offset + header, header.astype(np.int32)
 
 
 def damaged_index(shard: CommittedShard, why: str) -> UserError:
     """The error for an index that does not match its tar."""
-    return unusable(shard.index_path, shard.commit.column, why)
+    return unusable_error(shard.index_path, shard.commit.column, why)

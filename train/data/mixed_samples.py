@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 from clipmill.train.config.shards import folder_names
 from clipmill.train.data.loader import Loader, Reader, SampleRequest
 from clipmill.train.data.mixture import MixedOrder
@@ -150,7 +150,7 @@ class MixedSamples(BatchedSamples):
         self.parts, loading = parts, first.loader.loading
         self.folders = mixed_folders(parts, addresses, weights=weights, seed=loading.seed, group=loading.group)
         self.numbering = Numbering(parts)
-        reader: Reader = imported(first.reader.mixture)(parts, self.folders.addresses, self.numbering)
+        reader: Reader = import_object(first.reader.mixture)(parts, self.folders.addresses, self.numbering)
         self.loader = Loader(self, reader, loading, order=self.folders.order)
         self.split, self.frame_shape, self.text_width = first.split, first.frame_shape, first.text_width
 

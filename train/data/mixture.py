@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.train.data.order import SampleOrder
-from clipmill.train.device.random import Positions, uniform
+from clipmill.train.device.random import Positions, draw_uniform
 
 _MOST_BLOCK = 16
 _MOST_SHARES = 1 << 31  # products of two of them fit into int64
@@ -116,7 +116,7 @@ class MixedOrder:
         """The folder of each slot of some blocks; the last block of a period may have slots that are not in use."""
         group_US = first_U[:, None] + np.arange(self._block)
         folder_US = self._folders(group_US.ravel(), 0, len(self._orders)).reshape(group_US.shape)
-        key_US = uniform(group_US.ravel(), 1, seed=self._seed, purpose="folder").reshape(group_US.shape)
+        key_US = draw_uniform(group_US.ravel(), 1, seed=self._seed, purpose="folder").reshape(group_US.shape)
         key_US[first_U[:, None] % self.period + np.arange(self._block) >= self.period] = 1.0  # after all others
         return np.take_along_axis(folder_US, key_US.argsort(axis=1, kind="stable"), axis=1)
 

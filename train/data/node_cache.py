@@ -30,9 +30,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.manifests.locks import locked
+from clipmill.manifests.locks import hold_lock
 from clipmill.manifests.mapped_files import map_arrow_file
-from clipmill.manifests.publish import published
+from clipmill.manifests.publish import publish_atomically
 from clipmill.manifests.storage.cache import evict, files_in
 
 FOLDER = "opened"
@@ -53,7 +53,7 @@ def choose_folder(folder: Path | None) -> None:
     _chosen = folder or _chosen
 
 
-def shared(
+def open_shared(
     compute: Callable[[], _T], *, of: Sequence[object], num_rows: int, types: Sequence[type], column: str = "set"
 ) -> _T:
     """The result of `compute`, of arrays that are mapped read-only if there are many rows.
@@ -73,7 +73,7 @@ def shared(
     with ExitStack() as held:
         try:
             path = _folder() / f"{column}-{key}"
-            held.enter_context(locked(path.with_name(f".{key}.lock")))
+            held.enter_context(hold_lock(path.with_name(f".{key}.lock")))
             opened = _open(path, by_name)
         except OSError as error:
             _warn(error)
@@ -82,7 +82,7 @@ def shared(
             return opened  # type: ignore[no-any-return]
         computed = compute()
         try:
-            with published(path) as temporary:
+            with publish_atomically(path) as temporary:
                 _write(computed, temporary)
             _mark_of(path).write_text(_state(path))  # its checksum was computed of what was written
             _make_room(path.parent, keep=path)

@@ -54,7 +54,7 @@ class SampleOrder:
             # All epochs at once: many positions of a small set are of many epochs.
             there, number = np.unique(epochs[chosen], return_inverse=True)
             keys = np.stack([_round_keys(self.seed, int(epoch)) for epoch in there], axis=1)
-            groups[chosen] = _permuted(groups[chosen], num_full, keys[:, number] if len(there) > 1 else keys)
+            groups[chosen] = _permute_with_keys(groups[chosen], num_full, keys[:, number] if len(there) > 1 else keys)
         samples = groups * self.group + members
         samples[samples >= self.num_samples] = -1
         return samples
@@ -88,10 +88,10 @@ class Share:
 
 def permute(positions: Positions, num_samples: int, *, seed: int, epoch: int) -> Positions:
     """Map positions in [0, num_samples) to samples in [0, num_samples), one to one, for one epoch."""
-    return _permuted(positions, num_samples, _round_keys(seed, epoch)[:, None])
+    return _permute_with_keys(positions, num_samples, _round_keys(seed, epoch)[:, None])
 
 
-def _permuted(positions: Positions, num_samples: int, keys: NDArray[np.uint64]) -> Positions:
+def _permute_with_keys(positions: Positions, num_samples: int, keys: NDArray[np.uint64]) -> Positions:
     """`permute` with round keys [rounds, 1], or [rounds, N] for positions of several epochs."""
     num_bits = max(2, (num_samples - 1).bit_length())
     samples = _feistel(positions.astype(np.uint64), num_bits, keys)

@@ -108,12 +108,12 @@ def batches_on_all_stages(batches: Iterable[LoadedBatch], stages: World) -> Iter
     iterator = iter(batches)
     own: LoadedBatch | None = None
 
-    def following() -> LoadedBatch | None:
+    def next_batch() -> LoadedBatch | None:
         nonlocal own
         own = next(iterator, None)
         return own if own is None or stages.size == 1 else _without_pictures(own)
 
-    while (shared := stages.first(following)) is not None:
+    while (shared := stages.first(next_batch)) is not None:
         yield own or shared
 
 

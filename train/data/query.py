@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.shards import Content, kind_of
@@ -92,7 +92,7 @@ def open_samples(query: DataQuery) -> Any:
             f"{folder} names tars of videos, and {kind.lacks[query.content]}",
             hint="name the data folder that prep made",
         )
-    return imported(kind.openers[query.content])(query)
+    return import_object(kind.openers[query.content])(query)
 
 
 def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:

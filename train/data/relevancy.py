@@ -128,7 +128,7 @@ def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
     return Relevancy(values_V, code_of_triple[triple_RC], row_of_N, column_of_M)
 
 
-def compressed(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Relevancy:
+def compress_matrix(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Relevancy:
     """Compress a matrix, a few rows at a time (it may be memory-mapped).
 
     Raises:
@@ -165,13 +165,15 @@ def _distinct_rows(
             digest = hashlib.blake2b(row, digest_size=16).digest()
             number = number_of.setdefault(digest, len(rows))
             if number == len(rows):
-                found_V, codes = _encoded(row.astype(np.float64), found_V)
+                found_V, codes = _encode_row(row.astype(np.float64), found_V)
                 rows.append(codes)
             row_of.append(number)
     return found_V, rows, row_of
 
 
-def _encoded(row: NDArray[np.float64], found_V: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
+def _encode_row(
+    row: NDArray[np.float64], found_V: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
     """The values with those that are new in a row appended, and the row as indices of them."""
     new = np.setdiff1d(row, found_V)
     if len(new) and not (new[0] >= 0 and new[-1] <= 1):  # NaN is sorted last

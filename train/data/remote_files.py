@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clipmill.manifests.errors import DISK_ERRORS, UserError
-from clipmill.manifests.locks import locked
+from clipmill.manifests.locks import hold_lock
 from clipmill.manifests.publish import publish_bytes
 from clipmill.manifests.schema import MANIFEST_FILE
 from clipmill.manifests.storage.objects import ObjectInfo, Objects
@@ -98,7 +98,7 @@ class RemoteFiles:
         if _is_whole(path, sha256=sha256, size_bytes=size_bytes):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.parent / f".{path.name}.lock"):
+        with hold_lock(path.parent / f".{path.name}.lock"):
             if _is_whole(path, sha256=sha256, size_bytes=size_bytes):
                 return
             self.objects.fetch(key, path)
@@ -236,7 +236,7 @@ class RemoteFiles:
         """Hold the lock of the copy; yields False if a process of the same launch has already done `what`."""
         self.copy.mkdir(parents=True, exist_ok=True)
         path, launch = self.copy / _LAUNCH_FILE.format(what), _launch()
-        with locked(self.copy / ".lock"):
+        with hold_lock(self.copy / ".lock"):
             is_due = launch is None or not path.is_file() or path.read_text() != launch
             yield is_due
             if is_due and launch is not None:

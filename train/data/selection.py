@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_table import caption_blocks
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import open_captions
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
 from clipmill.train.data.chunk_table import rows_of
-from clipmill.train.data.node_cache import scratch, shared
+from clipmill.train.data.node_cache import open_shared, scratch
 
 if TYPE_CHECKING:
     from clipmill.shards.where import Where
@@ -86,7 +86,7 @@ class Selection:
             from clipmill.shards.selection import selected_chunks
 
             mark = selection_mark(of_chunks.text, data_dir, tars=tars)
-            self.chunks = shared(
+            self.chunks = open_shared(
                 lambda: selected_chunks(of_chunks, data_dir, **chunks._asdict()),
                 of=("selection", depends_on, *mark),
                 num_rows=self._num_chunks,
@@ -162,9 +162,9 @@ class Selection:
         num_chunks = self._num_chunks if self.chunks is None else int(self.chunks.sum())
         if self._of_captions is not None and self._of_captions.labels:
             num_chunks = self._num_chunks_by_labels(num_chunks)
-        parts = [f"{num_chunks:,} of {counted(self._num_chunks, 'chunk')}"]
+        parts = [f"{num_chunks:,} of {count_noun(self._num_chunks, 'chunk')}"]
         if self._of_captions is not None:
-            parts.append(f"{self.num_selected:,} of {counted(self.num_captions, 'caption')}")
+            parts.append(f"{self.num_selected:,} of {count_noun(self.num_captions, 'caption')}")
         return [f"where {self._where.text}: {' and '.join(parts)} selected"]
 
     def _num_chunks_by_labels(self, num_chunks: int) -> int:
@@ -186,9 +186,9 @@ class Selection:
 
     def _require(self, where: "Where", num_selected: int, count: int, noun: str) -> None:
         if count and not num_selected:
-            from clipmill.shards.selection import nothing_selected
+            from clipmill.shards.selection import empty_selection_error
 
-            raise nothing_selected(where, what=f"the {count:,} {noun}s of split {self._split!r}")
+            raise empty_selection_error(where, what=f"the {count:,} {noun}s of split {self._split!r}")
 
 
 def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | None" = None) -> tuple[object, ...]:

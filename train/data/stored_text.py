@@ -17,7 +17,7 @@ from clipmill.shards.reader import Variant
 from clipmill.train.data.chunk_table import index_in
 from clipmill.train.data.mapped_tars import MappedTars, Part, Payload, Problem, VerifiedMembers
 from clipmill.train.data.member_rows import damaged_index, member_rows, places_of
-from clipmill.train.data.node_cache import shared
+from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.outcomes import SampleFailed
 from clipmill.train.data.remote_maps import open_maps
 
@@ -211,7 +211,7 @@ class StoredText:
             raise UserError(f"{variant.directory} has no text of any video", hint=hint)
         self._tars = open_maps([variant], tars, whole=variant)
         self.depends_on: tuple[object, ...] = merged_mark(variant.directory, variant.commits)
-        self._members, self._rows = shared(
+        self._members, self._rows = open_shared(
             lambda: self._read(variant),
             of=(TEXT, self.depends_on, *videos),
             num_rows=variant.num_samples + num_captions_of(data_dir),

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.train.data.caption_choice import CaptionChoice, Sources, same_text
-from clipmill.train.data.node_cache import shared
+from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.order import set_fingerprint
 
 if TYPE_CHECKING:
@@ -120,14 +120,14 @@ _TYPES = (SampleTable, RowCaptions, CaptionChoice, Sources)
 def open_table(
     name: str, make: Callable[[], SampleTable], *, depends_on: Sequence[object], num_rows: int
 ) -> SampleTable:
-    """The table that `make` makes, once per machine if it is large; see `clipmill.train.data.node_cache.shared`.
+    """The table that `make` makes, once per machine if it is large; see `clipmill.train.data.node_cache.open_shared`.
 
     Args:
         name: Name of the kind of samples, for the file.
         depends_on: Everything that the table depends on.
         num_rows: Approximate number of rows.
     """
-    return shared(make, of=(name, *depends_on), num_rows=num_rows, types=_TYPES, column=name)
+    return open_shared(make, of=(name, *depends_on), num_rows=num_rows, types=_TYPES, column=name)
 
 
 def open_fingerprint(
@@ -145,7 +145,7 @@ def open_fingerprint(
         parts: Gives arrays that identify the parts, where rows do not.
         depends_on, num_rows: See `open_table`.
     """
-    return shared(
+    return open_shared(
         lambda: fingerprint_of(table, facts, parts()),
         of=("fingerprint", *depends_on, *facts),
         num_rows=num_rows,

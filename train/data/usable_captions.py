@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.train.data.caption_choice import smallest
+from clipmill.train.data.caption_choice import smallest_integers
 from clipmill.train.data.chunk_table import ChunkTable
 from clipmill.train.data.frame_sampling import START_ROUNDING_US, US_PER_S
 from clipmill.train.data.outcomes import Unusable, remarks_of
@@ -153,6 +153,6 @@ def spans_at(usable: UsableCaptions, which: NDArray[np.int64]) -> Spans:
     return Spans(
         begin_us=usable.begin_us[which],
         end_us=usable.end_us[which],
-        first_part=smallest(usable.first_chunk[which]),
-        last_part=smallest(usable.last_chunk[which]),
+        first_part=smallest_integers(usable.first_chunk[which]),
+        last_part=smallest_integers(usable.last_chunk[which]),
     )

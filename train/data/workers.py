@@ -143,7 +143,7 @@ def in_order(
             # All running tasks are checked: this one may be queued behind threads that are stuck with others.
             pool.abandon([other for other in waiting if other.is_late(stuck_after_s)])
 
-    def first() -> tuple[_Item, _Result | Stuck]:
+    def first_result() -> tuple[_Item, _Result | Stuck]:
         task = waiting[0]
         if not task.done.is_set():
             # Earlier tasks may take longer than the last one, so the first is waited for as well.
@@ -157,13 +157,13 @@ def in_order(
     try:
         for item in items:
             while waiting and held_bytes + size_of(item) > max_bytes > 0:
-                yield first()
+                yield first_result()
             waiting.append(pool.submit(item))
             held_bytes += size_of(item)
             if len(waiting) >= num_ahead:
-                yield first()
+                yield first_result()
         while waiting:
-            yield first()
+            yield first_result()
     finally:
         pool.close(waiting)
 

@@ -1,9 +1,9 @@
 """Random numbers of training: pure functions of the seed, the purpose and the position of a sample.
 
 They depend neither on the other samples of a batch nor on what was drawn before, so ranks, resumed runs and evaluations
-of a single sample draw the same numbers. `uniform` and `integers_below` draw the same count for many positions at once
-(captions, augmentation, masks), `device_uniform` on any device; `generator` draws for one position (frames, crops), and
-for an epoch (the window of a stream).
+of a single sample draw the same numbers. `draw_uniform` and `integers_below` draw the same count for many positions at
+once (captions, augmentation, masks), `device_uniform` on any device; `generator` draws for one position (frames,
+crops), and for an epoch (the window of a stream).
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _MANTISSA_BITS = 53
 _WORD = 1 << 64
 
 
-def uniform(positions: Positions, count: int, *, seed: int, purpose: str) -> NDArray[np.float64]:
+def draw_uniform(positions: Positions, count: int, *, seed: int, purpose: str) -> NDArray[np.float64]:
     """Draw `count` numbers in [0, 1) for each position: float64 [B, count]."""
     hashes = _hashes(positions, count, seed=seed, purpose=purpose)
     return np.asarray((hashes >> np.uint64(64 - _MANTISSA_BITS)) * 2.0**-_MANTISSA_BITS, dtype=np.float64)
@@ -62,7 +62,7 @@ def _key(*, seed: int, purpose: str) -> int:
 def device_uniform(
     positions_B: "torch.Tensor", count: int, *, seed: int, purpose: str, device: "torch.device | None" = None
 ) -> "torch.Tensor":
-    """Draw the numbers of `uniform`, bit by bit the same, on any device: float64 [B, count].
+    """Draw the numbers of `draw_uniform`, bit by bit the same, on any device: float64 [B, count].
 
     Args:
         positions_B: int64 [B].
@@ -75,23 +75,23 @@ def device_uniform(
     if device is not None:
         positions_B = send(positions_B, device)
     keys_N = _device_splitmix64(
-        _signed(_key(seed=seed, purpose=purpose)) + torch.arange(count, device=positions_B.device)
+        _to_signed(_key(seed=seed, purpose=purpose)) + torch.arange(count, device=positions_B.device)
     )
     hashes_BN = _device_splitmix64(_device_splitmix64(positions_B)[:, None] ^ keys_N)
-    return _shifted(hashes_BN, 64 - _MANTISSA_BITS).double() * 2.0**-_MANTISSA_BITS
+    return _shift_right(hashes_BN, 64 - _MANTISSA_BITS).double() * 2.0**-_MANTISSA_BITS
 
 
 def _device_splitmix64(values: "torch.Tensor") -> "torch.Tensor":
     # torch cannot multiply unsigned 64-bit integers, but products of int64 wrap around to the same bits.
-    values = (values ^ _shifted(values, 30)) * _signed(0xBF58476D1CE4E5B9)
-    values = (values ^ _shifted(values, 27)) * _signed(0x94D049BB133111EB)
-    return values ^ _shifted(values, 31)
+    values = (values ^ _shift_right(values, 30)) * _to_signed(0xBF58476D1CE4E5B9)
+    values = (values ^ _shift_right(values, 27)) * _to_signed(0x94D049BB133111EB)
+    return values ^ _shift_right(values, 31)
 
 
-def _shifted(values: "torch.Tensor", bits: int) -> "torch.Tensor":
+def _shift_right(values: "torch.Tensor", bits: int) -> "torch.Tensor":
     """Logical shift to the right; torch's own copies the sign bit."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(word: int) -> int:
+def _to_signed(word: int) -> int:
     return word - _WORD if word >= _WORD // 2 else word

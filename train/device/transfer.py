@@ -12,11 +12,11 @@ something depends on them (a checkpoint, an evaluation, a request to stop, the l
 One more step is launched before a non-finite metric is read. `StepGuard` keeps both steps from changing the weights.
 
 `torch.tensor(..., device="cuda")` and `.to` without `non_blocking` wait for all work queued on the GPU, and a copy from
-pageable memory may do so too. A training step uses `send` and `constant` instead.
+pageable memory may do so too. A training step uses `send` and `constant_tensor` instead.
 
-A copy that does not wait reads its source later. Memory of `pinned` is therefore never refilled: each batch has memory
-of its own, which torch's allocator hands out again once nothing refers to it and all copies from it have ended. (It
-records an event of the stream for each copy, whoever made it.)
+A copy that does not wait reads its source later. Memory of `pinned_memory` is therefore never refilled: each batch has
+memory of its own, which torch's allocator hands out again once nothing refers to it and all copies from it have ended.
+(It records an event of the stream for each copy, whoever made it.)
 """
 
 import time
@@ -73,7 +73,7 @@ class LateMetrics:
         if waiting:
             values = torch.stack([one.detach().double() for one in waiting.values()])
             if device.type == "cuda":
-                self._values = pinned(values.shape, values.dtype).copy_(values, non_blocking=True)
+                self._values = pinned_memory(values.shape, values.dtype).copy_(values, non_blocking=True)
             else:
                 self._values = values
         self.end = DeviceEvent(device)
@@ -108,7 +108,7 @@ class StepGuard:
         return may_step
 
 
-def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Pinned memory of arbitrary content, to be filled once: copies from it may be pending long after they are made."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
@@ -122,11 +122,11 @@ def send(values: torch.Tensor | NDArray[np.generic], device: torch.device | str)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device, non_blocking=True)
     # A copy even of pinned tensors, because their owner may write to them.
-    return pinned(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
+    return pinned_memory(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
 
 
 def send_pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """`send` without the copy on the host, for tensors of `pinned` memory; others are sent as by `send`."""
+    """`send` without the copy on the host, for tensors of `pinned_memory` memory; others are sent as by `send`."""
     # torch would copy a tensor with gaps to pageable memory first.
     if tensor.is_pinned() and _is_dense(tensor):
         return tensor.to(device, non_blocking=True)
@@ -152,7 +152,7 @@ def with_index(device: torch.device | str) -> torch.device:
 
 
 @cache
-def constant(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def constant_tensor(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """A cached tensor of nested tuples that are the same in every step; must not be written to."""
     return send(torch.tensor(values, dtype=dtype), device)
 
@@ -175,7 +175,7 @@ def changing_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
+def keep_buffers(model: nn.Module) -> Iterator[None]:
     """Context for additional forward passes: the buffers of `model` have their former values at its end."""
     kept = {name: buffer.clone() for name, buffer in changing_buffers(model).items()}
     try:
@@ -201,7 +201,7 @@ def _keep_in_recomputation(module: nn.Module) -> None:
         # The backward pass runs forward passes only to recompute activations. A compiled block recomputes them in its
         # own graph, which changes buffers once.
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            contexts.enter_context(buffers_kept(module))
+            contexts.enter_context(keep_buffers(module))
 
     def end(*_: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -60,7 +60,7 @@ class Heartbeat:
         if is_stuck:
             return  # in a call of the store, which blocks further calls
         try:
-            self._store.set(str(self._world.rank), _LEFT if error is None else f"{_FAILED}{_described(error)}")
+            self._store.set(str(self._world.rank), _LEFT if error is None else f"{_FAILED}{_describe_error(error)}")
         except RuntimeError:
             pass  # the store is lost, and with it all ranks that would have read this
 
@@ -88,7 +88,7 @@ class Heartbeat:
             self._clock.tick()
             called_s = self._called_s
             if called_s is not None and self._clock.now_s - called_s >= SILENT_S:
-                self._leave_for(_unanswered())
+                self._leave_for(_unanswered_text())
 
     def _leave_for(self, reason: str | None) -> None:
         if reason is None or self._is_over.is_set():
@@ -133,7 +133,7 @@ class Watch:
         """
         if said is None:
             self._reached_s = now_s if self._reached_s is None else self._reached_s
-            return _unanswered() if now_s - self._reached_s >= SILENT_S else None
+            return _unanswered_text() if now_s - self._reached_s >= SILENT_S else None
         self._reached_s = now_s
         for rank, text in said.items():
             if rank == self._world.rank or text == _LEFT:
@@ -149,9 +149,9 @@ class Watch:
         return None
 
 
-def _unanswered() -> str:
+def _unanswered_text() -> str:
     return f"the machine of rank 0 has not answered for {SILENT_S:g} s, or its process is suspended"
 
 
-def _described(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -140,7 +140,7 @@ def name_attempt(store: dist.Store, world: World) -> str:
         return name
     missing, answered = set(range(1, world.size)), dict[int, str]()
     latest_s = time.monotonic() + _JOIN_TIMEOUT.total_seconds()
-    with _reminding(world, lambda: _named(sorted(missing))):
+    with _reminding(world, lambda: _name_ranks(sorted(missing))):
         while missing:
             for rank in sorted(missing):
                 if store.check([f"knows/{own}/{rank}"]):
@@ -202,7 +202,7 @@ def require_same_start(start: Start, *, store: dist.Store, world: World, hint: s
 def difference(ranks: Sequence[Start]) -> str | None:
     """Describe the values that differ between ranks; None if there are none."""
     names = list(dict.fromkeys(name for start in ranks for name in start))
-    values = {name: [_shown(start, name) for start in ranks] for name in names}
+    values = {name: [_value_text(start, name) for start in ranks] for name in names}
     differing = {name: of_ranks for name, of_ranks in values.items() if len(set(of_ranks)) > 1}
     if COMMAND in differing:
         # Other commands have other flags, whose differences are not informative.
@@ -214,7 +214,7 @@ def difference(ranks: Sequence[Start]) -> str | None:
     return "; ".join(parts[:_MAX_SHOWN]) + more
 
 
-def _shown(start: Start, name: str) -> str:
+def _value_text(start: Start, name: str) -> str:
     value = start.get(name, "not there")
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -223,10 +223,10 @@ def _by_rank(values: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    return " and ".join(f"{value} on {_named(its)}" for value, its in ranks.items())
+    return " and ".join(f"{value} on {_name_ranks(its)}" for value, its in ranks.items())
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:_MAX_SHOWN]))

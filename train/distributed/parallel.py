@@ -34,8 +34,8 @@ def wrap_model(
 ) -> nn.Module:
     """Wrap `model` for forward and backward passes; its parameters remain those of `model`.
 
-    After a backward pass within `synced(..., True)` the gradients are averaged over ranks. With FSDP `model` itself is
-    modified and its parameters become DTensors.
+    After a backward pass within `sync_gradients(..., True)` the gradients are averaged over ranks. With FSDP `model`
+    itself is modified and its parameters become DTensors.
 
     Args:
         units: submodules that FSDP gathers one by one.
@@ -82,7 +82,7 @@ class Replicated(DistributedDataParallel):
 
 
 @contextmanager
-def synced(model: nn.Module, is_last: bool) -> Iterator[None]:
+def sync_gradients(model: nn.Module, is_last: bool) -> Iterator[None]:
     """Context for forward and backward passes of a wrapped model; gradients are reduced if it is the step's last."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
@@ -93,7 +93,7 @@ def synced(model: nn.Module, is_last: bool) -> Iterator[None]:
 
 
 @contextmanager
-def unsharded(model: nn.Module) -> Iterator[None]:
+def unshard(model: nn.Module) -> Iterator[None]:
     """Context in which every rank has all weights of `model`, so that forward passes need no communication."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from clipmill.manifests.errors import ClipmillError, UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.training import ParallelSettings
-from clipmill.train.device.transfer import buffers_kept
+from clipmill.train.device.transfer import keep_buffers
 from clipmill.train.distributed.parallel import average_gradients
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
@@ -61,7 +61,7 @@ class Pipeline(nn.Module):
         super().__init__()
         self.part = part
         self._settings, self._world, self._device = settings, world, device
-        self._others = _tied(part, world.stages)
+        self._others = _tied_stages(part, world.stages)
         own = dict(part.named_parameters())
         first = {name for name, others in self._others.items() if min(others) < world.stages.rank}
         self.repeated = [own[name] for name in sorted(first)]
@@ -121,9 +121,9 @@ class Pipeline(nn.Module):
             self._borders = self._measured(batch)
         stages = self._world.stages
         is_last = stages.rank == stages.size - 1
-        before = _sized(self._borders[0], size, num_texts, num_tokens, num_of_samples=1)
+        before = _resize_border(self._borders[0], size, num_texts, num_tokens, num_of_samples=1)
         # All outputs of the last stage have a row per token; some versions of torch check the shapes.
-        behind = _sized(self._borders[1], size, num_texts, num_tokens, num_of_samples=0 if is_last else 1)
+        behind = _resize_border(self._borders[1], size, num_texts, num_tokens, num_of_samples=0 if is_last else 1)
         stage = PipelineStage(
             self._running,
             stages.rank,
@@ -177,7 +177,7 @@ def check_microbatches(num_samples: int, *, size: int, settings: ParallelSetting
     """Raise a UserError if microbatches of `size` do not divide a replica's samples or are too few."""
     if num_samples % size:
         raise UserError(
-            f"--microbatch is {size}, and a pipeline's share of --batch is {counted(num_samples, 'sample')}",
+            f"--microbatch is {size}, and a pipeline's share of --batch is {count_noun(num_samples, 'sample')}",
             hint="microbatches of a pipeline must have equal sizes: use a divisor of its share",
             flags=("--microbatch", "--batch"),
         )
@@ -235,7 +235,7 @@ class _Running(nn.Module):
         """The stage's outputs for one sample with one token, as meta tensors."""
         tokens_111 = batch.tokens_BKL[:1, :1, :1]
         given = [torch.zeros_like(one, device=tokens_111.device).requires_grad_(one.requires_grad) for one in before]
-        with buffers_kept(self.part), torch.enable_grad(), self._step.autocast():
+        with keep_buffers(self.part), torch.enable_grad(), self._step.autocast():
             if self._is_first:
                 given = [batch.inputs(slice(0, 1))]
             # `forward` is called directly so that hooks do not count this call.
@@ -246,7 +246,7 @@ class _Running(nn.Module):
         ]
 
 
-def _sized(
+def _resize_border(
     border: Sequence[torch.Tensor], size: int, num_texts: int, num_tokens: int, *, num_of_samples: int
 ) -> tuple[torch.Tensor, ...]:
     """Resize measured tensors: the first `num_of_samples` have a row per sample, the others one per token."""
@@ -258,7 +258,7 @@ def _sized(
     )
 
 
-def _tied(part: nn.Module, stages: World) -> dict[str, list[int]]:
+def _tied_stages(part: nn.Module, stages: World) -> dict[str, list[int]]:
     """The other stages that have the same parameter, by name."""
     own = {name for name, _ in part.named_parameters()}
     of_each = stages.gather_objects(sorted(own))

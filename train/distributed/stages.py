@@ -45,9 +45,9 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
             flags=("--parallel.stages",),
         )
     if COUNTS_RULE.fullmatch(rule):
-        return _given([int(part) for part in rule.split(",")], num_layers=len(layers), num_stages=num_stages)
+        return _given_ranges([int(part) for part in rule.split(",")], num_layers=len(layers), num_stages=num_stages)
     if rule == "uniform":
-        return _even(list(range(len(layers))), num_layers=len(layers), num_stages=num_stages)
+        return _even_ranges(list(range(len(layers))), num_layers=len(layers), num_stages=num_stages)
     if rule.startswith(TYPE_RULE):
         kind = rule.removeprefix(TYPE_RULE)
         chosen = [number for number, layer in enumerate(layers) if layer.kind == kind]
@@ -59,11 +59,11 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
                 hint=f"use fewer --parallel.stages, or another kind: {kinds}",
                 flags=("--parallel.partition",),
             )
-        return _even(chosen, num_layers=len(layers), num_stages=num_stages)
-    return _balanced([layer.num_parameters for layer in layers], num_stages=num_stages)
+        return _even_ranges(chosen, num_layers=len(layers), num_stages=num_stages)
+    return _balanced_ranges([layer.num_parameters for layer in layers], num_stages=num_stages)
 
 
-def _given(counts: list[int], *, num_layers: int, num_stages: int) -> list[range]:
+def _given_ranges(counts: list[int], *, num_layers: int, num_stages: int) -> list[range]:
     if len(counts) != num_stages or sum(counts) != num_layers or 0 in counts:
         raise UserError(
             f"--parallel.partition is {','.join(map(str, counts))}: {sum(counts)} layers on {len(counts)} stages",
@@ -74,14 +74,14 @@ def _given(counts: list[int], *, num_layers: int, num_stages: int) -> list[range
     return _ranges(begins)
 
 
-def _even(chosen: list[int], *, num_layers: int, num_stages: int) -> list[range]:
+def _even_ranges(chosen: list[int], *, num_layers: int, num_stages: int) -> list[range]:
     """Cut so that the chosen layers are distributed evenly."""
     share, rest = divmod(len(chosen), num_stages)
     firsts = [stage * share + min(stage, rest) for stage in range(1, num_stages)]
     return _ranges([0, *(chosen[first] for first in firsts), num_layers])
 
 
-def _balanced(costs: list[int], *, num_stages: int) -> list[range]:
+def _balanced_ranges(costs: list[int], *, num_stages: int) -> list[range]:
     """Minimise the cost of the most expensive stage; among equal solutions, fill the first stages."""
     low, high = max(costs), sum(costs)
     while low < high:
@@ -118,13 +118,13 @@ def run_along(stages: World, run: Callable[[Tensors], Tensors], *, first: int = 
     """
     if stages.rank < first:
         return ()
-    found = run(_received(stages, device=device) if stages.rank > first else ())
+    found = run(_receive_tensors(stages, device=device) if stages.rank > first else ())
     if stages.rank < stages.size - 1:
         _send(found, stages)
     return found
 
 
-def from_last(stages: World, tensor: torch.Tensor | None, *, device: torch.device) -> torch.Tensor:
+def broadcast_from_last(stages: World, tensor: torch.Tensor | None, *, device: torch.device) -> torch.Tensor:
     """Broadcast the last rank's tensor; the other ranks pass None."""
     if stages.size == 1:
         assert tensor is not None
@@ -132,7 +132,7 @@ def from_last(stages: World, tensor: torch.Tensor | None, *, device: torch.devic
     last = stages.size - 1
     header = _header(tensor if stages.rank == last else None)
     dist.broadcast(header, group=stages.group, group_src=last)
-    shared = _empty(header, device=device) if tensor is None else tensor.contiguous()
+    shared = _empty_tensor(header, device=device) if tensor is None else tensor.contiguous()
     dist.broadcast(shared, group=stages.group, group_src=last)
     return shared
 
@@ -145,7 +145,7 @@ def _send(tensors: Tensors, stages: World) -> None:
         send(tensor.contiguous())
 
 
-def _received(stages: World, *, device: torch.device) -> Tensors:
+def _receive_tensors(stages: World, *, device: torch.device) -> Tensors:
     receive = partial(dist.recv, group=stages.group, group_src=stages.rank - 1)
     count = torch.zeros(1, dtype=torch.int64)
     receive(count)
@@ -153,7 +153,7 @@ def _received(stages: World, *, device: torch.device) -> Tensors:
     for _ in range(int(count)):
         header = _header(None)
         receive(header)
-        found.append(_empty(header, device=device))
+        found.append(_empty_tensor(header, device=device))
         receive(found[-1])
     return tuple(found)
 
@@ -167,6 +167,6 @@ def _header(tensor: torch.Tensor | None) -> torch.Tensor:
     return header
 
 
-def _empty(header: torch.Tensor, *, device: torch.device) -> torch.Tensor:
+def _empty_tensor(header: torch.Tensor, *, device: torch.device) -> torch.Tensor:
     dtype, num_dimensions, *shape = header.tolist()
     return torch.empty(shape[:num_dimensions], dtype=_DTYPES[dtype], device=device)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from clipmill.manifests.errors import ClipmillError, UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 
 Outcome = TypeVar("Outcome")
 
@@ -60,7 +60,7 @@ class World:
         if num_stages == 1:
             return self
         if self.size % num_stages:
-            processes = counted(self.size, "process", "processes")
+            processes = count_noun(self.size, "process", "processes")
             raise UserError(
                 f"--parallel.stages is {num_stages}, and {processes} cannot be divided into pipelines of that length",
                 hint=f"launch a multiple of {num_stages} processes, as torchrun --nproc-per-node {num_stages} does",

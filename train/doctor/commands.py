@@ -12,7 +12,7 @@ from typing import Any
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import size_text
 from clipmill.train.doctor.examined import CODECS, Examined, as_json, examine, examine_in_run, used_by_training
 from clipmill.train.doctor.host import Finding
@@ -45,7 +45,7 @@ def run_doctor(*, shards: Path | None, device: str, is_json: bool) -> None:
         print_report(examined, findings)
     num_broken = sum(finding.level == "broken" for finding in findings)
     if num_broken:
-        things = counted(num_broken, "thing")
+        things = count_noun(num_broken, "thing")
         raise FailedWork(f"{things} would stop training")
 
 
@@ -78,16 +78,16 @@ def print_report(examined: Examined, findings: list[Finding]) -> None:
     """Print lines and findings, wrapped to the width of the terminal."""
     columns = min(shutil.get_terminal_size().columns, _MAX_COLUMNS) if sys.stdout.isatty() else 80
     for label, text in lines_of(examined).items():
-        print(filled(text, label=label, columns=columns))
+        print(wrap_words(text, label=label, columns=columns))
     for finding in findings:
         print()
-        print(filled(finding.what, label=f"{finding.level}:", columns=columns))
-        print(filled(finding.hint, label="hint:", columns=columns))
+        print(wrap_words(finding.what, label=f"{finding.level}:", columns=columns))
+        print(wrap_words(finding.hint, label="hint:", columns=columns))
     if not findings:
         print("\nNothing is wrong.")
 
 
-def filled(text: str, *, label: str, columns: int) -> str:
+def wrap_words(text: str, *, label: str, columns: int) -> str:
     """Words behind a label, wrapped."""
     return textwrap.fill(
         text,
@@ -147,7 +147,7 @@ def _decoder(examined: Examined) -> str:
 
 def _processor(examined: Examined) -> str:
     host = examined.host
-    text = f"{host.processor}, {counted(host.num_cores, 'core')}"
+    text = f"{host.processor}, {count_noun(host.num_cores, 'core')}"
     if host.memory_bytes is not None:
         text += f"; memory {size_text(host.memory_bytes)}"
         text += f" ({size_text(host.free_bytes)} free)" if host.free_bytes is not None else ""
@@ -156,11 +156,11 @@ def _processor(examined: Examined) -> str:
 
 def _threads(examined: Examined) -> str:
     host = examined.host
-    text = f"{counted(host.allowed_cores, 'core')} allowed"
+    text = f"{count_noun(host.allowed_cores, 'core')} allowed"
     if host.quota_cores is not None:
         text += f", the cgroup's limit is {host.quota_cores:g}"
     if examined.accelerator.num_threads is not None:
-        text += f"; torch uses {counted(examined.accelerator.num_threads, 'thread')}"
+        text += f"; torch uses {count_noun(examined.accelerator.num_threads, 'thread')}"
     variables = ", ".join(f"{name}={value}" for name, value in host.thread_variables.items())
     return f"{text}; {variables or 'OMP_NUM_THREADS is not set'}"
 

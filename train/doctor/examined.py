@@ -59,15 +59,15 @@ class Used:
 def examine(*, device: str, shards: Path | None) -> Examined:
     """Examine everything in about 10 seconds, with the disk of `shards` or, if None, of the current folder."""
     disk = examine_disk(shards or Path(), is_data=shards is not None)
-    return _examined(device, ask_child(), disk=disk)
+    return _examine_parts(device, ask_child(), disk=disk)
 
 
 def examine_in_run(*, asked_device: str, device_type: str) -> Examined:
     """Examine in this process what takes milliseconds, without measurements or trials, for a run's page."""
-    return _examined(asked_device, examine_accelerator(tries=False, has_gpus=device_type == "cuda"), is_run=True)
+    return _examine_parts(asked_device, examine_accelerator(tries=False, has_gpus=device_type == "cuda"), is_run=True)
 
 
-def _examined(asked_device: str, accelerator: Accelerator, **others: Any) -> Examined:
+def _examine_parts(asked_device: str, accelerator: Accelerator, **others: Any) -> Examined:
     libc = " ".join(platform.libc_ver())
     return Examined(
         asked_device=asked_device,

@@ -198,7 +198,7 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
         path = folder.resolve(strict=True)
         stat = os.statvfs(path)
     except OSError as error:
-        return Disk(path=str(path), problem=_unreadable(error))
+        return Disk(path=str(path), problem=_unreadable_finding(error))
     kind, file_system = file_system_of(path, _read(_MOUNTS))
     free_bytes = stat.f_bavail * stat.f_frsize
     known: Any = {"path": str(path), "kind": kind, "file_system": file_system, "free_bytes": free_bytes}
@@ -217,13 +217,13 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
             return Disk(**known, speed=speed_of_file(file.fileno()))
     except OSError as error:
         if is_data:
-            return Disk(**known, problem=_unreadable(error))
+            return Disk(**known, problem=_unreadable_finding(error))
         if error.errno in _NO_SPACE:
             return Disk(**known, problem=Finding("warning", "no space is left, so it was not measured", _MAKE_ROOM))
         return Disk(**known, problem=Finding("note", f"not measured: {error.strerror}", _CHECK_MOUNT))
 
 
-def _unreadable(error: OSError) -> Finding:
+def _unreadable_finding(error: OSError) -> Finding:
     where = f" ({error.filename})" if error.filename else ""
     hint = "give this user access to it" if error.errno == errno.EACCES else _CHECK_MOUNT
     return Finding("broken", f"cannot be read: {error.strerror}{where}", hint)

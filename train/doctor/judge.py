@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import size_text
 from clipmill.train.doctor.examined import Examined
 from clipmill.train.doctor.host import LEVELS, Finding
@@ -114,7 +114,7 @@ def _cores(examined: Examined) -> Iterator[Finding]:
     cores = min(host.allowed_cores, host.quota_cores or host.allowed_cores)
     if host.quota_cores is not None and host.quota_cores < host.allowed_cores:
         yield _warning(
-            f"the cgroup allows the time of {host.quota_cores:g} of {counted(host.allowed_cores, 'visible core')}",
+            f"the cgroup allows the time of {host.quota_cores:g} of {count_noun(host.allowed_cores, 'visible core')}",
             f"torch starts a thread per visible core: set OMP_NUM_THREADS={max(1, int(host.quota_cores))}",
         )
     value = host.thread_variables.get("OMP_NUM_THREADS", "").strip()

@@ -58,7 +58,7 @@ def choose_attention(
     kept = {CHOICE_FACT: facts[CHOICE_FACT]} if facts and CHOICE_FACT in facts else {}
     if not is_chosen(settings, device=device):
         return open_attention(settings.attention, device_type=device.type, compiles=settings.compile), kept
-    if (attention := as_before(facts or {}, device_type=device.type)) is not None:
+    if (attention := previous_backend(facts or {}, device_type=device.type)) is not None:
         return attention, kept
     name, reason = world.first(lambda: _first_that_works(settings, device=device, products=products))
     attention = world.each(lambda: _open_chosen(name, device_type=device.type))
@@ -70,7 +70,7 @@ def is_chosen(settings: ClipSettings, *, device: torch.device) -> bool:
     return settings.attention == "auto" and device.type == "cuda" and not settings.compile
 
 
-def as_before(facts: dict[str, Any], *, device_type: str) -> AttentionBackend | None:
+def previous_backend(facts: dict[str, Any], *, device_type: str) -> AttentionBackend | None:
     """The backend that a run on a GPU started with, by its run.json; None if it names none that is available here."""
     if (name := facts.get(CHOICE_FACT)) not in _OF_AUTO:
         return None

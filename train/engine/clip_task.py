@@ -109,10 +109,10 @@ class ClipTask(Generic[Settings, Samples, Model]):
         Args:
             means_of: number and noun of what its metrics are means of, if not of clips.
         """
-        from clipmill.train.data.held_out import held_out
+        from clipmill.train.data.held_out import held_out_facts
 
         data = data_facts(self._settings.shards, one.shards)
-        held = held_out(samples, self.on(one.shards)._settings, split=one.split, data=data)
+        held = held_out_facts(samples, self.on(one.shards)._settings, split=one.split, data=data)
         cautions = [] if held is None else held.cautions(of=means_of)
         self._evaluations[one.name] = {
             **data,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from clipmill.manifests.errors import ClipmillError, FailedWork
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
 from clipmill.train.data.prefetch import on_all_stages
@@ -59,10 +59,10 @@ class FailureLog:
         self._path, self._world, self._max_failures = run.failures, world, max_failures
         self._is_told = False
 
-        def kept() -> int:
+        def count_kept_lines() -> int:
             return len(keep_lines(run.failures, lambda line: cursor.has_passed(line["position"])))
 
-        self.num_failed = world.first(kept)
+        self.num_failed = world.first(count_kept_lines)
 
     @property
     def num_left(self) -> int:
@@ -110,7 +110,7 @@ class FailureLog:
         last = f"{failed[-1].key}: {failed[-1].detail}"
         if self.num_failed > self._max_failures:
             raise FailedWork(
-                f"{counted(self.num_failed, 'sample')} failed, more than --max-failures {self._max_failures}; "
+                f"{count_noun(self.num_failed, 'sample')} failed, more than --max-failures {self._max_failures}; "
                 f"the last one: {last}; all are listed in {self._path}{_remedy(failed)}"
             )
         if self._world.is_first and not self._is_told:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import ClipmillError, Stopped, UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.fields import given_in_epochs, in_steps, num_steps
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.batch import PICTURES, TENSORS, to_device
@@ -28,7 +28,7 @@ from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.data.prefetch import prefetch
 from clipmill.train.device.transfer import DeviceEvent, LateMetrics, Scalar, StepGuard
-from clipmill.train.distributed.parallel import average_gradients, exchange_buffers, synced
+from clipmill.train.distributed.parallel import average_gradients, exchange_buffers, sync_gradients
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.failure_log import FailureLog
@@ -214,7 +214,7 @@ def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
     if samples.num_samples is not None and settings.batch > samples.num_samples:
         verb = "is" if samples.num_samples == 1 else "are"
         raise UserError(
-            f"--batch is {settings.batch}, and there {verb} {counted(samples.num_samples, 'sample')} to train on",
+            f"--batch is {settings.batch}, and there {verb} {count_noun(samples.num_samples, 'sample')} to train on",
             hint=f"use --batch {1 << (samples.num_samples.bit_length() - 1)}, or more data",
             flags=("--batch",),
         )
@@ -235,7 +235,7 @@ def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *,
         microbatch=settings.microbatch,
         autocast=state.precision.autocast,
         scale=state.precision.scale,
-        synced=partial(synced, state.trained),
+        synced=partial(sync_gradients, state.trained),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.publish import publish_json
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.device.transfer import DeviceEvent, LateMetrics
 from clipmill.train.distributed.sharded import local_part
 from clipmill.train.distributed.step import Step
@@ -185,7 +185,7 @@ class MetricsLog:
         if not self._learns and pending.step.number == self._idle_until:
             raise FailedWork(
                 f"nothing is learned: the loss is {metrics['loss']:.4f}, and the gradients of the first "
-                f"{counted(self._idle_until, 'step')} are exactly 0. Either nothing is left to predict (captions "
+                f"{count_noun(self._idle_until, 'step')} are exactly 0. Either nothing is left to predict (captions "
                 "without tokens, a single class, a margin that all pairs keep), or what the loss depends on is frozen"
             )
 

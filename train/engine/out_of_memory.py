@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import size_text
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.distributed.world import World
@@ -29,7 +29,7 @@ def explain_out_of_memory(settings: TrainingSettings, world: World, *, device: t
             if "DefaultCPUAllocator" not in str(error):
                 raise
             raise UserError(
-                f"out of memory: a step of {counted(settings.batch, 'sample')} does not fit",
+                f"out of memory: a step of {count_noun(settings.batch, 'sample')} does not fit",
                 hint="use a smaller --microbatch or --batch, or smaller clips",
             ) from error
         return
@@ -67,7 +67,8 @@ def too_large(
     """
     fits = fitting(at_once, before_bytes=before_bytes, peak_bytes=peak_bytes, total_bytes=total_bytes)
     message = (
-        f"out of GPU memory: a pass of {counted(at_once, 'sample')} needs more than {size_text(total_bytes)}, of which "
+        f"out of GPU memory: a pass of {count_noun(at_once, 'sample')} needs more than "
+        f"{size_text(total_bytes)}, of which "
         f"{size_text(before_bytes)} were taken before the step and {size_text(peak_bytes)} at its peak"
     )
     if fits is None:

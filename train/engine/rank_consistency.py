@@ -14,7 +14,7 @@ from clipmill.manifests.store import read_manifest
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.table_commits import committed_tars
 from clipmill.train.config.shards import folder_names, is_local_folder
-from clipmill.train.config.training import TrainingSettings, flat, plain_values
+from clipmill.train.config.training import TrainingSettings, flatten, plain_values
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.distributed.launch import COMMAND, Start, difference
 from clipmill.train.distributed.world import World
@@ -42,7 +42,9 @@ Samples = TypeVar("Samples", bound=NamedSamples)
 
 def launch_facts(settings: TrainingSettings, *, resume: object) -> Start:
     """Command, versions and settings of this rank, as ranks compare them."""
-    values = flat({name: value for name, value in plain_values(asdict(settings)).items() if name not in MACHINE_FLAGS})
+    values = flatten(
+        {name: value for name, value in plain_values(asdict(settings)).items() if name not in MACHINE_FLAGS}
+    )
     # Paths may differ here too.
     evaluated = [f"{one.name}: split {one.split}, {one.protocol}" for one in settings.evaluate.evaluated()]
     values["evaluate.shards"] = evaluated if settings.evaluate.shards else []
@@ -52,7 +54,7 @@ def launch_facts(settings: TrainingSettings, *, resume: object) -> Start:
         "clipmill": own["clipmill"],
         # Patch releases may differ.
         "torch": ".".join(own["torch"].split(".")[:2]),
-        **{f"--{name.replace('_', '-')}": value for name, value in flat({**values, "resume": resume}).items()},
+        **{f"--{name.replace('_', '-')}": value for name, value in flatten({**values, "resume": resume}).items()},
     }
 
 

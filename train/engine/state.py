@@ -14,7 +14,7 @@ from clipmill.train.config.training import TrainingSettings, require_same, shapi
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.order import Cursor, LoaderState, merge_cursors
 from clipmill.train.device.precision import Precision, open_precision
-from clipmill.train.distributed.parallel import ZeroOptimizer, unsharded, wrap_model
+from clipmill.train.distributed.parallel import ZeroOptimizer, unshard, wrap_model
 from clipmill.train.distributed.storage import dtype_of
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
@@ -130,7 +130,7 @@ class State:
         for prefix in ("model.", "ema.", "objective."):
             check_fits(path, table, _on_all_stages(_starting(wanted, prefix), world.stages), prefix=prefix)
         optimized = self._optimizer_tensors(table)
-        fill(path, table, wanted | _flat(optimized), world=world)
+        fill(path, table, wanted | _flatten(optimized), world=world)
         self._load_optimizer(optimized)
         if (names := not_finite(self.tensors(), world=world)) is not None:
             raise UserError(
@@ -151,7 +151,7 @@ class State:
         with ExitStack() as stack:
             if self.ema is not None:
                 stack.enter_context(self.ema.swapped(self.model))
-            stack.enter_context(unsharded(self.model))
+            stack.enter_context(unshard(self.model))
             stack.enter_context(torch.no_grad())
             self.model.eval()
             try:
@@ -258,7 +258,7 @@ def _starting(tensors: dict[str, Of], prefix: str) -> dict[str, Of]:
     return {name: one for name, one in tensors.items() if name.startswith(prefix)}
 
 
-def _flat(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _flatten(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {f"optimizer.{name}.{key}": one for name, state in tensors.items() for key, one in state.items()}
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from clipmill.train.device.transfer import buffers_kept
+from clipmill.train.device.transfer import keep_buffers
 
 # A backward pass has two matrix products for each one of the forward pass.
 _FORWARD_AND_BACKWARD = 3
@@ -62,7 +62,7 @@ class Throughput:
                 counted_pass.enter_context(counter)
                 return
             eager = torch.compiler.set_stance("force_eager")
-            with buffers_kept(module), torch.no_grad(), torch.random.fork_rng(devices), eager, counter:
+            with keep_buffers(module), torch.no_grad(), torch.random.fork_rng(devices), eager, counter:
                 module.forward(*args, **kwargs)  # without hooks
 
         hooks = (

@@ -11,11 +11,11 @@ from torch import nn
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.device.precision import Precision, choose_device, open_precision
-from clipmill.train.engine.attention_choice import as_before, is_chosen
+from clipmill.train.engine.attention_choice import is_chosen, previous_backend
 from clipmill.train.models.adapters import remove_adapters
 from clipmill.train.models.attention import AttentionBackend, open_attention
 from clipmill.train.models.dual_encoder import ModelShape, size_of
-from clipmill.train.optim.parameters import named_as_in
+from clipmill.train.optim.parameters import rename_as_in
 from clipmill.train.run.checkpoint import content_of, read_metadata, read_table
 from clipmill.train.run.folder import RunFolder, require_trained_with
 from clipmill.train.weights.conversion import CONV
@@ -77,14 +77,14 @@ def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | N
 
     def load(model: nn.Module) -> None:
         try:
-            model.load_state_dict(named_as_in(model, whole_weights(checkpoint)))
+            model.load_state_dict(rename_as_in(model, whole_weights(checkpoint)))
         except RuntimeError as error:
             raise UserError(
                 f"{checkpoint} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",
                 hint="were settings changed by hand? put back what the run was trained with",
             ) from error
 
-    return ready(settings, run=run, facts=run.read_facts(), step=facts.step, weights=which, load=load)
+    return prepare_run(settings, run=run, facts=run.read_facts(), step=facts.step, weights=which, load=load)
 
 
 def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:
@@ -108,7 +108,7 @@ def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:
     return ModelShape(size=size, image_px=image_px)
 
 
-def ready(
+def prepare_run(
     settings: Settings,
     *,
     run: RunFolder | None,
@@ -127,7 +127,7 @@ def ready(
     """
     device = choose_device(settings.device)
     # The backend that the run was trained with, if that was on a GPU too.
-    before = as_before(facts, device_type=device.type) if is_chosen(settings, device=device) else None
+    before = previous_backend(facts, device_type=device.type) if is_chosen(settings, device=device) else None
     precision = open_precision(settings.precision, device_type=device.type)
     return TrainedRun(
         run=run,

@@ -26,7 +26,7 @@ def identity_of(model: nn.Module, settings: ClipSettings, *, task: str) -> str:
     """
     digest = hashlib.sha256()
     decisive = {name: getattr(settings, name, None) for name in _DECISIVE}
-    decisive |= {"task": task, "normalisation": normalisation_of(settings), **_unseen(model)}
+    decisive |= {"task": task, "normalisation": normalisation_of(settings), **_unseen_facts(model)}
     digest.update(json.dumps(decisive, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         if not tensor.is_floating_point():  # a counter, which decides nothing
@@ -42,7 +42,7 @@ def normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
     return init.pixel_mean or MEANS.get(kind, CLIP_MEAN), init.pixel_std or STDS.get(kind, CLIP_STD)
 
 
-def _unseen(model: nn.Module) -> dict[str, Any]:
+def _unseen_facts(model: nn.Module) -> dict[str, Any]:
     """What a network computes with and no tensor shows."""
     found: dict[str, Any] = {
         name: [value for one in model.modules() if isinstance(value := getattr(one, name, None), int | float)]

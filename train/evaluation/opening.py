@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import deferred_checks
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.model import Init, Towers
 from clipmill.train.config.places import HUB_PREFIX, NAME_AND_TAG, is_name_and_tag, no_weights
-from clipmill.train.engine.trained_run import ready
+from clipmill.train.engine.trained_run import prepare_run
 from clipmill.train.evaluation.record import read_record
 from clipmill.train.evaluation.runner import OpenedRun, open_for
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
@@ -21,7 +21,7 @@ from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.run.folder import RunFolder, is_run, open_run
 from clipmill.train.run.packages import PACKAGES_FACT, require_parts
 from clipmill.train.spec import Adopted, Tasks, TaskSpec, take_tags
-from clipmill.train.weights.architecture import sized_as
+from clipmill.train.weights.architecture import match_size
 from clipmill.train.weights.files import has_weights
 from clipmill.train.weights.loading import load_whole
 from clipmill.train.weights.open_clip import named_towers
@@ -60,9 +60,9 @@ def open_weights_as(
     require_weights(weights, tasks)
     record = read_record(path)
     if record is None:
-        adopted, spec = _adopted(source := _source(str(weights), say=say), path, tasks, say=say)
+        adopted, spec = _adopt(source := _source(str(weights), say=say), path, tasks, say=say)
     else:
-        settings, spec = _recorded(record, tasks, suited=suited)
+        settings, spec = _recorded_settings(record, tasks, suited=suited)
         source = _source(str(weights), settings.towers, say=say)
         adopted = Adopted(settings=settings, shape=_shape_of(record, settings, source))
     with deferred_checks():  # which are about --model
@@ -72,7 +72,7 @@ def open_weights_as(
         shape = replace(shape, image_px=settings.size_px)
         _require_whole_cubes(settings, shape)
     facts = {} if record is None else record.read_facts()
-    trained = ready(settings, run=None, facts=facts, step=None, weights=source.title, load=_not_loaded)
+    trained = prepare_run(settings, run=None, facts=facts, step=None, weights=source.title, load=_skip_loading)
     task: Any = spec.open(
         settings, run=record, attention=trained.attention, device=trained.device, shape=shape, **adopted.given
     )
@@ -136,7 +136,9 @@ def _task_of(run: RunFolder, tasks: Tasks, *, whose: str, suited: Callable[[str]
     return tasks[task]()
 
 
-def _recorded(record: RunFolder, tasks: Tasks, *, suited: Callable[[str], str] | None) -> tuple[ClipSettings, TaskSpec]:
+def _recorded_settings(
+    record: RunFolder, tasks: Tasks, *, suited: Callable[[str], str] | None
+) -> tuple[ClipSettings, TaskSpec]:
     """The settings that were exported with weights."""
     spec = _task_of(record, tasks, whose=f"{record.path.parent} holds weights", suited=suited)
     settings: ClipSettings = load_settings(record.settings, spec.settings)
@@ -146,11 +148,11 @@ def _recorded(record: RunFolder, tasks: Tasks, *, suited: Callable[[str], str] |
 
 def _shape_of(record: RunFolder, settings: ClipSettings, source: Source) -> ModelShape:
     latents = record.read_facts().get("latents", {})
-    size = sized_as(size_of(settings.model, settings.towers), source)
+    size = match_size(size_of(settings.model, settings.towers), source)
     return ModelShape(size=size, image_px=latents.get("side", settings.size_px))
 
 
-def _adopted(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Adopted, TaskSpec]:
+def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Adopted, TaskSpec]:
     """The task whose model the weights of another project are."""
     specs = {name: open_spec() for name, open_spec in tasks.items()}
     adopting = {name: spec for name, spec in specs.items() if spec.adopt is not None}
@@ -171,10 +173,10 @@ def _require_whole_cubes(settings: ClipSettings, shape: ModelShape) -> None:
         size = shape.size.video
         raise UserError(
             f"--num-frames {settings.num_frames}, --size-px {settings.size_px}: {error}",
-            hint=f"use multiples of {counted(size.cube_frames, 'frame')} and {size.patch_px} px",
+            hint=f"use multiples of {count_noun(size.cube_frames, 'frame')} and {size.patch_px} px",
             flags=("--num-frames", "--size-px"),
         ) from error
 
 
-def _not_loaded(_: object) -> None:
+def _skip_loading(_: object) -> None:
     raise AssertionError("the task that fits the weights is opened next")

@@ -68,7 +68,7 @@ def write_record(folder: Path, opened: OpenedRun) -> None:
     publish_json(record.facts, facts)
     for name, content in opened.task.files().items():
         publish_bytes(record.path / name, content)
-    files = [weights_file(folder), *_beside(folder), *sorted(record.path.iterdir())]
+    files = [weights_file(folder), *_files_beside(folder), *sorted(record.path.iterdir())]
     publish_json(record.path / _FILES, {path.relative_to(folder).as_posix(): file_facts(path) for path in files})
 
 
@@ -88,7 +88,7 @@ def read_record(folder: Path) -> RunFolder | None:
             f"{record.path} belongs to other weights than {weights.name}, which has changed since the export",
             hint=f"to use {weights.name} as the weights of another project, remove {record.path}",
         )
-    for name in sorted({*known, *(path.name for path in _beside(folder))}):
+    for name in sorted({*known, *(path.name for path in _files_beside(folder))}):
         path = folder / name
         if not path.is_file() or known.get(name) != file_facts(path):
             raise UserError(
@@ -98,5 +98,5 @@ def read_record(folder: Path) -> RunFolder | None:
     return record
 
 
-def _beside(folder: Path) -> list[Path]:
+def _files_beside(folder: Path) -> list[Path]:
     return [folder / name for name in _BESIDE if (folder / name).is_file()]

@@ -14,18 +14,18 @@ from typing import Any, Protocol
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_json
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.clips import ClipSettings, LatentSettings
 from clipmill.train.config.data import AS_TRAINED, Overrides
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.shards import kind_of
-from clipmill.train.config.training import flat, plain_values
+from clipmill.train.config.training import flatten, plain_values
 from clipmill.train.data.decoding.clip import Views
-from clipmill.train.data.held_out import EvaluatedClips, held_out
+from clipmill.train.data.held_out import EvaluatedClips, held_out_facts
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.query import TARS_SPLIT
 from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, shape_of_run
-from clipmill.train.evaluation.tables import marked
+from clipmill.train.evaluation.tables import mark_title
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape
 from clipmill.train.run.folder import RunFolder, read_object
@@ -131,7 +131,7 @@ class OpenedRun:
             name: of the group, and of the task's method that returns what takes effect of it, such as `decoding`.
             group: the group as it was given; None for the weights' own.
         """
-        return flat(plain_values(asdict(getattr(self.task, name)(group))), f"{name}.")
+        return flatten(plain_values(asdict(getattr(self.task, name)(group))), f"{name}.")
 
 
 def _given_groups(wanted: Any) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def score_opened(
         wanted = replace(wanted, split=TARS_SPLIT)  # a result is named after the data that it is of
     score: Score = evaluation.score(opened, wanted)
     facts = opened.facts()
-    held = held_out(score.samples, opened.settings, split=wanted.split, data=facts)
+    held = held_out_facts(score.samples, opened.settings, split=wanted.split, data=facts)
     differences = opened.differences(wanted)
     result = {
         "evaluation": evaluation.result_name,
@@ -242,7 +242,7 @@ def score_opened(
         "clip": score.clip,
         **({} if held is None else {"held_out": held.as_json()}),
         **score.values,
-        **_incomplete(score),
+        **_incomplete_note(score),
         "failed": [failure.as_json() for failure in score.failed],
         "command": command_line(evaluation.name, opened, wanted),
     }
@@ -262,17 +262,17 @@ def score_opened(
     return result
 
 
-def _incomplete(score: Score) -> dict[str, str]:
+def _incomplete_note(score: Score) -> dict[str, str]:
     """The note on a result about missing samples; empty if all samples of its protocol were scored."""
     said = score.values.get("incomplete", "")
     if not score.failed:
         return {"incomplete": said} if said else {}
     num = len(score.failed)
-    failed = f"{counted(num, 'sample')} could not be decoded and {'is' if num == 1 else 'are'}"
+    failed = f"{count_noun(num, 'sample')} could not be decoded and {'is' if num == 1 else 'are'}"
     title = score.values.get("title", "")
     return {
         "incomplete": f"{said}; {failed} not scored" if said else f"{failed} not scored",
-        **({"title": marked(title)} if title else {}),
+        **({"title": mark_title(title)} if title else {}),
     }
 
 
@@ -303,7 +303,7 @@ def describe_clip(
         mean_of: what is averaged over several views.
         is_consecutive: the frames of latents are consecutive.
     """
-    frames = f"T = {counted(settings.num_frames, 'frame')}"
+    frames = f"T = {count_noun(settings.num_frames, 'frame')}"
     if isinstance(settings, LatentSettings) and settings.reads_latents:
         which = "in a row, in the middle" if is_consecutive else "one in the middle of each of equal parts"
         return f"{frames} of latents of a segment of {samples.reader.segment_s:g}s, {which}"
@@ -311,7 +311,7 @@ def describe_clip(
     moments = _describe_sampling(settings, is_centred=views.num_clips == 1)
     if len(views) == 1:
         return f"{frames}, {moments}, {crops}, {settings.size_px} px"
-    clips = counted(views.num_clips, "clip")
+    clips = count_noun(views.num_clips, "clip")
     return f"{frames}, {moments}, {clips} x {crops}, {settings.size_px} px, mean of their {mean_of}"
 
 
@@ -320,7 +320,7 @@ def _describe_sampling(settings: ClipSettings, *, is_centred: bool) -> str:
     middle = "the middle of " if is_centred else ""
     return {
         "uniform": f"one in {middle}each of equal parts",
-        "stride": f"every {counted(settings.stride, 'frame')}{', in the middle' if is_centred else ''}",
+        "stride": f"every {count_noun(settings.stride, 'frame')}{', in the middle' if is_centred else ''}",
         "lavila": f"one in {middle}each of LaViLa's parts",
     }[settings.sampling]
 
@@ -332,14 +332,14 @@ def command_line(name: str, opened: OpenedRun, wanted: Any) -> str:
     words += [] if opened.settings.where is None else ["--where", opened.settings.where]
     for flag, value in opened.overrides.given().items():
         words += [f"--{flag.replace('_', '-')}", str(value)]
-    values, defaults = asdict(wanted), flat(asdict(type(wanted)()))
+    values, defaults = asdict(wanted), flatten(asdict(type(wanted)()))
     for group, given in _given_groups(wanted).items():
         # A group replaces the weights' own as a whole, so that what differs from its defaults is named as well.
         used, trained, usual = (opened.in_effect(group, one) for one in (given, None, type(given)()))
         del values[group]
         if used != trained:
             values |= {flag: used[flag] for flag in used if not used[flag] == trained[flag] == usual[flag]}
-    for flag, value in flat(values).items():
+    for flag, value in flatten(values).items():
         if flag == "split" or value is None or value == defaults.get(flag):
             continue
         flag = f"--{flag.replace('_', '-')}"

@@ -102,11 +102,13 @@ def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) ->
         table = replace(table, protocol=protocol, cautions=tuple(held.cautions(of=table.means_of)))
     if not (incomplete := result.get("incomplete", "")):
         return table
-    rows = tuple(replace(row, label=marked(row.label)) for row in table.rows)
-    return replace(table, title=marked(table.title), rows=rows, protocol={"incomplete": incomplete, **table.protocol})
+    rows = tuple(replace(row, label=mark_title(row.label)) for row in table.rows)
+    return replace(
+        table, title=mark_title(table.title), rows=rows, protocol={"incomplete": incomplete, **table.protocol}
+    )
 
 
-def marked(title: str) -> str:
+def mark_title(title: str) -> str:
     """A title or label with the mark of a result in which samples are missing."""
     return title if _INCOMPLETE in title else f"{title} {_INCOMPLETE}"
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted, quoted
+from clipmill.manifests.quoting import count_noun, quote_value
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import Overrides
 from clipmill.train.config.training import Device
@@ -109,7 +109,7 @@ class LoadedModel:
         """Weights, step, precision, and how clips are shown."""
         trained, settings = self.opened.trained, self.settings
         step = "" if trained.step is None else f" (step {trained.step})"
-        clip = f"T = {counted(settings.num_frames, 'frame')}, {settings.sampling}, {settings.size_px} px"
+        clip = f"T = {count_noun(settings.num_frames, 'frame')}, {settings.sampling}, {settings.size_px} px"
         return f"{self.opened.title}{step}: {trained.weights}; {clip}"
 
     @cached_property
@@ -166,10 +166,10 @@ class LoadedModel:
         try:
             texts = list(texts)
         except TypeError:
-            raise UserError(f"encode_text takes a list of texts, not {quoted(texts)}", hint=_TEXTS_HINT) from None
+            raise UserError(f"encode_text takes a list of texts, not {quote_value(texts)}", hint=_TEXTS_HINT) from None
         for text in texts:
             if not isinstance(text, str):
-                raise UserError(f"encode_text takes texts, and one of these is {quoted(text)}", hint=_TEXTS_HINT)
+                raise UserError(f"encode_text takes texts, and one of these is {quote_value(text)}", hint=_TEXTS_HINT)
         tokenize = self.model.tokenize
         parts = [torch.empty(0, self.opened.shape.size.embedding_width, device=self.device)]
         with self.opened.trained.precision.autocast():
@@ -193,7 +193,7 @@ class LoadedModel:
         try:
             array = torch.as_tensor(clips)
         except (TypeError, ValueError, RuntimeError):
-            raise UserError(f"encode_video takes clips, not {quoted(clips)}", hint=_CLIPS_HINT) from None
+            raise UserError(f"encode_video takes clips, not {quote_value(clips)}", hint=_CLIPS_HINT) from None
         if array.dtype == torch.uint8:
             return self._of_rgb(array)
         shape = self.opened.shape
@@ -214,7 +214,7 @@ class LoadedModel:
             raise UserError(f"frames of shape {tuple(frames_BTHWC.shape)} are not [B, T, H, W, 3]", hint=_CLIPS_HINT)
         if frames_BTHWC.shape[1] != settings.num_frames:
             raise UserError(
-                f"clips of {counted(frames_BTHWC.shape[1], 'frame')}, and the model takes {settings.num_frames}",
+                f"clips of {count_noun(frames_BTHWC.shape[1], 'frame')}, and the model takes {settings.num_frames}",
                 hint=f"choose {settings.num_frames} of them, or give num_frames to load_model",
             )
         pictures = send(frames_BTHWC, self.device).permute(0, 1, 4, 2, 3).float() / 255

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from clipmill.train.data.batch import Batch
-from clipmill.train.device.transfer import Scalar, buffers_kept
+from clipmill.train.device.transfer import Scalar, keep_buffers
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.losses.objective import Objective
@@ -172,7 +172,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
     first = []
     with torch.no_grad():
         # The second pass begins with the same buffers, and leaves those of one pass over each microbatch.
-        with buffers_kept(model):
+        with keep_buffers(model):
             for number, part in enumerate(parts):
                 with step.random(number):
                     first.append(embed(part))

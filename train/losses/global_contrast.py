@@ -170,8 +170,8 @@ class GlobalContrast(ContrastiveObjective):
                 flags=("--loss.kind",),
             )
         num_all = (self._dataset.num_clips, self._dataset.num_captions)
-        clip_id_b = _checked(batch["clip_id"], "clip", num_all[0])
-        caption_id_b = _checked(batch["caption_id"], "caption", num_all[1])
+        clip_id_b = _check_ids(batch["clip_id"], "clip", num_all[0])
+        caption_id_b = _check_ids(batch["caption_id"], "caption", num_all[1])
         ids_B2 = step.world.gather(send(torch.stack([clip_id_b, caption_id_b], dim=1), similarities.pair_b.device))
         found = []
         for side, table in enumerate((self.clips, self.captions)):
@@ -185,12 +185,12 @@ class GlobalContrast(ContrastiveObjective):
         self, side: Side, pair_B: torch.Tensor, log_sum_B: torch.Tensor, further_B: list[torch.Tensor], *, gamma: float
     ) -> Estimate:
         log_g_B = log_sum_B - pair_B / side.temperature_B - math.log(len(pair_B) - 1)
-        log_u_B = averaged(side.state_BC[:, 0], log_g_B, side.group_B, gamma=gamma)
+        log_u_B = average_logs(side.state_BC[:, 0], log_g_B, side.group_B, gamma=gamma)
         log_inner_B = torch.logaddexp(log_u_B, torch.full_like(log_u_B, self._log_epsilon))
         return Estimate(pair_B=pair_B, further_B=further_B, log_g_B=log_g_B, log_u_B=log_u_B, log_inner_B=log_inner_B)
 
 
-def _checked(ids_b: torch.Tensor, name: str, size: int) -> torch.Tensor:
+def _check_ids(ids_b: torch.Tensor, name: str, size: int) -> torch.Tensor:
     """The ids, still on the host, where the loader left them: the check synchronises with no device."""
     is_outside_b = (ids_b < 0) | (ids_b >= size)
     if is_outside_b.any():
@@ -242,7 +242,7 @@ def log_group_means(log_values_B: torch.Tensor, group_B: torch.Tensor) -> torch.
     return highest_B + group_means((log_values_B - highest_B).exp(), group_B).log()
 
 
-def averaged(log_u_B: torch.Tensor, log_g_B: torch.Tensor, group_B: torch.Tensor, *, gamma: float) -> torch.Tensor:
+def average_logs(log_u_B: torch.Tensor, log_g_B: torch.Tensor, group_B: torch.Tensor, *, gamma: float) -> torch.Tensor:
     """log of (1 - gamma) u + gamma g (FastCLIP, eq. 1), the same for all of a group; g itself on the first visit.
 
     If an id occurs more than once in a batch, on whatever ranks, g is the mean over its occurrences.

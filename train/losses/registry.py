@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 from clipmill.manifests.plugins import Parts
 from clipmill.train.config.fields import Published
 
@@ -32,7 +32,7 @@ class LossSpec:
 
     def load(self) -> Any:
         """The function or class of `loss`."""
-        return imported(self.loss) if isinstance(self.loss, str) else self.loss
+        return import_object(self.loss) if isinstance(self.loss, str) else self.loss
 
 
 def _row(name: str, loss: str, **settings: float | str | bool | None) -> LossSpec:
@@ -77,7 +77,7 @@ def _published_row(source: str, **values: Any) -> Published:
     return Published(source, {"loss": values} if values else {})
 
 
-def _constant(gamma: float) -> dict[str, Any]:
+def _constant_gamma(gamma: float) -> dict[str, Any]:
     return {"gamma": gamma, "gamma_schedule": "constant"}
 
 
@@ -89,8 +89,8 @@ def _cosine(gamma: float, *, epochs: int) -> dict[str, Any]:
 _MBCL = _published_row("FastCLIP, appendix B, scaling performance")
 _MEDIUM = {
     "mbcl": _MBCL,
-    "sogclr": _published_row(_TABLE_8, temperature=0.03, **_constant(0.6)),
-    "isogclr": _published_row(_TABLE_8, temperature=0.03, temperature_lr=1e-2, rho=9.0, **_constant(0.6)),
+    "sogclr": _published_row(_TABLE_8, temperature=0.03, **_constant_gamma(0.6)),
+    "isogclr": _published_row(_TABLE_8, temperature=0.03, temperature_lr=1e-2, rho=9.0, **_constant_gamma(0.6)),
     "fastclip-v0": _published_row(_TEMPERATURE, temperature=0.03, **_cosine(0.2, epochs=18)),
     "fastclip-v1": _published_row(_TABLE_8, temperature=0.03, **_cosine(0.2, epochs=18)),
     "fastclip-v2": _published_row(
@@ -103,8 +103,8 @@ _MEDIUM = {
 _LARGE_V2 = "FastCLIP, table 9 and appendix B, temperature"
 _LARGE = {
     "mbcl": _MBCL,
-    "sogclr": _published_row(_TABLE_8, temperature=0.03, **_constant(0.6)),
-    "isogclr": _published_row(_TABLE_8, temperature=0.03, temperature_lr=1e-2, rho=9.0, **_constant(0.8)),
+    "sogclr": _published_row(_TABLE_8, temperature=0.03, **_constant_gamma(0.6)),
+    "isogclr": _published_row(_TABLE_8, temperature=0.03, temperature_lr=1e-2, rho=9.0, **_constant_gamma(0.8)),
     "fastclip-v0": _published_row(_TEMPERATURE, temperature=0.03, **_cosine(0.2, epochs=16)),
     "fastclip-v1": _published_row(_TABLE_8, temperature=0.03, **_cosine(0.2, epochs=16)),
     "fastclip-v2": _published_row(_LARGE_V2, temperature=0.03, temperature_lr=1e-4, rho=8.5, **_cosine(0.2, epochs=16)),

@@ -48,7 +48,7 @@ class Similarities:
     """
 
     def __init__(self, video_bE: torch.Tensor, text_bE: torch.Tensor, world: World) -> None:
-        self.video_bE, self.text_bE = _widened(video_bE), _widened(text_bE)
+        self.video_bE, self.text_bE = _widen(video_bE), _widen(text_bE)
         self.world = world
         width = video_bE.shape[1]
         # One exchange for both.
@@ -168,6 +168,6 @@ def exact_products(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(chosen)
 
 
-def _widened(features: torch.Tensor) -> torch.Tensor:
+def _widen(features: torch.Tensor) -> torch.Tensor:
     features = features.detach()
     return features.float() if features.dtype in (torch.bfloat16, torch.float16) else features

@@ -193,7 +193,7 @@ def is_of_adapter(name: str) -> bool:
     return name.endswith(tuple(chain(*_SUFFIXES)))
 
 
-def merged(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
+def merge_adapters(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
     """The weights of a model without adapters that computes the same: W + s B A, computed in float64.
 
     Those of a language model stay as they are.

@@ -328,11 +328,11 @@ def _attend_padded(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tenso
     """Causal attention of packed sequences, padded for the call. Padding comes last, so no token attends to it."""
     num_sequences, longest = packing.num_sequences, packing.longest
 
-    def padded(x_1MHK: Tensor) -> Tensor:
+    def pad(x_1MHK: Tensor) -> Tensor:
         empty = x_1MHK.new_zeros(num_sequences * longest, *x_1MHK.shape[2:])
         return empty.index_copy(0, packing.place_M, x_1MHK[0]).unflatten(0, (num_sequences, longest))
 
-    out_BLHK = attend(padded(q_1MHK), padded(k_1MHK), padded(v_1MHK), causal=True)
+    out_BLHK = attend(pad(q_1MHK), pad(k_1MHK), pad(v_1MHK), causal=True)
     return out_BLHK.flatten(0, 1).index_select(0, packing.place_M)[None]
 
 

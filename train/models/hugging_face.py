@@ -67,7 +67,7 @@ def hub_files(reference: str, what: str) -> Iterator[None]:
         ) from error
 
 
-def flat(tokens: Tensor, *, channels_last: bool = False) -> Tensor:
+def flatten_tokens(tokens: Tensor, *, channels_last: bool = False) -> Tensor:
     """Tokens [B, N, D] of tokens, or of a feature map [B, D, H, W] or [B, H, W, D]."""
     if tokens.ndim == 4:
         return tokens.flatten(1, 2) if channels_last else tokens.flatten(2).transpose(1, 2)
@@ -78,17 +78,17 @@ class HuggingFace:
     """transformers: a model of its own, or one half of a CLIP or SigLIP."""
 
     def image(self, name: str) -> nn.Module:
-        return _half(self.config(name), "vision_config")
+        return _build_half(self.config(name), "vision_config")
 
     def embed(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
         found = model(**_pictures(model, pictures_BCHW))
         if (embeds := getattr(found, "image_embeds", None)) is not None:
             return embeds
         pooled = getattr(found, "pooler_output", None)
-        return flat(found.last_hidden_state).mean(1) if pooled is None else pooled.flatten(1)
+        return flatten_tokens(found.last_hidden_state).mean(1) if pooled is None else pooled.flatten(1)
 
     def tokens(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
-        return flat(model(**_pictures(model, pictures_BCHW)).last_hidden_state)
+        return flatten_tokens(model(**_pictures(model, pictures_BCHW)).last_hidden_state)
 
     def preprocessing(self, name: str) -> Preprocessing:
         config = self.config(name)
@@ -106,7 +106,7 @@ class HuggingFace:
         own = getattr(config, "text_config", config)
         if context_length is not None and own.model_type == "clip_text_model":
             own.max_position_embeddings = context_length
-        model = _half(config, "text_config")
+        model = _build_half(config, "text_config")
         if "attention_mask" not in inspect.signature(model.forward).parameters:
             raise UserError(
                 f"hf:{name} is a {own.model_type}, which takes no attention mask: its embedding of a text would depend "
@@ -181,7 +181,7 @@ class HuggingFace:
         config = self.config(name)
         limit = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
         with torch.device("meta"):
-            embeddings = getattr(_half(config, "text_config"), "embeddings", None)
+            embeddings = getattr(_build_half(config, "text_config"), "embeddings", None)
         first = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
         # Positions of a RoBERTa begin behind the one of its padding.
         return limit if limit is None or first is None else limit - first - 1
@@ -299,7 +299,7 @@ def is_triple(value: Any, within: Range) -> bool:
     return all(isinstance(one, int | float) and not isinstance(one, bool) and within.holds(one) for one in value)
 
 
-def _half(config: Any, part: str) -> nn.Module:
+def _build_half(config: Any, part: str) -> nn.Module:
     """A new model: of the configuration itself, or of its vision_config or text_config."""
     import transformers
 
@@ -326,7 +326,7 @@ def read_hf(folder: Path) -> dict[str, Tensor]:
     config, kind = HuggingFace().config(str(folder)), transformers.AutoModel
     if not hasattr(config, "vision_config"):
         with torch.device("meta"):
-            kind = type(_half(config, "text_config"))
+            kind = type(_build_half(config, "text_config"))
     with hub_files(f"hf:{folder}", "model"):
         model, info = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, use_safetensors=True)
     found = {name: one for name, one in model.state_dict().items() if name not in info["missing_keys"]}

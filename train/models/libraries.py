@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError, first_line
-from clipmill.train.models.hugging_face import HuggingFace, Pooling, Preprocessing, flat, hub_files
+from clipmill.train.models.hugging_face import HuggingFace, Pooling, Preprocessing, flatten_tokens, hub_files
 from clipmill.train.models.text import Tokenize
 
 _LOCAL = "local-dir:"  # begins a name that is a folder
@@ -45,7 +45,7 @@ def library_of(reference: str) -> tuple[Any, str]:
     return _LIBRARIES[library], name
 
 
-def unknown(reference: str, known: Iterable[str]) -> UserError:
+def unknown_name_error(reference: str, known: Iterable[str]) -> UserError:
     """The error for a name that a library does not know, with the nearest ones."""
     near = get_close_matches(reference.partition(":")[2], list(known), n=3, cutoff=0.4)
     library = reference.partition(":")[0]
@@ -70,7 +70,7 @@ class _OpenClip:
             return _Timm().tokens(trunk, pictures_BCHW)
         options = {"indices": 1, "intermediates_only": True, "normalize_intermediates": True}
         if hasattr(model, "attnpool"):  # a ResNet
-            return flat(model.forward_intermediates(pictures_BCHW, **options)["image_intermediates"][-1])
+            return flatten_tokens(model.forward_intermediates(pictures_BCHW, **options)["image_intermediates"][-1])
         found = model.forward_intermediates(pictures_BCHW, **options, output_fmt="NLC", output_extra_tokens=True)
         return torch.cat([found["image_intermediates_prefix"][-1], found["image_intermediates"][-1]], dim=1)
 
@@ -135,7 +135,7 @@ class _OpenClip:
                 hint="name a folder that open_clip or train export --format open_clip wrote",
             )
         if not found:
-            raise unknown(f"open_clip:{name}", open_clip.list_models())
+            raise unknown_name_error(f"open_clip:{name}", open_clip.list_models())
         return found
 
 
@@ -147,7 +147,7 @@ class _Timm:
         from timm.data import infer_imagenet_subset
 
         if not name.startswith(_LOCAL) and not timm.is_model(name):
-            raise unknown(f"timm:{name}", timm.list_models())
+            raise unknown_name_error(f"timm:{name}", timm.list_models())
         try:
             with torch.device("meta"):
                 classes = infer_imagenet_subset(timm.create_model(name).pretrained_cfg)
@@ -164,7 +164,7 @@ class _Timm:
 
     def tokens(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
         features: Any = model.forward_features  # type: ignore[union-attr]
-        return flat(features(pictures_BCHW), channels_last=getattr(model, "output_fmt", "") == "NHWC")
+        return flatten_tokens(features(pictures_BCHW), channels_last=getattr(model, "output_fmt", "") == "NHWC")
 
     def preprocessing(self, name: str) -> Preprocessing:
         from timm.data import resolve_model_data_config

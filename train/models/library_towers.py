@@ -37,7 +37,7 @@ class LibraryTower(HasBlocks):
 
     def blocks(self) -> list[nn.Module]:
         """The outermost numbered blocks of the module; those of ResNets are its `layer1` to `layer4`."""
-        return list(_numbered(self.model))
+        return list(_numbered_modules(self.model))
 
     def checkpoint(self) -> None:
         """Enable activation checkpointing, as the library has it."""
@@ -57,14 +57,14 @@ class LibraryTower(HasBlocks):
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def _numbered(module: nn.Module) -> Iterator[nn.Module]:
+def _numbered_modules(module: nn.Module) -> Iterator[nn.Module]:
     for name, child in module.named_children():
         if name in _LISTS and isinstance(child, nn.ModuleList | nn.Sequential):
             yield from child
         elif name.startswith("layer") and name.removeprefix("layer").isdigit():
             yield child
         else:
-            yield from _numbered(child)
+            yield from _numbered_modules(child)
 
 
 def num_heads_of(width: int) -> int:

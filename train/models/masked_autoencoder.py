@@ -112,7 +112,7 @@ class MaskedAutoencoder(nn.Module):
             ValueError: the counted numbers differ between clips.
         """
         num_cubes = masked_BN.shape[1]
-        num_masked = counted(masked_BN) if num_masked is None else num_masked
+        num_masked = count_true(masked_BN) if num_masked is None else num_masked
         visible_BK = numbers_of(~masked_BN, num_cubes - num_masked)
         predicted_BM = predicted_cubes(masked_BN, decoded_BN, count=num_masked if decoded_BN is None else num_predicted)
         values_BMV: Tensor = self.decoder(self.video(video_BCTHW, visible_BK), visible_BK, predicted_BM)
@@ -122,10 +122,10 @@ class MaskedAutoencoder(nn.Module):
 def predicted_cubes(masked_BN: Tensor, decoded_BN: Tensor | None = None, *, count: int | None = None) -> Tensor:
     """Indices of the cubes in the loss, which are masked and decoded, int64 [B, M] in ascending order."""
     chosen_BN = masked_BN if decoded_BN is None else masked_BN & decoded_BN
-    return numbers_of(chosen_BN, counted(chosen_BN) if count is None else count)
+    return numbers_of(chosen_BN, count_true(chosen_BN) if count is None else count)
 
 
-def counted(chosen_BN: Tensor) -> int:
+def count_true(chosen_BN: Tensor) -> int:
     """Number of true values in each row; synchronises with the device. ValueError if rows differ."""
     counts = set(chosen_BN.sum(1).tolist())
     if len(counts) != 1:

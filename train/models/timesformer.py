@@ -56,10 +56,10 @@ class DividedBlock(nn.Module):
         of_time, of_space, of_mlp = (None, None, None) if branches is None else branches
         # Split, because slices would have full-size gradients that are mostly zeros.
         class_B1D, x_BND = x_BLD.split([1, x_BLD.shape[1] - 1], dim=1)
-        x_BND = x_BND + _scaled(self._over_time(x_BND), of_time)
+        x_BND = x_BND + _scale(self._over_time(x_BND), of_time)
         x_BLD = self._over_space(class_B1D, x_BND, of_space)
         hidden = linear_of(self.mlp.c_fc, self.ln_2, x_BLD)
-        return x_BLD + _scaled(linear_of(self.mlp.c_proj, self.mlp.activate, hidden), of_mlp)
+        return x_BLD + _scale(linear_of(self.mlp.c_proj, self.mlp.activate, hidden), of_mlp)
 
     def _over_time(self, x_BND: Tensor) -> Tensor:
         attention = self.time_attn
@@ -91,9 +91,9 @@ class DividedBlock(nn.Module):
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
         added = attention.out_proj(self.attend(q, k, v).flatten(2)).unflatten(0, (-1, self.num_frames))
         class_BT1D, patches_BTPD = added.split([1, added.shape[2] - 1], dim=2)
-        class_B1D = class_B1D + _scaled(class_BT1D.mean(1), factors_B11)
+        class_B1D = class_B1D + _scale(class_BT1D.mean(1), factors_B11)
         factors_B111 = None if factors_B11 is None else factors_B11[:, None]
-        x_BTPD = x_BND.unflatten(1, (self.num_frames, -1)) + _scaled(patches_BTPD, factors_B111)
+        x_BTPD = x_BND.unflatten(1, (self.num_frames, -1)) + _scale(patches_BTPD, factors_B111)
         return torch.cat([class_B1D, x_BTPD.flatten(1, 2)], dim=1)
 
     def _frames(self, class_B1D: Tensor, x_BND: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class DividedBlock(nn.Module):
         return torch.cat([class_BT1D, x_BTPD], dim=2).flatten(0, 1)
 
 
-def _scaled(added: Tensor, factors: Tensor | None) -> Tensor:
+def _scale(added: Tensor, factors: Tensor | None) -> Tensor:
     return added if factors is None else added * factors
 
 

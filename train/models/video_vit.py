@@ -80,7 +80,7 @@ def cubes_of(video_BCTHW: Tensor, *, cube_frames: int, patch_px: int) -> Tensor:
     return cubes.permute(0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def picked(cubes_BShw: Tensor, numbers_BK: Tensor) -> Tensor:
+def pick_cubes(cubes_BShw: Tensor, numbers_BK: Tensor) -> Tensor:
     """Select cubes by their int64 indices: [B, K, ...] of a view [B, S, h, w, ...]; copies only the selection."""
     rows, columns = cubes_BShw.shape[2:4]
     batch_B1 = torch.arange(len(cubes_BShw), device=cubes_BShw.device)[:, None]
@@ -209,7 +209,7 @@ class VideoViT(TokenTower):
         if self.training and self.patch_dropout:
             kept_BK = drawn_cubes(num_clips, cubes_BN.shape[1], dropout=self.patch_dropout, device=cubes_BN.device)
             # Dropped before the embedding, which saves that work too.
-            cubes_BN, positions_BND = (chosen(x, kept_BK) for x in (cubes_BN, positions_BND))
+            cubes_BN, positions_BND = (choose_rows(x, kept_BK) for x in (cubes_BN, positions_BND))
         embedded_BND = self.conv1(cubes_BN)
         # From here on in the precision of that product, as in open_clip.
         x_BND = embedded_BND + positions_BND.to(embedded_BND.dtype)
@@ -248,7 +248,7 @@ def drawn_cubes(num_clips: int, num_cubes: int, *, dropout: float, device: torch
     return drawn_BN.topk(num_kept, dim=1).indices.sort(dim=1).values
 
 
-def chosen(x_BNV: Tensor, kept_BK: Tensor) -> Tensor:
+def choose_rows(x_BNV: Tensor, kept_BK: Tensor) -> Tensor:
     """Select rows of each sample: [B, K, V] of [B, N, V]."""
     return x_BNV.gather(1, kept_BK[..., None].expand(-1, -1, x_BNV.shape[2]))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.transformer import LayerNorm, SelfAttention, Transformer
-from clipmill.train.models.video_vit import CubeEmbedding, TokenTower, VideoViTSize, cubes_of, picked
+from clipmill.train.models.video_vit import CubeEmbedding, TokenTower, VideoViTSize, cubes_of, pick_cubes
 
 
 class VideoMAEEncoder(TokenTower):
@@ -59,7 +59,7 @@ class VideoMAEEncoder(TokenTower):
             seen_BK, positions_BKD = cubes.flatten(4).flatten(1, 3), self.positions_ND
         else:
             # Selected before the embedding, which saves that work for the others.
-            seen_BK, positions_BKD = picked(cubes, visible_BK).flatten(2), self.positions_ND[visible_BK]
+            seen_BK, positions_BKD = pick_cubes(cubes, visible_BK).flatten(2), self.positions_ND[visible_BK]
         embedded_BKD = self.conv1(seen_BK)
         # From here on in the precision of that product.
         x_BKD: Tensor = embedded_BKD + positions_BKD.to(embedded_BKD.dtype)

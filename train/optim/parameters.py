@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.tuning import FrozenPart
 
 # Parts of names added by DDP, torch.compile, activation checkpointing and peft.
@@ -74,7 +74,7 @@ def parameter_groups(
     return found
 
 
-def named_as_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def rename_as_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by the names that a model has for its own, of tensors by plain names."""
     names = {plain_name(name): name for name in model.state_dict()}
     return {names.get(name, name): one for name, one in tensors.items()}
@@ -151,7 +151,7 @@ def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
         depth = max((count for tower, count in depths.items() if tower.startswith(prefix)), default=0)
         if part.num_blocks is not None and part.num_blocks > depth:
             raise UserError(
-                f"--freeze {part.given}, and the {part.tower} tower has {counted(depth, 'block')}",
+                f"--freeze {part.given}, and the {part.tower} tower has {count_noun(depth, 'block')}",
                 hint=f"use {depth} or less, or --freeze {part.tower} for all of the tower",
                 flags=("--freeze",),
             )

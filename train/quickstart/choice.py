@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import size_text
 from clipmill.train.data.classes import proposed_label
 from clipmill.train.quickstart.asked import OFFERED
 from clipmill.train.quickstart.survey import Survey
-from clipmill.train.registry import DEFAULT, task_named
+from clipmill.train.registry import DEFAULT, find_task
 from clipmill.train.spec import FirstRun
 
 EPOCHS = 30  # about those of the presets for synthetic videos
@@ -25,7 +25,7 @@ MINUTES = {"cpu": 10.0, "cuda": 60.0}
 
 def first_run_of(task: str) -> FirstRun:
     """The presets of a task that quickstart offers."""
-    found = task_named(task).first_run
+    found = find_task(task).first_run
     assert found is not None
     return found
 
@@ -53,7 +53,7 @@ def choose_task(surveys: Sequence[Survey], *, split: str, asked: str | None) -> 
     num = sum(one.splits[split].num_captions for one in surveys)
     if asked is None:
         if not without:
-            return Chosen(DEFAULT, counted(num, "caption"))
+            return Chosen(DEFAULT, count_noun(num, "caption"))
         where = "no captions" if len(without) == len(surveys) else f"no captions in {', '.join(without)}"
         task = task_without_captions()
         return Chosen(task, f"{where}, and train {task} needs none")

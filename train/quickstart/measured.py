@@ -14,7 +14,7 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import TEMPORARY_PREFIX
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.shards.columns import VIDEO, command_for
 from clipmill.train.bench.steps import Opened, Steps, Taken, open_to_measure, take_steps
 from clipmill.train.config.clips import ClipSettings
@@ -71,7 +71,7 @@ def measure(
     """
     least, num_halved = settings.least_batch, 0
     while True:
-        opened = _opened(spec, settings, device=device, say=say)
+        opened = _open_task(spec, settings, device=device, say=say)
         batch, opened_s = opened.settings.batch, time.perf_counter() - began_s
         if (found := _steps(opened, seconds=seconds)) is not None:
             break
@@ -80,7 +80,7 @@ def measure(
             torch.cuda.empty_cache()
         if batch // 2 < least:
             raise UserError(
-                f"out of memory: not even a batch of {counted(batch, 'clip')} fits on the {device.type}",
+                f"out of memory: not even a batch of {count_noun(batch, 'clip')} fits on the {device.type}",
                 hint="use --preset tiny, or --device cpu",
             )
         say(f"{batch} clips do not fit into memory; trying {batch // 2}")
@@ -101,7 +101,7 @@ def measure(
 def _steps(opened: Opened, *, seconds: float) -> tuple[Taken, int, float] | None:
     """Steps, and the size and the time of a checkpoint; None if they do not fit into memory."""
     try:
-        with Activity(f"trying steps of {counted(opened.settings.batch, 'clip')} on the {opened.device.type}"):
+        with Activity(f"trying steps of {count_noun(opened.settings.batch, 'clip')} on the {opened.device.type}"):
             steps = Steps(opened)
             taken = take_steps(steps, opened, seconds=seconds)
         with Activity("trying a checkpoint"):
@@ -112,7 +112,7 @@ def _steps(opened: Opened, *, seconds: float) -> tuple[Taken, int, float] | None
         raise
 
 
-def _opened(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, say: Say) -> Opened:
+def _open_task(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, say: Say) -> Opened:
     """The task with the largest batch to try that its samples allow."""
     opened = open_to_measure(spec, settings, world=World(), device=device, say=say)
     num_samples = opened.samples.num_samples or 1
@@ -121,7 +121,7 @@ def _opened(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, say
         opened = open_to_measure(spec, replace(settings, batch=batch), world=World(), device=device, say=say)
     if batch > num_samples:
         raise UserError(
-            f"the training set has {counted(num_samples, 'sample')}, too few for a batch of {batch}",
+            f"the training set has {count_noun(num_samples, 'sample')}, too few for a batch of {batch}",
             hint=f"add videos or captions, and run prep {command_for(VIDEO)} again",
         )
     return opened
@@ -132,7 +132,7 @@ def _checkpoint_s(steps: Steps, opened: Opened) -> float:
 
     Where it would fill the disk, nothing is written and the time is 0; the plan warns of that.
     """
-    parent = existing(opened.settings.out)
+    parent = existing_folder(opened.settings.out)
     if shutil.disk_usage(parent).free < 2 * steps.state_bytes:
         return 0.0
     try:
@@ -148,6 +148,6 @@ def _checkpoint_s(steps: Steps, opened: Opened) -> float:
         return time.perf_counter() - began_s
 
 
-def existing(path: Path) -> Path:
+def existing_folder(path: Path) -> Path:
     """The folder closest to a path that exists."""
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())

@@ -11,22 +11,22 @@ from typing import Any
 
 from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import duration_text, size_text
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import in_steps
 from clipmill.train.config.files import load_settings, preset_path, presets_of
 from clipmill.train.data.caption_choice import asking_for
-from clipmill.train.data.held_out import HeldOut, alike_of
-from clipmill.train.doctor.commands import filled
+from clipmill.train.data.held_out import HeldOut, look_alikes_of
+from clipmill.train.doctor.commands import wrap_words
 from clipmill.train.doctor.examined import Examined
 from clipmill.train.doctor.judge import judge
 from clipmill.train.quickstart import choice
 from clipmill.train.quickstart.asked import OFFERED, Asked
 from clipmill.train.quickstart.choice import Chosen, Expected, Length
-from clipmill.train.quickstart.measured import Measured, existing
+from clipmill.train.quickstart.measured import Measured, existing_folder
 from clipmill.train.quickstart.survey import Survey, describe, split_to_evaluate, split_to_train
-from clipmill.train.registry import task_named
+from clipmill.train.registry import find_task
 from clipmill.train.spec import TaskSpec
 
 _COLUMNS = 100
@@ -58,7 +58,7 @@ class Proposal:
     @property
     def spec(self) -> TaskSpec:
         """The task."""
-        return task_named(self.task.value)
+        return find_task(self.task.value)
 
     @property
     def is_on_gpu(self) -> bool:
@@ -134,7 +134,7 @@ class Plan:
         """The plan for a person."""
         lines, last = list[str](), ""
         for label, words in self._rows():
-            lines.append(filled(words, label="" if label == last else label, columns=_COLUMNS))
+            lines.append(wrap_words(words, label="" if label == last else label, columns=_COLUMNS))
             last = label if label != "warning" else ""
         return "\n".join([*lines, "", f"    {self.command}", ""])
 
@@ -142,16 +142,16 @@ class Plan:
         proposal, measured, settings, expected = self.proposal, self.measured, self.settings, self.expected
         host, gpus = proposal.examined.host, proposal.examined.accelerator.gpus
         yield from (("data", line) for one in proposal.surveys for line in describe(one))
-        gpu = f"{counted(len(gpus), 'GPU')} ({', '.join(sorted({gpu.name for gpu in gpus}))})" if gpus else "no GPU"
+        gpu = f"{count_noun(len(gpus), 'GPU')} ({', '.join(sorted({gpu.name for gpu in gpus}))})" if gpus else "no GPU"
         memory = "" if host.memory_bytes is None else f", {size_text(host.memory_bytes)} of memory"
-        yield "machine", f"{gpu}; {counted(host.allowed_cores, 'core')}{memory}"
+        yield "machine", f"{gpu}; {count_noun(host.allowed_cores, 'core')}{memory}"
         yield "task", f"{proposal.task.value} on split {proposal.split}: {proposal.task.reason}"
-        about = f"{counted(settings.num_frames, 'frame')} of {settings.size_px} px"
+        about = f"{count_noun(settings.num_frames, 'frame')} of {settings.size_px} px"
         yield "preset", f"{proposal.preset.value}, {about}: {proposal.preset.reason}"
         several = f" on {proposal.num_processes} GPUs, of which one was measured" if proposal.num_processes > 1 else ""
-        halved = f"; {counted(measured.num_halved, 'larger size')} did not fit" if measured.num_halved else ""
-        yield "batch", f"{counted(settings.batch, 'clip')}{several}{halved}"
-        samples = counted(measured.num_samples, "sample")
+        halved = f"; {count_noun(measured.num_halved, 'larger size')} did not fit" if measured.num_halved else ""
+        yield "batch", f"{count_noun(settings.batch, 'clip')}{several}{halved}"
+        samples = count_noun(measured.num_samples, "sample")
         yield "steps", f"{settings.steps:,}, {self.length.epochs:.1f} epochs of {samples}: {self.length.reason}"
         times = [duration_text(one) for one in (expected.seconds, expected.least_s, expected.most_s)]
         yield (
@@ -179,7 +179,7 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
     task = choice.choose_task(surveys, split=split, asked=asked.task)
     gpus = [] if asked.device == "cpu" else [gpu.memory_bytes for gpu in examined.accelerator.gpus]
     preset = choice.choose_preset(task.value, gpu_bytes=gpus)
-    kind = task_named(task.value).settings
+    kind = find_task(task.value).settings
     if asked.preset is not None:
         preset = Chosen(asked.preset, "--preset")
         if asked.preset not in presets_of(kind):
@@ -249,7 +249,7 @@ def make_plan(proposal: Proposal, measured: Measured) -> Plan:
     num_checkpoints = math.ceil(length.steps / every)
     # Those that are kept, and one more while it is written.
     needed = measured.checkpoint_bytes * min(num_checkpoints, settings.keep_checkpoints + 1)
-    free_bytes = shutil.disk_usage(existing(settings.out)).free
+    free_bytes = shutil.disk_usage(existing_folder(settings.out)).free
     return Plan(
         proposal=proposal,
         measured=measured,
@@ -266,7 +266,7 @@ def make_plan(proposal: Proposal, measured: Measured) -> Plan:
         disk_bytes=needed,
         free_bytes=free_bytes,
         words=tuple(_words(proposal, settings)),
-        then=tuple(_then(proposal, settings)),
+        then=tuple(_following_commands(proposal, settings)),
         warnings=tuple(_warnings(proposal, measured, length, needed=needed, free=free_bytes)),
     )
 
@@ -295,7 +295,7 @@ def _words(proposal: Proposal, settings: ClipSettings) -> list[str]:
     return [*words, "--out", str(settings.out)]
 
 
-def _then(proposal: Proposal, settings: ClipSettings) -> Iterator[str]:
+def _following_commands(proposal: Proposal, settings: ClipSettings) -> Iterator[str]:
     """Commands for after the run, which need a split that was not trained on, or the split itself for a search."""
     run = shlex.quote(str(settings.out))
     evaluation = proposal.spec.first_evaluation
@@ -308,12 +308,14 @@ def _then(proposal: Proposal, settings: ClipSettings) -> Iterator[str]:
         yield f'train search {embedded} "what to look for" --page search.html'
 
 
-def _held_out(proposal: Proposal, split: str) -> HeldOut:
+def _held_out_clips(proposal: Proposal, split: str) -> HeldOut:
     """The clips of the split that is evaluated: its chunks, or captions if the task needs them and they are fewer."""
     num_chunks = sum(one.splits[split].num_chunks for one in proposal.surveys)
     num_captions = sum(one.splits[split].num_captions for one in proposal.surveys)
     needs_captions = choice.first_run_of(proposal.task.value).needs_captions
-    alike = [alike_of(one.address, cache=None, split=split, trained_split=proposal.split) for one in proposal.surveys]
+    alike = [
+        look_alikes_of(one.address, cache=None, split=split, trained_split=proposal.split) for one in proposal.surveys
+    ]
     return HeldOut(
         num_clips=min(num_chunks, num_captions) if needs_captions else num_chunks,
         num_chunks=num_chunks,
@@ -330,7 +332,7 @@ def _warnings(proposal: Proposal, measured: Measured, length: Length, *, needed:
             "videos: give some the split val (column split of the table of captions or videos), and run prep manifest "
             "again"
         )
-    elif cautions := _held_out(proposal, proposal.held_out).cautions():
+    elif cautions := _held_out_clips(proposal, proposal.held_out).cautions():
         yield f"metrics of split {proposal.held_out!r} say little: {'; '.join(cautions)}"
     recipe = choice.first_run_of(proposal.task.value)
     if recipe.weights and proposal.preset.value == recipe.on_gpu and proposal.settings.init.weights is None:
@@ -344,7 +346,7 @@ def _warnings(proposal: Proposal, measured: Measured, length: Length, *, needed:
         share = f"{measured.taken.wait_share:.0%}"
         yield f"steps wait for data {share} of the time: train bench {proposal.task.value} finds the bottleneck"
     if proposal.is_busy:
-        cores = counted(proposal.examined.host.allowed_cores, "core")
+        cores = count_noun(proposal.examined.host.allowed_cores, "core")
         yield f"other processes use this machine (load {proposal.load:.0f} on {cores}), and the time depends on them"
     if needed > free:
         yield f"checkpoints take {size_text(needed)}, and {size_text(free)} are free: use another --out"

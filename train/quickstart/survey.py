@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.store import manifest_dir, num_captions_of, open_captions, read_videos
 from clipmill.manifests.units import duration_text
@@ -155,13 +155,13 @@ def describe(one: Survey) -> list[str]:
     chunks = sum(its.num_chunks for its in one.splits.values())
     length = duration_text(3600 * sum(its.hours for its in one.splits.values()))
     labels = f"; labels: {', '.join(one.labels)}" if one.labels else ""
-    lines = [f"{one.address}: {counted(chunks, 'chunk')} of {one.chunk_s:.3g} s, {length}{labels}"]
+    lines = [f"{one.address}: {count_noun(chunks, 'chunk')} of {one.chunk_s:.3g} s, {length}{labels}"]
     lines += [
-        f"split {name}: {counted(its.num_videos, 'video')}, {counted(its.num_chunks, 'chunk')}, "
+        f"split {name}: {count_noun(its.num_videos, 'video')}, {count_noun(its.num_chunks, 'chunk')}, "
         + f"{duration_text(3600 * its.hours)}, "
-        + (counted(its.num_captions, "caption") if its.num_captions else "no captions")
+        + (count_noun(its.num_captions, "caption") if its.num_captions else "no captions")
         + (" of models" if its.sources and all(map(is_of_model, its.sources)) else "")
-        + (f"; {counted(its.num_without, 'video')} without chunks" if its.num_without else "")
+        + (f"; {count_noun(its.num_without, 'video')} without chunks" if its.num_without else "")
         for name, its in one.splits.items()
     ]
     others = [name for name in one.columns if name != VIDEO]

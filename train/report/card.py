@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.files import plain_values
-from clipmill.train.config.training import flat
+from clipmill.train.config.training import flatten
 from clipmill.train.evaluation.runner import OpenedRun
 from clipmill.train.evaluation.tables import Table, table_of
 from clipmill.train.registry import evaluations_of
@@ -55,7 +55,7 @@ def model_card(opened: OpenedRun, exported: Exported, *, form: str, opens: str, 
         "Evaluation": "\n\n".join([*_of_other_input(opened, exported), *(_table(one.table) for one in results)])
         if results
         else "Not evaluated. `train eval` on the run, then `train export`, writes the metrics here.",
-        "Limits": "\n".join(f"- {_plain(one)}" for one in [*exported.remarks, *_limits(opened)]),
+        "Limits": "\n".join(f"- {_plain_text(one)}" for one in [*exported.remarks, *_limits(opened)]),
         "Licence": "No licence has been chosen. Before publishing, replace `license` at the top of this file; the "
         "licences of the training data and of the initial weights apply as well.",
     }
@@ -63,7 +63,7 @@ def model_card(opened: OpenedRun, exported: Exported, *, form: str, opens: str, 
     # The Hub shows these as metrics of the model that its users open.
     metadata = _metadata(opened.spec.pipeline, form, [] if exported.sees else results, name=name)
     front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
-    return f"---\n{front}---\n\n# {_plain(name)}\n\n{_summary(opened)}\n\n{body}\n"
+    return f"---\n{front}---\n\n# {_plain_text(name)}\n\n{_summary(opened)}\n\n{body}\n"
 
 
 def _metadata(pipeline: str | None, form: str, shown: Sequence[_Result], *, name: str) -> dict[str, Any]:
@@ -73,7 +73,11 @@ def _metadata(pipeline: str | None, form: str, shown: Sequence[_Result], *, name
     results = [
         {
             "task": {"type": pipeline or "other", "name": f"{one.table.title} ({one.name})"},
-            "dataset": {"name": _private(one.table.protocol.get("data", "")), "type": "custom", "split": one.split},
+            "dataset": {
+                "name": _private_text(one.table.protocol.get("data", "")),
+                "type": "custom",
+                "split": one.split,
+            },
             "metrics": [
                 {"name": f"{one.name}, {row.label}: {column}", "type": column, "value": round(100 * cell.share, 2)}
                 for row in one.table.rows
@@ -93,7 +97,7 @@ def _summary(opened: OpenedRun) -> str:
     settings = opened.settings
     kind = opened.spec.name.replace("-", " ")
     return (
-        f"A {kind} model for video ({settings.model}), for clips of {counted(settings.num_frames, 'frame')} of "
+        f"A {kind} model for video ({settings.model}), for clips of {count_noun(settings.num_frames, 'frame')} of "
         f"{settings.size_px} x {settings.size_px} pixels. Trained with clipmill {installed_version('clipmill')}."
     )
 
@@ -118,12 +122,12 @@ def _use(opens: str, *, folder: str) -> str:
 
 
 def _training(opened: OpenedRun, facts: Mapping[str, Any], *, step: int | None) -> str:
-    settings = flat(plain_values({name: getattr(opened.settings, name, None) for name in _SHOWN_SETTINGS}))
+    settings = flatten(plain_values({name: getattr(opened.settings, name, None) for name in _SHOWN_SETTINGS}))
     rows = [("task", opened.spec.name), *(() if step is None else [("optimizer steps", f"{step:,}")])]
     rows += [(name, str(facts[name])) for name in _FACTS if name in facts]
     rows += [(f"initial {name.replace('_', ' ')}", _start(start)) for name, start in initial_weights(facts).items()]
     rows += [(name.replace("_", " "), str(value)) for name, value in settings.items() if value is not None]
-    return "\n".join(["| | |", "|---|---|", *(f"| {_plain(name)} | {_plain(text)} |" for name, text in rows)])
+    return "\n".join(["| | |", "|---|---|", *(f"| {_plain_text(name)} | {_plain_text(text)} |" for name, text in rows)])
 
 
 def _start(report: Mapping[str, Any]) -> str:
@@ -147,7 +151,7 @@ def _of_other_input(opened: OpenedRun, exported: Exported) -> list[str]:
     """Which model the metrics are of, where other libraries open another one."""
     if not exported.sees:
         return []
-    num_frames = counted(opened.settings.num_frames, "frame")
+    num_frames = count_noun(opened.settings.num_frames, "frame")
     return [
         f"**These are metrics of the run's video model, which sees clips of {num_frames}, and which "
         "`clipmill.load_model` opens. The model that other libraries open here sees "
@@ -158,14 +162,16 @@ def _of_other_input(opened: OpenedRun, exported: Exported) -> list[str]:
 
 
 def _table(table: Table) -> str:
-    lines = [f"### {_plain(table.title)}", "", f"| | {' | '.join(map(_plain, table.columns))} |"]
+    lines = [f"### {_plain_text(table.title)}", "", f"| | {' | '.join(map(_plain_text, table.columns))} |"]
     lines.append("|---|" + "---|" * len(table.columns))
     for row in table.rows:
-        lines.append(f"| {_plain(row.label)} | {' | '.join(_plain(cell.text) for cell in row.cells)} |")
+        lines.append(f"| {_plain_text(row.label)} | {' | '.join(_plain_text(cell.text) for cell in row.cells)} |")
         if any(cell.reference for cell in row.cells):
-            cells = " | ".join(f"*{_plain(cell.reference)}*" if cell.reference else "" for cell in row.cells)
+            cells = " | ".join(f"*{_plain_text(cell.reference)}*" if cell.reference else "" for cell in row.cells)
             lines.append(f"| *{table.reference}* | {cells} |")
-    protocol = [f"- {_plain(name)}: {_plain(text)}" for name, text in table.protocol.items() if name not in _LEFT_OUT]
+    protocol = [
+        f"- {_plain_text(name)}: {_plain_text(text)}" for name, text in table.protocol.items() if name not in _LEFT_OUT
+    ]
     return "\n".join([*lines, "", *protocol])
 
 
@@ -176,11 +182,11 @@ def _limits(opened: OpenedRun) -> list[str]:
     ]
 
 
-def _plain(text: str) -> str:
+def _plain_text(text: str) -> str:
     """Text in a cell or line of Markdown: on one line, without markup and paths of this machine."""
-    return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", _private(" ".join(text.split())))
+    return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", _private_text(" ".join(text.split())))
 
 
-def _private(text: str) -> str:
+def _private_text(text: str) -> str:
     """Text in which absolute paths are reduced to their last part."""
     return _PATH.sub(lambda found: found[1], text)

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.quoting import visible
+from clipmill.manifests.quoting import escape_invisible
 from clipmill.train.report.curves import Curve, Line
 
 _FOLDER = Path(__file__).parent
@@ -22,10 +22,10 @@ def chart_values(curves: Sequence[Curve]) -> dict[str, Any]:
     """Return what a page's template needs for charts of `curves`: `json`, `scripts` and `style`."""
     charts = [
         {
-            "title": visible(curve.title),
+            "title": escape_invisible(curve.title),
             "from_zero": curve.from_zero,
             "is_noisy": curve.is_noisy,
-            "text": visible("; ".join(line.text for line in curve.lines)),
+            "text": escape_invisible("; ".join(line.text for line in curve.lines)),
             "lines": [_line(line) for line in curve.lines],
         }
         for curve in curves
@@ -39,19 +39,19 @@ def _line(line: Line) -> dict[str, Any]:
     """A line as x, y, the means that are smoothed, and the number of points that each of them stands for."""
     every = -(-len(line.points) // (_MAX_POINTS // 2)) if len(line.points) > _MAX_POINTS else 1
     parts = [line.points[begin : begin + every] for begin in range(0, len(line.points), every)]
-    found: dict[str, Any] = {"label": visible(line.label), "x": [], "y": [], "mean": [], "count": []}
+    found: dict[str, Any] = {"label": escape_invisible(line.label), "x": [], "y": [], "mean": [], "count": []}
     for part in parts:
         mean = sum(y for _, y in part) / len(part)
         kept = sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
         for x, y in kept:
             found["x"].append(x)
-            found["y"].append(_rounded(y))
-            found["mean"].append(_rounded(mean))
+            found["y"].append(_round_value(y))
+            found["mean"].append(_round_value(mean))
             found["count"].append(len(part) / len(kept))
     return found
 
 
-def _rounded(value: float) -> float:
+def _round_value(value: float) -> float:
     return float(f"{value:.{_NUM_DIGITS}g}")
 
 

@@ -59,15 +59,15 @@ def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = (
     for path in runs if len(left_out) == len(runs) else [path for path in runs if path not in left_out]:
         run = open_run(path)
         page = page_of(run)
-        shown, shown_data = _shown(page)
-        link = _relative(run.page, out.parent)
+        shown, shown_data = _shown_examples(page)
+        link = _relative_link(run.page, out.parent)
         cards.append({**page, "shown": shown, "shown_data": shown_data, "link": link})
-    names = _distinct([card["name"] for card in cards])
+    names = _distinct_names([card["name"] for card in cards])
     groups = repeats(cards, names)
     curves = overlaid(
         {name: [*card["evaluation_curves"], *card["curves"]] for name, card in zip(names, cards, strict=True)}
     )
-    shown_links = [{"title": _title(path), "address": _relative(path, out.parent)} for path in links]
+    shown_links = [{"title": _title(path), "address": _relative_link(path, out.parent)} for path in links]
     publish_page(
         "overview.html.j2",
         out,
@@ -77,14 +77,14 @@ def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = (
         speed_ups=speed_ups(cards),
         links=shown_links,
         metrics=_metrics(cards),
-        differing=_differing([card["settings"] for card in cards]),
+        differing=_differing_settings([card["settings"] for card in cards]),
         curves=curves,
         charts=chart_values(curves),
     )
     return left_out
 
 
-def _distinct(names: Sequence[str]) -> list[str]:
+def _distinct_names(names: Sequence[str]) -> list[str]:
     """Names that differ: a repeated one is followed by its number."""
     return [
         f"{name} ({names[: at + 1].count(name)})" if names.count(name) > 1 else name for at, name in enumerate(names)
@@ -120,7 +120,7 @@ def _with_baseline(table: Table) -> Sequence[Cell]:
     ]
 
 
-def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+def _differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Settings that differ between the runs, by name; a run whose task has no such setting has a dash."""
     names = dict.fromkeys(name for one in settings for name in one if name.partition(".")[0] not in OF_THE_PLACE)
     values = {name: [_text(one, name) for one in settings] for name in names}
@@ -142,7 +142,7 @@ def _title(page: Path) -> str:
     return title
 
 
-def _shown(page: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+def _shown_examples(page: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """Pictures with captions of the first result that has some, and its data if it is not the run's own."""
     for result in page["results"]:
         if result["strips"]:
@@ -150,6 +150,6 @@ def _shown(page: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     return [], ""
 
 
-def _relative(page: Path, folder: Path) -> str:
+def _relative_link(page: Path, folder: Path) -> str:
     """A relative link, which stays valid if both pages are moved together."""
     return Path(os.path.relpath(page.resolve(), folder.resolve())).as_posix()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import percent
 from clipmill.train.evaluation.tables import Cell
 
@@ -70,7 +70,7 @@ def speed_ups(cards: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         speed = cards[fewest]["summary"]["samples_per_s"]
         for run, number in timed.items():
             factor = cards[run]["summary"]["samples_per_s"] / speed
-            found[run] = f"{factor:.2f} x ({counted(number, 'process', 'processes')} against {timed[fewest]})"
+            found[run] = f"{factor:.2f} x ({count_noun(number, 'process', 'processes')} against {timed[fewest]})"
     return found
 
 

@@ -12,10 +12,10 @@ from clipmill.manifests.publish import publish_bytes
 from clipmill.manifests.units import duration_text
 from clipmill.shards.pages.templates import load_template
 from clipmill.train.config.files import read_values
-from clipmill.train.config.training import TrainingSettings, flat, plain_values
+from clipmill.train.config.training import TrainingSettings, flatten, plain_values
 from clipmill.train.evaluation.by_class import class_view
 from clipmill.train.evaluation.tables import table_of
-from clipmill.train.registry import DEFAULT, evaluations_of, task_named, task_names
+from clipmill.train.registry import DEFAULT, evaluations_of, find_task, task_names
 from clipmill.train.report.charts import chart_values
 from clipmill.train.report.curves import NUM_LAST, evaluation_curves, training_curves
 from clipmill.train.run.folder import RunFolder, read_lines, read_object
@@ -36,14 +36,14 @@ def page_of(run: RunFolder) -> dict[str, Any]:
     facts = run.read_facts()
     task = str(facts.get("task", DEFAULT))
     known = evaluations_of(task)
-    settings = flat({str(key): value for key, value in read_values(run.settings).items()})
+    settings = flatten({str(key): value for key, value in read_values(run.settings).items()})
     curves = training_curves(lines)
     of_evaluations = evaluation_curves(lines, [group for one in known for group in one.curves])
     return {
         "name": run.path.resolve().name,
         "command": _command(run, task),
         "facts": facts,
-        "chosen": _chosen(settings, task),
+        "chosen": _chosen_settings(settings, task),
         "settings": settings,
         "summary": _summary(lines),
         "sources": _sources(facts, lines),
@@ -100,10 +100,10 @@ def _shown_result(result: dict[str, Any], evaluation: EvaluationSpec) -> dict[st
     }
 
 
-def _chosen(settings: dict[str, Any], task: str) -> dict[str, Any]:
+def _chosen_settings(settings: dict[str, Any], task: str) -> dict[str, Any]:
     """The settings that differ from their defaults, and the most important ones."""
-    kind = task_named(task).settings if task in task_names() else TrainingSettings
-    defaults = flat(plain_values(asdict(kind())))
+    kind = find_task(task).settings if task in task_names() else TrainingSettings
+    defaults = flatten(plain_values(asdict(kind())))
     return {
         name: ", ".join(map(str, value)) if isinstance(value, list) else value
         for name, value in settings.items()

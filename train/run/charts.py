@@ -30,7 +30,7 @@ def check_tracking(settings: TrackSettings) -> None:
             raise UserError(f"{flag} needs {module}", hint="pip install 'clipmill[track]'", flags=(flag,))
 
 
-def tagged(line: dict[str, Any]) -> dict[str, float]:
+def tag_metrics(line: dict[str, Any]) -> dict[str, float]:
     """The metrics of a line by chart name: train/loss, speed/mfu, samples/FOLDER, those of evaluations as they are."""
     found = {f"samples/{name}": float(count) for name, count in line.get("sources", {}).items()}
     for key, value in line.items():
@@ -56,7 +56,7 @@ class TensorBoard:
             self._writer.add_text("page", str(run.page.resolve()), 0)
 
     def log(self, line: dict[str, Any]) -> None:
-        for tag, value in tagged(line).items():
+        for tag, value in tag_metrics(line).items():
             self._writer.add_scalar(tag, value, line["step"])
         # Otherwise a killed run would lose steps that its checkpoint contains.
         self._writer.flush()
@@ -103,7 +103,7 @@ class WeightsAndBiases:
             from wandb import Histogram
 
             batches = {name: Histogram(values) for name, values in line.get("batches", {}).items()}
-            self._run.log(tagged(line) | batches, step=line["step"])
+            self._run.log(tag_metrics(line) | batches, step=line["step"])
 
     def close(self) -> None:
         self._run.finish()

@@ -112,7 +112,7 @@ def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetada
         damage, metadata = first_line(error), None
     damages = [one for one in world.gather_objects(damage) if one is not None]
     if damages or metadata is None:
-        raise _unreadable(path, damages[0])
+        raise _unreadable_error(path, damages[0])
     return metadata
 
 
@@ -121,7 +121,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         return dict(content_of(path)["settings"])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _unreadable(path, first_line(error)) from error
+        raise _unreadable_error(path, first_line(error)) from error
 
 
 def content_of(path: Path) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def read_table(path: Path) -> dict[str, Any]:
             if not is_tiled(entry["size"], pieces):
                 raise ValueError(f"the pieces of {name} {entry['size']} in {TABLE_FILE} do not make up the tensor")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _unreadable(path, first_line(error)) from error
+        raise _unreadable_error(path, first_line(error)) from error
     return table
 
 
@@ -178,7 +178,7 @@ def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tens
     try:
         read_into(path, dict(table), tensors, world=world)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise _unreadable(path, first_line(error)) from error
+        raise _unreadable_error(path, first_line(error)) from error
 
 
 def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
@@ -202,7 +202,7 @@ def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
             for name, stored in wanted.items()
         }
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise _unreadable(path, first_line(error)) from error
+        raise _unreadable_error(path, first_line(error)) from error
     fill(path, table, {stored: weights[name] for name, stored in wanted.items()}, world=World())
     return weights
 
@@ -257,7 +257,7 @@ def removal_hint(path: Path) -> str:
     return f"remove it: {before[-1].name} is used instead"
 
 
-def _unreadable(path: Path, why: str) -> UserError:
+def _unreadable_error(path: Path, why: str) -> UserError:
     return UserError(
         f"checkpoint {path} cannot be read: {why}",
         hint=removal_hint(path),

@@ -59,7 +59,7 @@ class CheckpointWriter:
         error = self._writing.exception()
         self._writing = None
         is_own = error is not None and not isinstance(error, FailedElsewhere)
-        reasons = self._world.gather_objects(_described(error) if is_own else None)
+        reasons = self._world.gather_objects(_describe_error(error) if is_own else None)
         for rank, reason in enumerate(reasons):
             if reason is not None:
                 raise FailedWork(f"rank {rank} could not write a checkpoint into {self._folder}: {reason}") from error
@@ -100,7 +100,7 @@ class CheckpointWriter:
 
     def _prune(self) -> None:
         there = all_checkpoints(self._folder)
-        for step in superfluous(list(there), keep=self._keep, scores=self._scores()):
+        for step in superfluous_steps(list(there), keep=self._keep, scores=self._scores()):
             _remove(there[step])
 
     def _scores(self) -> dict[int, float]:
@@ -126,7 +126,7 @@ def recover(folder: Path) -> None:
             _delete(left)
 
 
-def superfluous(steps: list[int], *, keep: int, scores: Mapping[int, float]) -> list[int]:
+def superfluous_steps(steps: list[int], *, keep: int, scores: Mapping[int, float]) -> list[int]:
     """Steps to remove: all but the last `keep` and the (first) one with the best score."""
     kept = set(sorted(steps)[-keep:])
     if scores:
@@ -161,10 +161,10 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-def _described(error: BaseException | None) -> str:
+def _describe_error(error: BaseException | None) -> str:
     # DCP wraps the error of each rank with its traceback as text.
     for cause, _ in getattr(error, "failures", {}).values():
-        return _described(cause)
+        return _describe_error(cause)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while {error.filename} was written" if error.filename else ""
         return f"the disk is full{where} ({error.strerror}); free some space and continue with --resume"

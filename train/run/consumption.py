@@ -61,6 +61,6 @@ def _energy_j(device: torch.device) -> float | None:
         pynvml.nvmlShutdown()
 
 
-def kept(facts: dict[str, Any]) -> dict[str, Any]:
+def consumption_entry(facts: dict[str, Any]) -> dict[str, Any]:
     """The entry of run.json, for a run that is resumed."""
     return {FACT: facts[FACT]} if FACT in facts else {}

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ def machine(device: "torch.device") -> str:
     import torch
 
     cores = len(os.sched_getaffinity(0))
-    text = f"{processor()}, {counted(cores, 'core')}, {counted(torch.get_num_threads(), 'torch thread')}"
+    text = f"{processor()}, {count_noun(cores, 'core')}, {count_noun(torch.get_num_threads(), 'torch thread')}"
     return f"{text}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else text
 
 

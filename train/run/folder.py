@@ -29,7 +29,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import lock
 from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, publish_bytes, publish_json
 from clipmill.train.config.files import load_settings, read_values, save_settings
-from clipmill.train.config.shards import absolute
+from clipmill.train.config.shards import absolute_address
 from clipmill.train.config.training import GO_ON, NEW_RUN, TrainingSettings, require_same, shaping
 from clipmill.train.run.result_names import data_facts, is_same_evaluation, result_name
 
@@ -150,14 +150,14 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         with run.held():
-            left = [*_left_over(run.path, run.settings.name), *_left_over(run.path, PROBE)]
+            left = [*_leftover_files(run.path, run.settings.name), *_leftover_files(run.path, PROBE)]
             if len(left) < len(list(run.path.iterdir())):
                 raise UserError(
                     f"{run.path} exists already", hint="add --resume auto to continue it, or use another --out"
                 )
             for path in left:
                 path.unlink()
-            folders = tuple(map(absolute, settings.folders))
+            folders = tuple(map(absolute_address, settings.folders))
             shards = folders if len(folders) > 1 else folders[0]
             own = replace(settings, shards=shards, evaluate=settings.evaluate.from_anywhere())
             save_settings(own, run.settings, comment=comment)
@@ -176,11 +176,11 @@ def find_run(path: Path, resume: Resume) -> RunFolder | None:
 def sweep(run: RunFolder) -> None:
     """Remove temporary files of killed processes from a run's folder, which the caller must have locked."""
     for folder in (run.path, run.path / EVALUATIONS):
-        for path in _left_over(folder, "*"):
+        for path in _leftover_files(folder, "*"):
             path.unlink(missing_ok=True)
 
 
-def _left_over(folder: Path, name: str) -> list[Path]:
+def _leftover_files(folder: Path, name: str) -> list[Path]:
     """Temporary files of interrupted writes of `name`."""
     return [path for path in folder.glob(f"{TEMPORARY_PREFIX}{'[0-9a-f]' * 12}-{name}") if path.is_file()]
 

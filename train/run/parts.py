@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import remove_temporaries
-from clipmill.manifests.quoting import counted
-from clipmill.train.config.training import flat
+from clipmill.manifests.quoting import count_noun
+from clipmill.train.config.training import flatten
 
 if TYPE_CHECKING:
     from clipmill.train.distributed.world import World
@@ -73,12 +73,14 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, free: frozens
     Args:
         free: names of entries, such as `weights.source`, that may differ.
     """
-    was, wanted = flat(dict(old)), flat(dict(new))
+    was, wanted = flatten(dict(old)), flatten(dict(new))
     decisive = [name for name in wanted if name not in free and was.get(name) != wanted[name]]
-    return "; ".join("{} was {} and is {}".format(name, *_shown(was.get(name), wanted[name])) for name in decisive)
+    return "; ".join(
+        "{} was {} and is {}".format(name, *_value_texts(was.get(name), wanted[name])) for name in decisive
+    )
 
 
-def _shown(*values: object) -> list[str]:
+def _value_texts(*values: object) -> list[str]:
     """Values in words; where one of them is long, the part from where they differ."""
     texts = [str(value) for value in values]
     if max(map(len, texts)) <= _MAX_WHOLE:
@@ -93,7 +95,7 @@ def missing_parts(parts: Sequence[P], out: Path, *, world: "World", progress: "P
     """The parts that are not finished; the first rank looks for all."""
     missing = world.first(lambda: [number for number, part in enumerate(parts) if not part.path(out).is_file()])
     if len(missing) < len(parts):
-        progress.say(f"resumed: {len(parts) - len(missing)} of {counted(len(parts), 'part')} finished")
+        progress.say(f"resumed: {len(parts) - len(missing)} of {count_noun(len(parts), 'part')} finished")
     return [parts[number] for number in missing]
 
 
@@ -107,9 +109,9 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World",
     num_failed = num_rows = num_parts = 0
     began_s = time.monotonic()
 
-    def shown(failed: int) -> str:
+    def status_text(failed: int) -> str:
         rate = f"{num_rows * world.size / (time.monotonic() - began_s):,.1f} rows/s" if num_rows else ""
-        return "  ".join(filter(None, (rate, f"{counted(failed, 'clip')} failed" if failed else "")))
+        return "  ".join(filter(None, (rate, f"{count_noun(failed, 'clip')} failed" if failed else "")))
 
     def make_some(some: Sequence[P]) -> int:
         nonlocal num_rows, num_parts
@@ -118,7 +120,7 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World",
             failed += make(part)
             num_rows, num_parts = num_rows + part.end - part.begin, num_parts + 1
             # Of other ranks as many, until they say.
-            progress.show(min(num_parts * world.size, len(parts)), shown(num_failed + failed))
+            progress.show(min(num_parts * world.size, len(parts)), status_text(num_failed + failed))
         return failed
 
     progress.begin(0, len(parts))
@@ -126,5 +128,5 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World",
     for begin in range(0, -(-len(parts) // world.size), _PARTS_TOGETHER):
         num_failed += sum(world.gather_objects(world.each(partial(make_some, own[begin : begin + _PARTS_TOGETHER]))))
         if world.size > 1:
-            progress.show(min((begin + _PARTS_TOGETHER) * world.size, len(parts)), shown(num_failed))
+            progress.show(min((begin + _PARTS_TOGETHER) * world.size, len(parts)), status_text(num_failed))
     progress.close()

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from clipmill.train.config.shards import Shards, folders_of, normalised
+from clipmill.train.config.shards import Shards, folders_of, normalise_address
 
 _MAX_DATA_NAME = 40
 # Fields of a result that say what was evaluated, and how.
@@ -23,10 +23,10 @@ def data_facts(own: Shards, shards: str | None) -> dict[str, Any]:
 
     Each of several data folders of a run has results of its own, with `is_part_of_own_data`.
     """
-    folders = [normalised(one) for one in folders_of(own)]
+    folders = [normalise_address(one) for one in folders_of(own)]
     if shards is None:
         return {"shards": ", ".join(folders), "is_own_data": True}
-    address = normalised(shards)
+    address = normalise_address(shards)
     part = {"is_part_of_own_data": True} if len(folders) > 1 and address in folders else {}
     return {"shards": address, "is_own_data": [address] == folders, **part}
 

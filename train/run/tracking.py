@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from clipmill.manifests.progress import Activity, ProgressRate, amount_text, is_terminal, joined, log_interval
+from clipmill.manifests.progress import Activity, ProgressRate, amount_text, is_terminal, join_parts, log_interval
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.run.charts import TensorBoard, WeightsAndBiases
 from clipmill.train.run.folder import RunFolder, append_lines, keep_lines, read_lines
@@ -52,7 +52,7 @@ class Progress:
     def log(self, line: dict[str, Any]) -> None:
         """Show a line of metrics.jsonl; evaluation metrics are always shown, on a separate line."""
         self.show(line["step"], describe(line))
-        if found := evaluated(line):
+        if found := format_evaluation(line):
             self.say(f"{self._place(line['step'])}  {found}")
 
     def show(self, step: int, text: str) -> None:
@@ -61,7 +61,7 @@ class Progress:
         if self._activity is not None and is_terminal(sys.stderr):
             done = amount_text(step, self._num_steps, self._unit)
             self._activity.say(
-                lambda: joined(done, self._pace.rate(), self._pace.left(self._num_steps), text),
+                lambda: join_parts(done, self._pace.rate(), self._pace.left(self._num_steps), text),
                 share=step / self._num_steps,
             )
             if sys.stdout.isatty():
@@ -83,7 +83,7 @@ class Progress:
             self._activity = None
 
 
-def evaluated(line: dict[str, Any]) -> str:
+def format_evaluation(line: dict[str, Any]) -> str:
     """Format the evaluation metrics of a line by split; empty if there are none."""
     metrics: dict[str, list[str]] = {}
     for key, value in line.items():

@@ -17,7 +17,7 @@ from clipmill.shards.format import RECIPE_FILE
 from clipmill.shards.reader import Variant
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import read_values
-from clipmill.train.config.shards import folders_of, kind_of, normalised
+from clipmill.train.config.shards import folders_of, kind_of, normalise_address
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.folders import folder_path, open_data_folder
 from clipmill.train.run.folder import RunFolder, is_run
@@ -30,8 +30,8 @@ Recorded = Mapping[str, Mapping[str, Any]]
 def evaluated_data(settings: ClipSettings) -> list[str]:
     """The data of --evaluate.shards that a run evaluates and does not train on."""
     named = [one.shards for one in settings.evaluated() if one.shards is not None] if settings.evaluate.every else []
-    own = set(map(normalised, settings.folders))
-    return [one for one in dict.fromkeys(named) if normalised(one) not in own]
+    own = set(map(normalise_address, settings.folders))
+    return [one for one in dict.fromkeys(named) if normalise_address(one) not in own]
 
 
 def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[str, Any]:
@@ -40,7 +40,11 @@ def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[st
     of_evaluated = _variants_of(evaluated, settings.evaluate.where, columns=columns, cache=settings.cache)
     return {
         VARIANTS_FACT: _variants_of(settings.folders, settings.selection, columns=columns, cache=settings.cache),
-        **({EVALUATED_FACT: dict(zip(map(normalised, evaluated), of_evaluated, strict=True))} if evaluated else {}),
+        **(
+            {EVALUATED_FACT: dict(zip(map(normalise_address, evaluated), of_evaluated, strict=True))}
+            if evaluated
+            else {}
+        ),
     }
 
 
@@ -83,7 +87,7 @@ def reading_variants_of_run(weights: str | Path, shards: str | None, *, say: Cal
     pairs = [
         (folder, variants)
         for folder, variants in zip(folders, run.read_facts().get(VARIANTS_FACT, []) if values else (), strict=False)
-        if shards is None or normalised(folder) == normalised(shards)
+        if shards is None or normalise_address(folder) == normalise_address(shards)
     ]
     chosen = choose_variants(
         [folder for folder, _ in pairs],
@@ -187,7 +191,8 @@ def _how_to_make_again(
         usual = _recipe(open_data_folder(address, cache=cache, column=column).path, column, current)
     names = [name for name in {**usual, **recipe} if recipe.get(name) != usual.get(name)]
     settings = ", ".join(
-        f"{name} {_shown(recipe.get(name))}" + (f" (now {_shown(usual.get(name))})" if usual else "") for name in names
+        f"{name} {_value_text(recipe.get(name))}" + (f" (now {_value_text(usual.get(name))})" if usual else "")
+        for name in names
     )
     if not (recipe and settings):
         return f"{how_to_make(column, address)} with its settings"
@@ -195,7 +200,7 @@ def _how_to_make_again(
     return f"{how_to_make(column, address)} with {others}{settings}"
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     return "not set" if value is None else str(value)
 
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from clipmill.manifests.checked_json import publish_checked_json
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.keys import chunk_key
-from clipmill.manifests.publish import publish_bytes, published
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.publish import publish_atomically, publish_bytes
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.clip_reader import ClipReader
 from clipmill.train.data.samples import Samples
 from clipmill.train.search.folder import (
@@ -57,7 +57,7 @@ def num_captions(samples: Samples[ClipReader]) -> int:
 
 def publish_part(path: Path, rows: NDArray[np.float32], **more: NDArray[Any]) -> None:
     """Publish a finished part."""
-    with published(path) as temporary:
+    with publish_atomically(path) as temporary:
         np.savez(temporary, allow_pickle=False, rows=rows, **more)
 
 
@@ -75,7 +75,7 @@ def publish_folder(
     sample_N, failed, shape = _read_outcomes([part for part in parts if part.kind == "video"], out)
     if not len(sample_N):
         first = f"; the first: {failed[0]['detail']}" if failed else ""
-        raise FailedWork(f"none of {counted(len(samples), 'clip')} could be decoded{first}")
+        raise FailedWork(f"none of {count_noun(len(samples), 'clip')} could be decoded{first}")
     names = [VIDEO, CLIPS]
     _join(out, [part for part in parts if part.kind == "video"], out / VIDEO, shape=(len(sample_N), *shape))
     row_of_sample = np.full(len(samples), -1)
@@ -125,7 +125,7 @@ def _read_outcomes(
 
 def _join(out: Path, parts: Iterable[EmbeddingPart], path: Path, *, shape: tuple[int, ...]) -> None:
     """Write the rows of parts as one npy file."""
-    with published(path) as temporary, temporary.open("wb") as file:
+    with publish_atomically(path) as temporary, temporary.open("wb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": shape}
         npy_format.write_array_header_1_0(cast(BinaryIO, file), header)
         for part in parts:
@@ -134,7 +134,7 @@ def _join(out: Path, parts: Iterable[EmbeddingPart], path: Path, *, shape: tuple
 
 
 def _write_table(path: Path, tables: Iterable[pa.Table], *, schema: pa.Schema) -> None:
-    with published(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+    with publish_atomically(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
         for table in tables:
             writer.write_table(table, row_group_size=_ROWS_PER_GROUP)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes
-from clipmill.manifests.quoting import counted, on_one_line
+from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.shards.pages.templates import load_template
 from clipmill.train.evaluation.player import Player
 from clipmill.train.search.folder import VIDEO, Embedded, EmbeddedClip
@@ -213,7 +213,7 @@ def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result],
     }
     template = load_template(Path(__file__).with_name("search.html.j2"))
     content = template.render(
-        results=results, show=player.show, clips=counted(embedded.num_clips, "clip"), data=data, facts=facts
+        results=results, show=player.show, clips=count_noun(embedded.num_clips, "clip"), data=data, facts=facts
     )
     publish_bytes(path, content.encode("utf-8", errors="replace"))
     return player.num_missing

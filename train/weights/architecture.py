@@ -18,7 +18,7 @@ _HEAD_WIDTH, _NUM_HEADS = 64, {1280: 16, 1408: 16}
 _RGB = 3
 
 
-def sized_as(size: DualEncoderSize, source: Source) -> DualEncoderSize:
+def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
     """`size` with the dimensions of the towers that the weights have.
 
     The number of heads, which no tensor shows, is that of their configuration; else that of `size` for a tower as wide.

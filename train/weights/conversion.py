@@ -90,7 +90,7 @@ class ConvertedStateDict:
 _INDEX, _LEAF, _PARTS = re.compile(r"\.(\d+)\."), re.compile(r"(weight|bias)$"), re.compile(r"\{(.+)\}")
 
 
-def _unchanged(_: str, tensor: torch.Tensor) -> torch.Tensor:
+def _keep_tensor(_: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -118,8 +118,8 @@ class NameTable:
     roots: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     canonical: Callable[[str], str] = str
-    to_ours: Transform = _unchanged
-    to_theirs: Transform = _unchanged
+    to_ours: Transform = _keep_tensor
+    to_theirs: Transform = _keep_tensor
 
     def read(self, state: Tensors) -> ConvertedStateDict:
         """Their state dict under our names."""
@@ -153,7 +153,7 @@ class NameTable:
             theirs = _in_rows(self.names, name)
             if theirs is None:
                 raise ValueError(f"{self.owner} has nothing like {name}")
-            parts = _expanded(theirs)
+            parts = _expand_name(theirs)
             converted = self.to_theirs(name, tensor)
             state |= dict(zip(parts, converted.chunk(len(parts)) if len(parts) > 1 else [converted], strict=True))
         return state
@@ -165,7 +165,7 @@ class NameTable:
     @cached_property
     def _first_parts(self) -> dict[str, str]:
         """The name of the first of several concatenated tensors -> the name of all of them."""
-        return {_expanded(theirs)[0]: theirs for theirs in self.names.values() if "{" in theirs}
+        return {_expand_name(theirs)[0]: theirs for theirs in self.names.values() if "{" in theirs}
 
     def _our_name(self, name: str) -> str | None:
         if ours := _in_rows(self._ours, name):
@@ -180,7 +180,7 @@ class NameTable:
             canonical = self.canonical(name)
             if whole := _in_rows(self._first_parts, canonical):
                 whole = whole.removeprefix(canonical.removesuffix(name))
-                parts = _expanded(whole)
+                parts = _expand_name(whole)
                 if state[name].ndim and all(part in state and state[part].shape == state[name].shape for part in parts):
                     found[whole] = torch.cat([found.pop(part) for part in parts])
         return found
@@ -197,7 +197,7 @@ def _in_rows(rows: Mapping[str, str], name: str) -> str | None:
     return found if found is None or index is None else found.replace(".N.", f".{index[1]}.")
 
 
-def _expanded(name: str) -> list[str]:
+def _expand_name(name: str) -> list[str]:
     """`a.{q,k}.b` as [`a.q.b`, `a.k.b`]."""
     braces = _PARTS.search(name)
     return [name.replace(braces[0], part) for part in braces[1].split(",")] if braces else [name]

@@ -52,9 +52,9 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     towers = replace(
         towers,
         kind=of_weights or towers.kind,
-        tubelet=chosen("--towers.tubelet", towers.tubelet, source.tubelet, say=say),
-        activation=chosen("--towers.activation", towers.activation, facts.activation, say=say),
-        video_norm_eps=chosen("--towers.video-norm-eps", towers.video_norm_eps, facts.video_eps, say=say),
+        tubelet=choose_value("--towers.tubelet", towers.tubelet, source.tubelet, say=say),
+        activation=choose_value("--towers.activation", towers.activation, facts.activation, say=say),
+        video_norm_eps=choose_value("--towers.video-norm-eps", towers.video_norm_eps, facts.video_eps, say=say),
     )
     kind, init = kind_of(towers), settings.init
     mean, std = _normalisation_of(replace(settings, towers=towers))
@@ -70,8 +70,8 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
         )
     init = replace(
         init,
-        pixel_mean=chosen("--init.pixel-mean", init.pixel_mean, facts.mean or mean, say=say),
-        pixel_std=chosen("--init.pixel-std", init.pixel_std, facts.std or std, say=say),
+        pixel_mean=choose_value("--init.pixel-mean", init.pixel_mean, facts.mean or mean, say=say),
+        pixel_std=choose_value("--init.pixel-std", init.pixel_std, facts.std or std, say=say),
     )
     if kind == "videomae" and facts.picture_px not in (None, settings.size_px):
         # CLIP's tower has an embedding of each place, which is resized; here places are fixed and cannot be.
@@ -143,12 +143,12 @@ def _with_modules_of(settings: Clips, source: Source, *, say: Say) -> Clips:
     if is_text and getattr(towers, "text", "") is None:
         found |= {name: theirs.get(name) for name in ("text", "text_pooling", "context_length")}
     if any(".temporal_attn." in name for name in names):
-        found["attention"] = chosen("--towers.attention", towers.attention, "divided", say=say)
+        found["attention"] = choose_value("--towers.attention", towers.attention, "divided", say=say)
     found = {name: value for name, value in found.items() if value is not None}
     return replace(settings, towers=replace(towers, **found))
 
 
-def chosen(flag: str, given: Value | None, known: Value | None, *, say: Say) -> Value | None:
+def choose_value(flag: str, given: Value | None, known: Value | None, *, say: Say) -> Value | None:
     """The value that the user gave for a flag, else that of the weights; a difference is printed."""
     if given is None:
         return known

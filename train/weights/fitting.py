@@ -96,7 +96,7 @@ def fit(source: ConvertedStateDict, wanted: Mapping[str, Shape], *, allow: Seque
             tensors[name] = tensor
             num_copied += 1
             continue
-        kind, fitted, why = _resized(name, tensor, new)
+        kind, fitted, why = _resize_tensor(name, tensor, new)
         if fitted is not None:
             tensors[name] = fitted
         changes.append(Change(kind=kind, name=name, origin=source.origins[name], old=old, new=new, why=why))
@@ -122,17 +122,17 @@ def fit(source: ConvertedStateDict, wanted: Mapping[str, Shape], *, allow: Seque
         tensors=tensors,
         logit_scale=None if logit_scale is None else float(logit_scale),
         num_copied=num_copied,
-        changes=tuple(_allowed(change, allow) for change in changes),
+        changes=tuple(_allow_change(change, allow) for change in changes),
     )
 
 
-def _allowed(change: Change, allow: Sequence[str]) -> Change:
+def _allow_change(change: Change, allow: Sequence[str]) -> Change:
     names = (change.name, change.origin)
     pattern = next((one for one in allow if any(fnmatchcase(name, one) for name in names)), None)
     return change if change.why or pattern is None else replace(change, why=f"allowed by --init.allow {pattern}")
 
 
-def _resized(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeKind, torch.Tensor | None, str]:
+def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeKind, torch.Tensor | None, str]:
     """The tensor in the shape `new`, None if the model initialises it; and why, '' if there is no reason."""
     old = tuple(tensor.shape)
     if name == CONV and len(old) == 4 and len(new) == 5 and old == (*new[:2], *new[3:]):

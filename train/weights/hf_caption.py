@@ -31,7 +31,7 @@ _LAYER, _H = "encoder.encoder.layer.N", "decoder.transformer.h.N"
 _LEADING = {"video.class_embedding": 2, "video.positional_embedding": 1, "video.temporal_embedding": 1}
 
 
-def _in_whole(name: str) -> str:
+def _whole_name(name: str) -> str:
     """The name in the whole captioner of a tensor of one of its parts."""
     if name.startswith("timesformer."):
         return f"encoder.{name.removeprefix('timesformer.')}"
@@ -43,14 +43,14 @@ def _in_whole(name: str) -> str:
 
 
 def _to_ours(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flatten(0, _LEADING[name]) if name in _LEADING else _transposed(name, tensor)
+    return tensor.flatten(0, _LEADING[name]) if name in _LEADING else _transpose(name, tensor)
 
 
 def _to_theirs(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[(None,) * _LEADING[name]] if name in _LEADING else _transposed(name, tensor)
+    return tensor[(None,) * _LEADING[name]] if name in _LEADING else _transpose(name, tensor)
 
 
-def _transposed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _transpose(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.T.contiguous() if name.startswith("decoder.transformer.") and tensor.ndim == 2 else tensor
 
 
@@ -92,7 +92,7 @@ NAMES = NameTable(
         *(".attn.bias", ".crossattention.bias", "attn.masked_bias", "attention.masked_bias"),
         *("lm_head.weight", "classifier.weight", "classifier.bias"),
     ),
-    canonical=_in_whole,
+    canonical=_whole_name,
     to_ours=_to_ours,
     to_theirs=_to_theirs,
 )

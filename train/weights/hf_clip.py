@@ -32,7 +32,7 @@ def _tower_names(ours: str, theirs: str) -> dict[str, str]:
     return {f"{ours}.{name}": f"{theirs}.{other}" for name, other in rows.items()}
 
 
-def _transposed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _transpose(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.mT.contiguous() if name in _PROJECTIONS and tensor.ndim == 2 else tensor
 
 
@@ -51,8 +51,8 @@ NAMES = NameTable(
         LOGIT_SCALE: LOGIT_SCALE,
     },
     ignored=("position_ids",),
-    to_ours=_transposed,
-    to_theirs=_transposed,
+    to_ours=_transpose,
+    to_theirs=_transpose,
 )
 from_hf, to_hf = NAMES.read, NAMES.write
 

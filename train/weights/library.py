@@ -41,10 +41,10 @@ def library_format(towers: Towers) -> Format | None:
     if not names:
         return None
     which = " and ".join(filter(None, (towers.image, text)))
-    return Format(name="library", title=which, convert=partial(_converted, names), matches=lambda _: True)
+    return Format(name="library", title=which, convert=partial(_convert_state, names), matches=lambda _: True)
 
 
-def _converted(names: Mapping[str, frozenset[str]], state: Tensors) -> ConvertedStateDict:
+def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> ConvertedStateDict:
     tensors, origins = dict[str, torch.Tensor](), dict[str, str]()
     unknown, rest, ignored = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[str]()
     # Of a model with two towers, the first part of a name says which.

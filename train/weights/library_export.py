@@ -105,7 +105,7 @@ def _write_open_clip(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str
 def _write_timm(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
     import timm
 
-    model = _filled(towers.image, towers.weights)
+    model = _fill_model(towers.image, towers.weights)
     config = {"mean": towers.normalisation["mean"], "std": towers.normalisation["std"]}
     timm.models.save_for_hf(model, str(folder), model_config=config, safe_serialization=True)
     return folder / "model.safetensors", {name for name in towers.weights if name.startswith(IMAGE)}
@@ -133,14 +133,14 @@ def _write_hf(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
             nn.init.constant_(bias, towers.logits.bias)
         library.hub_tokenizer(name).save_pretrained(folder)
     else:
-        model = _filled(towers.image, weights)
+        model = _fill_model(towers.image, weights)
     model.save_pretrained(folder)
     changed = {f"image_{key}": value for key, value in towers.normalisation.items()}
     save_json(folder / "preprocessor_config.json", {**read_processor(name), **changed})
     return folder / "model.safetensors", held
 
 
-def _filled(reference: str, weights: Tensors) -> Any:
+def _fill_model(reference: str, weights: Tensors) -> Any:
     library, name = library_of(reference)
     model = library.image(name)
     model.load_state_dict(state_of(weights, IMAGE))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.optim.parameters import plain_name
 from clipmill.train.weights.conversion import CONV, TEMPORAL_EMBEDDING, SourceFacts, require_finite
 from clipmill.train.weights.fitting import Change, Fitted, Shape
@@ -219,7 +219,7 @@ def _architecture_of(shapes: Mapping[str, Shape]) -> str:
     for tower in ("video", "text", "decoder"):
         gains = [shape for name, shape in shapes.items() if name.startswith(tower) and name.endswith("ln_1.weight")]
         if depth := depth_of(shapes, tower):
-            parts.append(f"{tower} of width {gains[0][0] if gains else '?'} and {counted(depth, 'block')}")
+            parts.append(f"{tower} of width {gains[0][0] if gains else '?'} and {count_noun(depth, 'block')}")
     if conv := shapes.get(CONV):
         parts.append(f"patches of {' x '.join(map(str, conv[1:]))}")
     return ", ".join(parts) or "no towers"

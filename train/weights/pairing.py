@@ -34,14 +34,14 @@ def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title
     if not any(_root(name) == "text" for name in text.tensors):
         raise UserError(f"{title}: there is no text tower", hint="name weights that have one with --init.text")
 
-    def both(of_video: Mapping[str, Any], of_text: Mapping[str, Any]) -> dict[str, Any]:
+    def merge_facts(of_video: Mapping[str, Any], of_text: Mapping[str, Any]) -> dict[str, Any]:
         kept = {name: one for name, one in of_video.items() if _root(name) not in OF_TEXT}
         return kept | {name: one for name, one in of_text.items() if _root(name) in OF_TEXT and name != LOGIT_SCALE}
 
     return ConvertedStateDict(
-        tensors=both(video.tensors, text.tensors),
-        origins=both(video.origins, text.origins),
-        unknown=both(video.unknown, text.unknown),
+        tensors=merge_facts(video.tensors, text.tensors),
+        origins=merge_facts(video.origins, text.origins),
+        unknown=merge_facts(video.unknown, text.unknown),
         ignored=(*video.ignored, *text.ignored),
     )
 

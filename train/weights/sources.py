@@ -12,7 +12,7 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import LIBRARY, DualEncoderInit, DualEncoderTowers, Init, Towers
 from clipmill.train.config.places import HUB_PREFIX, NAME_AND_TAG
-from clipmill.train.models.adapters import merged
+from clipmill.train.models.adapters import merge_adapters
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.hugging_face import read_hf
 from clipmill.train.models.transformer import NORM_EPS
@@ -82,7 +82,7 @@ def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
     """
     if init.weights is None:
         return None
-    first, *others = [_opened(*part) for part in _parts_of(init, towers)]
+    first, *others = [_open_source(*part) for part in _parts_of(init, towers)]
     if not others:
         return first
     from clipmill.train.weights.pairing import paired_facts, paired_tensors
@@ -101,7 +101,7 @@ def _parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
     return parts_of(init, towers)
 
 
-def _opened(init: Init, towers: Towers) -> Source:
+def _open_source(init: Init, towers: Towers) -> Source:
     """The weights of one source."""
     assert init.weights is not None
     path, match = place_of_weights(init.weights), NAME_AND_TAG.fullmatch(init.weights)
@@ -249,7 +249,9 @@ def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     if not content_of(checkpoint).get("base") or (opened := open_base(checkpoint)) is None:
         return stored
     base, source = opened
-    return merged({name: source.converted.tensors[name].float() for name in base.tensors} | stored, scale=base.scale)
+    return merge_adapters(
+        {name: source.converted.tensors[name].float() for name in base.tensors} | stored, scale=base.scale
+    )
 
 
 def _triple(values: list[float] | None) -> tuple[float, float, float] | None:

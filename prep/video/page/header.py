@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import duration_text, short_number, size_text
 from clipmill.prep.video.page.chunks import Chunks, Hole
 from clipmill.prep.video.page.clips import ClipPlan
@@ -55,11 +55,11 @@ class Header:
 def summary(everything: Chunks, chunks: Chunks, *, num_shown: int, variant: Variant, where: str | None) -> str:
     """Return how many chunks, videos and bytes there are, and which of the chunks are shown."""
     num_videos = len(np.unique(chunks.video))
-    kept = f"{len(chunks):,} of {counted(len(everything), 'chunk')}, those with {where}," if where else ""
+    kept = f"{len(chunks):,} of {count_noun(len(everything), 'chunk')}, those with {where}," if where else ""
     size = size_text(int(variant.tar_files.sizes.sum() if where is None else chunks.size_bytes.sum()))
-    total = f"{kept or counted(len(chunks), 'chunk')} of {counted(num_videos, 'video')}, {size}"
+    total = f"{kept or count_noun(len(chunks), 'chunk')} of {count_noun(num_videos, 'video')}, {size}"
     shown = "" if num_shown == len(chunks) else f"; showing {num_shown:,} evenly spaced chunks of all splits"
-    holes = f"; {counted(len(chunks.holes), 'shard')} missing or damaged" if chunks.holes else ""
+    holes = f"; {count_noun(len(chunks.holes), 'shard')} missing or damaged" if chunks.holes else ""
     return f"{total}{shown}{holes}"
 
 
@@ -80,7 +80,7 @@ def tiles(chunks: Chunks, variant: Variant) -> list[tuple[str, str]]:
 
 def hole_text(hole: Hole) -> str:
     """Return which shard cannot be read, and why."""
-    what = "" if hole.num_chunks is None else f" ({hole.split}, {counted(hole.num_chunks, 'chunk')})"
+    what = "" if hole.num_chunks is None else f" ({hole.split}, {count_noun(hole.num_chunks, 'chunk')})"
     return f"Shard {hole.shard_id:06d}{what}: {hole.why}"
 
 

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.caption_table import LABEL_PREFIX
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import open_captions
 from clipmill.prep.video.page.chunks import Chunks
 from clipmill.shards.columns import CAPTIONS
@@ -160,7 +160,7 @@ def distributions(
         found.append(Distribution("Captions", "", about, histogram(captions.astype(np.float64), is_count=True)))
     for score in SCORES:
         if scores is not None and score.order and len(known := scores.known(score.name)):
-            about = f"score of {counted(len(known), 'chunk')}, {score.meaning}"
+            about = f"score of {count_noun(len(known), 'chunk')}, {score.meaning}"
             shown = histogram(known, bounds=score.bounds, is_count=score.is_count)
             found.append(Distribution(score.title, "", about, shown))
     return found

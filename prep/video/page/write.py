@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
-from clipmill.manifests.storage.mirrors import mirror_of, shown
-from clipmill.manifests.storage.urls import masked
+from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.storage.mirrors import mirror_of, show_addresses
+from clipmill.manifests.storage.urls import mask_secrets
 from clipmill.manifests.store import read_videos
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.pages import PageRequest, publish_page
@@ -73,8 +73,8 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
         tiles=tiles(chunks, variant),
         splits=split_totals(chunks),
         distributions=distributions(chunks, captions=captions, scores=scores),
-        notes=[shown(note) for note in notes],
-        holes=[shown(hole_text(hole)) for hole in chunks.holes.values()],
+        notes=[show_addresses(note) for note in notes],
+        holes=[show_addresses(hole_text(hole)) for hole in chunks.holes.values()],
         clips=clips_text(plan),
     )
     known = _Known(scores, written or {}, labels)
@@ -133,10 +133,12 @@ def _publish(
         "clip_bytes": clip_bytes,
         "folder": os.fspath(folder.path) if kept else None,
     }
-    of_all = counted(num_all, "chunk") if num_shown == num_all else f"{num_shown:,} of {num_all:,} chunks, drawn evenly"
+    of_all = (
+        count_noun(num_all, "chunk") if num_shown == num_all else f"{num_shown:,} of {num_all:,} chunks, drawn evenly"
+    )
     lines = [f"{path}: {of_all}{f', on {count} pages' if count > 1 else ''}"]
-    problems = [f"{counted(len(header.holes), 'shard')} missing or damaged"] if header.holes else []
-    problems += [f"{counted(num_problems, 'chunk')} cannot be shown"] if num_problems else []
+    problems = [f"{count_noun(len(header.holes), 'shard')} missing or damaged"] if header.holes else []
+    problems += [f"{count_noun(num_problems, 'chunk')} cannot be shown"] if num_problems else []
     if problems:
         lines.append(f"{', '.join(problems)}: run prep verify for the command that repairs them")
     if plan.is_embedded:
@@ -197,7 +199,7 @@ def _cards(
         if "problem" in details:
             hole = chunks.holes.get(shard_id)
             why = details["problem"] if hole is None else f"cannot be shown: {hole.why}"
-            details["problem"] = shown(why)
+            details["problem"] = show_addresses(why)
         return replace(card, **details)
 
     with ThreadPoolExecutor(num_threads) as pool:
@@ -216,7 +218,7 @@ def _paths(chunks: Chunks, picked: NDArray[np.int64], data_dir: Path) -> dict[st
         return {}
     wanted = chunks.video_ids.take(np.unique(chunks.video[picked]))
     mine = videos.select(["video_id", "path"]).filter(pc.is_in(videos["video_id"], value_set=wanted))
-    return {row["video_id"]: masked(row["path"]) for row in mine.to_pylist()}
+    return {row["video_id"]: mask_secrets(row["path"]) for row in mine.to_pylist()}
 
 
 def _or_note(read: Callable[[], Any], notes: list[str]) -> Any:

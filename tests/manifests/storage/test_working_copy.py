@@ -11,10 +11,10 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import folder_lock
-from clipmill.manifests.publish import publish_bytes, published, remove, rename
+from clipmill.manifests.publish import publish_atomically, publish_bytes, remove, rename
 from clipmill.manifests.storage.attaching import open_data
 from clipmill.manifests.storage.leases import LeaseLost
-from clipmill.manifests.storage.mirrors import file_state, local_copy, mirror_of, shown
+from clipmill.manifests.storage.mirrors import file_state, local_copy, mirror_of, show_addresses
 from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.manifests.storage.working_copy import WorkingCopy
 from clipmill.shards.opening import open_regular
@@ -66,7 +66,7 @@ def test_records_are_fetched_and_other_files_stand_for_themselves(address: str, 
     with local_copy(tar):
         assert tar.read_bytes() == TAR
     assert tar.stat().st_blocks == 0 and tar.stat().st_size == len(TAR)
-    assert shown(f"see {tar}:") == f"see {address}/video/v-1/000001-0.tar:"
+    assert show_addresses(f"see {tar}:") == f"see {address}/video/v-1/000001-0.tar:"
 
 
 def test_only_what_changed_is_fetched_again(address: str, objects: Objects, faults: Faults) -> None:
@@ -97,7 +97,7 @@ def test_files_are_written_to_the_bucket_before_they_appear(address: str, object
     with pytest.raises(PermissionError):
         publish_bytes(folder / "dataset.json", b"new")
     assert (folder / "dataset.json").read_bytes() == b"{}" == objects.read("dataset.json")
-    with published(folder / "video/v-1/000002-0.tar") as temporary:
+    with publish_atomically(folder / "video/v-1/000002-0.tar") as temporary:
         temporary.write_bytes(TAR)
     publish_bytes(folder / "dataset.json", b"new")
     assert (folder / "video/v-1/000002-0.tar").stat().st_blocks == 0  # not kept

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.errors import run_command
-from clipmill.manifests.store import read_captions, read_rejected, read_videos
+from clipmill.manifests.store import read_captions, read_rejected_rows, read_videos
 from clipmill.prep.commands.manifest import app
 from tests.prep.running import contents
 
@@ -42,7 +42,7 @@ def test_a_folder_becomes_a_manifest(videos: Path, tmp_path: Path, capsys: pytes
     assert "rejected.csv" in output
     assert read_videos(tmp_path / "data")["source_id"].to_pylist() == ["a", "b"]
     assert read_captions(tmp_path / "data")["text"].to_pylist() == ["one"]
-    assert read_rejected(tmp_path / "data")["source_id"].to_pylist() == ["gone"]
+    assert read_rejected_rows(tmp_path / "data")["source_id"].to_pylist() == ["gone"]
     [row] = csv.DictReader((tmp_path / "data" / "manifest" / "rejected.csv").open())
     assert (row["source_id"], row["reason"], row["file"]) == ("gone", "missing_file", str(table))
     assert row["entry"] == "2" and "row" not in row, "the second row below the header"

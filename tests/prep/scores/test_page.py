@@ -9,7 +9,7 @@ import pytest
 
 from clipmill.prep.scores.distribution import landmarks
 from clipmill.shards.pages.histogram import histogram
-from clipmill.shards.pages.media import evenly_spaced
+from clipmill.shards.pages.media import evenly_spaced_items
 from clipmill.shards.reader import Variant
 from tests.prep.running import Ran
 
@@ -95,7 +95,7 @@ def test_landmarks_are_chunks_at_the_quartiles() -> None:
         *(("lowest", 2), ("1st quartile", 4), ("median", 3), ("3rd quartile", 5), ("highest", 0))
     ]
     assert landmarks(np.array([np.nan])) == [] and landmarks(np.array([7.0])) == [("lowest", 0)]
-    assert evenly_spaced(range(100), at_most=3) == [0, 50, 99] and evenly_spaced([], at_most=3) == []
+    assert evenly_spaced_items(range(100), at_most=3) == [0, 50, 99] and evenly_spaced_items([], at_most=3) == []
 
 
 def test_histograms_hold_all_values_and_end_before_a_long_tail() -> None:

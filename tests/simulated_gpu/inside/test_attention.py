@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu import first
 from benchmarks.gpu.first import BACKENDS, fastest_backend, measure_attention
 from benchmarks.gpu.measurements import Measurement, Setup, run_measurements
-from clipmill.train.device.transfer import LateMetrics, pinned
+from clipmill.train.device.transfer import LateMetrics, pinned_memory
 from clipmill.train.models import attention
 from clipmill.train.models.attention import (
     attend_naively,
@@ -170,14 +170,14 @@ def test_the_simulation_notices_what_a_gpu_would(journal: Journal) -> None:
         torch.nn.functional.layer_norm(there.bfloat16(), (4,), weight=there)
     host.to(CUDA, non_blocking=True)
     assert len(journal.pageable) == 1
-    buffer = pinned((4,), torch.float32).fill_(1)
+    buffer = pinned_memory((4,), torch.float32).fill_(1)
     buffer.to(CUDA, non_blocking=True)
     buffer.fill_(2)
     torch.cuda.synchronize()
     assert [note.what for note in journal.races] == ["memory was refilled while a copy from it was pending"]
     stream = torch.cuda.Stream(CUDA)
     with torch.cuda.stream(stream):
-        copied = pinned((4,), torch.float32).fill_(1).to(CUDA, non_blocking=True)
+        copied = pinned_memory((4,), torch.float32).fill_(1).to(CUDA, non_blocking=True)
     _ = copied + 1
     assert len(journal.races) == 3  # before its copy was over, and unknown to the allocator
     with torch.device("meta"):

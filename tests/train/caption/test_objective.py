@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from clipmill.train.tasks.caption.objective import shifted, summed_loss, without_padding
+from clipmill.train.tasks.caption.objective import shift_targets, summed_loss, without_padding
 from clipmill.train.tasks.caption.tokenizer import NO_TOKEN
 
 END = 9
@@ -22,8 +22,8 @@ def test_the_decoder_is_given_what_transformers_give_it() -> None:
     rows = TARGETS.flatten(0, 1)
     theirs = shift_tokens_right(rows, END, END)
     is_read = rows != NO_TOKEN  # behind a caption's end nothing is learned
-    assert torch.equal(shifted(TARGETS, end_id=END).flatten(0, 1)[is_read], theirs[is_read])
-    assert (shifted(TARGETS, end_id=END) >= 0).all()
+    assert torch.equal(shift_targets(TARGETS, end_id=END).flatten(0, 1)[is_read], theirs[is_read])
+    assert (shift_targets(TARGETS, end_id=END) >= 0).all()
 
 
 def test_the_loss_is_a_mean_over_tokens_and_no_padding_shows_in_it() -> None:

@@ -8,7 +8,7 @@ from clipmill.train.data.classes import ClassList
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.by_class import Predictions, class_view, majority_baseline
 from clipmill.train.evaluation.probe.classifiers import class_ranks
-from clipmill.train.tasks.classify.evaluation import ClassTallies, Tally, hits, marginal, view_mean
+from clipmill.train.tasks.classify.evaluation import ClassTallies, Tally, hits, marginal_probabilities, view_mean
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def test_views_are_averaged_as_probabilities() -> None:
 def test_marginals_are_sums_of_probabilities_and_0_for_a_class_without_actions() -> None:
     probabilities = random_probabilities(5, 7)
     verbs = torch.tensor([0, 3, 3, 1, 0, 6, 3])
-    found = marginal(probabilities, verbs)
+    found = marginal_probabilities(probabilities, verbs)
     assert found.shape == (5, 7)
     for row in range(5):
         for verb in range(7):

@@ -3,13 +3,13 @@
 import numpy as np
 import torch
 
-from clipmill.train.device.random import device_uniform, uniform
+from clipmill.train.device.random import device_uniform, draw_uniform
 
 
 def test_torch_draws_the_same_numbers_to_the_bit() -> None:
     positions = np.concatenate([np.arange(50), np.random.default_rng(0).integers(0, 2**63 - 1, 50)])
     for seed, purpose in [(0, "tube mask"), (2**63 - 1, "another")]:
-        expected = uniform(positions, 130, seed=seed, purpose=purpose)
+        expected = draw_uniform(positions, 130, seed=seed, purpose=purpose)
         found = device_uniform(torch.from_numpy(positions), 130, seed=seed, purpose=purpose)
         assert found.dtype == torch.float64
         np.testing.assert_array_equal(found.numpy(), expected)

@@ -177,7 +177,7 @@ def test_a_mixture_of_shared_sets_copies_the_bytes_of_each(written: Written, mon
 
 
 def held(compute: Callable[[], Any], of: object = 0) -> Any:
-    return node_cache.shared(compute, of=[of], num_rows=1, types=())
+    return node_cache.open_shared(compute, of=[of], num_rows=1, types=())
 
 
 @pytest.mark.usefixtures("shared_by_all")

@@ -148,13 +148,13 @@ def test_a_late_epoch_is_reached_by_way_of_the_first_alone(
     pattern = tmp_path / "{0..1}.tar"
     whole = keys_of(first(open_stream(pattern, batch=3), 22))
     epochs: list[int] = []
-    shuffled = order.shuffled
+    shuffled = order.shuffle_items
 
     def noted(*arguments: Any, epoch: int, **options: Any) -> Any:
         epochs.append(epoch)
         return shuffled(*arguments, epoch=epoch, **options)
 
-    monkeypatch.setattr(stream, "shuffled", noted)
+    monkeypatch.setattr(stream, "shuffle_items", noted)
     resumed = open_stream(pattern, batch=3, num_ahead=1)
     batches = resumed.batches(position=57, max_failures=0)
     assert list(next(batches).batch["key"]) == whole[57:60]
@@ -188,7 +188,7 @@ def test_a_window_of_large_videos_is_bounded_in_bytes(monkeypatch: pytest.Monkey
             yield number
 
     got = []
-    for number in order.shuffled(videos(), size_of=lambda _: 300, seed=0, epoch=0):
+    for number in order.shuffle_items(videos(), size_of=lambda _: 300, seed=0, epoch=0):
         held.append(waiting)
         waiting -= 1
         got.append(number)

@@ -14,7 +14,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.runner import open_for
 from clipmill.train.evaluation.use import Use
 from clipmill.train.models.text import load_tokenizer
-from clipmill.train.registry import task_named
+from clipmill.train.registry import find_task
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.egomcq import is_nearest
 from clipmill.train.tasks.dual_encoder.embeddings import embed_all
@@ -64,7 +64,7 @@ def run(kitchen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def public_accuracy(run: Path, kitchen: Path) -> dict[str, float]:
     """Percent of questions whose argmax is the answer, by whether the clips are of one video."""
-    one = open_for(task_named("dual-encoder"), RunFolder(run), Use())
+    one = open_for(find_task("dual-encoder"), RunFolder(run), Use())
     table = protocol_captions(kitchen, "egomcq", split="val", sources=None)
     samples = one.task.samples("val", World(), table=table)
     model = one.trained.fill(one.task.build_model(samples))

@@ -13,7 +13,7 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.distributed.world import World
-from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, embed_all, gathered, text_keys
+from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, embed_all, gather_embeddings, text_keys
 from tests.train.evaluation.threads import on_two_ranks
 
 CPU = torch.device("cpu")
@@ -69,23 +69,23 @@ def same(one: Embeddings, other: Embeddings) -> bool:
     ],
 )
 def test_two_ranks_have_what_one_has(parts: tuple[list[list[int]], list[list[int]]]) -> None:
-    whole = gathered(embedded([loaded([0, 1, 2, 3, 4, 5, 6])]), World(), device=CPU)
+    whole = gather_embeddings(embedded([loaded([0, 1, 2, 3, 4, 5, 6])]), World(), device=CPU)
     for found in on_two_ranks(
-        lambda world: gathered(embedded([loaded(its) for its in parts[world.rank]]), world, device=CPU)
+        lambda world: gather_embeddings(embedded([loaded(its) for its in parts[world.rank]]), world, device=CPU)
     ):
         assert same(found, whole)
 
 
 def test_failures_of_all_ranks_are_counted() -> None:
     def work(world: World) -> Embeddings:
-        return gathered(embedded([loaded([world.rank], failed=1 + world.rank)]), world, device=CPU)
+        return gather_embeddings(embedded([loaded([world.rank], failed=1 + world.rank)]), world, device=CPU)
 
     assert [found.num_failed for found in on_two_ranks(work)] == [3, 3]
 
 
 def test_nothing_at_all_is_failed_work_that_says_why() -> None:
     with pytest.raises(FailedWork, match=r"none of the samples.*broken"):
-        gathered(embedded([loaded([], failed=2)]), World(), device=CPU)
+        gather_embeddings(embedded([loaded([], failed=2)]), World(), device=CPU)
 
 
 def test_looks_at_a_clip_are_averaged() -> None:

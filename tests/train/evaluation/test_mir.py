@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clipmill.train.data.relevancy import Relevancy, compressed
+from clipmill.train.data.relevancy import Relevancy, compress_matrix
 from clipmill.train.tasks.dual_encoder.metrics import average_precision, chance_ap, chance_ndcg, ndcg, score_mir
 
 FEW = np.array([0.0, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0])
@@ -42,7 +42,7 @@ def table(rng: np.random.Generator, *shape: int) -> tuple[NDArray[np.float64], R
     relevancy = rng.choice(FEW, shape)
     relevancy[0], relevancy[:, 1] = 0, 0  # queries without anything relevant
     relevancy[2] = np.minimum(relevancy[2], 0.75)  # and one without full relevancy
-    return relevancy, compressed(relevancy)
+    return relevancy, compress_matrix(relevancy)
 
 
 def test_the_ranking_of_the_definition() -> None:
@@ -75,7 +75,7 @@ def test_queries_without_relevancy_are_left_out_and_counted() -> None:
     scores = score_mir(rng.normal(size=(12, 10)), small)
     assert scores.video_to_text.num_without_ap == int((~(relevancy == 1).any(axis=1)).sum()) >= 2
     assert scores.video_to_text.num_without_ndcg == 1 and scores.text_to_video.num_without_ndcg == 1
-    nothing = score_mir(rng.normal(size=(2, 3)), compressed(np.full((2, 3), 0.5)))
+    nothing = score_mir(rng.normal(size=(2, 3)), compress_matrix(np.full((2, 3), 0.5)))
     assert nothing.mean_ap is None and nothing.ndcg is not None
     assert nothing.video_to_text.num_without_ap == 2 and nothing.as_json()["average"]["mean_ap"] is None
 
@@ -83,7 +83,7 @@ def test_queries_without_relevancy_are_left_out_and_counted() -> None:
 def test_ties_count_against_the_model_whatever_the_order_of_the_items() -> None:
     relevancy = np.array([[1.0, 0.0, 0.5]])
     for order in ([0, 1, 2], [1, 2, 0], [2, 0, 1]):
-        scores = score_mir(np.zeros((1, 3)), compressed(relevancy[:, order]))
+        scores = score_mir(np.zeros((1, 3)), compress_matrix(relevancy[:, order]))
         assert scores.video_to_text.mean_ap == 1.5 / 3
 
 
@@ -108,4 +108,4 @@ def test_large_tables_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_relevancy_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="differ in shape"):
-        score_mir(np.zeros((2, 3)), compressed(np.ones((3, 2))))
+        score_mir(np.zeros((2, 3)), compress_matrix(np.ones((3, 2))))

@@ -17,7 +17,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.runner import OpenedRun, open_for
 from clipmill.train.evaluation.use import Use
 from clipmill.train.models.text import load_tokenizer
-from clipmill.train.registry import task_named
+from clipmill.train.registry import find_task
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, embed_all
 from clipmill.train.tasks.dual_encoder.evaluation import open_scorer
@@ -175,7 +175,7 @@ def test_dual_softmax_is_not_tied_by_rounding() -> None:
 
 
 def opened(run: Path, data: Path) -> tuple[OpenedRun, torch.nn.Module]:
-    one = open_for(task_named("dual-encoder"), RunFolder(run), Use(shards=str(data)))
+    one = open_for(find_task("dual-encoder"), RunFolder(run), Use(shards=str(data)))
     return one, one.trained.fill(one.task.build_model(one.task.samples("test", World())))
 
 

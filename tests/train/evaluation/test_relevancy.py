@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clipmill.train.data.relevancy import Actions, NoRelevancy, compressed, relevancy_of_classes
+from clipmill.train.data.relevancy import Actions, NoRelevancy, compress_matrix, relevancy_of_classes
 
 NUM_NOUNS = 9
 
@@ -39,14 +39,14 @@ def test_relevancy_of_classes_is_the_definition_to_the_bit() -> None:
 def test_a_matrix_is_kept_to_the_bit_and_small() -> None:
     rng = np.random.default_rng(1)
     matrix = naive(actions(rng, 600), actions(rng, 50))
-    small = compressed(matrix)
+    small = compress_matrix(matrix)
     assert np.array_equal(small.rows(slice(None)), matrix)
     assert np.array_equal(small.transposed().rows(slice(None)), matrix.T)
     some, others = np.array([5, 3, 3]), np.array([7, 0, 2])
     assert np.array_equal(small.take(some, others).rows(slice(None)), matrix[np.ix_(some, others)])
     assert np.array_equal(small.at(some, others), matrix[some, others])
     assert small.shape == matrix.shape and small.size_bytes * 8 < matrix.nbytes
-    assert np.array_equal(compressed(matrix.astype(np.float32)).rows(slice(None)), matrix.astype(np.float32))
+    assert np.array_equal(compress_matrix(matrix.astype(np.float32)).rows(slice(None)), matrix.astype(np.float32))
 
 
 def test_a_matrix_of_the_size_of_the_training_split_takes_little_memory() -> None:
@@ -75,10 +75,10 @@ def test_a_matrix_of_the_size_of_the_training_split_takes_little_memory() -> Non
 )
 def test_what_is_no_relevancy_is_refused(matrix: NDArray[np.float64], what: str) -> None:
     with pytest.raises(NoRelevancy, match=what):
-        compressed(matrix)
+        compress_matrix(matrix)
 
 
 def test_values_that_come_late_do_not_move_those_before() -> None:
     matrix = np.zeros((600, 3))
     matrix[300, 1], matrix[599, 2] = 1.0, 0.5
-    assert np.array_equal(compressed(matrix).rows(slice(None)), matrix)
+    assert np.array_equal(compress_matrix(matrix).rows(slice(None)), matrix)

@@ -16,7 +16,7 @@ from clipmill.manifests.store import read_captions
 from clipmill.shards.commits import Commit, write_commit
 from clipmill.shards.dataset import set_current_variant
 from clipmill.shards.format import LATENTS_FIELDS, TEXT_FIELDS
-from clipmill.shards.npy import compressed, npy_bytes
+from clipmill.shards.npy import compress_frame, npy_bytes
 from clipmill.shards.writer import Sample, ShardWriter
 from tests.train.tiny_data import Caption, write_captions
 
@@ -78,7 +78,7 @@ def write_latents(
                 if values is not None:
                     bits = values(chunk).view(np.uint16)
                 array = bits.view(np.float16) if chunk.dtype == "float16" else bits
-                payload = compressed(npy_bytes(array)) if is_compressed else npy_bytes(array)
+                payload = compress_frame(npy_bytes(array)) if is_compressed else npy_bytes(array)
                 writer.add(Sample(chunk.key, {extension: payload}, _fields(chunk)))
                 written.latents[chunk.key] = bits
             files = writer.publish("ab" * 32)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from clipmill.train.distributed.step import Step
-from clipmill.train.losses.global_contrast import UNSEEN, averaged, group_means, groups, inner_rate, log_group_means
+from clipmill.train.losses.global_contrast import UNSEEN, average_logs, group_means, groups, inner_rate, log_group_means
 from clipmill.train.losses.settings import Convention
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
 
@@ -27,8 +27,8 @@ def test_the_order_of_a_batch_does_not_matter() -> None:
     ids, log_g = torch.tensor([2, 5, 2, 2, 5, 1]), torch.randn(6, dtype=torch.float64)
     log_u = torch.randn(9, dtype=torch.float64)[ids]
     order = torch.tensor([3, 0, 5, 4, 2, 1])
-    plain = averaged(log_u, log_g, groups(ids), gamma=0.3)
-    shuffled = averaged(log_u[order], log_g[order], groups(ids[order]), gamma=0.3)
+    plain = average_logs(log_u, log_g, groups(ids), gamma=0.3)
+    shuffled = average_logs(log_u[order], log_g[order], groups(ids[order]), gamma=0.3)
     torch.testing.assert_close(shuffled, plain[order])
 
 
@@ -39,14 +39,14 @@ def test_over_many_steps_it_is_the_plain_moving_average() -> None:
     for _ in range(500):
         g = torch.rand(4, dtype=torch.float64) * 3
         u = g if u is None else 0.8 * u + 0.2 * g
-        log_u = averaged(log_u, g.log().float(), group, gamma=0.2)
+        log_u = average_logs(log_u, g.log().float(), group, gamma=0.2)
     assert u is not None
     torch.testing.assert_close(log_u.exp().double(), u, rtol=1e-5, atol=0)
 
 
 def test_what_single_precision_cannot_hold_stays_a_moving_average() -> None:
     """exp(200) and exp(-200): in plain numbers they are inf and 0."""
-    log_u = averaged(torch.tensor([200.0, -200.0]), torch.tensor([200.0, -200.0]), torch.arange(2), gamma=0.5)
+    log_u = average_logs(torch.tensor([200.0, -200.0]), torch.tensor([200.0, -200.0]), torch.arange(2), gamma=0.5)
     torch.testing.assert_close(log_u, torch.tensor([200.0, -200.0]))
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from clipmill.train.device.random import uniform as uniform_of_numpy
+from clipmill.train.device.random import draw_uniform as uniform_of_numpy
 from clipmill.train.models.video_vit import CubeGrid
 from clipmill.train.tasks.mae.masks import decoded_cubes, mask_counts, running_cells, tube_masks
 

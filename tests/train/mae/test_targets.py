@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from clipmill.train.models.video_vit import CubeGrid, cubes_of, grid_of, picked
+from clipmill.train.models.video_vit import CubeGrid, cubes_of, grid_of, pick_cubes
 from clipmill.train.tasks.mae.objective import normalised_cubes, reconstruction_loss
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -72,7 +72,7 @@ def test_the_loss_is_the_mean_over_all_values() -> None:
 def test_cubes_are_numbered_by_time_row_and_column() -> None:
     video = torch.arange(2 * 3 * 4 * 6 * 4).view(2, 3, 4, 6, 4)
     assert grid_of(video, cube_frames=2, patch_px=2) == CubeGrid(2, 3, 2)
-    cubes = picked(cubes_of(video, cube_frames=2, patch_px=2), torch.tensor([[11, 0], [1, 6]]))
+    cubes = pick_cubes(cubes_of(video, cube_frames=2, patch_px=2), torch.tensor([[11, 0], [1, 6]]))
     assert torch.equal(cubes[0, 0], video[0, :, 2:, 4:, 2:]) and torch.equal(cubes[1, 1], video[1, :, 2:, :2, :2])
     assert torch.equal(cubes[0, 1], video[0, :, :2, :2, :2]) and torch.equal(cubes[1, 0], video[1, :, :2, :2, 2:])
     with pytest.raises(ValueError, match="4 x 6 x 4 cannot be cut into cubes of 3 x 2 x 2"):

@@ -12,7 +12,7 @@ from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
 from clipmill.train.config.model import Towers
 from clipmill.train.config.tuning import Target
-from clipmill.train.models.adapters import LowRank, add_adapters, merged, remove_adapters
+from clipmill.train.models.adapters import LowRank, add_adapters, merge_adapters, remove_adapters
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.models.dual_encoder import SIZES, DualEncoder, size_of
@@ -132,7 +132,7 @@ def test_merged_weights_compute_the_same(name: str, targets: tuple[Target, ...])
         *(of_attention if "attention" in targets else ()),
         *({"c_fc", "c_proj"} if "mlp" in targets else ()),
     }
-    whole = merged(model.state_dict(), scale=ALPHA / RANK)
+    whole = merge_adapters(model.state_dict(), scale=ALPHA / RANK)
     remove_adapters(model)
     plain = model(*inputs)
     assert model.state_dict().keys() == whole.keys()
@@ -171,7 +171,7 @@ def test_a_language_model_keeps_its_adapters_when_those_of_the_tower_are_merged(
     parts = ("weight", "lora_A.default.weight", "lora_B.default.weight")
     names = [f"{layer}.{part}" for layer in ("video.model.proj", "decoder.h.0.attn.c_proj") for part in parts]
     tensors = {name: torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(names)}
-    found = merged(tensors, scale=2.0)
+    found = merge_adapters(tensors, scale=2.0)
     assert found.keys() == {"video.model.proj.weight", *names[3:]}
     assert all(found[name] is tensors[name] for name in names[3:])
     W, A, B = (tensors[name] for name in names[:3])

@@ -17,7 +17,7 @@ from clipmill.train.models.transformer import TransformerSize, blocks_of, checkp
 from clipmill.train.models.video_vit import VideoViT, VideoViTSize
 from clipmill.train.models.videomae import VideoMAEEncoder
 from clipmill.train.tasks.caption.export import save_hf
-from clipmill.train.tasks.caption.objective import shifted, summed_loss
+from clipmill.train.tasks.caption.objective import shift_targets, summed_loss
 from clipmill.train.tasks.caption.stages import (
     TIED,
     CaptionerPart,
@@ -54,7 +54,7 @@ def test_logits_loss_and_gradients_are_transformers(tmp_path: Path, video_width:
     assert (ours.projection is None) == (video_width == text_width)
     video, wanted = clips(len(LENGTHS)), targets(*LENGTHS)
     expected = theirs(pixel_values=for_them(video), labels=wanted)
-    logits = ours(video, shifted(wanted, end_id=END))
+    logits = ours(video, shift_targets(wanted, end_id=END))
     is_said = wanted >= 0
     assert expected.logits.std() > 0.1
     # They fill up with another token, whose logits nobody looks at.
@@ -70,7 +70,7 @@ def test_logits_loss_and_gradients_are_transformers(tmp_path: Path, video_width:
 
 def test_what_follows_an_end_does_not_matter(tmp_path: Path) -> None:
     ours, video, wanted = ours_with_weights_of(their_captioner(), tmp_path), clips(3), targets(*LENGTHS)
-    tokens = shifted(wanted, end_id=END)
+    tokens = shift_targets(wanted, end_id=END)
     filled_otherwise = torch.where(wanted < 0, PAD, tokens)
     losses = [loss_of(ours(video, one), wanted) for one in (tokens, filled_otherwise)]
     torch.testing.assert_close(losses[0], losses[1], atol=1e-13, rtol=0)
@@ -79,8 +79,8 @@ def test_what_follows_an_end_does_not_matter(tmp_path: Path) -> None:
 def test_several_captions_of_a_video_are_as_many_videos_with_one(tmp_path: Path) -> None:
     ours, video = ours_with_weights_of(their_captioner(), tmp_path, attend=attend_naively), clips(2)
     wanted = targets(4, 2, 6, 3, 1, 5).view(2, 3, 7)
-    together = ours(video, shifted(wanted, end_id=END))
-    apart = ours(video.repeat_interleave(3, 0), shifted(wanted, end_id=END).flatten(0, 1))
+    together = ours(video, shift_targets(wanted, end_id=END))
+    apart = ours(video.repeat_interleave(3, 0), shift_targets(wanted, end_id=END).flatten(0, 1))
     torch.testing.assert_close(together, apart, atol=1e-12, rtol=0)
     losses = [loss_of(logits, wanted) for logits in (together, apart)]
     for name, gradient in gradients(ours, losses[0]).items():
@@ -109,7 +109,7 @@ def test_decoders_have_every_parameter_of_transformers() -> None:
 def test_parts_of_a_captioner_do_what_the_whole_does(tmp_path: Path, tower: str) -> None:
     whole = captioner_with(tower, tmp_path)
     video, wanted = clips(3), targets(*LENGTHS)
-    tokens = shifted(wanted, end_id=END)
+    tokens = shift_targets(wanted, end_id=END)
     expected = gradients(whole, loss_of(whole(video, tokens), wanted))
     num_stages = len(all_layers(whole))
     for cuts in ((5,), (1, 6, 8), tuple(range(1, num_stages))):
@@ -204,7 +204,7 @@ def test_parts_are_made_without_memory_for_the_rest() -> None:
 
 def test_checkpointed_blocks_give_the_same_gradients(tmp_path: Path) -> None:
     whole, video, wanted = captioner_with("timesformer", tmp_path), clips(3), targets(*LENGTHS)
-    tokens = shifted(wanted, end_id=END)
+    tokens = shift_targets(wanted, end_id=END)
     expected = gradients(whole, loss_of(whole(video, tokens), wanted))
     checkpoint_blocks(whole)
     for name, gradient in gradients(whole, loss_of(whole(video, tokens), wanted)).items():
@@ -240,7 +240,7 @@ def test_transformers_reads_what_we_write(tmp_path: Path) -> None:
     video, wanted = clips(3), targets(*LENGTHS)
     expected = again.eval()(pixel_values=for_them(video), labels=wanted)
     torch.testing.assert_close(
-        loss_of(ours(video, shifted(wanted, end_id=END)), wanted), expected.loss, atol=1e-12, rtol=0
+        loss_of(ours(video, shift_targets(wanted, end_id=END)), wanted), expected.loss, atol=1e-12, rtol=0
     )
     again.save_pretrained(tmp_path / "again")
     back = captioner_in(tmp_path / "again")

@@ -14,7 +14,7 @@ from clipmill.train.models.transformer import (
     drawn_branches,
     drop_path_of,
 )
-from clipmill.train.models.video_vit import VideoViT, chosen, drawn_cubes
+from clipmill.train.models.video_vit import VideoViT, choose_rows, drawn_cubes
 from tests.train.models.small_towers import clips, gradients, small_encoder
 
 
@@ -46,7 +46,7 @@ def test_each_clip_keeps_others_and_all_are_kept_equally_often() -> None:
     assert (kept.diff(dim=1) > 0).all()
     counts = torch.bincount(kept.flatten(), minlength=10)
     assert ((counts - 1200).abs() < 6 * (4000 * 0.3 * 0.7) ** 0.5).all()
-    torch.testing.assert_close(chosen(torch.arange(8.0).view(2, 4, 1), torch.tensor([[0, 3], [1, 2]])).flatten(),
+    torch.testing.assert_close(choose_rows(torch.arange(8.0).view(2, 4, 1), torch.tensor([[0, 3], [1, 2]])).flatten(),
                                torch.tensor([0.0, 3.0, 5.0, 6.0]))  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.probe.features import ClipFeatures, extract, gathered, tower_of
+from clipmill.train.evaluation.probe.features import ClipFeatures, extract, gather_features, tower_of
 from tests.train.evaluation.threads import on_two_ranks
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def loaded(samples: list[int], *, num_failed: int = 0) -> LoadedBatch:
 
 def found(batches: list[LoadedBatch], world: World) -> ClipFeatures:
     own = extract([Colours(1), Colours(-1)], batches, inputs=lambda batch: batch["video"], device=CPU)
-    return gathered(own, world)
+    return gather_features(own, world)
 
 
 @pytest.mark.parametrize(

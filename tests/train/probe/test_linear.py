@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from clipmill.train.evaluation.probe.classifiers import FALLBACK, GRID, LinearProbe, choose_l2, fit_linear, held_out
+from clipmill.train.evaluation.probe.classifiers import (
+    FALLBACK,
+    GRID,
+    LinearProbe,
+    choose_held_out,
+    choose_l2,
+    fit_linear,
+)
 
 CLASSES = torch.tensor([1, 4, 5])
 
@@ -87,16 +94,16 @@ def test_logits_of_classes_without_clips_are_below_all_and_constant_features_say
 
 def test_whole_videos_are_held_out() -> None:
     video = np.repeat(np.arange(12), 7)
-    held = held_out(video)
+    held = choose_held_out(video)
     assert len(np.unique(video[held])) == 3  # a fifth of 12, rounded up
     assert not set(video[held]) & set(video[~held])
-    assert held_out(np.zeros(10, np.int64)).tolist() == [False, False, False, False, True] * 2
+    assert choose_held_out(np.zeros(10, np.int64)).tolist() == [False, False, False, False, True] * 2
 
 
 def test_l2_is_the_one_with_which_held_out_videos_are_told_best() -> None:
     features, label = clips(150, seed=4, noise=8.0)
     video = np.arange(150) // 3
-    held = torch.from_numpy(held_out(video))
+    held = torch.from_numpy(choose_held_out(video))
 
     def naive(l2: float) -> float:
         layer: LinearProbe = fit_linear(features[~held], label[~held], l2=l2)
@@ -112,5 +119,5 @@ def test_l2_is_the_one_with_which_held_out_videos_are_told_best() -> None:
 def test_where_nothing_can_be_compared_l2_is_a_stated_one() -> None:
     features, label = clips(20, seed=5)
     one_video_left = np.array([0] * 10 + [1] * 10)
-    label[torch.from_numpy(~held_out(one_video_left))] = 4
+    label[torch.from_numpy(~choose_held_out(one_video_left))] = 4
     assert choose_l2(features, label, one_video_left) == FALLBACK

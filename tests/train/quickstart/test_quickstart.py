@@ -22,7 +22,7 @@ from clipmill.train.doctor.examined import examine_in_run
 from clipmill.train.quickstart import choice
 from clipmill.train.quickstart import measured as measurements
 from clipmill.train.quickstart.asked import Asked
-from clipmill.train.quickstart.plan import Plan, _held_out, make_plan, propose
+from clipmill.train.quickstart.plan import Plan, _held_out_clips, make_plan, propose
 from clipmill.train.quickstart.survey import describe, survey
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.data.http_folder import HttpFolder
@@ -94,7 +94,7 @@ def test_held_out_clips_are_not_more_than_their_captions(plan: Plan) -> None:
     (found,) = plan.proposal.surveys
     splits = {**found.splits, "val": replace(found.splits["val"], num_captions=2)}
     surveys = (replace(found, splits=splits),)
-    assert _held_out(replace(plan.proposal, surveys=surveys), "val").cautions() == ["only 2 clips"]
+    assert _held_out_clips(replace(plan.proposal, surveys=surveys), "val").cautions() == ["only 2 clips"]
 
 
 def test_the_plan_as_json_says_what_was_found_and_measured(

@@ -9,7 +9,7 @@ import torch
 
 from clipmill.manifests.publish import publish_json
 from clipmill.train.distributed.world import World
-from clipmill.train.run.consumption import FACT, Consumption, kept
+from clipmill.train.run.consumption import FACT, Consumption, consumption_entry
 from clipmill.train.run.folder import RunFolder
 
 GPU = torch.device("cuda", 0)
@@ -60,7 +60,7 @@ def test_hours_and_energy_add_up_over_checkpoints_and_resumptions(
         clock[0], driver.counted_mj = 100 + 3600 * hours, 5_000_000 + round(3.6e9 * kwh)
         used.record()
         assert run.read_facts() == {"task": "mae", FACT: {"gpu_hours": hours, "gpu_kwh": pytest.approx(kwh)}}
-    publish_json(run.facts, {"task": "mae", **kept(run.read_facts())})
+    publish_json(run.facts, {"task": "mae", **consumption_entry(run.read_facts())})
     again = Consumption(run, world=World(), device=GPU)
     clock[0] += 1800
     again.record()

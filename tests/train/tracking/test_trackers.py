@@ -10,7 +10,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.training import TrackSettings, TrainingSettings
-from clipmill.train.run.charts import check_tracking, run_name, tagged
+from clipmill.train.run.charts import check_tracking, run_name, tag_metrics
 from clipmill.train.run.folder import RunFolder, create_run, read_lines
 from clipmill.train.run.tracking import EpochLoss, Progress, describe, open_trackers
 from clipmill.train.tasks.caption.settings import CaptionerSettings
@@ -55,7 +55,7 @@ def test_tensorboard_shows_each_step_once_and_settings_and_page(track: Callable[
         run = track(after, last, tensorboard=True)
     shown = accumulator.EventAccumulator(str(run.path / "tensorboard")).Reload()
     tags = shown.Tags()
-    assert set(tags["scalars"]) == set(tagged(line_of(4)))
+    assert set(tags["scalars"]) == set(tag_metrics(line_of(4)))
     losses = shown.Scalars("train/loss")
     assert [(one.step, one.value) for one in losses] == [(step, pytest.approx(1 / step)) for step in range(1, 9)]
     assert [one.step for one in shown.Scalars("retrieval/recall_at_1")] == [4, 8]
@@ -148,7 +148,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_numbers_stand_under_the_names_of_their_rooms() -> None:
     line = {"step": 3, "loss": 2.0, "mfu": 0.5, "mir/map": 0.1, "grad_norm": None, "nothing": float("nan")}
-    assert tagged(line) == {"train/loss": 2.0, "speed/mfu": 0.5, "mir/map": 0.1}
+    assert tag_metrics(line) == {"train/loss": 2.0, "speed/mfu": 0.5, "mir/map": 0.1}
 
 
 def test_the_console_shows_memory_and_mfu_where_they_are_known() -> None:

@@ -105,7 +105,7 @@ class ClipBuilder:
                 for rectangle in _rectangles(self._shape, found, rng=self._rng)
             ]
         elif found != self._format:
-            raise _differing({self._format, found}, key=self._key)
+            raise _format_failure({self._format, found}, key=self._key)
         for crop in self._crops:
             crop.add(planar, indices)
 
@@ -136,7 +136,7 @@ def make_clip(
     planar = [converted[id(frame)] for frame in frames]
     formats = {_format_of(frame) for frame in planar}
     if len(formats) > 1:
-        raise _differing(formats, key=key)
+        raise _format_failure(formats, key=key)
     (found,) = formats
     rectangles = _rectangles(shape, found, rng=rng)
     return _clip_of([crop_clip_in_graph(planar, part, size_px=shape.size_px) for part in rectangles], shape, found)
@@ -168,7 +168,7 @@ def _clip_of(crops: list[NDArray[np.uint8]], shape: ClipShape, found: _FrameForm
     return Clip(rgb_pictures(video, colour, size_px=shape.size_px) if shape.rgb else video, colour)
 
 
-def _differing(formats: set[_FrameFormat], *, key: str) -> SampleFailed:
+def _format_failure(formats: set[_FrameFormat], *, key: str) -> SampleFailed:
     detail = f"chunks of the clip differ in width, height or colour: {sorted(formats)}"
     return SampleFailed(key, reason="chunks_differ", detail=detail)
 

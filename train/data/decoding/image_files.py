@@ -56,7 +56,7 @@ def decode_image(content: bytes) -> "av.VideoFrame":
         raise ValueError(f"the file is damaged or was cut short ({codec}: {error.strerror})") from error
     if len(frames) != 1 or frames[0].is_corrupt:
         raise ValueError(f"the file is damaged or was cut short ({codec}: no intact image)")
-    return as_yuv420(_upright(frames[0], _orientation_of(content, codec)))
+    return as_yuv420(_turn_upright(frames[0], _orientation_of(content, codec)))
 
 
 def _codec_of(content: bytes) -> str:
@@ -117,7 +117,7 @@ def _orientation_of(content: bytes, codec: str) -> int:
     return 1
 
 
-def _upright(frame: "av.VideoFrame", orientation: int) -> "av.VideoFrame":
+def _turn_upright(frame: "av.VideoFrame", orientation: int) -> "av.VideoFrame":
     if orientation not in _UPRIGHT:
         return frame
     from av.filter import Graph

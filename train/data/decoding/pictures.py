@@ -64,7 +64,7 @@ def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: n
             return Rectangle(left, top, crop_width, crop_height)
     crop_width = min(width, max(1, round(height * _MAX_RATIO)))
     crop_height = min(height, max(1, round(width / _MIN_RATIO)))
-    return _centred(width, height, crop_width, crop_height)
+    return _centred_crop(width, height, crop_width, crop_height)
 
 
 def simple_rectangle(width: int, height: int, *, share: float, rng: np.random.Generator) -> Rectangle:
@@ -99,7 +99,7 @@ def multi_scale_rectangle(width: int, height: int, *, rng: np.random.Generator) 
 def centre_square(width: int, height: int) -> Rectangle:
     """The largest centred square."""
     side = min(width, height)
-    return _centred(width, height, side, side)
+    return _centred_crop(width, height, side, side)
 
 
 def square_views(width: int, height: int, *, num_crops: int) -> list[Rectangle]:
@@ -130,7 +130,7 @@ def rectangle_of(
     return random_resized_rectangle(width, height, min_area=min_area, rng=rng)
 
 
-def _centred(width: int, height: int, crop_width: int, crop_height: int) -> Rectangle:
+def _centred_crop(width: int, height: int, crop_width: int, crop_height: int) -> Rectangle:
     return Rectangle((width - crop_width) // 2, (height - crop_height) // 2, crop_width, crop_height)
 
 
@@ -175,7 +175,7 @@ class CroppedPlanes:
     """
 
     def __init__(self, num_frames: int, rectangle: Rectangle, *, size_px: int) -> None:
-        half_px, chroma = size_px // 2, _half(rectangle)
+        half_px, chroma = size_px // 2, _halve(rectangle)
         self.planes: Planes = np.empty((num_frames, size_px * size_px * 3 // 2), np.uint8)
         self._parts = []
         begin = 0
@@ -211,7 +211,7 @@ def _interpolation(part: Rectangle, *, side_px: int) -> int:
     return cv2.INTER_AREA if shrinks_much else cv2.INTER_LINEAR
 
 
-def _half(rectangle: Rectangle) -> Rectangle:
+def _halve(rectangle: Rectangle) -> Rectangle:
     left, top = rectangle.left // 2, rectangle.top // 2
     right, bottom = -(-(rectangle.left + rectangle.width) // 2), -(-(rectangle.top + rectangle.height) // 2)
     return Rectangle(left, top, right - left, bottom - top)

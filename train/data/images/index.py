@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.cache import ObjectCache
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.shards.tars import LocalTars
-from clipmill.train.data.node_cache import shared
+from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.remote import copy_name, held_copy
 from clipmill.train.data.streams.samples import (
     MAX_TEXT_BYTES,
@@ -115,7 +115,7 @@ class ImageTars:
         self.tars, self._cache, self._label, self._local = tars, cache, label, LocalTars()
         self._copies: dict[str, str] = {}
         self.indexes: list[TarIndex] = []
-        with Activity(f"looking for the images in {counted(len(tars), 'tar')}") as activity:
+        with Activity(f"looking for the images in {count_noun(len(tars), 'tar')}") as activity:
             add = activity.adder(len(tars), unit="tar")
             done = in_order(
                 self._index, tars, num_threads=_NUM_AT_ONCE, num_ahead=2 * _NUM_AT_ONCE, stuck_after_s=_INDEX_TIMEOUT_S
@@ -172,7 +172,7 @@ class ImageTars:
             else:
                 state = Path(tar).stat()
                 version, size_bytes = f"{Path(tar).resolve()} {state.st_mtime_ns}", state.st_size
-            return shared(
+            return open_shared(
                 lambda: self._made(tar),
                 of=("images", self._label, version, size_bytes),
                 num_rows=size_bytes // _BYTES_PER_ROW,

@@ -14,8 +14,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import CaptionSpans
-from clipmill.manifests.quoting import counted
-from clipmill.train.data.caption_choice import caption_choice, same_text, smallest
+from clipmill.manifests.quoting import count_noun
+from clipmill.train.data.caption_choice import caption_choice, same_text, smallest_integers
 from clipmill.train.data.caption_rows import SplitCaptions, captions_of_split, used_texts
 from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.data.latents.segment_query import SegmentQuery
@@ -112,17 +112,17 @@ def pair_captions(
         caption=pair_caption,
         text_row=text_row,
         same_text=same_text(stored.texts, np.sort(text_row)) if len(text_row) else None,
-        caption_id=smallest(joined["id"][order]),
+        caption_id=smallest_integers(joined["id"][order]),
         place=None if text is None else joined["place"][order],
         num_tokens=None if text is None or text.num_tokens is None else joined["tokens"][order],
     )
     num_asked_for = of_split.num_captions - of_split.num_other_sources
     remarks = {
-        f"{counted(len(segments) - len(shown), 'segment')} without captions left out": len(segments) - len(shown),
+        f"{count_noun(len(segments) - len(shown), 'segment')} without captions left out": len(segments) - len(shown),
         of_split.sources.describe_excluded(of_split.num_other_sources): of_split.num_other_sources,
-        f"{counted(num_asked_for - num_embedded, 'caption')} without embedding": num_asked_for - num_embedded,
-        f"{counted(num_embedded - num_selected, 'caption')} not selected": num_embedded - num_selected,
-        f"{counted(num_selected - len(order), 'caption')} outside of all segments": num_selected - len(order),
+        f"{count_noun(num_asked_for - num_embedded, 'caption')} without embedding": num_asked_for - num_embedded,
+        f"{count_noun(num_embedded - num_selected, 'caption')} not selected": num_embedded - num_selected,
+        f"{count_noun(num_selected - len(order), 'caption')} outside of all segments": num_selected - len(order),
     }
     return segment, captions, [remark for remark, count in remarks.items() if count]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.classes import ClassList, labelled_rows
@@ -60,7 +60,7 @@ def label_segments(
     segment = np.flatnonzero(is_labelled)
     remarks = [", ".join(its.describe(label) for its, label in zip(classes, label_NL[is_labelled].T, strict=True))]
     if num_without := len(segments) - len(segment):
-        remarks.append(f"{counted(num_without, 'segment')} without label left out")
+        remarks.append(f"{count_noun(num_without, 'segment')} without label left out")
     if of_captions := labelled.remarks():
         remarks.append(f"captions: {', '.join(of_captions)}")
     mean_share = float(share_NL[label_NL >= 0].mean()) if len(segment) else 0.0

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from clipmill.shards.columns import LATENTS
 from clipmill.shards.format import BLOCK_BYTES
-from clipmill.shards.npy import decompressed
+from clipmill.shards.npy import decompress_frame
 from clipmill.train.data.latents.segments import LatentSegments
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.mapped_tars import Part, Problem, VerifiedMembers
@@ -142,7 +142,7 @@ class SegmentReader:
         if shape.is_compressed and not isinstance(content, Problem):
             first = BLOCK_BYTES
             size_bytes = first + int(self._records.num_frames[chunk]) * shape.frame_bytes
-            content = memoryview(decompressed(content, size_bytes=size_bytes))
+            content = memoryview(decompress_frame(content, size_bytes=size_bytes))
         for frame, num_frames, text in segments:
             embedding = None if text is None else self._embedding(*text)
             if isinstance(content, Problem):

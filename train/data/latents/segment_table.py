@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import CaptionSpans
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import num_captions_of, read_videos
 from clipmill.shards.columns import TEXT
 from clipmill.shards.reader import Variant
-from clipmill.train.data.caption_choice import smallest
+from clipmill.train.data.caption_choice import smallest_integers
 from clipmill.train.data.chunks import evenly_of_each, require_same_manifest, videos_of_split
 from clipmill.train.data.latents.captions import pair_captions
 from clipmill.train.data.latents.labels import label_segments
@@ -30,7 +30,7 @@ from clipmill.train.data.latents.segments import (
     seconds_of,
 )
 from clipmill.train.data.mapped_tars import MappedTars
-from clipmill.train.data.node_cache import shared
+from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.selection import Selection
 from clipmill.train.data.stored_text import TextMembers, TextRows, read_text_rows
 from clipmill.train.data.table import RowCaptions, SampleTable
@@ -72,7 +72,7 @@ def read_text(
             raise _nothing_of(text, data_dir, stored.video_ids, split=split)
         return members, rows
 
-    return shared(
+    return open_shared(
         read,
         of=("text of latents", *depends_on),
         num_rows=text.num_samples + num_captions_of(data_dir),
@@ -139,18 +139,20 @@ def make_segment_table(
     chunk = segments.chunk_of(segment)
     frame = ((segment - segments.first[chunk]) * num_frames).astype(np.int32)
     described = [
-        f"{counted(len(segment), 'segment')} of {counted(num_frames, 'frame')} ({records.shape}) "
-        f"in {counted(len(records), 'chunk')} of split {query.split!r}"
+        f"{count_noun(len(segment), 'segment')} of {count_noun(num_frames, 'frame')} ({records.shape}) "
+        f"in {count_noun(len(records), 'chunk')} of split {query.split!r}"
     ]
     if records.num_unknown:
-        described.append(f"{counted(records.num_unknown, 'chunk')} of videos that the manifest does not name left out")
+        described.append(
+            f"{count_noun(records.num_unknown, 'chunk')} of videos that the manifest does not name left out"
+        )
     if segments.num_tails:
         done = "left out" if query.tails == "drop" else "padded with zeros"
-        described.append(f"{counted(segments.num_tails, 'shorter tail')} {done}")
+        described.append(f"{count_noun(segments.num_tails, 'shorter tail')} {done}")
     if num_left_out:
-        remarks.append(f"{counted(num_left_out, 'further segment')} of long videos left out")
+        remarks.append(f"{count_noun(num_left_out, 'further segment')} of long videos left out")
     return SampleTable(
-        first_part=smallest(chunk if chunks is None else chunks[chunk]),
+        first_part=smallest_integers(chunk if chunks is None else chunks[chunk]),
         frame=frame,
         captions=captions,
         label=label,

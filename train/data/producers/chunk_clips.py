@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.chunk_table import ChunkTable
 from clipmill.train.data.chunks import ChunkSet, ClipQuery, query_clips
 from clipmill.train.data.clip_reader import ClipReader
@@ -66,12 +66,12 @@ def _make_table(chunks: ChunkSet, *, split: str, segment_us: int | None) -> Samp
     parts, rows = chunks.table, chunks.selection.rows
     spans = _spans(parts, rows, segment_us=segment_us)
     chunks.require_same_manifest()
-    num_chunks, num_videos = counted(len(rows), "chunk"), _num_different(parts.video_row[rows])
+    num_chunks, num_videos = count_noun(len(rows), "chunk"), _num_different(parts.video_row[rows])
     if segment_us is not None:
-        num_chunks = f"{counted(len(spans['first_part']), 'segment')} of {num_chunks}"
-    remarks = [f"{num_chunks} of {counted(num_videos, 'video')} of split {split!r}"]
+        num_chunks = f"{count_noun(len(spans['first_part']), 'segment')} of {num_chunks}"
+    remarks = [f"{num_chunks} of {count_noun(num_videos, 'video')} of split {split!r}"]
     if num_without := len(chunks.video_ids) - _num_different(parts.video_row):
-        remarks.append(f"{counted(num_without, 'video')} without chunks")
+        remarks.append(f"{count_noun(num_without, 'video')} without chunks")
     if num_single := int((parts.num_frames[rows] == 1).sum()):
         remarks.append(f"{num_single:,} of a single frame, which is repeated")
     return SampleTable(**spans, remarks=(*remarks, *chunks.selection.remarks()))

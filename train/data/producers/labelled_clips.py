@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import num_captions_of, read_captions
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.chunk_table import rows_of
@@ -84,7 +84,7 @@ def _make_table(data_dir: Path, chunks: ChunkSet, classes: Sequence[ClassList], 
     spans, caption = spans_of_captions(usable)
     chunks.require_same_manifest()
     label = labelled.label[caption]
-    num = f"{len(caption):,} of {counted(labelled.num_captions, 'caption')} of split {split!r}"
+    num = f"{len(caption):,} of {count_noun(labelled.num_captions, 'caption')} of split {split!r}"
     described = [its.describe(of_label) for its, of_label in zip(classes, label.T, strict=True)]
     remarks = (", ".join([num, *described]), *labelled.remarks(), *usable.remarks(), *selection.remarks())
     return SampleTable(

@@ -32,7 +32,7 @@ from clipmill.train.data.latents.segments import (
     frames_of,
 )
 from clipmill.train.data.loader import LoaderSettings
-from clipmill.train.data.node_cache import shared
+from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.query import LATENT_PATCH, DataQuery
 from clipmill.train.data.remote_maps import open_maps
 from clipmill.train.data.samples import Samples, Source
@@ -80,7 +80,7 @@ def open_latent_segments(
     maps = open_maps(variants, tars, whole=text)
     marks = [merged_mark(variant.directory, variant.commits) for variant in variants]
     of_split = (query.split, *manifest_mark(data_dir))
-    stored = shared(
+    stored = open_shared(
         lambda: read_latents(latents, data_dir, split=query.split, maps=maps),
         of=(LATENTS, *of_split, marks[0]),
         num_rows=latents.num_samples,
@@ -150,7 +150,7 @@ def open_latent_segments(
             if query.classes and has_segments
             else "use a shorter segment" + (", or data with captions" if query.captions != "none" else ""),
         ),
-        alike=_alike(latents, records.shape, text),
+        alike=_common_facts(latents, records.shape, text),
         frame_shape=records.shape,
         text_width=None if members is None else members.width,
     )
@@ -234,7 +234,7 @@ def _require_fitting(query: DataQuery, samples: Samples[LatentReader]) -> Sample
     return samples
 
 
-def _alike(latents: Variant, shape: FrameShape, text: Variant | None) -> dict[str, str]:
+def _common_facts(latents: Variant, shape: FrameShape, text: Variant | None) -> dict[str, str]:
     """Shape and VAE of the latents, and the encoder of stored embeddings, which all folders of a mixture share."""
     recipe = latents.recipe
     name, weights = recipe.get("vae"), str(recipe.get("vae_sha256"))[:8]

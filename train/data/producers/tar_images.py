@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.captions import Annotations, Captions
 from clipmill.train.data.classes import ClassList, class_numbers_of
@@ -60,7 +60,7 @@ def open_tar_images(
     facts = ("images", query.loading.group, repeats, has_captions, names, *order)
     source = Source(
         split=TARS_SPLIT,
-        variant_name=f"images of {counted(len(tars.tars), 'tar')}",
+        variant_name=f"images of {count_noun(len(tars.tars), 'tar')}",
         fingerprint=lambda: fingerprint_of(table, facts, [table.first_part]),
         nothing=("no image can be shown", _HINT),
     )
@@ -123,13 +123,13 @@ def _make_table(
         sha256 = hashlib.sha256("".join(index.content_sha256 for index in tars.indexes).encode()).hexdigest()
         rows = RowCaptions.of_one_each(images.astype(np.int32), texts=texts, texts_sha256=sha256)
     first = tars.tars[0] if len(tars.tars) == 1 else f"{len(tars.tars):,} tars"
-    remarks = [f"{counted(len(images), 'image')} of {first}"]
+    remarks = [f"{count_noun(len(images), 'image')} of {first}"]
     if classes is not None and label is not None and len(images):
         remarks.append(classes.describe(label[:, 0]))
     remarks += left_out.describe()
     damaged = [(tar, index.damage) for tar, index in zip(tars.tars, tars.indexes, strict=True) if index.damage]
     if damaged:
-        remarks.append(f"{counted(len(damaged), 'tar')} not read to the end, the first: {': '.join(damaged[0])}")
+        remarks.append(f"{count_noun(len(damaged), 'tar')} not read to the end, the first: {': '.join(damaged[0])}")
     return SampleTable(first_part=images, captions=rows, label=label, caption_id=caption_id, remarks=tuple(remarks))
 
 

@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from clipmill.shards.damage import DamagedTar
 from clipmill.shards.format import BLOCK_BYTES
-from clipmill.shards.index import padded
+from clipmill.shards.index import padded_size
 from clipmill.shards.opening import open_regular
 
 MAX_HEADER_BYTES = 1 << 20  # of an extended header: long names, and what PAX records of a file
@@ -98,7 +98,7 @@ class _Source:
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
         self._packed_bytes = os.fstat(file.fileno()).st_size
-        self._stream, self._is_packed = _unpacked(file)
+        self._stream, self._is_packed = _unpack(file)
         self.position = 0
 
     @property
@@ -126,7 +126,7 @@ class _Source:
             content = pieces.getvalue()
         if len(content) < size_bytes:
             raise self.broken("it was cut short")
-        self.skip(padded(size_bytes) - size_bytes)
+        self.skip(padded_size(size_bytes) - size_bytes)
         return content
 
     def skip(self, size_bytes: int) -> None:
@@ -181,7 +181,7 @@ def _members(source: _Source, limit_of: Callable[[str], int]) -> Iterator[Member
             _extend(extended, source.read(info.size), is_pax=info.type in _PAX)
             continue
         if info.type in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
-            source.skip(padded(info.size))
+            source.skip(padded_size(info.size))
             continue
         if info.type not in _WITHOUT_PAYLOAD:
             yield from _member(source, info, extended, block=block, limit_of=limit_of)
@@ -192,7 +192,7 @@ def _member(
     source: _Source, info: tarfile.TarInfo, extended: _Extended, *, block: bytes, limit_of: Callable[[str], int]
 ) -> Iterator[Member]:
     size_bytes = info.size if extended.size_bytes is None else extended.size_bytes
-    name = _shown(info.name if extended.name is None else extended.name.decode("utf-8", "surrogateescape"))
+    name = _printable_name(info.name if extended.name is None else extended.name.decode("utf-8", "surrogateescape"))
     limit_bytes, problem = 0, None
     if info.type == tarfile.GNUTYPE_SPARSE:
         source.skip_sparse_headers(block)
@@ -208,7 +208,7 @@ def _member(
     if limit_bytes and problem is None:
         yield Member(name, size_bytes, offset, content=source.read(size_bytes))
         return
-    source.skip(padded(size_bytes))
+    source.skip(padded_size(size_bytes))
     if info.type in _REGULAR or problem is not None:
         yield Member(name, size_bytes, offset, problem=problem)
 
@@ -236,12 +236,12 @@ def _extend(extended: _Extended, payload: bytes, *, is_pax: bool) -> None:
         begin += length
 
 
-def _shown(name: str) -> str:
+def _printable_name(name: str) -> str:
     """A name without control sequences and unprintable characters."""
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
-def _unpacked(file: BinaryIO) -> tuple[BinaryIO, bool]:
+def _unpack(file: BinaryIO) -> tuple[BinaryIO, bool]:
     """The file or its decompressed content, and whether it is compressed."""
     magic = file.read(6)
     file.seek(0)

@@ -123,17 +123,17 @@ def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> 
             key, extension = parts or (member.name, "")
             if sample is None or key != sample.key:
                 if sample is not None:
-                    yield _finished(sample)
+                    yield _finish_sample(sample)
                 sample = TarSample(key)
             _add(sample, extension, member)
     except DamagedTar as error:
         # A sample is complete only if the next one has begun.
         if sample is not None and begun not in (None, sample.key):
-            yield _finished(sample)
+            yield _finish_sample(sample)
         yield Unreadable(tar, error.why)
         return
     if sample is not None:
-        yield _finished(sample)
+        yield _finish_sample(sample)
 
 
 def _add(sample: TarSample, extension: str, member: Member) -> None:
@@ -150,7 +150,7 @@ def _add(sample: TarSample, extension: str, member: Member) -> None:
         sample.places[extension] = member.offset, member.size_bytes
 
 
-def _finished(sample: TarSample) -> TarSample | Unreadable:
+def _finish_sample(sample: TarSample) -> TarSample | Unreadable:
     return sample if sample.problem is None else Unreadable(sample.key, sample.problem)
 
 

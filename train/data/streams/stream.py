@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.batch import Batch, BatchRing, Sample
@@ -22,7 +22,7 @@ from clipmill.train.data.outcomes import FailedSample, SampleFailed
 from clipmill.train.data.query import TARS_SPLIT, DataQuery, one_caption_each
 from clipmill.train.data.samples import BatchedSamples
 from clipmill.train.data.streams.samples import StreamedClip, Unreadable, WithoutVideo, frames_on_screen
-from clipmill.train.data.streams.tars import expand, items_in, shuffled, tars_of_epoch
+from clipmill.train.data.streams.tars import expand, items_in, shuffle_items, tars_of_epoch
 from clipmill.train.data.workers import Stuck, in_order
 from clipmill.train.models.text import Tokenize
 
@@ -84,7 +84,7 @@ class VideoStream(BatchedSamples):
     @property
     def variant_name(self) -> str:
         """Where the clips come from."""
-        return f"a stream of {counted(len(self.tars), 'tar')}"
+        return f"a stream of {count_noun(len(self.tars), 'tar')}"
 
     def describe(self) -> str:
         """One line for the log: how the clips are read, and deviations from the settings so far."""
@@ -138,9 +138,9 @@ class StreamReader:
         tars = f"{len(self._tars)} tars" if len(self._tars) > 1 else self._tars[0]
         parts = [f"{tars} from front to back, decoded through the container: a stream has no packet tables"]
         if self.num_shortened:
-            parts.append(f"{counted(self.num_shortened, 'caption')} shortened to the borders of their chunks")
+            parts.append(f"{count_noun(self.num_shortened, 'caption')} shortened to the borders of their chunks")
         if self.num_without_video:
-            parts.append(f"{counted(self.num_without_video, 'sample')} left out: the video could not be downloaded")
+            parts.append(f"{count_noun(self.num_without_video, 'sample')} left out: the video could not be downloaded")
         return "; ".join(parts)
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Sample]], Batch]:
@@ -198,7 +198,7 @@ class StreamReader:
         if seed is None:
             return self._read_tars(self._tars)
         items = self._read_tars(tars_of_epoch(self._tars, seed=seed, epoch=epoch))
-        return shuffled(items, size_of=_size_of, seed=seed, epoch=epoch)
+        return shuffle_items(items, size_of=_size_of, seed=seed, epoch=epoch)
 
     def _read_tars(self, tars: Sequence[str]) -> Iterator[_Item]:
         for item in self._open_items(tars):
@@ -212,7 +212,7 @@ class StreamReader:
     def _require(self, num_items: int, *, at_least: int) -> None:
         if num_items >= at_least:
             return
-        tars = f"a stream of {counted(len(self._tars), 'tar')}"
+        tars = f"a stream of {count_noun(len(self._tars), 'tar')}"
         message = f"{tars} holds fewer clips than the {at_least} that are needed: {self.describe()}"
         if self._first_unreadable is not None:
             key, why = self._first_unreadable.key, self._first_unreadable.detail

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.cache import CachedFile
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import open_objects
@@ -45,7 +45,7 @@ def expand(pattern: str) -> list[str]:
     missing = [tar for tar in tars if not is_remote(tar) and not Path(tar).is_file()]
     if missing:
         raise UserError(
-            f"of {counted(len(tars), 'tar')}, {len(missing):,} cannot be found; the first: {missing[0]}",
+            f"of {count_noun(len(tars), 'tar')}, {len(missing):,} cannot be found; the first: {missing[0]}",
             hint=PATTERN_HINT,
         )
     first = next((tar for tar in tars if is_remote(tar)), None)
@@ -75,10 +75,10 @@ def _names_of(pattern: str) -> list[str]:
         num_named = sum(_num_names(part) for part in pattern.split("::"))
         if num_named > MAX_TARS:
             named = f"{num_named:,}" if num_named < 10**15 else "very many"
-            raise UserError(f"{_short(pattern)} names {named} tars, more than {MAX_TARS:,}", hint=PATTERN_HINT)
+            raise UserError(f"{_shorten(pattern)} names {named} tars, more than {MAX_TARS:,}", hint=PATTERN_HINT)
         return [str(name) for name in expand_urls(pattern)]
     except (ValueError, AssertionError) as error:  # the second for a ${NAME} that is not in the environment
-        raise UserError(f"{_short(pattern)} is not a pattern: {error}", hint=PATTERN_HINT) from error
+        raise UserError(f"{_shorten(pattern)} is not a pattern: {error}", hint=PATTERN_HINT) from error
 
 
 def _num_names(pattern: str, *, depth: int = 0) -> int:
@@ -86,7 +86,7 @@ def _num_names(pattern: str, *, depth: int = 0) -> int:
     if depth > _MAX_DEPTH:
         raise ValueError(f"braces within braces, more than {_MAX_DEPTH} deep")
     num = 1
-    for begin, end in _outermost(pattern):
+    for begin, end in _outermost_braces(pattern):
         inner = pattern[begin + 1 : end]
         if numbers := _RANGE.fullmatch(inner):
             first, last, step = (int(number or 1) for number in numbers.groups())
@@ -98,7 +98,7 @@ def _num_names(pattern: str, *, depth: int = 0) -> int:
     return num
 
 
-def _outermost(pattern: str) -> Iterator[tuple[int, int]]:
+def _outermost_braces(pattern: str) -> Iterator[tuple[int, int]]:
     """Where each outermost pair of braces begins and ends."""
     begin = depth = 0
     for at, sign in _signs(pattern):
@@ -131,7 +131,7 @@ def _signs(pattern: str) -> Iterator[tuple[int, str]]:
     return ((found.start(), found[0]) for found in re.finditer(r"\\.|[{},]", pattern, re.DOTALL) if found[0] in "{},")
 
 
-def _short(pattern: str) -> str:
+def _shorten(pattern: str) -> str:
     return pattern if len(pattern) <= 200 else f"{pattern[:200]}..."
 
 
@@ -184,7 +184,7 @@ def tars_of_epoch(tars: Sequence[str], *, seed: int, epoch: int) -> list[str]:
     return [tars[number] for number in permute(np.arange(len(tars)), len(tars), seed=seed, epoch=epoch).tolist()]
 
 
-def shuffled(items: Iterable[_T], *, size_of: Callable[[_T], int], seed: int, epoch: int) -> Iterator[_T]:
+def shuffle_items(items: Iterable[_T], *, size_of: Callable[[_T], int], seed: int, epoch: int) -> Iterator[_T]:
     """Shuffle `items` within a window of `_WINDOW` items that hold at most `_WINDOW_BYTES`, by (seed, epoch).
 
     Args:

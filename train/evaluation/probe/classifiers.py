@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clipmill.train.device.random import uniform
+from clipmill.train.device.random import draw_uniform
 
 _QUERIES_AT_ONCE = 512
 _BANK_AT_ONCE = 16_384
@@ -71,12 +71,12 @@ def _nearest_of_block(
         # Candidates stay in the order of the bank.
         cosine_NC = torch.cat([best_Nk, features_ND @ block_CD.T], dim=1)
         place_NC = torch.cat([place_Nk, places_C.expand(len(features_ND), -1)], dim=1)
-        chosen_Nk = _largest(cosine_NC, min(neighbours, cosine_NC.shape[1]))
+        chosen_Nk = _largest_indices(cosine_NC, min(neighbours, cosine_NC.shape[1]))
         best_Nk, place_Nk = cosine_NC.gather(1, chosen_Nk), place_NC.gather(1, chosen_Nk)
     return best_Nk, place_Nk
 
 
-def _largest(values_NC: torch.Tensor, count: int) -> torch.Tensor:
+def _largest_indices(values_NC: torch.Tensor, count: int) -> torch.Tensor:
     """Indices of the largest values of each row, int64 [N, k] ascending; of equal ones the first."""
     least_N1 = values_NC.topk(count, dim=1).values[:, -1:]
     # topk takes any of equal values.
@@ -195,7 +195,7 @@ def choose_l2(
     Held-out clips whose class does not occur among the others are ignored. If nothing can be compared (no clip is left,
     or the others are of a single class), l2 is 10.
     """
-    held_out_M = torch.from_numpy(held_out(video_M)).to(label_M.device)
+    held_out_M = torch.from_numpy(choose_held_out(video_M)).to(label_M.device)
     seen = torch.isin(label_M, label_M[~held_out_M])
     scored_M = held_out_M & seen
     if not scored_M.any() or len(label_M[~held_out_M].unique()) < 2:
@@ -211,7 +211,7 @@ def choose_l2(
     return min(sorted(grid, reverse=True), key=cross_entropy)
 
 
-def held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
+def choose_held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which clips are held out: those of a fifth of the videos (rounded up), at random; every fifth of a single video.
 
     Whole videos, because clips of one video are more similar than clips of two.
@@ -219,7 +219,7 @@ def held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
     videos = np.unique(video_M)
     if len(videos) < 2:
         return np.arange(len(video_M)) % _HELD_OUT == _HELD_OUT - 1
-    drawn = uniform(videos, 1, seed=0, purpose="held out of a probe's training")[:, 0]
+    drawn = draw_uniform(videos, 1, seed=0, purpose="held out of a probe's training")[:, 0]
     return np.isin(video_M, videos[np.argsort(drawn)[: -(-len(videos) // _HELD_OUT)]])
 
 

@@ -10,7 +10,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.evaluation import PROBE_NUMBERS, ProbeEvaluation
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.classes import listed
+from clipmill.train.data.classes import list_labels
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.by_class import majority_baseline
 from clipmill.train.evaluation.probe.features import tower_of
@@ -82,7 +82,7 @@ def score_features(opened: OpenedRun, wanted: ProbeFlags) -> Score:
     assert features is not None  # of every task that lists this evaluation
     if not wanted.label:
         raise UserError(
-            "--label is missing", hint=f"labels there: {listed(available_labels(settings))}", flags=("--label",)
+            "--label is missing", hint=f"labels there: {list_labels(available_labels(settings))}", flags=("--label",)
         )
     device = trained.device
     sets = open_sets(settings, how, bank_split=wanted.train_split, world=World(), device=device, is_whole=True)

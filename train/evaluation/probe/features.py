@@ -1,6 +1,6 @@
 """Extract one feature vector per clip from frozen video towers, from several towers in one pass over the clips.
 
-Each rank extracts a part; `gathered` gives every rank all of them, in the order of the samples.
+Each rank extracts a part; `gather_features` gives every rank all of them, in the order of the samples.
 
 Shape suffixes: B clips of a batch, C channels, T frames, H height, W width, D width of the features, N all clips.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.distributed.world import World, gather_uneven
@@ -34,7 +34,7 @@ class ClipFeatures:
     Attributes:
         of_tower: float32 [N, D] of each tower.
         sample: int64 [N], indices of the samples.
-        num_failed: number of samples that could not be decoded, after `gathered` of all ranks.
+        num_failed: number of samples that could not be decoded, after `gather_features` of all ranks.
         failed: those of this rank.
     """
 
@@ -85,12 +85,12 @@ def extract(
     for rows in of_tower:
         if num_bad := int((~rows.isfinite().all(dim=1)).sum()):
             raise FailedWork(
-                f"features of {num_bad} of {counted(len(rows), 'clip')} are not finite: the weights have diverged"
+                f"features of {num_bad} of {count_noun(len(rows), 'clip')} are not finite: the weights have diverged"
             )
     return ClipFeatures(of_tower, sample_N.to(device), len(failed), tuple(failed))
 
 
-def gathered(found: ClipFeatures, world: World) -> ClipFeatures:
+def gather_features(found: ClipFeatures, world: World) -> ClipFeatures:
     """The features of all ranks in the order of the samples, on every rank.
 
     Raises:
@@ -100,7 +100,7 @@ def gathered(found: ClipFeatures, world: World) -> ClipFeatures:
     num_failed = int(world.gather(torch.tensor([found.num_failed], device=sample_N.device)).sum())
     if not len(sample_N):
         detail = f"; the first: {found.failed[0].detail}" if found.failed else ""
-        raise FailedWork(f"none of {counted(num_failed, 'sample')} to probe could be decoded{detail}")
+        raise FailedWork(f"none of {count_noun(num_failed, 'sample')} to probe could be decoded{detail}")
     order = sample_N.argsort()
     rows = tuple(gather_uneven(its, world)[order] for its in found.of_tower)
     return replace(found, of_tower=rows, sample=sample_N[order], num_failed=num_failed)

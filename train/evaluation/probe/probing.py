@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import FailedWork
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.evaluation import Method, ProbeEvaluation
 from clipmill.train.data.classes import ClassList
 from clipmill.train.evaluation.by_class import Predictions
@@ -110,8 +110,8 @@ def _probe(
     num_there = len(bank_label_M.unique())
     if not len(label_N) or num_there < 2:
         raise FailedWork(
-            f"label {its.label}: only {counted(len(label_N), 'clip')} to score and "
-            f"{counted(num_there, 'training class', 'training classes')} could be decoded"
+            f"label {its.label}: only {count_noun(len(label_N), 'clip')} to score and "
+            f"{count_noun(num_there, 'training class', 'training classes')} could be decoded"
         )
     l2 = gradient = None
     if method == "knn":

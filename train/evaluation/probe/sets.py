@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_captions
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.evaluation import ProbeEvaluation
@@ -17,7 +17,7 @@ from clipmill.train.data.classes import ClassList, class_labels, read_classes
 from clipmill.train.data.inputs import open_labelled_folder
 from clipmill.train.data.query import DataQuery, loader_settings, open_samples
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.probe.features import ClipFeatures, Tower, extract, gathered
+from clipmill.train.evaluation.probe.features import ClipFeatures, Tower, extract, gather_features
 from clipmill.train.evaluation.probe.probing import LabelledFeatures
 from clipmill.train.evaluation.runner import every_for
 from clipmill.train.run.counted_batches import counted_batches
@@ -59,12 +59,12 @@ class ProbeSets:
             batches = samples.evaluation_batches(every=every)
             batches = counted_batches(batches, "extracting features", total=-(-len(samples) // every))
             own = extract(towers, batches, inputs=inputs, device=device)
-            parts.append(gathered(own, world))
+            parts.append(gather_features(own, world))
         queries, bank = parts
-        return _labelled(queries, self.queries), _labelled(bank, self.bank), queries, bank
+        return _labelled_features(queries, self.queries), _labelled_features(bank, self.bank), queries, bank
 
 
-def _labelled(found: ClipFeatures, samples: "Samples[Any]") -> list[LabelledFeatures]:
+def _labelled_features(found: ClipFeatures, samples: "Samples[Any]") -> list[LabelledFeatures]:
     """The features of each tower, with labels and videos of their clips."""
     rows = found.sample.cpu().numpy()
     label_NL = torch.from_numpy(samples.all_labels[rows]).to(found.sample.device)
@@ -152,7 +152,8 @@ def _check(sets: ProbeSets, wanted: ProbeEvaluation, *, bank_split: str) -> None
         num_bank = int((bank_M >= 0).sum())
         if "knn" in wanted.methods and wanted.neighbours > num_bank:
             raise UserError(
-                f"{wanted.neighbours} neighbours are to vote, and split {bank_split!r} has {counted(num_bank, 'clip')} "
+                f"{wanted.neighbours} neighbours are to vote, and split {bank_split!r} has "
+                f"{count_noun(num_bank, 'clip')} "
                 f"with a {its.label}",
                 hint=f"use {num_bank} or fewer for --neighbours (in training --evaluate.neighbours), ideally far fewer "
                 "than a class has clips",

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import late
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.imported import import_late
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked
 from clipmill.train.config.evaluation import METHODS, NEIGHBOURS, PROBE_NUMBERS, Method, ProbeEvaluation, named_once
 from clipmill.train.evaluation.by_class import BASELINE_KEYS
@@ -53,20 +53,20 @@ def probe_table(result: dict[str, Any]) -> Table:
             cells[1] = share_cell(None)
         is_random = one["encoder"] == "random"
         words = [one["label"], METHOD_TITLES[one["method"]], *(["random"] if is_random else [])]
-        detail = f"{counted(one['num_samples'], 'clip')}, {one['num_bank']:,} in the bank, "
-        detail += counted(one["num_classes"], "class", "classes")
+        detail = f"{count_noun(one['num_samples'], 'clip')}, {one['num_bank']:,} in the bank, "
+        detail += count_noun(one["num_classes"], "class", "classes")
         detail += "" if one["l2"] is None else f", L2 {one['l2']:g}"
         rows.append(Row(", ".join(words), detail, tuple(cells), is_baseline=is_random))
         if one["num_unseen"]:
             left_out.append(
-                f"{counted(one['num_unseen'], 'clip')} of "
-                f"{counted(one['num_unseen_classes'], 'class', 'classes')} of {one['label']} "
+                f"{count_noun(one['num_unseen'], 'clip')} of "
+                f"{count_noun(one['num_unseen_classes'], 'class', 'classes')} of {one['label']} "
                 f"without a clip in the bank: always wrong"
             )
     sizes = "; ".join(dict.fromkeys(left_out))
     protocol = protocol_of(
         result,
-        counted(result["num_samples"], "clip"),
+        count_noun(result["num_samples"], "clip"),
         bank=result["bank"],
         features=result["features"],
         unseen=sizes,
@@ -83,7 +83,7 @@ PROBE = EvaluationSpec(
     example="train eval probe runs/first --shards data --label motion --label shape",
     run_help="Run folder of a task with a video tower.",
     settings=ProbeFlags,
-    score=late("clipmill.train.evaluation.probe.evaluation:score_features"),
+    score=import_late("clipmill.train.evaluation.probe.evaluation:score_features"),
     table=probe_table,
     pictures="by_class",
     section=CLASSES_SECTION,

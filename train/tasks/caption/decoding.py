@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from clipmill.train.device.random import uniform
+from clipmill.train.device.random import draw_uniform
 from clipmill.train.tasks.caption.settings import (
     DecodingSettings,
     length_penalty_of,
@@ -101,7 +101,7 @@ def generate_captions(
         prompt_VP = torch.full((len(samples) // rows_per_video, 1), end_id, device=video.device)
     if settings.method == "beam":
         return beam_search(generator, video, prompt_VP, settings, end_id=end_id)
-    choose = greedy if settings.method == "greedy" else sampling(settings, samples, device=prompt_VP.device)
+    choose = greedy_tokens if settings.method == "greedy" else sampling(settings, samples, device=prompt_VP.device)
     return generate(
         generator,
         video,
@@ -162,7 +162,7 @@ def num_tokens_of(tokens_RL: torch.Tensor, *, end_id: int) -> torch.Tensor:
     return ((tokens_RL == end_id).cumsum(dim=1) == 0).sum(dim=1).add(1).clamp(max=tokens_RL.shape[1])
 
 
-def greedy(logits_rW: torch.Tensor, rows_r: torch.Tensor, number: int) -> torch.Tensor:
+def greedy_tokens(logits_rW: torch.Tensor, rows_r: torch.Tensor, number: int) -> torch.Tensor:
     """Greedy search: the token with the highest logit."""
     return logits_rW.argmax(dim=1)
 
@@ -175,17 +175,17 @@ def sampling(settings: DecodingSettings, samples: Sequence[int], *, device: torc
     """
     positions = np.asarray(samples, dtype=np.int64)
     draws_RL = torch.from_numpy(
-        uniform(positions, max_tokens_of(settings), seed=settings.seed, purpose="tokens of a caption")
+        draw_uniform(positions, max_tokens_of(settings), seed=settings.seed, purpose="tokens of a caption")
     ).to(device)
 
     def choose(logits_rW: torch.Tensor, rows_r: torch.Tensor, number: int) -> torch.Tensor:
         logits_rW = logits_rW.to(torch.promote_types(logits_rW.dtype, torch.float32))
         logits_rW = with_temperature(logits_rW, temperature_of(settings))
         if settings.top_k is not None:
-            logits_rW = top_k_filtered(logits_rW, settings.top_k)
+            logits_rW = filter_top_k(logits_rW, settings.top_k)
         if settings.top_p is not None:
-            logits_rW = top_p_filtered(logits_rW, settings.top_p)
-        return sampled(logits_rW, draws_RL[rows_r, number])
+            logits_rW = filter_top_p(logits_rW, settings.top_p)
+        return sample_tokens(logits_rW, draws_RL[rows_r, number])
 
     return choose
 
@@ -195,7 +195,7 @@ def with_temperature(logits_RW: torch.Tensor, temperature: float) -> torch.Tenso
     return logits_RW / temperature
 
 
-def top_k_filtered(logits_RW: torch.Tensor, top_k: int) -> torch.Tensor:
+def filter_top_k(logits_RW: torch.Tensor, top_k: int) -> torch.Tensor:
     """Top-k (Fan et al. 2018, section 5.4): -inf for tokens less likely than the k-th."""
     if top_k >= logits_RW.shape[1]:
         return logits_RW
@@ -203,7 +203,7 @@ def top_k_filtered(logits_RW: torch.Tensor, top_k: int) -> torch.Tensor:
     return logits_RW.masked_fill(logits_RW < least_R1, -torch.inf)
 
 
-def top_p_filtered(logits_RW: torch.Tensor, top_p: float) -> torch.Tensor:
+def filter_top_p(logits_RW: torch.Tensor, top_p: float) -> torch.Tensor:
     """Nucleus (Holtzman et al. 2020, section 3.1): -inf outside the fewest tokens that sum to `top_p`."""
     if top_p >= 1:
         return logits_RW
@@ -216,7 +216,7 @@ def top_p_filtered(logits_RW: torch.Tensor, top_p: float) -> torch.Tensor:
     return logits_RW.masked_fill(is_out_RW.gather(1, order_RW.argsort(dim=1)), -torch.inf)
 
 
-def sampled(logits_RW: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
+def sample_tokens(logits_RW: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
     """Tokens, int64 [R], by inverting the cumulative distribution at uniform numbers from [0, 1)."""
     sums_RW = logits_RW.double().softmax(dim=1).cumsum(dim=1)
     # Rounded sums of probabilities end near 1.

@@ -8,7 +8,7 @@ import numpy as np
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import publish_json
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.clip_reader import ClipReader
 from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
@@ -16,13 +16,13 @@ from clipmill.train.evaluation.player import open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for
 from clipmill.train.run.counted_batches import counted_batches
 from clipmill.train.run.folder import COCO_SUFFIX
-from clipmill.train.tasks.caption.generation import captions_of, comparable, loss_of
+from clipmill.train.tasks.caption.generation import captions_of, comparable_captions, loss_of
 from clipmill.train.tasks.caption.metrics.java import Meteor, check_jars
 from clipmill.train.tasks.caption.metrics.scores import (
     CONSTANT_RULE,
     CaptionScores,
     best_constant,
-    named,
+    name_videos,
     score_captions,
 )
 from clipmill.train.tasks.caption.page import PLAYED, ScoredCaptions, write_captions_page
@@ -80,11 +80,11 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         )
     loss = loss_of([found])
     names = clip_names(samples, sorted(found.captions))
-    captions, references, left_out = comparable(
+    captions, references, left_out = comparable_captions(
         {name: found.captions[index] for index, name in names.items()},
         {name: samples.captions.texts_of(index) for index, name in names.items()},
     )
-    constant, chosen = _constant(task, settings, references)
+    constant, chosen = _constant_baseline(task, settings, references)
     with Meteor() as meteor:
         scores, of_constant = (
             score_captions(candidates, references, with_java=with_java, spice_jars=wanted.spice_jars, meteor=meteor)
@@ -106,7 +106,9 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
     name = f"captions-{split}"
     player = open_player(settings, split=split)
     values = {
-        "data": "; ".join([samples.describe(), *_left_out(samples, every=every), *_without_words(scores, left_out)]),
+        "data": "; ".join(
+            [samples.describe(), *_omitted_notes(samples, every=every), *_without_words(scores, left_out)]
+        ),
         "decoding": describe_decoding(how),
         "protocol": f"{_PROTOCOL} {scores.idf}",
         "num_samples": scores.num_videos,
@@ -123,7 +125,7 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         "all_said": f"evaluations/{opened.result_name(name, wanted)}.html",
     }
 
-    def beside(path: Path, result: dict[str, Any]) -> None:
+    def write_beside(path: Path, result: dict[str, Any]) -> None:
         write_coco_results(path.with_name(f"{path.stem}{COCO_SUFFIX}"), captions)
         write_captions_page(
             path.with_suffix(".html"),
@@ -139,7 +141,12 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         )
 
     return Score(
-        name=name, samples=samples, clip=describe_clip(settings), values=values, failed=found.failed, beside=beside
+        name=name,
+        samples=samples,
+        clip=describe_clip(settings),
+        values=values,
+        failed=found.failed,
+        beside=write_beside,
     )
 
 
@@ -175,7 +182,7 @@ def describe_decoding(settings: DecodingSettings) -> str:
     return f"{how}, {least}{max_tokens_of(settings)} tokens"
 
 
-def _constant(
+def _constant_baseline(
     task: CaptionTask, settings: CaptionerSettings, references: Mapping[str, Sequence[str]]
 ) -> tuple[str, str]:
     """The best constant caption, and how it was chosen."""
@@ -187,11 +194,11 @@ def _constant(
         return best_constant(references), reason
     every = every_for(len(training_set), at_most=_MAX_CLIPS_OF_CONSTANT)
     known = {str(index): training_set.captions.texts_of(index) for index in range(0, len(training_set), every)}
-    rule = f"{CONSTANT_RULE}: of split {split!r}, {counted(len(known), 'clip')} spread evenly over it"
+    rule = f"{CONSTANT_RULE}: of split {split!r}, {count_noun(len(known), 'clip')} spread evenly over it"
     return best_constant(known), rule
 
 
-def _left_out(samples: Samples[ClipReader], *, every: int) -> list[str]:
+def _omitted_notes(samples: Samples[ClipReader], *, every: int) -> list[str]:
     """Which videos of a split have no captions, and how many clips --max-samples leaves out."""
     chunks = samples.reader.chunks
     captioned = np.unique(samples.video)
@@ -209,10 +216,10 @@ def _without_words(scores: CaptionScores, left_out: Sequence[str]) -> list[str]:
     remarks = []
     if scores.empty:
         remarks.append(
-            f"{len(scores.empty):,} of {scores.num_videos:,} captions found are empty ({named(scores.empty)})"
+            f"{len(scores.empty):,} of {scores.num_videos:,} captions found are empty ({name_videos(scores.empty)})"
         )
     if left_out:
-        remarks.append(f"left out for references without words: {len(left_out):,} ({named(left_out)})")
+        remarks.append(f"left out for references without words: {len(left_out):,} ({name_videos(left_out)})")
     return remarks
 
 

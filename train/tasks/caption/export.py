@@ -25,7 +25,7 @@ from clipmill.train.tasks.caption.settings import (
     temperature_of,
 )
 from clipmill.train.tasks.caption.tokenizer import END, TOKENIZER_FILE
-from clipmill.train.weights.architecture import sized_as
+from clipmill.train.weights.architecture import match_size
 from clipmill.train.weights.exported import Exported, preprocessor_config, require_format, save_json, save_tensors
 from clipmill.train.weights.files import read_config
 from clipmill.train.weights.hf_caption import to_hf_caption
@@ -71,7 +71,7 @@ def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None
         settings = effective_settings(settings, source, say=say)
         decoder = decoder_of_start(settings)
         settings = replace(settings, init=replace(settings.init, weights=None))
-    size = sized_as(size_of(settings.model, settings.towers), source)
+    size = match_size(size_of(settings.model, settings.towers), source)
     shape = ModelShape(size=size, image_px=settings.size_px)
     return Adopted(settings=settings, shape=shape, given={"decoder": decoder})
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.tasks.caption.decoding import generate_captions
 from clipmill.train.tasks.caption.metrics.scores import score_captions, without_words
-from clipmill.train.tasks.caption.objective import shifted, summed_loss, without_padding
+from clipmill.train.tasks.caption.objective import shift_targets, summed_loss, without_padding
 from clipmill.train.tasks.caption.settings import METRIC_LABELS, DecodingSettings
 from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer
 
@@ -62,7 +62,7 @@ def captions_of(
         batch = to_device(loaded.batch, device)
         clips_BCTHW = inputs(batch)
         targets_BKL = without_padding(batch["targets"])
-        logits = model(clips_BCTHW, shifted(targets_BKL, end_id=tokenizer.end_id))
+        logits = model(clips_BCTHW, shift_targets(targets_BKL, end_id=tokenizer.end_id))
         loss, num_tokens = summed_loss(logits, targets_BKL).item(), int((targets_BKL != NO_TOKEN).sum())
         found.summed_loss, found.num_tokens = found.summed_loss + loss, found.num_tokens + num_tokens
         found.batch_losses += [loss / num_tokens] if num_tokens else []
@@ -81,7 +81,7 @@ def loss_of(parts: Sequence[GeneratedCaptions]) -> float:
     """
     num_tokens = sum(part.num_tokens for part in parts)
     if not num_tokens:
-        raise FailedWork(f"none of {counted(sum(len(part.failed) for part in parts), 'clip')} could be decoded")
+        raise FailedWork(f"none of {count_noun(sum(len(part.failed) for part in parts), 'clip')} could be decoded")
     loss = sum(part.summed_loss for part in parts) / num_tokens
     if not math.isfinite(loss):
         raise FailedWork("predictions are not finite: the weights have diverged")
@@ -110,7 +110,7 @@ def metrics_of(
     """
     loss = loss_of(parts)
     captions = {str(number): text for part in parts for number, text in part.captions.items()}
-    captions, its_references, left_out = comparable(captions, {one: references(int(one)) for one in captions})
+    captions, its_references, left_out = comparable_captions(captions, {one: references(int(one)) for one in captions})
     scores = score_captions(captions, its_references, with_java=with_java, spice_jars=spice_jars)
     if with_java and (missing := scores.absent.keys() - ({"spice"} if spice_jars is None else set())):
         raise FailedWork(f"no {METRIC_LABELS[min(missing)]}: {scores.absent[min(missing)]}")
@@ -122,7 +122,7 @@ def metrics_of(
     return {"loss": loss, **scores.means, **{name: float(count) for name, count in counts.items() if count}}
 
 
-def comparable(
+def comparable_captions(
     captions: Mapping[str, str], references: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, str], dict[str, Sequence[str]], list[str]]:
     """Captions and references of clips that can be scored, and names of clips whose references have no words.

@@ -69,13 +69,13 @@ class CaptionLoss(Objective):
                 targets_RKL = without_padding(targets_RKL, longest=int(batch["length"][rows].max()))
                 num_computed += targets_RKL.numel() + targets_RKL[..., 0].numel() * (self._num_before or 0)
             with step.autocast():
-                logits = model(self._inputs(batch, rows), shifted(targets_RKL, end_id=self._end_id))
+                logits = model(self._inputs(batch, rows), shift_targets(targets_RKL, end_id=self._end_id))
             return loss(logits, targets_RKL)
 
         if isinstance(model, Pipeline):
             pipelined = PipelineBatch(
                 inputs=partial(self._inputs, batch),
-                tokens_BKL=shifted(targets_BKL, end_id=self._end_id),
+                tokens_BKL=shift_targets(targets_BKL, end_id=self._end_id),
                 targets_BKL=targets_BKL,
                 loss=loss,
             )
@@ -120,7 +120,7 @@ def without_padding(targets_BKL: torch.Tensor, *, longest: int | None = None) ->
     return targets_BKL[..., : max(1, longest)]
 
 
-def shifted(targets: torch.Tensor, *, end_id: int) -> torch.Tensor:
+def shift_targets(targets: torch.Tensor, *, end_id: int) -> torch.Tensor:
     """Decoder inputs for targets: each position has the token before its target, the first one the end token.
 
     Args:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.manifests.publish import published
-from clipmill.shards.pages.media import data_uri, evenly_spaced, evenly_within
+from clipmill.manifests.publish import publish_atomically
+from clipmill.shards.pages.media import data_uri, evenly_spaced_items, evenly_within
 from clipmill.shards.pages.templates import SEARCH_SCRIPT, load_template
 from clipmill.train.evaluation.player import PicturedSamples, Player, SampleClip, Shown, clip_figure
 from clipmill.train.evaluation.runner import every_for
@@ -63,7 +63,7 @@ class ScoredCaptions:
                 "cider_d": self.scores.per_video[name]["cider_d"],
                 "is_right": bool(self.scores.per_video[name]["exact_match"]),
             }
-            for index, name in evenly_spaced(list(self.names.items()), at_most=_NUM_EXAMPLES)
+            for index, name in evenly_spaced_items(list(self.names.items()), at_most=_NUM_EXAMPLES)
         ]
 
     def videos(self, player: Player | None) -> "Iterator[CaptionedVideo]":
@@ -140,7 +140,7 @@ def write_captions_page(
         protocol=protocol,
         scripts=[SEARCH_SCRIPT, script],
     )
-    with published(path) as temporary:
+    with publish_atomically(path) as temporary:
         parts.dump(str(temporary), encoding="utf-8", errors="replace")
 
 

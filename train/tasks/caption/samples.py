@@ -15,7 +15,7 @@ from clipmill.train.data.batch import Sample
 from clipmill.train.data.captions import Captions
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.table import RowCaptions
-from clipmill.train.device.random import uniform
+from clipmill.train.device.random import draw_uniform
 from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer
 
 if TYPE_CHECKING:
@@ -84,6 +84,6 @@ class TargetCaptions(Captions):
             return list(entries[: self._per_visit])
         # Weighted drawing without repeats: the smallest of exponential waiting times (Efraimidis and Spirakis 2006).
         position = np.array([request.position])
-        shares: NDArray[np.float64] = uniform(position, len(entries), seed=request.seed, purpose="captions")[0]
+        shares: NDArray[np.float64] = draw_uniform(position, len(entries), seed=request.seed, purpose="captions")[0]
         waits = -np.log1p(-shares) / choice.weights(request.sample)
         return sorted(entries[int(one)] for one in np.argsort(waits, kind="stable")[: self._per_visit])

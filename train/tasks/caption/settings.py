@@ -66,7 +66,7 @@ class DecodingSettings(Checked):
 
     def rules(self) -> Iterator[UserError]:
         """Yields a minimum length that leaves no room for a caption."""
-        # How long captions may be if nothing is said depends on the decoder: see `within`.
+        # How long captions may be if nothing is said depends on the decoder: see `fit_decoding`.
         if self.max_tokens is not None and self.min_tokens >= self.max_tokens:
             yield UserError(
                 f"{self.flag('min_tokens')} is {self.min_tokens}",
@@ -98,7 +98,7 @@ def max_tokens_of(settings: DecodingSettings) -> int:
     return _MAX_TOKENS if settings.max_tokens is None else settings.max_tokens
 
 
-def within(settings: Decoding, context_length: int, *, is_of_run: bool = False) -> Decoding:
+def fit_decoding(settings: Decoding, context_length: int, *, is_of_run: bool = False) -> Decoding:
     """Return the decoding that takes effect with a decoder: equal settings for what generates equal captions.
 
     `max_tokens` is a number, limited by the decoder's context. Other values that equal their defaults, or that the

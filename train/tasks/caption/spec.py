@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from clipmill.manifests.imported import late
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.imported import import_late
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked, Range
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
 from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, FirstRun, TaskSpec
@@ -45,7 +45,7 @@ def caption_table(result: dict[str, Any]) -> Table:
     rows = [
         (
             "captions",
-            f"{counted(result['num_samples'], 'clip')}, {counted(result['num_references'], 'reference')}",
+            f"{count_noun(result['num_samples'], 'clip')}, {count_noun(result['num_references'], 'reference')}",
             result["means"],
         ),
         ("constant caption", "the same caption for every clip", constant["means"]),
@@ -58,7 +58,8 @@ def caption_table(result: dict[str, Any]) -> Table:
     absent = "; ".join(f"no {_CAPTION_COLUMNS[name]}: {reason}" for name, reason in result["absent"].items())
     protocol = protocol_of(
         result,
-        f"{counted(result['num_samples'], 'clip')} (hash of their names {result['ids_hash']}); all metrics times 100",
+        f"{count_noun(result['num_samples'], 'clip')} (hash of their names {result['ids_hash']}); all metrics "
+        "times 100",
         captions=result["decoding"],
         loss=result["loss_rule"],
         constant_caption=f"“{constant['caption']}”: {constant['chosen']}",
@@ -97,7 +98,7 @@ CAPTIONS = EvaluationSpec(
     example="train eval caption runs/captions --shards data --decoding.method beam",
     run_help="Run folder of train caption.",
     settings=CaptionFlags,
-    score=late("clipmill.train.tasks.caption.evaluation:score_run"),
+    score=import_late("clipmill.train.tasks.caption.evaluation:score_run"),
     table=caption_table,
     pictures="said",
     section=Path(__file__).with_name("examples.html.j2"),
@@ -109,17 +110,17 @@ TASK = TaskSpec(
     help="Train a captioner: a video encoder and a GPT-2 with cross-attention, or any causal language model.",
     example="train caption --shards data --preset tiny --out runs/captions",
     settings=CaptionerSettings,
-    make=late("clipmill.train.tasks.caption.task:CaptionTask"),
-    kept=late("clipmill.train.tasks.caption.decoder:kept_decoder"),
-    effective=late("clipmill.train.tasks.caption.model:effective_settings"),
+    make=import_late("clipmill.train.tasks.caption.task:CaptionTask"),
+    kept=import_late("clipmill.train.tasks.caption.decoder:kept_decoder"),
+    effective=import_late("clipmill.train.tasks.caption.model:effective_settings"),
     evaluations=(CAPTIONS,),
-    start_lines=late("clipmill.train.tasks.caption.decoder:start_lines"),
+    start_lines=import_late("clipmill.train.tasks.caption.decoder:start_lines"),
     formats={
         "hf": "VisionEncoderDecoderModel.from_pretrained('OUT')",
         "lm": "AutoModelForCausalLM.from_pretrained('OUT/lm')",
     },
-    export=late("clipmill.train.tasks.caption.export:exported_captioner"),
-    adopt=late("clipmill.train.tasks.caption.export:adopted_captioner"),
+    export=import_late("clipmill.train.tasks.caption.export:exported_captioner"),
+    adopt=import_late("clipmill.train.tasks.caption.export:adopted_captioner"),
     adopted="a captioner of TimeSformer and GPT-2",
     features=Features(
         description="the encoder's class token, or the mean of its tokens where it has none",

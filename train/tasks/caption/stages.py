@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.distributed.stages import LayerCost, from_last, run_along
+from clipmill.train.distributed.stages import LayerCost, broadcast_from_last, run_along
 from clipmill.train.distributed.world import World
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.models.gpt2 import Gpt2, TextCache
@@ -292,4 +292,4 @@ class StagedCaptioner(nn.Module):
 
     def _from_last(self, found: tuple[torch.Tensor, ...]) -> torch.Tensor:
         is_last = self._stages.rank == self._stages.size - 1
-        return from_last(self._stages, found[0] if is_last else None, device=self._device)
+        return broadcast_from_last(self._stages, found[0] if is_last else None, device=self._device)

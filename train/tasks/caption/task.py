@@ -40,7 +40,7 @@ from clipmill.train.tasks.caption.metrics.java import require_java
 from clipmill.train.tasks.caption.model import AnyCaptioner, build_captioner, start_of_captioner
 from clipmill.train.tasks.caption.objective import CaptionLoss
 from clipmill.train.tasks.caption.samples import TargetCaptions
-from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
+from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings, fit_decoding
 from clipmill.train.tasks.caption.stages import layers_of, part_of, whole_captioner
 from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer
 from clipmill.train.weights.loading import Loaded
@@ -252,7 +252,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
             UserError: a requested limit exceeds the context.
         """
         is_of_run = wanted is None and self._is_of_run
-        return within(wanted or self._settings.decoding, self.decoder.context_length, is_of_run=is_of_run)
+        return fit_decoding(wanted or self._settings.decoding, self.decoder.context_length, is_of_run=is_of_run)
 
     def _tokenizer(self, texts: Iterable[str]) -> CaptionTokenizer:
         if self._decoder is None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.class_file import read_class_file, require_names
 from clipmill.train.data.classes import ClassList
@@ -39,7 +39,7 @@ def view_mean(logits_BVK: torch.Tensor) -> torch.Tensor:
     return logits_BVK.float().softmax(dim=-1).mean(dim=1)
 
 
-def marginal(probabilities_BK: torch.Tensor, part_K: torch.Tensor) -> torch.Tensor:
+def marginal_probabilities(probabilities_BK: torch.Tensor, part_K: torch.Tensor) -> torch.Tensor:
     """Marginal probabilities [B, M] of the parts of classes.
 
     Args:
@@ -122,7 +122,7 @@ class ClassTallies:
         """Counts a batch."""
         self._add(self.classes.label, probabilities_BK, label_B)
         for name, part_K in self.parts.items():
-            self._add(name, marginal(probabilities_BK, part_K), part_K[label_B])
+            self._add(name, marginal_probabilities(probabilities_BK, part_K), part_K[label_B])
 
     def _add(self, name: str, probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> None:
         self.tallies[name].add(probabilities_BK, label_B)
@@ -202,7 +202,7 @@ def score_classifier(
     if counts[1]:
         raise FailedWork("logits are not finite: the weights have diverged")
     if not num_samples:
-        raise FailedWork(f"none of {counted(counts[0], 'clip')} could be decoded")
+        raise FailedWork(f"none of {count_noun(counts[0], 'clip')} could be decoded")
     return ClassResult(metrics, num_samples, counts[0], tuple(failed), tallies.by_class())
 
 
@@ -241,7 +241,7 @@ def score_run(opened: OpenedRun, wanted: ClassificationFlags) -> Score:
             "num_samples": found.num_samples,
             "numbers": found.metrics,
             "majority_baseline": {one["title"]: majority_baseline(one) for one in found.by_class},
-            "by_class": [_named(one, names.get(one["title"], {})) for one in found.by_class],
+            "by_class": [_name_classes(one, names.get(one["title"], {})) for one in found.by_class],
         },
         failed=found.failed,
     )
@@ -263,7 +263,7 @@ def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dic
         raise UserError(f"classes of the label {classes.label!r} are not numbers", hint="leave out --classes")
     if len(files) != len(parts):
         raise UserError(
-            f"--classes names {counted(len(files), 'file')}, and {classes.label} needs {len(parts)}",
+            f"--classes names {count_noun(len(files), 'file')}, and {classes.label} needs {len(parts)}",
             hint=f"give {' '.join(f'--classes {name.upper()}S.csv' for name in parts)}",
             flags=("--classes",),
         )
@@ -279,7 +279,7 @@ def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dic
     return found
 
 
-def _named(by_class: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def _name_classes(by_class: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {**by_class, "names": [names.get(name, name) for name in by_class["names"]]}
 
 

@@ -14,7 +14,7 @@ from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.spec import Adopted, ExportRequest
 from clipmill.train.tasks.classify.model import VideoClassifier
 from clipmill.train.tasks.classify.settings import ClassifySettings
-from clipmill.train.weights.architecture import model_like, num_frames_of, picture_px_of, sized_as
+from clipmill.train.weights.architecture import match_size, model_like, num_frames_of, picture_px_of
 from clipmill.train.weights.conversion import kind_of_tensors
 from clipmill.train.weights.effective import effective_clip_settings
 from clipmill.train.weights.exported import Exported, require_format
@@ -51,7 +51,7 @@ def adopted_classifier(source: Source, path: Path, *, say: Say) -> Adopted | Non
     names = _class_names(config.get("id2label"), num_classes=len(head), path=path)
     if all(name == f"LABEL_{number}" for number, name in enumerate(names)) and names:
         say(f"weights: id2label of {path / 'config.json'} only numbers the classes: write their names there")
-    size = sized_as(size_of(settings.model, settings.towers), source)
+    size = match_size(size_of(settings.model, settings.towers), source)
     return Adopted(
         settings=settings,
         shape=ModelShape(size=size, image_px=settings.size_px),

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from clipmill.manifests.imported import late
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.imported import import_late
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked
 from clipmill.train.evaluation.by_class import BASELINE_KEYS
 from clipmill.train.evaluation.probe.spec import PROBE
@@ -38,14 +38,14 @@ class ClassificationFlags(Checked):
 
 def classification_table(result: dict[str, Any]) -> Table:
     """A row for each kind of class."""
-    rows, clips = [], counted(result["num_samples"], "clip")
+    rows, clips = [], count_noun(result["num_samples"], "clip")
     for name, num_classes in result["num_classes"].items():
         shares = [result["numbers"][f"{name}_{key}"] for key in ("top1", "top5", "mean_class")]
         baseline = result["majority_baseline"][name]
         cells = [share_cell(share, baseline[key]) for share, key in zip(shares, BASELINE_KEYS, strict=True)]
         if num_classes <= FEW_CLASSES:
             cells[1] = share_cell(None)
-        rows.append(Row(name, f"{clips}, {counted(num_classes, 'class', 'classes')}", tuple(cells)))
+        rows.append(Row(name, f"{clips}, {count_noun(num_classes, 'class', 'classes')}", tuple(cells)))
     protocol = protocol_of(result, clips)
     return Table("Classification", ("top-1", "top-5", "mean class"), tuple(rows), protocol, reference=MAJORITY)
 
@@ -56,7 +56,7 @@ CLASSIFICATION = EvaluationSpec(
     example="train eval classification runs/classes --shards data --clips 5 --crops 3",
     run_help="Run folder of train classify.",
     settings=ClassificationFlags,
-    score=late("clipmill.train.tasks.classify.evaluation:score_run"),
+    score=import_late("clipmill.train.tasks.classify.evaluation:score_run"),
     table=classification_table,
     pictures="by_class",
     section=CLASSES_SECTION,
@@ -66,9 +66,9 @@ TASK = TaskSpec(
     help="Fine-tune a video tower for clip classification.",
     example="train classify --shards data --preset tiny --label motion --out runs/classes",
     settings=ClassifySettings,
-    make=late("clipmill.train.tasks.classify.task:ClassifyTask"),
-    kept=late("clipmill.train.tasks.classify.evaluation:kept_classes"),
-    effective=late("clipmill.train.weights.effective:effective_clip_settings"),
+    make=import_late("clipmill.train.tasks.classify.task:ClassifyTask"),
+    kept=import_late("clipmill.train.tasks.classify.evaluation:kept_classes"),
+    effective=import_late("clipmill.train.weights.effective:effective_clip_settings"),
     evaluations=(CLASSIFICATION, PROBE),
     formats={
         "hf": "VideoMAEForVideoClassification.from_pretrained('OUT')",
@@ -76,8 +76,8 @@ TASK = TaskSpec(
         "torch": "torch.export.load('OUT/model.pt2'), the logits",
         "onnx": "InferenceSession('OUT/model.onnx'), the logits",
     },
-    export=late("clipmill.train.tasks.classify.export:exported_classifier"),
-    adopt=late("clipmill.train.tasks.classify.export:adopted_classifier"),
+    export=import_late("clipmill.train.tasks.classify.export:exported_classifier"),
+    adopt=import_late("clipmill.train.tasks.classify.export:adopted_classifier"),
     adopted="a VideoMAE with a last layer",
     features=Features(
         description="what the last layer sees",

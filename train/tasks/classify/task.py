@@ -20,7 +20,7 @@ from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.frame_sampling import spread_frames, window_frames
 from clipmill.train.data.inputs import picture_size, read_classes_of
 from clipmill.train.data.query import DataQuery, loader_settings, open_samples
-from clipmill.train.device.random import Positions, uniform
+from clipmill.train.device.random import Positions, draw_uniform
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.evaluation.runner import every_for, split_metrics
@@ -142,9 +142,9 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         """Frames [B, T, C, H, W] of segments of latents: random ones for `positions`, otherwise centred ones."""
         count, seed = self._settings.num_frames, self._settings.seed
         if self._settings.sampling == "stride":
-            within = None if positions is None else uniform(positions, 1, seed=seed, purpose="window")[:, 0]
+            within = None if positions is None else draw_uniform(positions, 1, seed=seed, purpose="window")[:, 0]
             return window_frames(latents_BFCHW, num_frames=count, offset_B=within)
-        within = None if positions is None else uniform(positions, count, seed=seed, purpose="frames")
+        within = None if positions is None else draw_uniform(positions, count, seed=seed, purpose="frames")
         return spread_frames(latents_BFCHW, num_frames=count, offset_BK=within)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:

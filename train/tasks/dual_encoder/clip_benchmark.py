@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from clipmill.manifests.adapters.tables import text_lines
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.images.index import LABEL
@@ -50,10 +50,10 @@ def class_prompts(samples: Samples[Any], pattern: str, wanted: DualEncoderEvalua
         raise UserError(f"images in tars have no label {wanted.label!r}", hint=f"leave it out: {LABEL} is their cls")
     classes, templates = wanted.classes, wanted.templates
     names = _class_names(pattern, classes)
-    templates = templates or _beside(pattern, _TEMPLATES)
+    templates = templates or _file_beside(pattern, _TEMPLATES)
     wordings = (PLAIN_TEMPLATE,) if templates is None else read_templates(templates)
     ids = np.arange(samples.num_clips)
-    source = f"{counted(len(names), 'class', 'classes')} of {(classes or Path(_CLASSES)).name}, by the images' cls"
+    source = f"{count_noun(len(names), 'class', 'classes')} of {(classes or Path(_CLASSES)).name}, by the images' cls"
     return ClassPrompts(tuple((name,) for name in names), wordings, ids, samples.labels, source, 0)
 
 
@@ -72,7 +72,7 @@ def image_captions(samples: Samples[Any]) -> pa.Table:
 
 
 def _class_names(pattern: str, classes: Path | None) -> list[str]:
-    path = classes or _beside(pattern, _CLASSES)
+    path = classes or _file_beside(pattern, _CLASSES)
     if path is None:
         missing = f"there is no {_CLASSES} beside the tars {pattern}, nor in the folder above"
         if is_remote(pattern):
@@ -87,7 +87,7 @@ def _class_names(pattern: str, classes: Path | None) -> list[str]:
     return names
 
 
-def _beside(pattern: str, name: str) -> Path | None:
+def _file_beside(pattern: str, name: str) -> Path | None:
     """A file in the folder of the tars, or in the one above it; None if there is none, or they are remote."""
     if is_remote(pattern):
         return None

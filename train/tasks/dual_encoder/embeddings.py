@@ -1,6 +1,6 @@
 """Embed all clips and captions of a split, for evaluations that compare them.
 
-Each rank embeds a part; `gathered` gives every rank all of them, in the order of the samples.
+Each rank embeds a part; `gather_embeddings` gives every rank all of them, in the order of the samples.
 
 Shape suffixes: B samples of a batch, L their views, C channels, F frames of all views, H height, W width, E width of
 the embeddings, N all samples, M distinct texts.
@@ -47,7 +47,7 @@ class Embeddings:
         text_key: int64 [N], equal for equal tokens, or equal stored embeddings.
         caption_id: int64 [N], as in the manifest.
         samples: int64 [N], indices of the samples.
-        num_failed: number of samples that could not be decoded, after `gathered` of all ranks.
+        num_failed: number of samples that could not be decoded, after `gather_embeddings` of all ranks.
         failed: those of this rank.
     """
 
@@ -99,14 +99,14 @@ def embed_all(
                 *(one.cpu().clone().numpy() for one in ids),
             )
         )
-    found = _joined(parts, failed)
+    found = _join_embeddings(parts, failed)
     num_bad = int((~np.isfinite(found.video).all(axis=1) | ~np.isfinite(found.text).all(axis=1)).sum())
     if num_bad:
         raise FailedWork(f"{num_bad} of {len(found)} embeddings are not finite: the weights have diverged")
     return found
 
 
-def _joined(parts: list[tuple[NDArray[np.generic], ...]], failed: list[FailedSample]) -> Embeddings:
+def _join_embeddings(parts: list[tuple[NDArray[np.generic], ...]], failed: list[FailedSample]) -> Embeddings:
     no_rows, no_ids = np.empty((0, 0), np.float32), np.empty(0, np.int64)
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else []
     video, text, text_key, caption_id, samples = columns or (no_rows, no_rows, no_ids, no_ids, no_ids)
@@ -145,7 +145,7 @@ def distinct_texts(text_key_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], ND
     return first[order], new_number[text_of.reshape(-1)]
 
 
-def gathered(found: Embeddings, world: World, *, device: torch.device) -> Embeddings:
+def gather_embeddings(found: Embeddings, world: World, *, device: torch.device) -> Embeddings:
     """The embeddings of all ranks in the order of the samples, on every rank; collective.
 
     Ranks may have different numbers of samples, or none.
@@ -154,21 +154,21 @@ def gathered(found: Embeddings, world: World, *, device: torch.device) -> Embedd
         FailedWork: no rank has any.
     """
 
-    def whole(rows: NDArray[Any]) -> NDArray[Any]:
+    def gather_rows(rows: NDArray[Any]) -> NDArray[Any]:
         return gather_uneven(send(rows, device), world).cpu().numpy()
 
     num_failed = int(world.gather(torch.tensor([found.num_failed], device=device)).sum())
-    samples = whole(found.samples)
+    samples = gather_rows(found.samples)
     if not len(samples):
         detail = f"; the first: {found.failed[0].detail}" if found.failed else ""
         raise FailedWork(f"none of the samples to evaluate could be decoded{detail}")
     order = np.argsort(samples, kind="stable")
     return replace(
         found,
-        video=whole(found.video)[order],
-        text=whole(found.text)[order],
-        text_key=whole(found.text_key)[order],
-        caption_id=whole(found.caption_id)[order],
+        video=gather_rows(found.video)[order],
+        text=gather_rows(found.text)[order],
+        text_key=gather_rows(found.text_key)[order],
+        caption_id=gather_rows(found.caption_id)[order],
         samples=samples[order],
         num_failed=num_failed,
     )

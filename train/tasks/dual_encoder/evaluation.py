@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.shards.pages.media import evenly_spaced
+from clipmill.shards.pages.media import evenly_spaced_items
 from clipmill.train.config.shards import IMAGES, kind_of
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.folders import open_data_folder
@@ -27,7 +27,7 @@ from clipmill.train.tasks.dual_encoder.embeddings import (
     TakesBatches,
     embed_all,
     embed_texts,
-    gathered,
+    gather_embeddings,
 )
 from clipmill.train.tasks.dual_encoder.examples import Ranking, retrieval_examples
 from clipmill.train.tasks.dual_encoder.metrics import MIR_PROTOCOL, score_mir
@@ -105,7 +105,7 @@ class MirScorer:
     def ranking(self, match: "MirMatch", sample_N: NDArray[np.int64]) -> Ranking:
         """Some sentences that have a clip of relevancy 1, spread evenly, for examples; `sample_N` of all embeddings."""
         num_sentences = len(self.table.sentences)
-        chosen = np.array(evenly_spaced(range(num_sentences), at_most=_MAX_EXAMPLE_SENTENCES))
+        chosen = np.array(evenly_spaced_items(range(num_sentences), at_most=_MAX_EXAMPLE_SENTENCES))
         relevancy_NM = match.relevancy.take(np.arange(len(match.clip_N)), chosen).rows(slice(None))
         has_right = (relevancy_NM == 1).any(axis=0)
         chosen, relevancy_NM = chosen[has_right], relevancy_NM[:, has_right]
@@ -228,7 +228,7 @@ class LoopEvaluation:
         """The protocol's metrics as `<name>/<metric>`, equal on all ranks; collective."""
         batches = self._samples.evaluation_batches(every=self._every)
         own = embed_all(self._task, model, batches, device=self._device)
-        embeddings = gathered(own, world, device=self._device)
+        embeddings = gather_embeddings(own, world, device=self._device)
         result = self._scorer.score(embeddings, text_embedder(model, device=self._device))
         return split_metrics(self._name, self._scorer.metrics(result), num_failed=embeddings.num_failed)
 
@@ -292,7 +292,7 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
     with trained.precision.autocast():
         batches = counted_batches(samples.evaluation_batches(), "embedding", total=samples.num_samples)
         own = embed_all(task, model, batches, device=trained.device, num_clips=num_clips)
-        embeddings = gathered(own, World(), device=trained.device)
+        embeddings = gather_embeddings(own, World(), device=trained.device)
         embed = text_embedder(model, device=trained.device)
         if isinstance(scorer, RetrievalScorer):
             match = scorer.match(embeddings, embed)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.shards.pages.media import evenly_spaced
+from clipmill.shards.pages.media import evenly_spaced_items
 from clipmill.train.evaluation.player import PicturedSamples, Player, clip_figure
 from clipmill.train.tasks.dual_encoder.metrics import ranks
 
@@ -51,7 +51,7 @@ def retrieval_examples(
     rank_M = ranks(similarity_NM.T, ranking.relevancy_NM.T == 1)
     figures: dict[int, dict[str, Any]] = {}
 
-    def found(clip: int, text: int, *, place: int) -> dict[str, Any]:
+    def make_example(clip: int, text: int, *, place: int) -> dict[str, Any]:
         sample, relevancy = int(sample_N[clip]), float(ranking.relevancy_NM[clip, text])
         if clip not in figures:
             figures[clip] = clip_figure(samples, sample, num_frames=num_frames, player=player)
@@ -71,7 +71,7 @@ def retrieval_examples(
         best_right = int(np.flatnonzero(ranking.relevancy_NM[order, text] == 1)[0])
         places = [*range(min(_NUM_FOUND, len(order)))]
         places[-1] = max(places[-1], best_right)
-        shown = [found(int(order[place]), text, place=place + 1) for place in places]
+        shown = [make_example(int(order[place]), text, place=place + 1) for place in places]
         examples.append({"text": ranking.text(text), "rank": int(rank_M[text]), "found": shown})
     return examples
 
@@ -81,7 +81,7 @@ def chosen_texts(rank_M: NDArray[np.int64], *, at_most: int = _NUM_QUERIES) -> l
     right, wrong = np.flatnonzero(rank_M == 1).tolist(), np.flatnonzero(rank_M > 1).tolist()
     num_wrong = min(len(wrong), max(at_most // 2, at_most - len(right)))
     spread = (
-        evenly_spaced(which, at_most=count) if which and count else []
+        evenly_spaced_items(which, at_most=count) if which and count else []
         for which, count in ((right, min(len(right), at_most - num_wrong)), (wrong, num_wrong))
     )
     return [text for text in chain.from_iterable(zip_longest(*spread)) if text is not None]

@@ -16,7 +16,7 @@ from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
 from clipmill.train.spec import Adopted, ExportRequest
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.start import with_towers_of
-from clipmill.train.weights.architecture import model_like, num_frames_of, picture_px_of, sized_as
+from clipmill.train.weights.architecture import match_size, model_like, num_frames_of, picture_px_of
 from clipmill.train.weights.conversion import CONV, LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
 from clipmill.train.weights.exported import (
     EXTRAS_FILE,
@@ -101,7 +101,7 @@ def adopted_clip(source: Source, path: Path, *, say: Say) -> Adopted | None:
             f"weights: an image model, whose tower attends to the patches of all {settings.num_frames} frames at once "
             "here; --num-frames 1 is the image model itself"
         )
-    size = sized_as(size_of(settings.model, settings.towers), source)
+    size = match_size(size_of(settings.model, settings.towers), source)
     return Adopted(settings=settings, shape=ModelShape(size=size, image_px=settings.size_px))
 
 

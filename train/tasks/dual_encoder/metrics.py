@@ -211,13 +211,13 @@ def average_precision(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
     num_first = np.arange(1, ranked_QG.shape[1] + 1)
     precision_QG = np.where(ranked_QG == 1, np.cumsum(ranked_QG, axis=1) / num_first, 0)
     num_full_Q = (ranked_QG == 1).sum(axis=1)
-    return _divided(precision_QG.sum(axis=1), num_full_Q)
+    return _divide(precision_QG.sum(axis=1), num_full_Q)
 
 
 def ndcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
     """nDCG of each query, [Q], from the relevancies in the order of its ranking; NaN where none is above 0."""
     best_QG = -np.sort(-ranked_QG, axis=1)
-    return _divided(_dcg(ranked_QG), _dcg(best_QG))
+    return _divide(_dcg(ranked_QG), _dcg(best_QG))
 
 
 def _dcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -270,7 +270,7 @@ def chance_ndcg(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
     """Expected nDCG of each query under random rankings, [Q]: every rank gains the mean relevancy."""
     discount = 1 / np.log2(np.arange(2, relevancy_QG.shape[1] + 2))
     counted_Q = np.concatenate([[0.0], np.cumsum(discount)])[(relevancy_QG > 0).sum(axis=1)]
-    return _divided(relevancy_QG.mean(axis=1) * counted_Q, _dcg(-np.sort(-relevancy_QG, axis=1)))
+    return _divide(relevancy_QG.mean(axis=1) * counted_Q, _dcg(-np.sort(-relevancy_QG, axis=1)))
 
 
 def _blocks(num_queries: int, gallery_size: int) -> Iterator[slice]:
@@ -279,7 +279,7 @@ def _blocks(num_queries: int, gallery_size: int) -> Iterator[slice]:
     return (slice(begin, min(begin + step, num_queries)) for begin in range(0, num_queries, step))
 
 
-def _divided(above: NDArray[np.float64], below: NDArray[Any]) -> NDArray[np.float64]:
+def _divide(above: NDArray[np.float64], below: NDArray[Any]) -> NDArray[np.float64]:
     return np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
 
 

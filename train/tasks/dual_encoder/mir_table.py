@@ -19,11 +19,18 @@ from numpy.typing import NDArray
 from clipmill.manifests.adapters.splits import split_in_file_name
 from clipmill.manifests.adapters.tables import read_csv
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
-from clipmill.manifests.store import REJECTED_FILE, manifest_dir, read_captions, read_rejected, read_videos
+from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.store import REJECTED_FILE, manifest_dir, read_captions, read_rejected_rows, read_videos
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import videos_of_split
-from clipmill.train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, has_actions, relevancy_of_classes
+from clipmill.train.data.relevancy import (
+    Actions,
+    NoRelevancy,
+    Relevancy,
+    compress_matrix,
+    has_actions,
+    relevancy_of_classes,
+)
 from clipmill.train.tasks.dual_encoder.array_pickle import load_array_pickle
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
@@ -57,9 +64,9 @@ class MirTable:
     def missing(self, num_shown: int) -> str:
         """What a result of `num_shown` clips lacks of the split; empty for nothing."""
         num_clips = len(self.caption_ids)
-        parts = [f"{num_shown:,} of {counted(num_clips, 'clip')} scored"] if num_shown < num_clips else []
+        parts = [f"{num_shown:,} of {count_noun(num_clips, 'clip')} scored"] if num_shown < num_clips else []
         if self.num_rejected:
-            parts.append(f"{counted(self.num_rejected, 'caption')} of the split rejected by prep manifest")
+            parts.append(f"{count_noun(self.num_rejected, 'caption')} of the split rejected by prep manifest")
         return "; ".join([*parts, "not comparable with published numbers"]) if parts else ""
 
     def rows_shown(self, caption_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -105,15 +112,15 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
         _spans(captions),
         sentence_of_N,
         source,
-        _num_rejected(data_dir, captions, split=split),
+        _count_rejected(data_dir, captions, split=split),
     )
 
 
-def _num_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
+def _count_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
     """Captions of a split's annotation files that the manifest lacks; 0 of remote data, whose list is not copied."""
     if not (manifest_dir(data_dir) / REJECTED_FILE).exists():
         return 0
-    videos, rejected = read_videos(data_dir), read_rejected(data_dir)
+    videos, rejected = read_videos(data_dir), read_rejected_rows(data_dir)
     shown = pc.is_in(videos["video_id"], value_set=pc.unique(captions["video_id"].cast(pa.string())))
     datasets = set(videos.filter(shown)["dataset"].to_pylist())
     its = [
@@ -144,7 +151,7 @@ def _sentences(path: Path, texts: pa.Array, *, split: str) -> pa.Array:
     strange = names.filter(pc.invert(pc.is_in(names, value_set=texts)))
     if len(strange):
         raise UserError(
-            f"{path} has {counted(len(strange), 'sentence')} that no caption of split {split!r} has; the first: "
+            f"{path} has {count_noun(len(strange), 'sentence')} that no caption of split {split!r} has; the first: "
             f"{strange[0]}",
             hint="give the sentence file of this split",
         )
@@ -189,7 +196,7 @@ def _read_matrix(path: Path) -> Relevancy:
             hint="give a relevancy file",
         )
     try:
-        return compressed(matrix)
+        return compress_matrix(matrix)
     except NoRelevancy as error:
         raise UserError(f"{path} holds no relevancies: {error}", hint="give a relevancy file") from error
 

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.caption_choice import choose_sources
 from clipmill.train.data.caption_rows import no_captions
@@ -126,7 +126,7 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
     captions = captions.filter(pc.equal(captions["source"], first))
     if misfit := _misfit(captions, name):
         raise UserError(f"split {split!r} of {data_dir} is not for the protocol {name}: {misfit}", hint=_HINT)
-    return _joined(captions) if name == "paragraph" else captions
+    return _join_sentences(captions) if name == "paragraph" else captions
 
 
 def _misfit(captions: pa.Table, name: ProtocolName) -> str:
@@ -142,13 +142,13 @@ def _misfit(captions: pa.Table, name: ProtocolName) -> str:
     if wanted is not None and (num_N.max() > wanted or np.median(num_N) != wanted):
         other = np.flatnonzero(num_N != wanted)
         return (
-            f"the protocol has {counted(wanted, 'caption')} for each video, and {len(other):,} of {len(num_N):,} "
+            f"the protocol has {count_noun(wanted, 'caption')} for each video, and {len(other):,} of {len(num_N):,} "
             f"videos have another number, such as {videos[int(other[0])]} with {num_N[other[0]]}"
         )
     return "captions of a video have different times, and the protocol ranks whole videos" if has_times else ""
 
 
-def _joined(captions: pa.Table) -> pa.Table:
+def _join_sentences(captions: pa.Table) -> pa.Table:
     """A caption for each video: its sentences in order of time, and the whole video; the id is that of the first."""
     order = [("begin_s", "ascending"), ("end_s", "ascending"), ("caption_id", "ascending")]
     columns = captions.select(["video_id", "begin_s", "end_s", "caption_id", "source", "text"])
@@ -210,7 +210,7 @@ class RetrievalScorer:
     def missing(self, num_videos: int) -> str:
         """What `num_videos` with their captions lack of the protocol's; empty for nothing."""
         num_texts = 0 if self.captions is None else len(self.captions)
-        return _missing(PROTOCOLS[self.name], num_videos=num_videos, num_texts=num_texts)
+        return _missing_text(PROTOCOLS[self.name], num_videos=num_videos, num_texts=num_texts)
 
     def score(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
         """The result as plain values."""
@@ -272,12 +272,12 @@ class RetrievalScorer:
             clip_N,
             row_M=clip_N[is_right_NM.argmax(axis=0)],
             texts=texts,
-            incomplete=_missing(PROTOCOLS[self.name], num_videos=len(clip_N), num_texts=len(texts)),
+            incomplete=_missing_text(PROTOCOLS[self.name], num_videos=len(clip_N), num_texts=len(texts)),
             notes=tuple(_notes(texts, source=captions["source"][0].as_py(), context_length=self.context_length)),
         )
 
 
-def _missing(protocol: RetrievalProtocol, *, num_videos: int, num_texts: int) -> str:
+def _missing_text(protocol: RetrievalProtocol, *, num_videos: int, num_texts: int) -> str:
     if protocol.num_videos is None or protocol.num_captions is None:
         return ""
     num_all = protocol.num_videos * protocol.num_captions
@@ -297,9 +297,9 @@ def _notes(texts: tuple[str, ...], *, source: str, context_length: int | None) -
     num_equal = len(texts) - len(set(texts))
     notes = [f"captions of source {source}"]
     if num_equal:
-        notes.append(f"{counted(num_equal, 'text')} equal to an earlier one")
+        notes.append(f"{count_noun(num_equal, 'text')} equal to an earlier one")
     if num_cut:
         notes.append(
-            f"{counted(num_cut, 'text')} with {context_length} tokens or more, which are cut after {context_length}"
+            f"{count_noun(num_cut, 'text')} with {context_length} tokens or more, which are cut after {context_length}"
         )
     return notes

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from clipmill.manifests.imported import late
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.imported import import_late
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked, Range
 from clipmill.train.evaluation.by_class import BASELINE_KEYS
 from clipmill.train.evaluation.probe.spec import PROBE
@@ -115,11 +115,13 @@ def retrieval_table(result: dict[str, Any]) -> Table:
             scores = scored[key]
             cells = [share_cell(share, scores["chance"][k]) for k, share in scores["recall"].items()]
             cells.append(Cell(f"{scores['median_rank']:.1f}", f"{scores['chance_median_rank']:.0f}"))
-            detail = f"{counted(scores['num_queries'], 'query', 'queries')}, {scores['gallery_size']:,} to choose from"
+            detail = (
+                f"{count_noun(scores['num_queries'], 'query', 'queries')}, {scores['gallery_size']:,} to choose from"
+            )
             rows.append(Row(name + kind, detail, tuple(cells)))
     to_video, to_text = (result[key] for key in _DIRECTIONS)
     texts, clips = ("distinct text", "clip") if is_plain else ("text", "video")
-    sizes = f"{counted(to_video['num_queries'], texts)}, {counted(to_text['num_queries'], clips)}"
+    sizes = f"{count_noun(to_video['num_queries'], texts)}, {count_noun(to_text['num_queries'], clips)}"
     notes = "; ".join(result.get("notes", ()))
     protocol = protocol_of(result, sizes, notes=notes, dual_softmax=dual.get("rule", ""))
     columns = (*(f"R@{k}" for k in to_video["recall"]), "median rank")
@@ -136,7 +138,7 @@ def mir_table(result: dict[str, Any]) -> Table:
             share_cell(scores["ndcg"], scores["chance_ndcg"]),
         )
         num_scored = scores["num_queries"] - scores["num_without_ap"]
-        detail = f"{counted(num_scored, 'query', 'queries')}, {scores['gallery_size']:,} to rank"
+        detail = f"{count_noun(num_scored, 'query', 'queries')}, {scores['gallery_size']:,} to rank"
         rows.append(Row(_DIRECTIONS[key], detail, cells))
     means = tuple(
         share_cell(result["average"][name], _mean(result[key][f"chance_{name}"] for key in _DIRECTIONS))
@@ -146,7 +148,7 @@ def mir_table(result: dict[str, Any]) -> Table:
     relevancy = result["relevancy"].removeprefix("relevancy of ").removeprefix("relevancy ")
     is_computed = relevancy.startswith("computed from ")
     rows.append(Row("average" if is_computed else f"average, {relevancy}", "of both directions", means))
-    protocol = protocol_of(result, result["coverage"], relevancy=relevancy, left_out=_undefined(result))
+    protocol = protocol_of(result, result["coverage"], relevancy=relevancy, left_out=_undefined_text(result))
     title = f"Multi-instance retrieval (EK-100 MIR, {'computed relevancy' if is_computed else relevancy})"
     return Table(title, ("mAP", "nDCG"), tuple(rows), protocol, headline=-1)
 
@@ -155,7 +157,7 @@ def egomcq_table(result: dict[str, Any]) -> Table:
     """Accuracy among clips of different videos, and of one."""
     kinds = {"inter": "inter-video", "intra": "intra-video"}
     cells = tuple(share_cell(result[kind]["accuracy"], result[kind]["chance"]) for kind in kinds)
-    sizes = ", ".join(counted(result[kind]["num_questions"], f"{name} question") for kind, name in kinds.items())
+    sizes = ", ".join(count_noun(result[kind]["num_questions"], f"{name} question") for kind, name in kinds.items())
     rows = (Row("accuracy", sizes, cells),)
     protocol = protocol_of(result, sizes, questions=result["questions"])
     of_first = result["inter"]["num_questions"], f"{kinds['inter']} question"
@@ -167,9 +169,9 @@ def zero_shot_table(result: dict[str, Any]) -> Table:
     top, baseline = result["top"], result["majority_baseline"]
     shares = [*top.values(), result["mean_class_accuracy"]]
     cells = [share_cell(share, baseline[key]) for share, key in zip(shares, BASELINE_KEYS, strict=True)]
-    clips, num_without = counted(result["num_clips"], "clip"), result["num_without_class"]
-    detail = f"{clips}, {counted(result['num_classes'], 'class', 'classes')}"
-    left_out = f"{counted(num_without, 'clip')} without a class" if num_without else ""
+    clips, num_without = count_noun(result["num_clips"], "clip"), result["num_without_class"]
+    detail = f"{clips}, {count_noun(result['num_classes'], 'class', 'classes')}"
+    left_out = f"{count_noun(num_without, 'clip')} without a class" if num_without else ""
     classes = f"{result['classes']}, {result['num_classes_seen']:,} of them have clips; {result['prompts']}"
     protocol = protocol_of(result, clips, classes=classes, left_out=left_out)
     columns = (*(f"top-{k}" for k in top), "mean class")
@@ -183,14 +185,14 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(there) / len(there) if len(there) == len(found) else None
 
 
-def _undefined(result: dict[str, Any]) -> str:
+def _undefined_text(result: dict[str, Any]) -> str:
     parts = []
     for direction, query in (("video_to_text", "clip"), ("text_to_video", "sentence")):
         scores = result[direction]
         if scores["num_without_ap"]:
-            parts.append(f"no AP for {counted(scores['num_without_ap'], query)} with nothing of relevancy 1")
+            parts.append(f"no AP for {count_noun(scores['num_without_ap'], query)} with nothing of relevancy 1")
         if scores["num_without_ndcg"]:
-            parts.append(f"no nDCG for {counted(scores['num_without_ndcg'], query)} with nothing relevant")
+            parts.append(f"no nDCG for {count_noun(scores['num_without_ndcg'], query)} with nothing relevant")
     return "; ".join(parts)
 
 
@@ -213,7 +215,7 @@ RETRIEVAL = EvaluationSpec(
     example="train eval retrieval runs/first --shards data",
     run_help=_RUNS,
     settings=RetrievalFlags,
-    score=late("clipmill.train.tasks.dual_encoder.evaluation:score_run"),
+    score=import_late("clipmill.train.tasks.dual_encoder.evaluation:score_run"),
     table=retrieval_table,
     pictures="examples",
     section=Path(__file__).with_name("retrievals.html.j2"),
@@ -233,7 +235,7 @@ MIR = EvaluationSpec(
     example="train eval mir runs/ek100 --shards data --relevancy relevancy.pkl",
     run_help=_RUNS,
     settings=MirFlags,
-    score=late("clipmill.train.tasks.dual_encoder.evaluation:score_run"),
+    score=import_late("clipmill.train.tasks.dual_encoder.evaluation:score_run"),
     table=mir_table,
     pictures="examples",
     section=Path(__file__).with_name("retrievals.html.j2"),
@@ -250,7 +252,7 @@ EGOMCQ = EvaluationSpec(
     run_help=_RUNS,
     needs="--questions egomcq.json",
     settings=EgoMcqFlags,
-    score=late("clipmill.train.tasks.dual_encoder.evaluation:score_run"),
+    score=import_late("clipmill.train.tasks.dual_encoder.evaluation:score_run"),
     table=egomcq_table,
     curves=(CurveGroup(r"(inter|intra)_accuracy", "EgoMCQ accuracy, %"),),
 )
@@ -260,7 +262,7 @@ ZERO_SHOT = EvaluationSpec(
     example="train eval zero-shot runs/first --shards data --classes classes.txt",
     run_help=_RUNS,
     settings=ZeroShotFlags,
-    score=late("clipmill.train.tasks.dual_encoder.evaluation:score_run"),
+    score=import_late("clipmill.train.tasks.dual_encoder.evaluation:score_run"),
     table=zero_shot_table,
     pictures="by_class",
     section=CLASSES_SECTION,
@@ -271,8 +273,8 @@ TASK = TaskSpec(
     help="Train a CLIP-style dual encoder with a contrastive loss.",
     example="train dual-encoder --shards data --preset tiny --steps 200 --out runs/first",
     settings=DualEncoderSettings,
-    make=late("clipmill.train.tasks.dual_encoder.task:DualEncoderTask"),
-    effective=late("clipmill.train.tasks.dual_encoder.start:effective_settings"),
+    make=import_late("clipmill.train.tasks.dual_encoder.task:DualEncoderTask"),
+    effective=import_late("clipmill.train.tasks.dual_encoder.start:effective_settings"),
     evaluations=(RETRIEVAL, MIR, EGOMCQ, ZERO_SHOT, PROBE),
     formats={
         "open_clip": "create_model('local-dir:OUT')",
@@ -281,8 +283,8 @@ TASK = TaskSpec(
         "torch": "torch.export.load('OUT/model.pt2'), the video tower",
         "onnx": "InferenceSession('OUT/model.onnx'), the video tower",
     },
-    export=late("clipmill.train.tasks.dual_encoder.export:exported_clip"),
-    adopt=late("clipmill.train.tasks.dual_encoder.export:adopted_clip"),
+    export=import_late("clipmill.train.tasks.dual_encoder.export:exported_clip"),
+    adopt=import_late("clipmill.train.tasks.dual_encoder.export:adopted_clip"),
     adopted="a CLIP with both towers",
     adopts_tags=True,
     has_frame_embedding=True,

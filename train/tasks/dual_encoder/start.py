@@ -11,7 +11,7 @@ from clipmill.train.models.text import CONTEXT_LENGTH
 from clipmill.train.models.transformer import NORM_EPS
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.weights.conversion import LOGIT_SCALE, PROJECTION
-from clipmill.train.weights.effective import chosen, effective_clip_settings
+from clipmill.train.weights.effective import choose_value, effective_clip_settings
 from clipmill.train.weights.source import Say, Source
 
 # Losses whose temperature has the meaning of CLIP's. The others have initial values of their own.
@@ -36,7 +36,7 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     towers, projection = settings.towers, source.converted.tensors.get(PROJECTION)
     # Stored text embeddings have a width of their own.
     if projection is not None and has_text and towers.image is None:
-        width = chosen("--towers.embedding-width", towers.embedding_width, projection.shape[-1], say=say)
+        width = choose_value("--towers.embedding-width", towers.embedding_width, projection.shape[-1], say=say)
         settings = replace(settings, towers=replace(towers, embedding_width=width))
     temperature = _temperature(settings, source, say=say)
     if temperature is not None:
@@ -64,7 +64,7 @@ def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say:
     if settings.text_tower == "trained" and isinstance(towers, DualEncoderTowers) and not towers.text:
         positions = source.converted.tensors.get("text.positional_embedding")
         theirs = None if positions is None or len(positions) == CONTEXT_LENGTH else len(positions)
-        length = chosen("--towers.context-length", towers.context_length, theirs, say=say)
+        length = choose_value("--towers.context-length", towers.context_length, theirs, say=say)
         settings = replace(settings, towers=replace(towers, context_length=length))
     return settings
 

@@ -27,7 +27,7 @@ from clipmill.train.data.query import (
     loader_settings,
     open_samples,
 )
-from clipmill.train.device.random import uniform
+from clipmill.train.device.random import draw_uniform
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.losses.contrastive import DatasetSize, build_contrast
@@ -198,7 +198,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
             within_BK = None
             if is_training:
                 positions, count = batch["position"].numpy(), settings.num_frames
-                within_BK = uniform(positions, count, seed=settings.seed, purpose="frames")
+                within_BK = draw_uniform(positions, count, seed=settings.seed, purpose="frames")
             latents_BTCHW = spread_frames(batch["latents"], num_frames=settings.num_frames, offset_BK=within_BK)
             return latents_BTCHW.float().transpose(1, 2)
         return self.pixels(batch, slice(None), mean=CLIP_MEAN, std=CLIP_STD, is_training=is_training)

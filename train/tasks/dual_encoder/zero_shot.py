@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.adapters.tables import text_lines
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import videos_of_split
@@ -95,17 +95,17 @@ def open_class_prompts(
     if classes is None:
         are_names = not (is_action or pa.types.is_integer(labels.type))
         names, class_of_N = _classes_of_labels(labels, captions["text"].combine_chunks(), are_names=are_names)
-        source = f"{counted(len(names), 'class', 'classes')} of the captions' {what}"
+        source = f"{count_noun(len(names), 'class', 'classes')} of the captions' {what}"
     else:
         names = read_class_file(classes)
         class_of_N = _classes_of_lines(labels, names, path=classes, what=what)
-        source = f"{counted(len(names), 'class', 'classes')} of {classes.name}, by the captions' {what}"
+        source = f"{count_noun(len(names), 'class', 'classes')} of {classes.name}, by the captions' {what}"
     known = class_of_N >= 0
     if not known.any():
         example = f", such as {labels[0].as_py()!r}" if len(labels) else ""
         raise UserError(
             f"no caption of split {split!r} has a class: none of their {what}{example} is among "
-            + counted(len(names), "class", "classes"),
+            + count_noun(len(names), "class", "classes"),
             hint="give --classes FILE with the names that the captions have, or --label",
         )
     caption_ids = captions["caption_id"].to_numpy()[known]
@@ -259,11 +259,13 @@ class ZeroShotScorer:
             rank_N=torch.from_numpy(class_ranks(similarity, class_of_clip)),
         ).by_class([names[0] for names in classes.names], title=classes.source)
         templates = list(classes.templates)
-        prompts = "the bare name" if templates == [PLAIN_TEMPLATE] else counted(len(templates), "template")
+        prompts = "the bare name" if templates == [PLAIN_TEMPLATE] else count_noun(len(templates), "template")
         return {
             **scores,
             "classes": classes.source,
-            "prompts": f"{counted(len(texts), 'prompt')}: {prompts}, {counted(sum(map(len, classes.names)), 'name')}",
+            "prompts": (
+                f"{count_noun(len(texts), 'prompt')}: {prompts}, {count_noun(sum(map(len, classes.names)), 'name')}"
+            ),
             "templates": templates,
             "num_without_class": int((~has_class).sum()),
             "majority_baseline": majority_baseline(by_class),

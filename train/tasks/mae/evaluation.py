@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.shards.pages.media import evenly_spaced, evenly_within, jpeg_uri, png_uri
+from clipmill.shards.pages.media import evenly_spaced_items, evenly_within, jpeg_uri, png_uri
 from clipmill.train.data.latents.segments import FALSE_COLOUR_STDS
 from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
@@ -65,7 +65,7 @@ def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "
         counted_batches(samples.evaluation_batches(every=every), "reconstructing", total=-(-len(samples) // every)),
         clips,
         pictures=Pictures(
-            samples=frozenset(evenly_spaced(range(0, len(samples), every), at_most=_NUM_CLIPS)),
+            samples=frozenset(evenly_spaced_items(range(0, len(samples), every), at_most=_NUM_CLIPS)),
             frames=evenly_within(range(settings.num_frames), at_most=_MAX_FRAMES),
             to_display=_to_display(settings),
         ),

@@ -9,7 +9,7 @@ from clipmill.train.models.masked_autoencoder import decoder_size
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.spec import Adopted, ExportRequest
 from clipmill.train.tasks.mae.settings import MaeSettings
-from clipmill.train.weights.architecture import model_like, picture_px_of, sized_as
+from clipmill.train.weights.architecture import match_size, model_like, picture_px_of
 from clipmill.train.weights.effective import effective_clip_settings
 from clipmill.train.weights.exported import Exported, require_format
 from clipmill.train.weights.files import read_config
@@ -32,7 +32,7 @@ def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> Adopted | No
             decoder_depth=depth or MaeSettings.decoder_depth,
         )
         settings = effective_clip_settings(settings, source, say=say)
-    size = sized_as(size_of(settings.model, settings.towers), source)
+    size = match_size(size_of(settings.model, settings.towers), source)
     shape = ModelShape(size=size, image_px=settings.size_px)
     return Adopted(settings=settings, shape=shape, lacks="" if depth else "a decoder")
 

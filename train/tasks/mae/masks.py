@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from clipmill.train.device.random import device_uniform
-from clipmill.train.device.transfer import constant, send
+from clipmill.train.device.transfer import constant_tensor, send
 from clipmill.train.models.video_vit import CubeGrid
 from clipmill.train.tasks.mae.settings import DecoderMask, MaeSettings, num_masked_places
 
@@ -47,7 +47,7 @@ def tube_masks(positions_B: torch.Tensor, grid: CubeGrid, *, ratio: float, seed:
         positions_B: int64, positions of the samples in the order of the run, on the device where masks are drawn.
     """
     drawn_BP = device_uniform(positions_B, grid.patches, seed=seed, purpose="tube mask")
-    masked_BP = _lowest(drawn_BP, num_masked_places(ratio, num_places=grid.patches))
+    masked_BP = _lowest_mask(drawn_BP, num_masked_places(ratio, num_places=grid.patches))
     return masked_BP.repeat(1, grid.steps)
 
 
@@ -77,7 +77,7 @@ def decoded_cubes(
         last_BN += ~running_cells(starts_B1[:, 0].long(), grid, ratio=ratio)
     num_masked_B1 = masked_BN.sum(1, keepdim=True)
     num_predicted_B1 = num_masked_B1 - (ratio * num_masked_B1.double()).long()
-    return _lowest(last_BN.masked_fill(~masked_BN, torch.inf), num_predicted_B1)
+    return _lowest_mask(last_BN.masked_fill(~masked_BN, torch.inf), num_predicted_B1)
 
 
 def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> torch.Tensor:
@@ -88,7 +88,7 @@ def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> to
         ratio: fraction of a cell's patches that is not kept at a step: 0.25, 0.5 or 0.75.
     """
     device = starts_B.device
-    cell = constant(_CELL, device, torch.int64)
+    cell = constant_tensor(_CELL, device, torch.int64)
     row_R1, column_C = torch.arange(grid.rows, device=device)[:, None], torch.arange(grid.columns, device=device)
     place_P = cell[row_R1 % 2, column_C % 2].flatten()
     step_S1 = torch.arange(grid.steps, device=device)[:, None]
@@ -96,7 +96,7 @@ def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> to
     return (ahead_BSP < round(_CELL_PLACES * (1 - ratio))).flatten(1)
 
 
-def _lowest(values_BN: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
+def _lowest_mask(values_BN: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
     """Whether each value is among the `count` lowest of its row, bool [B, N]; `count` is an int or int64 [B, 1]."""
     ranks_BN = values_BN.argsort(dim=1).argsort(dim=1)
     return ranks_BN < count

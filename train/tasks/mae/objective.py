@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional
 
 from clipmill.train.data.batch import Batch
-from clipmill.train.device.transfer import Scalar, constant
+from clipmill.train.device.transfer import Scalar, constant_tensor
 from clipmill.train.distributed.step import Step
 from clipmill.train.losses.objective import Objective, backward_microbatches
 from clipmill.train.models.masked_autoencoder import predicted_cubes
-from clipmill.train.models.video_vit import VideoViTSize, cubes_of, picked
+from clipmill.train.models.video_vit import VideoViTSize, cubes_of, pick_cubes
 from clipmill.train.tasks.mae.masks import Masking
 
 _EPS = 1e-6
@@ -106,12 +106,12 @@ def normalised_cubes(
             the effect of 1e-6; so 1e-6 is divided instead. None for latents.
     """
     cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
-    targets_BMtppC = picked(cubes.permute(0, 1, 2, 3, 5, 6, 7, 4), predicted_BM)
+    targets_BMtppC = pick_cubes(cubes.permute(0, 1, 2, 3, 5, 6, 7, 4), predicted_BM)
     x = targets_BMtppC.flatten(2, 4).to(torch.promote_types(video_BCTHW.dtype, torch.float32))
     # In place: this is the largest part of a batch.
     x.sub_(x.mean(2, keepdim=True))
     deviation = torch.linalg.vector_norm(x, dim=2, keepdim=True).div_((x.shape[2] - 1) ** 0.5)
-    eps = _EPS / constant(tuple(std or (1.0,)), x.device, x.dtype)
+    eps = _EPS / constant_tensor(tuple(std or (1.0,)), x.device, x.dtype)
     x.div_(deviation.add_(eps))
     return x.flatten(2)
 

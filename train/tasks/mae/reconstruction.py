@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.batch import to_device
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.models.masked_autoencoder import predicted_cubes
@@ -123,7 +123,7 @@ def evaluate_reconstruction(
                     key = batch["key"][begin + row]
                     clips.append(ReconstructedClip(number, key, losses_B2[row, 0].item(), *frames))
     if not losses:
-        raise FailedWork(f"none of {counted(len(failed), 'clip')} could be decoded")
+        raise FailedWork(f"none of {count_noun(len(failed), 'clip')} could be decoded")
     loss, flat_loss = torch.cat(losses).mean(0).tolist()
     if not np.isfinite(loss):
         raise FailedWork("predictions are not finite: the weights have diverged")

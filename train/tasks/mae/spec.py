@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from clipmill.manifests.imported import late
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.imported import import_late
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked, Range
 from clipmill.manifests.units import percent
 from clipmill.train.evaluation.probe.spec import PROBE
@@ -33,7 +33,7 @@ def reconstruction_table(result: dict[str, Any]) -> Table:
         Cell(f"{flat:.4f}"),
         Cell(percent(explained), share=None if explained is None else min(max(explained, 0.0), 1.0)),
     )
-    clips = counted(result["num_samples"], "clip")
+    clips = count_noun(result["num_samples"], "clip")
     detail = f"{clips}, {percent(result['share_hidden'])} masked"
     more = {"mask": result["mask"], "split": result["split_chosen"]}
     protocol = protocol_of(result, clips, **more)
@@ -55,7 +55,7 @@ RECONSTRUCTION = EvaluationSpec(
     example="train eval reconstruction runs/mae --shards data",
     run_help="Run folder of train mae.",
     settings=ReconstructionFlags,
-    score=late("clipmill.train.tasks.mae.evaluation:score_run"),
+    score=import_late("clipmill.train.tasks.mae.evaluation:score_run"),
     table=reconstruction_table,
     pictures="shown",
     section=Path(__file__).with_name("reconstructions.html.j2"),
@@ -66,13 +66,13 @@ TASK = TaskSpec(
     help="Pre-train a video tower as a masked autoencoder (VideoMAE); needs no captions.",
     example="train mae --shards data --preset tiny --out runs/masked",
     settings=MaeSettings,
-    make=late("clipmill.train.tasks.mae.task:MaeTask"),
-    effective=late("clipmill.train.tasks.mae.task:effective_settings"),
+    make=import_late("clipmill.train.tasks.mae.task:MaeTask"),
+    effective=import_late("clipmill.train.tasks.mae.task:effective_settings"),
     evaluations=(PROBE, RECONSTRUCTION),
-    at_end=late("clipmill.train.tasks.mae.evaluation:reconstruct_at_end"),
+    at_end=import_late("clipmill.train.tasks.mae.evaluation:reconstruct_at_end"),
     formats={"hf": "VideoMAEForPreTraining.from_pretrained('OUT')", "videomae": "VideoMAE's code, as a checkpoint"},
-    export=late("clipmill.train.tasks.mae.export:exported_autoencoder"),
-    adopt=late("clipmill.train.tasks.mae.export:adopted_autoencoder"),
+    export=import_late("clipmill.train.tasks.mae.export:exported_autoencoder"),
+    adopt=import_late("clipmill.train.tasks.mae.export:adopted_autoencoder"),
     adopted="a VideoMAE",
     features=Features(
         description="mean of the encoder's tokens of all cubes, none masked",

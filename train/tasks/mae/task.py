@@ -19,7 +19,7 @@ from clipmill.train.data.folders import open_data_folder
 from clipmill.train.data.frame_sampling import window_frames
 from clipmill.train.data.inputs import picture_size
 from clipmill.train.data.query import LATENT_PATCH, DataQuery, loader_settings, open_samples
-from clipmill.train.device.random import uniform
+from clipmill.train.device.random import draw_uniform
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.evaluation.probe.evaluation import LoopProbe
@@ -138,7 +138,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         if batch["input"] == "latents":
             within_B = None
             if is_training:
-                within_B = uniform(batch["position"][rows].numpy(), 1, seed=settings.seed, purpose="window")[:, 0]
+                within_B = draw_uniform(batch["position"][rows].numpy(), 1, seed=settings.seed, purpose="window")[:, 0]
             latents_BTCHW = window_frames(batch["latents"][rows], num_frames=settings.num_frames, offset_B=within_B)
             return latents_BTCHW.float().transpose(1, 2)
         return self.pixels(batch, rows, mean=IMAGENET_MEAN, std=IMAGENET_STD, is_training=is_training)

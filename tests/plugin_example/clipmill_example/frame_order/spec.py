@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.imported import late
+from clipmill.manifests.imported import import_late
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.evaluation import EvaluationSettings
 from clipmill.train.evaluation.tables import Row, Table, protocol_of, share_cell
@@ -54,8 +54,8 @@ TASK = TaskSpec(
     help="Train a video tower to tell whether the frames of a clip are in order, or reversed.",
     example="train frame-order --shards data",
     settings=FrameOrderSettings,
-    make=late("clipmill_example.frame_order.task:FrameOrderTask"),
-    effective=late("clipmill.train.weights.effective:effective_clip_settings"),
+    make=import_late("clipmill_example.frame_order.task:FrameOrderTask"),
+    effective=import_late("clipmill.train.weights.effective:effective_clip_settings"),
     evaluations=(
         EvaluationSpec(
             name="frame-order",
@@ -63,7 +63,7 @@ TASK = TaskSpec(
             example="train eval frame-order runs/order",
             run_help="Folder that train frame-order --out made.",
             settings=FrameOrderFlags,
-            score=late("clipmill_example.frame_order.task:score_run"),
+            score=import_late("clipmill_example.frame_order.task:score_run"),
             table=_table,
             curves=(CurveGroup("(accuracy)", "Frame order, %"),),
         ),

@@ -16,7 +16,7 @@ from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.producers.chunk_clips import open_chunk_clips
 from clipmill.train.data.query import clip_shape, loader_settings
 from clipmill.train.data.samples import Samples
-from clipmill.train.device.random import uniform
+from clipmill.train.device.random import draw_uniform
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
@@ -114,7 +114,7 @@ class FrameOrderTask:
             std=CLIP_STD,
             draw=None,
         )
-        drawn = uniform(batch["position"].cpu().numpy(), 1, seed=self._settings.seed, purpose="order")[:, 0]
+        drawn = draw_uniform(batch["position"].cpu().numpy(), 1, seed=self._settings.seed, purpose="order")[:, 0]
         reversed_B = torch.from_numpy((drawn < 0.5).astype(np.float32)).to(clips.device)
         return torch.where(reversed_B[:, None, None, None, None] > 0, clips.flip(2), clips), reversed_B
 

@@ -10,13 +10,13 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.tasks.caption.chunks.request import ChunkDecoding
 from clipmill.train.tasks.caption.decoding import (
+    filter_top_k,
+    filter_top_p,
     generate_captions,
-    sampled,
-    top_k_filtered,
-    top_p_filtered,
+    sample_tokens,
     with_temperature,
 )
-from clipmill.train.tasks.caption.settings import DecodingSettings, max_tokens_of, within
+from clipmill.train.tasks.caption.settings import DecodingSettings, fit_decoding, max_tokens_of
 from tests.train.models.small_captioners import END, clips, ours_with_weights_of, their_captioner
 
 NO_IDS = torch.zeros(1, 1, dtype=torch.int64)
@@ -36,31 +36,31 @@ def test_temperatures_are_transformers(temperature: float) -> None:
 @pytest.mark.parametrize("top_k", [1, 7, 199, 200, 5000])
 def test_the_likeliest_k_are_transformers_with_ties_too(top_k: int) -> None:
     given = logits().round()
-    torch.testing.assert_close(top_k_filtered(given, top_k), TopKLogitsWarper(top_k)(NO_IDS, given), atol=0, rtol=0)
+    torch.testing.assert_close(filter_top_k(given, top_k), TopKLogitsWarper(top_k)(NO_IDS, given), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 def test_the_nucleus_is_transformers(top_p: float, spread: float) -> None:
     given = logits(spread=spread)
-    torch.testing.assert_close(top_p_filtered(given, top_p), TopPLogitsWarper(top_p)(NO_IDS, given), atol=0, rtol=0)
+    torch.testing.assert_close(filter_top_p(given, top_p), TopPLogitsWarper(top_p)(NO_IDS, given), atol=0, rtol=0)
 
 
 def test_a_nucleus_of_all_leaves_all() -> None:
-    torch.testing.assert_close(top_p_filtered(logits(), 1.0), logits(), atol=0, rtol=0)
+    torch.testing.assert_close(filter_top_p(logits(), 1.0), logits(), atol=0, rtol=0)
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     given = torch.tensor([[0.0, 1.0, -torch.inf, 2.0, -torch.inf]]).expand(40_000, -1)
     uniform = torch.rand(40_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    counts = sampled(given, uniform).bincount(minlength=5) / 40_000
+    counts = sample_tokens(given, uniform).bincount(minlength=5) / 40_000
     torch.testing.assert_close(counts, given[0].softmax(0), atol=0.01, rtol=0)
     assert counts[2] == counts[4] == 0
 
 
 def test_the_ends_of_the_interval_draw_tokens_that_may_be_drawn() -> None:
     given = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]]).expand(2, -1)
-    assert sampled(given, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)).tolist() == [1, 2]
+    assert sample_tokens(given, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)).tolist() == [1, 2]
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +135,9 @@ def test_the_default_length_gives_way_to_the_context_and_a_length_that_was_asked
     settings = DecodingSettings(max_tokens=wanted)
     if found is None:
         with pytest.raises(UserError, match=f"--decoding.max-tokens is {wanted}, and the decoder's context has 12 tok"):
-            within(settings, context_length, is_of_run=is_of_run)
+            fit_decoding(settings, context_length, is_of_run=is_of_run)
     else:
-        assert within(settings, context_length, is_of_run=is_of_run).max_tokens == found
+        assert fit_decoding(settings, context_length, is_of_run=is_of_run).max_tokens == found
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_settings_that_spell_out_what_takes_effect_are_equal(
     settings: DecodingSettings, spelled_out: DecodingSettings
 ) -> None:
     effective, other = (
-        within(one.effective() if isinstance(one, ChunkDecoding) else one, 64) for one in (settings, spelled_out)
+        fit_decoding(one.effective() if isinstance(one, ChunkDecoding) else one, 64) for one in (settings, spelled_out)
     )
     assert effective == other and effective.max_tokens == 30
-    assert within(replace(effective, max_tokens=29), 64) != effective
+    assert fit_decoding(replace(effective, max_tokens=29), 64) != effective
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,6 @@ def test_captions_that_must_be_too_long_are_refused_by_the_limit_that_there_is(
     least: int, context_length: int, message: str, hint: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        within(DecodingSettings(min_tokens=least), context_length)
+        fit_decoding(DecodingSettings(min_tokens=least), context_length)
     assert hint in (caught.value.hint or "")
-    assert within(DecodingSettings(min_tokens=least, max_tokens=64), 64).min_tokens == least
+    assert fit_decoding(DecodingSettings(min_tokens=least, max_tokens=64), 64).min_tokens == least

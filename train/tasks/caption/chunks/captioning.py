@@ -44,7 +44,7 @@ from clipmill.train.tasks.caption.chunks.table import (
     read_record,
     require_same_work,
 )
-from clipmill.train.tasks.caption.settings import within
+from clipmill.train.tasks.caption.settings import fit_decoding
 from clipmill.train.tasks.caption.videos.clips import length_us
 from clipmill.train.tasks.caption.videos.run import TrainedCaptioner, open_captioner
 from clipmill.train.weights.source import Say
@@ -83,7 +83,7 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
     segment_us = None if request.segment is None else length_us(request.segment, flag="--segment")
     captioner = open_captioner(weights, overrides=request.shown, device=request.device, say=say)
     settings = replace(captioner.trained.settings, shards=request.shards, where=request.where)
-    decoding = within(request.decoding.effective(), captioner.task.decoder.context_length)
+    decoding = fit_decoding(request.decoding.effective(), captioner.task.decoder.context_length)
     folder = open_folder(settings, reason="train caption-chunks captions the chunks of a data folder")
     samples = open_chunk_clips(
         clip_query(
@@ -198,12 +198,12 @@ def _caption_part(
         loaded = list(islice(outcomes, min(work.batch, part.end - begin)))
         failed += [one for one in loaded if isinstance(one, FailedSample)]
         if clips := [one for one in loaded if not isinstance(one, FailedSample)]:
-            tables.append(_captioned(work, clips, ring))
+            tables.append(_caption_rows(work, clips, ring))
     publish_part(part.path(out), pa.concat_tables(tables), failed=failed)
     return len(failed)
 
 
-def _captioned(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -> pa.Table:
+def _caption_rows(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -> pa.Table:
     """The rows of a batch of clips."""
     samples, chunks, count = work.samples, work.samples.reader.chunks, work.decoding.num_samples or 1
     rows = np.array([clip["position"] for clip in clips])

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.data import Overrides
 from clipmill.train.config.places import require_named_weights, require_places
 from clipmill.train.tasks.caption.chunks.request import ChunkCaptionsRequest, ChunkDecoding
@@ -60,8 +60,8 @@ def caption_chunks(
         with reading_variants_of_run(weights, request.shards, say=progress.say):
             work = open_work(weights, request, say=progress.say)
             record = caption(work, out, world=world, progress=progress)
-        clips = counted(record["num_clips"] - record["num_failed"], "clip")
-        counts = f"{counted(record['num_captions'], 'caption')} of {clips}"
+        clips = count_noun(record["num_clips"] - record["num_failed"], "clip")
+        counts = f"{count_noun(record['num_captions'], 'caption')} of {clips}"
         empty = f"; {record['num_empty']:,} were empty and are left out" if record["num_empty"] else ""
         progress.say(f"done: {counts} in {out}{empty}")
         progress.say(f"next: prep manifest captions {shlex.quote(str(out))} --data {shlex.quote(request.shards)}")

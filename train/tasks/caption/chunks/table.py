@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.pseudo_captions import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
-from clipmill.manifests.publish import publish_bytes, published
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.publish import publish_atomically, publish_bytes
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.run.parts import differences
 
@@ -96,7 +96,7 @@ def require_same_work(old: Mapping[str, Any], plan: Mapping[str, Any], *, path: 
 def publish_part(path: Path, rows: pa.Table, *, failed: Sequence[FailedSample]) -> None:
     """Publish a finished part, with the clips that failed."""
     lines = json.dumps([one.as_json() for one in failed]).encode()
-    with published(path) as temporary:
+    with publish_atomically(path) as temporary:
         pq.write_table(rows.replace_schema_metadata({_FAILED: lines}), temporary)
 
 
@@ -117,7 +117,7 @@ def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str,
             num_captions += file.metadata.num_rows
     num_clips = parts[-1].end
     if len(failed) == num_clips:
-        raise FailedWork(f"none of {counted(num_clips, 'clip')} could be decoded; the first: {failed[0]['detail']}")
+        raise FailedWork(f"none of {count_noun(num_clips, 'clip')} could be decoded; the first: {failed[0]['detail']}")
     if failed:
         publish_bytes(failures_path(out), "".join(json.dumps(one) + "\n" for one in failed).encode())
     num_empty = (num_clips - len(failed)) * plan["settings"].get("num_samples", 1) - num_captions

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from clipmill.train.config.training import shaping
 from clipmill.train.evaluation.served import PREPROCESSING_FILE, exported_program
 from clipmill.train.models.attention import attend_with_sdpa
-from clipmill.train.optim.parameters import named_as_in
+from clipmill.train.optim.parameters import rename_as_in
 from clipmill.train.spec import ExportRequest
 from clipmill.train.tasks.caption.language.model import LanguageCaptioner, add_language_adapters, prefix_of
 from clipmill.train.tasks.caption.language.opening import LanguageDecoder
@@ -92,7 +92,7 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
     is_adapted = any(".lora_A." in name for name in request.weights)
     if is_adapted:
         add_language_adapters(captioner.decoder, settings.lora)
-    captioner.load_state_dict(named_as_in(captioner, request.weights))
+    captioner.load_state_dict(rename_as_in(captioner, request.weights))
     language, end_id = captioner.decoder, parts.tokenizer.end_id
     if is_adapted:
         language = parts.new_model()

@@ -123,7 +123,7 @@ def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel"
     if lacks := sorted({*report["missing_keys"], *(one[0] for one in report["mismatched_keys"])}):
         raise UserError(f"the weights of {folder} do not fit its config.json: {', '.join(lacks[:3])}", hint=again)
     if not decodes(model):
-        raise _undecodable(folder, config.model_type)
+        raise _undecodable_error(folder, config.model_type)
     return model  # type: ignore[no-any-return]
 
 
@@ -218,7 +218,7 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
         not {"past_key_values", "inputs_embeds"}
         <= inspect.signature(getattr(transformers, known).forward).parameters.keys()
     ):
-        raise _undecodable(folder, kind)
+        raise _undecodable_error(folder, kind)
     if "quantization_config" in raw:
         raise UserError(
             f"the weights of {folder} are quantized (--decoder.lm)",
@@ -235,7 +235,7 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
         ) from error
 
 
-def _undecodable(folder: Path, kind: Any) -> UserError:
+def _undecodable_error(folder: Path, kind: Any) -> UserError:
     return UserError(
         f"the language model of {folder} is a {kind}, which does not write texts token by token with a cache of keys "
         "and values (--decoder.lm)",

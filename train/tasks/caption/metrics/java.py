@@ -100,10 +100,10 @@ class Dialogue:
         self._process.kill()
         status = self._process.wait()
         self._errors.seek(0)
-        return _failed(status, self._errors.read())
+        return _failure(status, self._errors.read())
 
 
-def _failed(status: int, printed: str) -> MetricUnavailable:
+def _failure(status: int, printed: str) -> MetricUnavailable:
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     # The first line of a Java stack trace names the error, the others its location.
     while len(lines) > 1 and lines[-1].startswith(("at ", "... ")):
@@ -205,7 +205,7 @@ def spice(
         except subprocess.TimeoutExpired as error:
             raise MetricUnavailable(f"java took longer than {_SPICE_TIMEOUT_S:.0f} s") from error
         if ended.returncode:
-            raise _failed(ended.returncode, ended.stderr.decode(errors="replace"))
+            raise _failure(ended.returncode, ended.stderr.decode(errors="replace"))
         try:
             answers = {item["image_id"]: item["scores"]["All"]["f"] for item in json.loads(scored.read_bytes())}
             per_video = {video_id: float(answers[number]) for number, video_id in enumerate(candidates)}

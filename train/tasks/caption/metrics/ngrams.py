@@ -104,7 +104,7 @@ def count_grams(captions: Sequence[Sequence[str]]) -> list[GramCounts]:
     return counts
 
 
-def looked_up(wanted: Ints, keys: Ints, values: Ints) -> Ints:
+def look_up(wanted: Ints, keys: Ints, values: Ints) -> Ints:
     """Values of the wanted keys, 0 for missing ones; `keys` are ascending."""
     if not len(keys):
         return np.zeros_like(wanted)
@@ -139,7 +139,7 @@ def _clipped_matches(ours: GramCounts, theirs: GramCounts, video_of_reference: I
     order = np.argsort(keys, kind="stable")
     distinct, first = np.unique(keys[order], return_index=True)
     most = np.maximum.reduceat(theirs.count[order], first) if len(first) else first
-    found = np.minimum(ours.count, looked_up(ours.caption * ours.num_grams + ours.gram, distinct, most))
+    found = np.minimum(ours.count, look_up(ours.caption * ours.num_grams + ours.gram, distinct, most))
     return np.asarray(np.bincount(ours.caption, weights=found, minlength=num_videos), dtype=np.float64)
 
 
@@ -183,7 +183,7 @@ def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num
     their_norm = np.sqrt(np.bincount(theirs.caption, weights=their_entry**2, minlength=num_references))
 
     # For each n-gram of a reference, the entry of its candidate.
-    our_entry = looked_up(wanted, ours.caption * ours.num_grams + ours.gram, ours.count) * idf[theirs.gram]
+    our_entry = look_up(wanted, ours.caption * ours.num_grams + ours.gram, ours.count) * idf[theirs.gram]
     clipped = np.bincount(
         theirs.caption, weights=np.minimum(our_entry, their_entry) * their_entry, minlength=num_references
     )

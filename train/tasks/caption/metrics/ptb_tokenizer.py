@@ -73,7 +73,7 @@ class Rule:
     rewrite: Rewrite | None = None
 
 
-def _unspaced(token: str) -> str:
+def _replace_spaces(token: str) -> str:
     """Spaces within a token must differ from those between tokens."""
     return token.replace(" ", "\u00a0")
 
@@ -143,7 +143,7 @@ def rules() -> tuple[Rule, ...]:
 
     any_case = re.IGNORECASE
     # Tags.
-    rule(tags, rewrite=_unspaced)
+    rule(tags, rewrite=_replace_spaces)
     # Words, and those that are two tokens: can not, 't is, it 's, do n't.
     for first, second in DOUBLE_WORDS:
         rule(first, second, flags=any_case)
@@ -184,13 +184,13 @@ def rules() -> tuple[Rule, ...]:
     # Numbers, fractions, dates, telephones, money.
     rule(f"[-+]?{number}")
     rule("[0-9]{1,2}[-/][0-9]{1,2}[-/][0-9]{2,4}")
-    rule("(?:[0-9]{1,4}[- \u00a0])?[0-9]{1,4}(?:\\\\?/|\u2044)[0-9]{1,4}", rewrite=_unspaced)
+    rule("(?:[0-9]{1,4}[- \u00a0])?[0-9]{1,4}(?:\\\\?/|\u2044)[0-9]{1,4}", rewrite=_replace_spaces)
     rule(f"[{''.join(_FRACTIONS)}]", rewrite=_FRACTIONS.__getitem__)
     rule(
         "(?:\\([0-9]{2,3}\\)[ \u00a0]?|(?:\\+\\+?)?(?:[0-9]{2,4}[- \u00a0])?[0-9]{2,4}[- \u00a0])"
         "[0-9]{3,4}[- \u00a0]?[0-9]{3,5}"
         r"|(?:(?:\+\+?)?[0-9]{2,4}\.)?[0-9]{2,4}\.[0-9]{3,4}\.[0-9]{3,5}",
-        rewrite=lambda token: _unspaced(_round_brackets(token)),
+        rewrite=lambda token: _replace_spaces(_round_brackets(token)),
     )
     rule(r"[A-Z]*\$")
     rule("[\u0080\u00a4\u20a0\u20ac]", rewrite=lambda token: "$")
@@ -260,14 +260,14 @@ def tokenize(caption: str) -> str:
     """The caption's tokens in lower case without punctuation, separated by single spaces; may be empty."""
     if _PLAIN_CAPTION.fullmatch(caption):
         words = caption.lower().removesuffix(".").split()
-        if words[-1] not in _special() and _DOUBLE.isdisjoint(words):
+        if words[-1] not in _special_words() and _DOUBLE.isdisjoint(words):
             return " ".join(words)
     line = " ".join(tokens_of(caption)).rstrip()  # like the original; it matters for an address before a wide space
     return " ".join(token for token in line.split(" ") if token not in PUNCTUATION)
 
 
 @cache
-def _special() -> frozenset[str]:
+def _special_words() -> frozenset[str]:
     """Words that are two tokens, or that keep their full stop."""
     lists = [ABBREVIATIONS_AT_ENDS, ABBREVIATIONS_BEFORE_NAMES, ABBREVIATIONS_WITH_CAPITALS]
     lists.append("pte ptes pty ptys ppte ppty mfg mtg")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.tasks.caption.metrics.java import Meteor, MetricUnavailable, check_jars, spice
 from clipmill.train.tasks.caption.metrics.ngrams import MAX_ORDER, Corpus, Floats, bleu, cider, count_grams, rouge_l
 from clipmill.train.tasks.caption.metrics.ptb_tokenizer import tokenize
@@ -84,7 +84,7 @@ def score_captions(
         [video_id for video_id, captions in theirs.items() if not any(captions)], "without words to compare with"
     )
 
-    def spiced() -> tuple[float, dict[str, float]]:
+    def score_spice() -> tuple[float, dict[str, float]]:
         if spice_jars is None:
             raise MetricUnavailable("its jars were not given (--spice-jars)")
         return spice(ours, theirs, jars=spice_jars)
@@ -92,7 +92,7 @@ def score_captions(
     columns, means = _plain_scores(ours, theirs)
     absent: dict[str, str] = {}
     with nullcontext(meteor) if meteor is not None else Meteor() as own:
-        for name, metric in (("meteor", lambda: own(ours, theirs)), ("spice", spiced)):
+        for name, metric in (("meteor", lambda: own(ours, theirs)), ("spice", score_spice)):
             try:
                 if not with_java:
                     raise MetricUnavailable("not requested")
@@ -119,7 +119,7 @@ def without_words(references: Mapping[str, Sequence[str]]) -> list[str]:
     return [video_id for video_id, captions in references.items() if not any(map(tokenize, captions))]
 
 
-def named(video_ids: Sequence[str]) -> str:
+def name_videos(video_ids: Sequence[str]) -> str:
     """The first few videos, as text."""
     return ", ".join(video_ids[:_MAX_NAMED]) + (", ..." if len(video_ids) > _MAX_NAMED else "")
 
@@ -159,7 +159,8 @@ def _plain_scores(
 def _require_videos(lacking: Sequence[str], what: str) -> None:
     if lacking:
         raise UserError(
-            f"{counted(len(lacking), 'video')} {'is' if len(lacking) == 1 else 'are'} {what}: {named(lacking)}",
+            f"{count_noun(len(lacking), 'video')} {'is' if len(lacking) == 1 else 'are'} {what}: "
+            f"{name_videos(lacking)}",
             hint="score the videos that have both, and no others",
         )
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from clipmill.manifests.progress import Activity, ProgressRate, amount_text, joined
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.progress import Activity, ProgressRate, amount_text, join_parts
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
 from clipmill.train.tasks.caption.tokenizer import one_line
 from clipmill.train.tasks.caption.videos.clips import WindowClip, window_clips
@@ -75,11 +75,11 @@ def caption_videos(
         batch: number of windows that are captioned at once.
     """
     clips = _clips(videos, sampling=sampling, size_px=size_px, length_us=length_us)
-    for group in _ahead(_groups(clips, batch=batch)):
-        yield from _captioned(group, caption)
+    for group in _decode_ahead(_groups(clips, batch=batch)):
+        yield from _caption_group(group, caption)
 
 
-def _ahead(groups: Iterator[Group]) -> Iterator[Group]:
+def _decode_ahead(groups: Iterator[Group]) -> Iterator[Group]:
     """Decode the next group while the model runs on this one."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
     try:
@@ -116,7 +116,7 @@ def _clips(videos: Iterable[Path], *, sampling: Sampling, size_px: int, length_u
         yield VideoEnd(video, failure)
 
 
-def _captioned(group: Group, caption: CaptionClips) -> Iterator[CaptionedWindow | VideoEnd]:
+def _caption_group(group: Group, caption: CaptionClips) -> Iterator[CaptionedWindow | VideoEnd]:
     clips = [one[1] for one in group if not isinstance(one, VideoEnd)]
     captions = iter(caption(clips) if clips else [])
     for one in group:
@@ -160,9 +160,11 @@ class VideoProgress:
 
     def say_done(self, where: str) -> None:
         """Say how much was captioned, where the captions are, and how many are empty."""
-        windows, videos = counted(self._num_windows, "window"), counted(self._num_videos, "video")
+        windows, videos = count_noun(self._num_windows, "window"), count_noun(self._num_videos, "video")
         rates = f"{self._seen_s():.0f} s of video, {self._speed()}"
-        empty = f"; {self._num_empty:,} of {counted(self._num_windows, 'caption')} are empty" if self._num_empty else ""
+        empty = (
+            f"; {self._num_empty:,} of {count_noun(self._num_windows, 'caption')} are empty" if self._num_empty else ""
+        )
         print(f"done: captions of {windows} of {videos}{where}{empty}; {rates}", file=sys.stderr, flush=True)
 
     def show(self, event: CaptionedWindow | VideoEnd) -> None:
@@ -182,7 +184,7 @@ class VideoProgress:
         self._pace.add(done)
         shown = amount_text(round(done, 1), self._num_videos, "video")
         self._activity.say(
-            lambda: joined(shown, self._speed(), self._pace.left(self._num_videos)),
+            lambda: join_parts(shown, self._speed(), self._pace.left(self._num_videos)),
             what="captioning",
             share=done / self._num_videos,
         )
@@ -192,4 +194,4 @@ class VideoProgress:
 
     def _speed(self) -> str:
         speed = self._seen_s() / max(time.monotonic() - self._begin_s, 1e-9)
-        return joined(f"{speed:.1f}x real time", f"{self._num_failed} failed" if self._num_failed else "")
+        return join_parts(f"{speed:.1f}x real time", f"{self._num_failed} failed" if self._num_failed else "")

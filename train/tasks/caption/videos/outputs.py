@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.publish import TEMPORARY_PREFIX, published
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.publish import TEMPORARY_PREFIX, publish_atomically
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.tasks.caption.settings import VideoFormat
 from clipmill.train.tasks.caption.videos.captioning import CaptionedWindow, VideoEnd
@@ -116,7 +116,7 @@ def subtitle_names(videos: Sequence[Path]) -> list[str]:
 @contextmanager
 def _text_file(path: Path) -> Iterator[TextIO]:
     # Newlines as each format defines them, on every system.
-    with published(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+    with publish_atomically(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         yield file
         file.flush()
 
@@ -139,7 +139,7 @@ def _subtitle(caption: str) -> str:
 
 
 @contextmanager
-def printed() -> Iterator[Take]:
+def print_windows() -> Iterator[Take]:
     """Print a line for each window."""
 
     def take(event: Event) -> None:
@@ -226,7 +226,7 @@ def open_sink(out: Path, videos: Sequence[Path], *, wanted: VideoFormat | None) 
     folder = out if is_folder else out.parent
     files = [out / name for name in subtitle_names(videos)] if is_folder else [out]
     if there := [file for file in files if file.exists()]:
-        more = f", and {counted(len(there) - 1, 'more file')} of --out {out}" if len(there) > 1 else ""
+        more = f", and {count_noun(len(there) - 1, 'more file')} of --out {out}" if len(there) > 1 else ""
         raise UserError(f"{there[0]} exists already{more}", hint="use another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)

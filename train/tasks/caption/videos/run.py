@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.data import AS_TRAINED, Overrides
 from clipmill.train.config.training import Device
 from clipmill.train.data.batch import Batch, to_device
@@ -35,7 +35,7 @@ from clipmill.train.tasks.caption.videos.captioning import (
     caption_videos,
 )
 from clipmill.train.tasks.caption.videos.clips import WindowClip, length_us
-from clipmill.train.tasks.caption.videos.outputs import open_sink, printed
+from clipmill.train.tasks.caption.videos.outputs import open_sink, print_windows
 from clipmill.train.tasks.caption.videos.source import find_videos, shown_name
 from clipmill.train.weights.source import Say
 
@@ -117,7 +117,7 @@ def caption_files(
     window_us, videos = length_us(length), find_videos(paths)
     if out is not None:  # a file of captions is read in other folders
         videos = [video.parent.resolve() / video.name for video in videos]
-    sink = printed() if out is None else open_sink(out, videos, wanted=wanted)
+    sink = print_windows() if out is None else open_sink(out, videos, wanted=wanted)
     with Activity(f"loading {weights}"):
         captioner = open_captioner(weights, overrides=overrides, say=partial(print, file=sys.stderr))
     settings, how = captioner.trained.settings, captioner.task.decoding(decoding)
@@ -141,7 +141,7 @@ def caption_files(
         named = ", ".join(shown_name(one.video) for one in failed[:_MAX_NAMED])
         more = f" and {len(failed) - _MAX_NAMED} more" if len(failed) > _MAX_NAMED else ""
         raise FailedWork(
-            f"{len(failed)} of {counted(len(videos), 'video')} could not be read to the end: {named}{more}"
+            f"{len(failed)} of {count_noun(len(videos), 'video')} could not be read to the end: {named}{more}"
         )
 
 

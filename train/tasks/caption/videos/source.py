@@ -73,9 +73,9 @@ def read_timing(path: Path) -> VideoTiming:
     Raises:
         VideoFailed: It is not a video file, or has no frames with times.
     """
-    with _opened(path) as container, path.open("rb") as file:
+    with _open_container(path) as container, path.open("rb") as file:
         timeline, packets = read_timeline(container, file=file)
-    with _opened(path) as container:
+    with _open_container(path) as container:
         picture = first_picture(container, track_of(container, timeline.track))
         timeline = replace(timeline, shape=picture.shape)
     num_frames = int(packets.is_shown.sum())
@@ -99,7 +99,7 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
     """
     last, num_frames, timeline = Fraction(-1), 0, timing.timeline
     try:
-        with _opened(path) as container:
+        with _open_container(path) as container:
             stream = track_of(container, timeline.track)
             stream.thread_type = "AUTO"
             stream.codec_context.options = {"err_detect": "explode"}  # report errors instead of concealing them
@@ -127,7 +127,7 @@ class _Unreadable(VideoFailed):
 
 
 @contextmanager
-def _opened(path: Path) -> "Iterator[InputContainer]":
+def _open_container(path: Path) -> "Iterator[InputContainer]":
     import av
 
     try:
