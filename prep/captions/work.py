@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clipmill.manifests.imported import imported, late
+from clipmill.manifests.imported import import_late, import_object
 from clipmill.prep.captions.answers import ANSWER_FILE, ANSWERS_FOLDER
 from clipmill.prep.captions.recipe import CaptionsSettings, local_weights, resolve, variant_name
 from clipmill.prep.captions.sample import EXTENSION
@@ -29,7 +29,7 @@ def _require(settings: CaptionsSettings) -> None:
 
 def _on_plan(plan: "ChunksPlan", request: "Request") -> None:
     if request.trial:
-        imported("clipmill.prep.captions.run:run_trial")(plan, request)
+        import_object("clipmill.prep.captions.run:run_trial")(plan, request)
 
 
 def _next_command(data: Path) -> list[str]:
@@ -40,21 +40,21 @@ def _next_command(data: Path) -> list[str]:
 WORK = ChunkWork(
     fields=CAPTIONS_FIELDS,
     extension=EXTENSION,
-    make=late("clipmill.prep.captions.worker:make_captions"),
+    make=import_late("clipmill.prep.captions.worker:make_captions"),
     require=_require,
     resolve=resolve,
     name=variant_name,
     weights=local_weights,
-    workers=late("clipmill.prep.captions.run:choose_workers"),
-    more=late("clipmill.prep.captions.run:other_journals"),
+    workers=import_late("clipmill.prep.captions.run:choose_workers"),
+    more=import_late("clipmill.prep.captions.run:other_journals"),
     on_plan=_on_plan,
     is_function_of_plan=False,  # the text of an answer is not
-    estimate=late("clipmill.prep.captions.report:estimate"),
-    summary=late("clipmill.prep.captions.report:summary"),
+    estimate=import_late("clipmill.prep.captions.report:estimate"),
+    summary=import_late("clipmill.prep.captions.report:summary"),
     has_cpu_speed=False,
     # A damaged line of a journal is as if there were none.
     extra_folders=(ExtraFolder(ANSWERS_FOLDER, ANSWER_FILE, lambda path: True),),
     extra_files=(MERGED_TABLE, ExtraFile(TABLE_FILE, caption_table_problem, publish_caption_table)),
-    sample_facts=late("clipmill.prep.captions.run:sample_facts"),
+    sample_facts=import_late("clipmill.prep.captions.run:sample_facts"),
     next_command=_next_command,
 )

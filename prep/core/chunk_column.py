@@ -7,7 +7,7 @@ from shlex import join
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 from clipmill.manifests.units import duration_text
 from clipmill.prep.core.chunk_columns import ChunksPlan, plan_chunks
 from clipmill.prep.core.chunk_report import chunks_report, speed_text
@@ -97,7 +97,7 @@ def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Varia
 
 def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, use: Any = None) -> Job[ChunkTask]:
     """Return a plan as a job for the driver; `use` is that of its workers."""
-    work: ChunkWork = imported(column.work)
+    work: ChunkWork = import_object(column.work)
     more = work.more(plan)
 
     def task(shard: ShardPlan) -> ChunkTask:

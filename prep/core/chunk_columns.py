@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.prep.core.chunk_input import Chunk, chunks_of_shard
 from clipmill.prep.core.chunk_shards import ChunkShard, HasSample, read_chunk_shards
 from clipmill.prep.core.next_chunks import next_chunks
@@ -25,7 +25,7 @@ from clipmill.shards.commits import Commit, Failure, read_commits
 from clipmill.shards.damage import Damaged, DamagedIndex
 from clipmill.shards.dataset import variant_dir
 from clipmill.shards.index import open_index
-from clipmill.shards.selection import nothing_selected, selected_chunks
+from clipmill.shards.selection import empty_selection_error, selected_chunks
 from clipmill.shards.where import Where, parse_where
 
 _DIGITS = "S32"  # of the fingerprint of a chunk
@@ -210,6 +210,6 @@ def selected_rows(
         start_ms=np.concatenate(starts),
     )
     if not selected.any():
-        raise nothing_selected(where, what=counted(len(selected), "chunk"))
+        raise empty_selection_error(where, what=count_noun(len(selected), "chunk"))
     of_shards = np.split(selected, np.cumsum(sizes)[:-1])
     return {one: tuple(np.flatnonzero(mask).tolist()) for one, mask in zip(shard_ids, of_shards, strict=True)}

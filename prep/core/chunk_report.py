@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.prep.core.chunk_columns import ChunksPlan
 from clipmill.prep.core.column import Addition, ColumnSpec
 from clipmill.prep.core.report import (
@@ -35,7 +35,7 @@ def chunks_report(
     command = column.command_line({**recipe, **asked}, data_dir=plan.data_dir)
     lines = [f"variant  {plan.recipe.variant}", f"video    {plan.recipe.video}"]
     if "where" in asked:
-        lines.append(f"where    {asked['where']}: {counted(plan.num_chunks, 'chunk')} selected")
+        lines.append(f"where    {asked['where']}: {count_noun(plan.num_chunks, 'chunk')} selected")
     lines += [*estimate.about, *(f"setting  {difference}" for difference in differences)]
     lines += states_lines(plan.shards, verb=column.verb)
     lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import imported
+from clipmill.manifests.imported import import_object
 from clipmill.prep.core.chunk_input import Chunks, Following, OldSamples, chunks_of_shard, seconds_of
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe
@@ -63,7 +63,7 @@ def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
         Damaged: the chunks cannot be read.
         FileNotFoundError: likewise.
     """
-    work: ChunkWork = imported(task.work)
+    work: ChunkWork = import_object(task.work)
     names = tuple(field.name for field in work.fields)
     of_shard = chunks_of_shard(
         task.video_dir, task.shard_id, commits=task.video_commits, following=task.following, names=names
@@ -85,7 +85,7 @@ def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
 
 
 def _make(task: ChunkTask) -> ShardResult:
-    work: ChunkWork = imported(task.work)
+    work: ChunkWork = import_object(task.work)
     try:
         chunks, old = open_chunks(task)
     except (Damaged, FileNotFoundError) as error:

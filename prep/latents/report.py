@@ -6,7 +6,7 @@ from fractions import Fraction
 from math import prod
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import duration_text, size_text
 from clipmill.prep.core.chunk_columns import ChunksPlan
 from clipmill.prep.core.chunk_shards import ChunkShard
@@ -72,7 +72,7 @@ def require_segments(plan: ChunksPlan, request: Request) -> None:
     most = (int(longest_s * fps) - (not has_next)) // step * step + 1
     longer = f"make longer chunks: prep {command_for(VIDEO)} --len"
     raise UserError(
-        f"--segment {settings.segment} at {settings.fps} fps has {counted(encoding.segment_frames, 'frame')} in"
+        f"--segment {settings.segment} at {settings.fps} fps has {count_noun(encoding.segment_frames, 'frame')} in"
         f" {float(encoding.segment_step / fps):g} s and the frame after it, and the longest chunk has"
         f" {float(longest_s):g} s{'' if has_next else ', at the end of its video'}: no chunk holds a segment",
         hint=f"use --segment {most}f or less, or {longer}" if most > step else f"use a higher --fps, or {longer}",
@@ -96,7 +96,7 @@ def estimate(plan: ChunksPlan) -> Addition:
     lines: list[str] = []
     if num_frames:
         # Unchanged chunks of a changed shard are copied; how many is known only while the shard is made.
-        lines.append(f"estimate at most {counted(num_frames, 'frame')} to encode, {size_text(size_bytes)}")
+        lines.append(f"estimate at most {count_noun(num_frames, 'frame')} to encode, {size_text(size_bytes)}")
         lines += [*time_lines(trial, num_frames=num_frames), *disk.lines()]
     segments = {"num_segments": content.num_units, "left_out_s": float(in_all.left_out_s)}
     values = {
@@ -132,7 +132,7 @@ def _left_out_texts(content: Content, settings: LatentsSettings) -> list[str]:
         texts.append(f"{duration_text(float(content.left_out_s))} at the ends of chunks and videos are in no segment")
     if content.num_without:
         tail = ", which --tail repeat completes" if settings.tail == "drop" else ""
-        texts.append(f"{counted(content.num_without, 'chunk')} without a segment: too short{tail}")
+        texts.append(f"{count_noun(content.num_without, 'chunk')} without a segment: too short{tail}")
     return texts
 
 

@@ -15,7 +15,7 @@ from clipmill.prep.latents.chunk_reader import chunk_squares
 from clipmill.prep.latents.frames import as_numbers, segments_of
 from clipmill.prep.latents.recipe import COMPRESSED, EXTENSION, Encoding
 from clipmill.shards.format import BLOCK_BYTES
-from clipmill.shards.npy import compressed, decompressed, load_npy, npy_bytes
+from clipmill.shards.npy import compress_frame, decompress_frame, load_npy, npy_bytes
 from clipmill.shards.writer import Sample
 
 _BFLOAT16_EXPONENT = 0x7F80
@@ -39,7 +39,7 @@ def latents_sample(chunk: Chunk, stored: NDArray[np.generic], *, encoding: Encod
     }
     payload = npy_bytes(stored)
     is_compressed = encoding.settings.compression != "none"
-    return chunk.sample({COMPRESSED: compressed(payload)} if is_compressed else {EXTENSION: payload}, fields)
+    return chunk.sample({COMPRESSED: compress_frame(payload)} if is_compressed else {EXTENSION: payload}, fields)
 
 
 def as_stored(latents: NDArray[np.float32], *, dtype: Literal["float16", "bfloat16"]) -> NDArray[np.generic]:
@@ -70,9 +70,9 @@ def check_latents(row: dict[str, Any], members: dict[str, bytes], split: str) ->
     ((extension, payload),) = members.items()
     if extension == COMPRESSED:
         try:
-            payload = decompressed(payload, size_bytes=BLOCK_BYTES + prod(wanted) * _ITEM_BYTES)
+            payload = decompress_frame(payload, size_bytes=BLOCK_BYTES + prod(wanted) * _ITEM_BYTES)
         except ValueError as error:
-            return CheckedSample([(DeepCode.ARRAY_DIFFERS, f"{extension} cannot be decompressed: {error}")], 0)
+            return CheckedSample([(DeepCode.ARRAY_DIFFERS, f"{extension} cannot be decompress_frame: {error}")], 0)
     array = load_npy(payload)
     if array is None:
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, f"{extension} cannot be loaded")], 0)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
-from clipmill.manifests.units import between, duration_text, size_text
+from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.units import duration_text, range_text, size_text
 from clipmill.prep.core.chunk_columns import ChunksPlan
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.engines.choice import count_gpus, num_cores
@@ -99,8 +99,8 @@ def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
     if trial is None:
         return ["         how long it takes is unknown: the model or the chunks cannot be read here"]
     noun = "GPU" if trial.device == "cuda" else "core"
-    where = f"{counted(trial.num_workers, noun)} of this machine"
-    hours = between(*(duration_text(3600 * hours) for hours in trial.hours(num_frames)))
+    where = f"{count_noun(trial.num_workers, noun)} of this machine"
+    hours = range_text(*(duration_text(3600 * hours) for hours in trial.hours(num_frames)))
     note = "" if trial.device == "cuda" else "; a GPU is many times faster"
     lines = [f"         at most {hours} on the {where} ({1 / trial.frame_s:,.1f} frames/s per {noun}{note})"]
     if trial.segment_bytes is not None:

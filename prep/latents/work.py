@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from clipmill.manifests.imported import late
+from clipmill.manifests.imported import import_late
 from clipmill.manifests.store import num_captions_of
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.work import ChunkWork
@@ -30,16 +30,16 @@ def _next_command(data: Path) -> list[str]:
 WORK = ChunkWork(
     fields=LATENTS_FIELDS,
     extension=_extension,
-    make=late("clipmill.prep.latents.worker:make_latents"),
+    make=import_late("clipmill.prep.latents.worker:make_latents"),
     resolve=resolve,
     name=variant_name,
     weights=local_weights,
-    workers=late("clipmill.prep.latents.run:choose_workers"),
+    workers=import_late("clipmill.prep.latents.run:choose_workers"),
     reads_next=lambda recipe: Encoding.of(recipe).is_video,
-    has_sample=late("clipmill.prep.latents.frames:has_segment"),
-    on_plan=late("clipmill.prep.latents.report:require_segments"),
-    estimate=late("clipmill.prep.latents.report:estimate"),
-    summary=late("clipmill.prep.latents.report:summary"),
-    left_out=late("clipmill.prep.latents.report:left_out_lines"),
+    has_sample=import_late("clipmill.prep.latents.frames:has_segment"),
+    on_plan=import_late("clipmill.prep.latents.report:require_segments"),
+    estimate=import_late("clipmill.prep.latents.report:estimate"),
+    summary=import_late("clipmill.prep.latents.report:summary"),
+    left_out=import_late("clipmill.prep.latents.report:left_out_lines"),
     next_command=_next_command,
 )

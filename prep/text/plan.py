@@ -170,7 +170,7 @@ def pending_text(data_dir: Path, variant: Variant) -> Pending:
 
 def left_out_lines(num_videos: int) -> list[str]:
     """Return how many videos have no sample, in words; nothing if all have one."""
-    return [f"{counted(num_videos, 'video')} without captions: nothing to encode"] if num_videos else []
+    return [f"{count_noun(num_videos, 'video')} without captions: nothing to encode"] if num_videos else []
 
 
 def _wanted_shards(shard_ids: np.ndarray, videos: pa.Table, *, fingerprint: str) -> Iterator[WantedShard]:

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import counted
+from clipmill.manifests.quoting import count_noun
 from clipmill.prep.core.column import WEIGHTS, Addition
 from clipmill.prep.core.failures import FailureCode, loss_code
 from clipmill.prep.core.lag import wait_until_seen
@@ -135,7 +135,7 @@ def _of_texts(summary: Summary, plan: TextPlan, need: "Needed", filled: "Filled"
     summary.num_encoded, summary.wall_s = filled.num_encoded, time.monotonic() - begin_s
     # From a shard, or from the bank of a killed run.
     summary.num_reused = len(need.digests) - filled.num_encoded
-    note = f"note     {counted(filled.num_cut, 'text')} truncated to the encoder's context length"
+    note = f"note     {count_noun(filled.num_cut, 'text')} truncated to the encoder's context length"
     values = {"num_captions": plan.num_captions, "num_cut": filled.num_cut, "num_left_out": plan.num_left_out}
     summary.added = Addition([note] if filled.num_cut else [], values)
     return summary
@@ -350,7 +350,7 @@ class ShardMaker:
                         return stopped(task, *(self.error or lost_error))
                     unsound = np.flatnonzero(~is_sound)
                     text = video.texts[int(unsound[0])]
-                    message = f"non-finite embeddings of {counted(len(unsound), 'text')}, for example {text[:80]!r}"
+                    message = f"non-finite embeddings of {count_noun(len(unsound), 'text')}, for example {text[:80]!r}"
                     failure = Failure(video.video_id, None, str(FailureCode.NOT_FINITE), message)
                     shard.fail(failure, content=f" {video.video_id} failed")
                     continue

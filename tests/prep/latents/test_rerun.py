@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from clipmill.prep.latents.sample import check_latents
-from clipmill.shards.npy import compressed, npy_bytes
+from clipmill.shards.npy import compress_frame, npy_bytes
 from clipmill.shards.reader import Variant
 from tests.prep.latents.conftest import make, recipe
 from tests.prep.running import Ran, contents
@@ -46,7 +46,7 @@ def test_compressed_latents_are_the_same_files_smaller_and_are_made_again_where_
 @pytest.mark.parametrize(("change", "found"), [("cut", "cannot be decompressed"), ("shape", "in the index")])
 def test_what_a_compressed_member_holds_is_compared_with_its_index_row(change: str, found: str) -> None:
     array = np.zeros((4, 2, 8, 8), np.float16)
-    payload = compressed(npy_bytes(array if change == "cut" else array.reshape(4, 2, 4, 16)))
+    payload = compress_frame(npy_bytes(array if change == "cut" else array.reshape(4, 2, 4, 16)))
     row = {"num_frames": 4, "channels": 2, "height": 8, "width": 8, "dtype": "float16", "source_frames": []}
     member = payload[:-5] if change == "cut" else payload
     [(_, said)] = check_latents(row, {"latents.npy.zst": member}, "train").differences

@@ -184,7 +184,7 @@ def test_the_simulation_notices_what_a_gpu_would(journal: Journal) -> None:
         assert torch.tensor([]).is_meta  # by which transformers sees whether a model is built without memory
     late = LateMetrics({"loss": there.sum()}, CUDA)
     assert bool(late._values.isnan()) and late.read() == {"loss": 6.0}
-    results = pinned((4,), torch.float32)
+    results = pinned_memory((4,), torch.float32)
     for _ in range(2):
         results.copy_(there, non_blocking=True)
     assert journal.races[-1].what.startswith("memory was filled by a copy while another")
