@@ -1,4 +1,4 @@
-"""A column of another package (`tests/plugin_example`): its content, and a program that finds it, without and with Ray.
+"""A column of another package (`tests/plugin_example`): its content, and programs that find it.
 
 Its commands are tested with those of all columns, in `columns/`.
 """
@@ -88,7 +88,7 @@ def half_written(data: Path) -> list[str]:
     return [name for name in names if name.startswith(".tmp-") and name.endswith(".tar")]
 
 
-def test_a_killed_run_is_finished_by_ray_with_the_same_bytes(
+def test_a_killed_run_is_finished_by_the_next_with_the_same_bytes(
     installed: dict[str, str], tmp_path: Path, shard_set: ShardSet
 ) -> None:
     mark, data = secrets.token_hex(8), tmp_path / "killed"
@@ -107,5 +107,6 @@ def test_a_killed_run_is_finished_by_ray_with_the_same_bytes(
     summary = Ran(0, stdout, stderr).summary
     assert (summary["num_shards"], summary["num_shards_made"], summary["failures"]) == (2, 2, {})
     wait_until(lambda: not list(processes(mark)))  # and their temporary files come and go no more
-    make_here(COLUMN, shard_set.data)
+    whole = start("clipmill.prep.cli", "brightness", "--data", shard_set.data, "--workers", 1, **installed)
+    assert whole.wait(timeout=240) == 0
     assert contents(data / "brightness") == contents(shard_set.data / "brightness")
