@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.chunk_input import Chunk, Chunks
+from clipmill.prep.core.chunk_input import Chunk, Chunks, chunks_of_shard
 from clipmill.prep.core.column import CheckedSample, ColumnSpec
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import NOT_STORED, STORED_IF_CHANGED, Recipe
@@ -119,6 +119,18 @@ def test_a_failed_chunk_waits_for_somebody_to_ask_and_its_neighbours_are_copied(
 def test_values_that_are_no_fields_of_the_column_are_refused(shard_set: ShardSet) -> None:
     with pytest.raises(ValueError, match="lengths_other"):
         make_here(COLUMN, shard_set.data, how="other field")
+
+
+@pytest.mark.parametrize("numbers", [(3, 1), (2, 2), (-1,), (0, 60), (59, 60)])
+def test_frames_that_do_not_increase_or_are_out_of_range_are_the_mistake_of_the_caller(
+    shard_set: ShardSet, numbers: tuple[int, ...]
+) -> None:
+    video = Variant.open(shard_set.data)
+    (chunk, *_) = chunks_of_shard(video.directory, 0, commits=video.commits, following={})
+    assert [frame.pts for frame in chunk.frames((0, 1, 59))] == sorted(frame.pts for frame in chunk.frames((0, 1, 59)))
+    message = rf"{chunk.key}: frames\(\) got index {numbers[-1]}.*; indices must increase, from 0 to at most 59"
+    with pytest.raises(ValueError, match=message):
+        chunk.frames(numbers)
 
 
 @pytest.mark.parametrize(
