@@ -157,6 +157,11 @@ def _entries(group: str) -> tuple[EntryPoint, ...]:
     return tuple(_all_entries().select(group=f"clipmill.{group}"))
 
 
+def is_declared(group: str, name: str) -> bool:
+    """Return True if an installed package has an entry point of this name."""
+    return any(entry.name == name for entry in _entries(group))
+
+
 def _warning(error: UnusablePart) -> str:
     return f"warning: {error}\nhint: {error.hint}\n"
 

@@ -8,6 +8,7 @@ import pytest
 from clipmill.manifests.help_text import help_text
 from clipmill.manifests.plugins import UnusablePart
 from clipmill.prep.cli import build_app
+from clipmill.shards.column_fields import COLUMN_FIELDS
 from clipmill.train.losses.registry import LOSSES
 from clipmill.train.losses.settings import Loss
 from clipmill.train.registry import TASKS
@@ -69,6 +70,14 @@ def test_a_loss_with_a_setting_that_there_is_not_stops_nothing_else(tmp_path: Pa
         assert Loss().kind == "infonce"
         with pytest.raises(UnusablePart, match="has settings that --loss does not have: temprature"):
             LOSSES["odd-settings"]
+
+
+def test_fields_without_a_column_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    declare(tmp_path, "odd", {"fields": {"brightness": "clipmill_example.brightness:FIELDS"}})
+    with installed_here(tmp_path):
+        assert COLUMN_FIELDS.working() == []
+    warned = capsys.readouterr().err
+    assert "odd 1.0 belong to no column: no entry point of clipmill.columns is named brightness" in warned
 
 
 def test_of_two_packages_with_one_name_neither_is_chosen(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from clipmill.prep.core.chunk_report import chunks_report, speed_text
 from clipmill.prep.core.chunk_shards import NO_CHUNKS, current_chunks
 from clipmill.prep.core.chunk_worker import ChunkTask, make_chunk_shard
 from clipmill.prep.core.column import WEIGHTS, Addition, ColumnSpec, Pending
+from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, pending_of
 from clipmill.prep.core.recipe import Recipe, setting_flags, stored_values, values_not_stored
@@ -193,4 +194,5 @@ def _summary_report(column: ColumnSpec, work: ChunkWork, summary: Summary, setti
         speed=speed_text(summary, per_core=work.has_cpu_speed),
         nothing=None if summary.num_chunks else NO_CHUNKS,
         verb=column.verb,
+        retry=retry_words(column, data=listed.parents[2]),
     )

@@ -121,7 +121,9 @@ def _source_lines(sources: list[CaptionSource] | None) -> list[str]:
 
 
 def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
-    lines = []
+    lines, again = [], ""
+    if column.written_by is None and not any(variant.num_running is not None for variant in column.variants):
+        again = f": {_command_of(column, data_dir)}"
     for variant in column.variants:
         lines += _variant_lines(
             column.column, variant, place="on disk" if mirror_of(data_dir) is None else "in the bucket"
@@ -135,10 +137,10 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
             codes = ", ".join(f"{count} x {code}" for code, count in variant.lost.items())
             lines.append(f"{_INDENT}not current: {column.current.name} has samples that it lacks ({codes})")
         if variant.is_current and column.stale_because is not None:
-            lines.append(f"{_INDENT}stale: {column.stale_because}")
+            lines.append(f"{_INDENT}stale: {column.stale_because}{again}")
         if variant.is_current and column.to_make:
             shards = ", ".join(f"{count} {state}" for state, count in column.to_make.items())
-            lines.append(f"{_INDENT}shards to make: {shards}")
+            lines.append(f"{_INDENT}shards to make: {shards}{again}")
         if variant.is_current and column.num_orphaned:
             lines.append(f"{_INDENT}shards to remove: {column.num_orphaned:,}")
         if variant.is_current and variant.num_running is None:  # a running command writes them at its end

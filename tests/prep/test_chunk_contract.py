@@ -19,11 +19,14 @@ from clipmill.prep.core.run import Summary
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.shard_result import Stop
 from clipmill.prep.core.work import ChunkWork, work_of
+from clipmill.shards.column_fields import ColumnFields
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.format import chunk_fields
 from clipmill.shards.reader import Variant
+from clipmill.shards.selection import stored_rows
 from clipmill.shards.writer import Sample
 from tests.conftest import ROOT
+from tests.plugins import declare, installed_here
 from tests.prep.here import make_here
 from tests.prep.sets import ShardSet
 
@@ -73,6 +76,11 @@ COLUMN = ColumnSpec(
 )
 
 
+FIELDS = ColumnFields(name="lengths", fields={"lengths_value": pa.float64()})
+LACKING_FIELDS = ColumnFields(name="lengths", fields={"lengths_value": pa.float64(), "lengths_most": pa.float64()})
+OTHER_FIELDS = ColumnFields(name="lengths", fields={"lengths_value": pa.string()})
+
+
 def failures(summary: Summary) -> dict[str, int]:
     return summary.failures_by_code()
 
@@ -106,6 +114,10 @@ def test_a_condition_selects_chunks_and_is_recorded(shard_set: ShardSet) -> None
 def test_a_value_that_is_not_finite_fails_its_chunk_alone(shard_set: ShardSet) -> None:
     made = make_here(COLUMN, shard_set.data, how="not finite")
     assert (made.num_chunks, failures(made)) == (3, {"not_finite": 2}), "the first chunk of each shard"
+    listed = shard_set.data / "lengths" / made.variant / "failures.jsonl"
+    text = work_of(COLUMN).summary_report(made, LengthsSettings(), listed).text
+    assert f"then run prep retry --column lengths --data {shard_set.data}\n" in text
+    assert "lengths_value: not a finite number" in text
 
 
 def test_a_failed_chunk_waits_for_somebody_to_ask_and_its_neighbours_are_copied(shard_set: ShardSet) -> None:
@@ -131,6 +143,29 @@ def test_frames_that_do_not_increase_or_are_out_of_range_are_the_mistake_of_the_
     message = rf"{chunk.key}: frames\(\) got index {numbers[-1]}.*; indices must increase, from 0 to at most 59"
     with pytest.raises(ValueError, match=message):
         chunk.frames(numbers)
+
+
+@pytest.mark.parametrize(
+    ("declared", "difference"),
+    [("LACKING_FIELDS", "lengths_most is missing"), ("OTHER_FIELDS", "lengths_value is double, not string")],
+)
+def test_declared_fields_that_the_samples_lack_are_the_mistake_of_the_package(
+    shard_set: ShardSet, tmp_path: Path, declared: str, difference: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups = {"columns": {"lengths": f"{__name__}:COLUMN"}}
+    for folder, fields in (("right", "FIELDS"), ("wrong", declared)):
+        declare(tmp_path / folder, "odd", {**groups, "fields": {"lengths": f"{__name__}:{fields}"}})
+    for _ in range(2):  # the package is mended, and the table of the right fields is written again
+        with installed_here(tmp_path / "right"):
+            make_here(COLUMN, shard_set.data)
+            assert len(stored_rows(shard_set.data, "lengths", ["lengths_value"])[0]) == 5
+            assert "warning" not in capsys.readouterr().err
+        with installed_here(tmp_path / "wrong"):
+            with pytest.raises(UserError, match=f"odd 1.0 declares for the column lengths .*: {difference}") as error:
+                stored_rows(shard_set.data, "lengths", ["lengths_value"])
+            assert "declare fields that its ChunkWork has" in str(error.value.hint)
+            make_here(COLUMN, shard_set.data)
+            assert difference in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
