@@ -84,9 +84,13 @@ def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Varia
     if current_variant(data_dir, column.name) != variant.directory.name:
         return Pending()
     try:
-        recipe = stored_recipe(column, variant)
+        _ = variant.recipe
     except UserError:
-        return Pending()  # its recipe is missing or of another version
+        return Pending()  # the status names the damage
+    try:
+        recipe = stored_recipe(column, variant)
+    except UserError as error:  # it is of another version
+        return Pending(stale_because=str(error))
     if recipe.video != (video := current_variant(data_dir, VIDEO)):
         return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
     try:

@@ -187,6 +187,9 @@ def _failure_lines(status: Status) -> list[str]:
         lines += named_lines(
             column.first_failures, num_all=failures.total(), listed=column.failures_file, indent=_INDENT
         )
+        if column.current is not None and column.current.failures:
+            retry = shlex.join(retry_words(column_named(column.column), data=status.data_dir))
+            lines.append(f"{_INDENT}to try them again: {retry}")
     return lines
 
 

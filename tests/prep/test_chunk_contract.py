@@ -1,20 +1,22 @@
 """The contract of a column with one sample for each chunk: what its `make` may yield, and what is derived from it."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 import pytest
+from cyclopts import App, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.core.chunk_input import Chunk, Chunks, chunks_of_shard
 from clipmill.prep.core.column import CheckedSample, ColumnSpec
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.core.recipe import NOT_STORED, STORED_IF_CHANGED, Recipe
+from clipmill.prep.core.recipe import NOT_STORED, STORED_IF_CHANGED, Recipe, setting_flags, settings_from, stored_values
 from clipmill.prep.core.run import Summary
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.shard_result import Stop
@@ -98,6 +100,10 @@ def test_a_setting_that_is_not_stored_keeps_the_variant_and_its_samples(shard_se
     }
     assert COLUMN.flags(stored_request(variant)) == ["--unit", "seconds"]
     assert work_of(COLUMN).pending(shard_set.data, variant).to_make == {}
+    newer = replace(COLUMN, schema=2)
+    assert work_of(newer).pending(shard_set.data, variant).stale_because == (
+        "the recipe has schema 1, but this version supports 2"
+    )
     with pytest.raises(UserError, match="lacks 'unit'"):
         COLUMN.flags({name: value for name, value in variant.recipe.items() if name != "unit"})
     with pytest.raises(UserError, match="has schema 2, but this version supports 1"):
@@ -131,6 +137,41 @@ def test_a_failed_chunk_waits_for_somebody_to_ask_and_its_neighbours_are_copied(
 def test_values_that_are_no_fields_of_the_column_are_refused(shard_set: ShardSet) -> None:
     with pytest.raises(ValueError, match="lengths_other"):
         make_here(COLUMN, shard_set.data, how="other field")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindsSettings:
+    """A setting of each type."""
+
+    on: bool = True
+    off: bool = False
+    count: int = 1
+    share: float = 0.5
+    word: str = "a"
+    choice: Literal["a", "b"] = "a"
+    limit: int | None = None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"on": False}, {"off": True}, {"count": 3}, {"share": 0.1}, {"word": "b c"}, {"choice": "b"}, {"limit": 4}],
+)
+def test_a_setting_of_each_type_comes_back_from_its_flags_and_from_its_recipe(changed: dict[str, Any]) -> None:
+    app, settings = App(), KindsSettings(**changed)
+
+    @app.default
+    def given(settings: Annotated[KindsSettings, Parameter(name="*")] = KindsSettings()) -> KindsSettings:
+        return settings
+
+    assert app(setting_flags(settings), exit_on_error=False, result_action="return_value") == settings
+    stored = json.loads(json.dumps({"column": "kinds", "schema": 1, "video": "v", **stored_values(settings)}))
+    assert settings_from(stored, KindsSettings, column="kinds", schema=1) == settings
+
+
+def test_a_package_that_is_not_installed_is_named_before_workers_start(shard_set: ShardSet) -> None:
+    with pytest.raises(UserError, match="the package not_there of the column is not installed here") as error:
+        make_here(replace(COLUMN, package="not_there"), shard_set.data)
+    assert "correct `package` in its ColumnSpec" in str(error.value.hint)
 
 
 @pytest.mark.parametrize("numbers", [(3, 1), (2, 2), (-1,), (0, 60), (59, 60)])
