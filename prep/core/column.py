@@ -84,6 +84,7 @@ class DeepCode(StrEnum):
     DECODE_ERRORS = "decode_errors"
     FRAMES_DIFFER = "frames_differ"  # wrong number, order or size of decoded frames
     ARRAY_DIFFERS = "array_differs"  # an array does not match its index row, or holds invalid values
+    CHECK_FAILED = "check_failed"  # the function that checks the samples of the column raised an exception
     JSON_DIFFERS = "json_differs"  # the .json or .txt member does not match the index
 
 
