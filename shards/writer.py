@@ -44,6 +44,12 @@ class Sample:
     fields: dict[str, Any]  # column-specific index fields
 
 
+def require_extension(extension: str) -> None:
+    """Raise a ValueError if members of samples cannot have an extension."""
+    if not _EXTENSION.fullmatch(extension):
+        raise ValueError(f"{extension!r} is not a valid member extension: use lower-case letters, digits, _ and dots")
+
+
 class ShardWriter:
     """Writes one shard. A context manager that leaves no files behind unless `publish` succeeds.
 
@@ -61,10 +67,7 @@ class ShardWriter:
         self, variant_dir: Path, *, shard_id: int, extensions: Sequence[str], fields: Sequence[pa.Field]
     ) -> None:
         for extension in extensions:
-            if not _EXTENSION.fullmatch(extension):
-                raise ValueError(
-                    f"{extension!r} is not a valid member extension: use lower-case letters, digits, _ and dots"
-                )
+            require_extension(extension)
         if not extensions:
             raise ValueError("a sample needs at least one member")
         self._directory = variant_dir
@@ -111,7 +114,7 @@ class ShardWriter:
             ValueError: the sample violates the format; nothing was written.
             OSError: the disk is full, or an I/O error occurred.
         """
-        self._check(sample)
+        self.check(sample)
         row: dict[str, Any] = {"key": sample.key, **sample.fields}
         end = self._end
         for extension, payload in sample.members.items():
@@ -168,7 +171,8 @@ class ShardWriter:
             num_samples=len(self._keys),
         )
 
-    def _check(self, sample: Sample) -> None:
+    def check(self, sample: Sample) -> None:
+        """Raise a ValueError if a sample violates the format."""
         if not _KEY.fullmatch(sample.key):
             raise ValueError(f"{sample.key!r} is not a valid key: use letters, digits, _ and -")
         if sample.key in self._keys:

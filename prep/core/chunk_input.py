@@ -6,6 +6,7 @@ module loads neither plan nor driver.
 
 import json
 import math
+import traceback
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 
 from clipmill.manifests.checked_json import parse_json
+from clipmill.manifests.errors import Inaccessible, UserError, first_line
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.shards.commits import Commit
 from clipmill.shards.damage import Damaged
@@ -33,6 +35,8 @@ FINGERPRINT_COLUMNS = ["span_fingerprint", "mp4_size", "mp4_crc32"]
 _NAMES = ("key", "video_id", "start_ms")  # of a chunk in `video`, and of its sample in another column
 _FIELDS = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den")  # that a sample may take from its chunk
 FINGERPRINT_FIELD = "chunk_fingerprint"
+# Exceptions that tell of the machine, the bucket or the model: they end the shard, and others may be made.
+NOT_OF_COLUMN = (UserError, Inaccessible, OSError, MemoryError)
 
 
 def chunk_fingerprints(index: pa.Table) -> list[str]:
@@ -103,6 +107,15 @@ def chunks_of_shard(
             chunk = replace(chunk, fingerprint=both, next=next_chunk)
         chunks.append(chunk)
     return chunks
+
+
+def column_failure(error: Exception) -> SourceFailure:
+    """Return the failure column_error for an exception that the code of a column raised."""
+    # The first frame is of the caller. The last one in the folder of the column tells more than one in a library.
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    its_own = [frame for frame in frames if Path(frame.filename).parent == Path(frames[0].filename).parent]
+    place = f" ({Path(its_own[-1].filename).name}, line {its_own[-1].lineno})" if its_own else ""
+    return SourceFailure(FailureCode.COLUMN_ERROR, f"{type(error).__name__}: {first_line(error)}{place}")
 
 
 def frame_rate(index: pa.Table, row: int) -> Fraction:
@@ -325,9 +338,16 @@ class Chunks:
         return len(self.rows)
 
     def each(self, make: Callable[[Chunk], Sample]) -> Iterator[Sample | SourceFailure]:
-        """Yield what a function makes of each chunk, or the failure that it raises."""
+        """Yield what a function makes of each chunk, or the failure that it raises.
+
+        An exception of another kind is a failure of its chunk, too: column_error, with the line that raised it.
+        """
         for chunk in self:
             try:
                 yield make(chunk)
             except SourceFailure as failure:
                 yield failure
+            except NOT_OF_COLUMN:
+                raise
+            except Exception as error:  # noqa: BLE001 - of any kind, as it is the code of others
+                yield column_failure(error)

@@ -4,20 +4,37 @@ Samples of unchanged chunks are copied from stored shards; the column's `ChunkWo
 chunk is recorded in the commit and does not affect the others. This module loads neither plan nor driver.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.errors import UserError
+import numpy as np
+import pyarrow as pa
+
+from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.imported import import_object
-from clipmill.prep.core.chunk_input import Chunks, Following, OldSamples, chunks_of_shard, seconds_of
+from clipmill.prep.core.chunk_input import (
+    FINGERPRINT_FIELD,
+    NOT_OF_COLUMN,
+    Chunk,
+    Chunks,
+    Following,
+    OldSamples,
+    chunks_of_shard,
+    column_failure,
+    seconds_of,
+)
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe
-from clipmill.prep.core.shard_result import ShardResult, Stop, begin_shard, stopped, system_errors_as_results
+from clipmill.prep.core.shard_result import NewShard, ShardResult, Stop, begin_shard, stopped, system_errors_as_results
 from clipmill.prep.core.work import ChunkWork
 from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.damage import Damaged
+from clipmill.shards.writer import Sample
+
+_END = object()  # after the last outcome
+_AT_LEAST_1 = ("num_frames", "fps_num", "fps_den")
 
 
 @dataclass(frozen=True)
@@ -100,7 +117,7 @@ def _make(task: ChunkTask) -> ShardResult:
         num_planned=len(chunks.wanted),
     ) as shard:
         chunks = replace(chunks, show=shard.show)
-        made = work.make(chunks, task.recipe) if chunks.rows else iter(())
+        made = _outcomes(work, chunks, task, shard)
         for row in chunks.wanted:
             is_old = chunks.fingerprints[row] in old
             try:
@@ -114,9 +131,80 @@ def _make(task: ChunkTask) -> ShardResult:
                 content = f"{' ' if shard.failures else ''}{key}" if work.is_function_of_plan else ""
                 shard.fail(Failure(video_id, key, str(outcome.code), outcome.message), content=content)
                 continue
-            if outcome.key != key:
-                raise ValueError(f"{task.work} has made {outcome.key} in place of {key}")
             shard.add(outcome, content=b"" if work.is_function_of_plan else outcome.members[extension])
             if not is_old and row not in chunks.known:
                 made_s += float(seconds_of(index, row))
+        if isinstance(end := next(made, None), Stop):
+            return stopped(task, end.code, end.message)
         return shard.commit(num_reused=len(chunks.wanted) - len(chunks.rows), encoded_s=made_s)
+
+
+def _outcomes(
+    work: ChunkWork, chunks: Chunks, task: ChunkTask, shard: NewShard
+) -> Iterator[Sample | SourceFailure | Stop]:
+    """Yield what the column makes of each chunk without a sample: its sample, its failure, or why the shard ends.
+
+    An outcome that is no sample of its chunk becomes a failure. The shard ends if an outcome belongs to no chunk.
+    """
+    broken = FailureCode.COLUMN_ERROR
+    try:
+        made = iter(work.make(chunks, task.recipe)) if chunks.rows else iter(())
+        for number, chunk in enumerate(chunks):
+            outcome = next(made, _END)
+            if outcome is _END:
+                yield Stop(broken, f"{task.work} has yielded {number} outcomes for {len(chunks)} chunks")
+                return
+            if isinstance(outcome, Sample):
+                if outcome.key != chunk.key:
+                    yield Stop(broken, f"{task.work} has made {outcome.key} in place of {chunk.key}")
+                    return
+                try:
+                    _require_sample_of(chunk, outcome, work)
+                    shard.check(outcome)
+                except (ValueError, TypeError, OverflowError) as error:
+                    outcome = SourceFailure(broken, first_line(error))
+                except SourceFailure as failure:
+                    outcome = failure
+            elif not isinstance(outcome, SourceFailure | Stop):
+                kind = type(outcome).__name__
+                outcome = SourceFailure(broken, f"{task.work} has yielded an object of type {kind}, which is no Sample")
+            yield outcome
+        if next(made, _END) is not _END:
+            yield Stop(broken, f"{task.work} has yielded more outcomes than the {len(chunks)} chunks")
+    except NOT_OF_COLUMN:
+        raise
+    except Exception as error:  # noqa: BLE001 - of any kind, as it is the code of others
+        yield Stop(broken, column_failure(error).message)
+
+
+def _require_sample_of(chunk: Chunk, sample: Sample, work: ChunkWork) -> None:
+    """Check the values of a sample, and that it is the sample of a chunk.
+
+    Raises:
+        ValueError: a value cannot be stored, or is not that of the chunk.
+        TypeError: likewise.
+        OverflowError: likewise.
+        SourceFailure: not_finite, if its array has a number that is not finite.
+    """
+    of_chunk = {"video_id": chunk["video_id"], "start_ms": chunk["start_ms"], FINGERPRINT_FIELD: chunk.fingerprint}
+    for field in work.fields:
+        value = sample.fields.get(field.name)
+        if value is None:
+            continue
+        pa.array([value], field.type)
+        # Arrow stores 2.5 as 2.
+        if pa.types.is_integer(field.type) and value != int(value):
+            raise ValueError(f"{field.name} is {value!r}, which is no integer")
+        if field.name in _AT_LEAST_1 and value < 1:
+            raise ValueError(f"{field.name} is {value!r}, and must be 1 or more")
+        if value != of_chunk.get(field.name, value):
+            raise ValueError(f"{field.name} is {value!r}, and that of the chunk is {of_chunk[field.name]!r}")
+    for extension, member in sample.members.items():
+        if extension.endswith("npy"):
+            from clipmill.shards.npy import load_npy
+
+            array = load_npy(member)
+            if array is None:
+                raise ValueError(f"the member {extension} is not an array of NumPy")
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise SourceFailure(FailureCode.NOT_FINITE, f"{extension}: not all numbers are finite")

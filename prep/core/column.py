@@ -14,7 +14,7 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,11 @@ from clipmill.shards.columns import VIDEO, command_for
 
 DATA_VARIABLE = "CLIPMILL_DATA"
 ENGINE_FLAGS = ("engine", "address")  # which the records of a run keep if they were given
+# Names that settings may not have: values that each recipe has, and flags of all columns (`prep/core/request.py`).
+TAKEN_SETTINGS = frozenset(
+    {*("column", "schema", "video", "weights"), *("data", "json", "engine", "address", "execution", "workers", "part")}
+    | {"max_failures", "trial", "explain", "retry_codes", "only_variant", "variant"}
+)
 WEIGHTS = "weights"  # path of a local model, by which commands name it; recipes have its hash
 Stored = Mapping[str, Any]  # content of a variant's recipe.json
 
@@ -79,6 +84,7 @@ class DeepCode(StrEnum):
     DECODE_ERRORS = "decode_errors"
     FRAMES_DIFFER = "frames_differ"  # wrong number, order or size of decoded frames
     ARRAY_DIFFERS = "array_differs"  # an array does not match its index row, or holds invalid values
+    CHECK_FAILED = "check_failed"  # the function that checks the samples of the column raised an exception
     JSON_DIFFERS = "json_differs"  # the .json or .txt member does not match the index
 
 
@@ -108,7 +114,8 @@ class ColumnSpec:
         check_sample: import path `package.module:function` of a function (index row, members, split) -> `CheckedSample`
             that compares a sample with its index row. It runs in workers, which load nothing else.
         settings: frozen dataclass whose fields are flags of `prep NAME` and `prep plan NAME` and, without those that
-            are `NOT_STORED`, part of the recipe (`prep/core/recipe.py`). A field `where` selects chunks.
+            are `NOT_STORED`, part of the recipe (`prep/core/recipe.py`). A field `where` selects chunks. No field may
+            have a name of `TAKEN_SETTINGS`.
         schema: version of the recipe, incremented when the same settings begin to produce other bytes.
         help: help of `prep NAME`: a first sentence that begins with a verb, text, and an example.
         plan_help: help of `prep plan NAME`.
@@ -145,6 +152,14 @@ class ColumnSpec:
     read_settings: Callable[[Stored, str | None], Any] | None = None
     write_flags: Callable[[Any], list[str]] | None = None
     settings_line: Callable[[Stored], str] = _all_settings
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.settings, type) or not is_dataclass(self.settings):
+            raise TypeError(f"settings of column {self.name!r} are no dataclass")
+        if taken := sorted({field.name for field in fields(self.settings)} & TAKEN_SETTINGS):
+            raise ValueError(f"column {self.name!r} has a setting {taken[0]!r}, a name that all columns use already")
+        if type(self.schema) is not int:
+            raise TypeError(f"schema of column {self.name!r} is {self.schema!r}, which is no integer")
 
     @property
     def is_first(self) -> bool:

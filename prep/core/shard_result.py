@@ -196,6 +196,10 @@ class NewShard:
         """Number of samples so far."""
         return self._writer.num_samples
 
+    def check(self, sample: Sample) -> None:
+        """Raise a ValueError if `add` would not take a sample."""
+        self._writer.check(sample)
+
     def add(self, sample: Sample, *, content: bytes = b"") -> None:
         """Append a sample; `content` is what the names of the files depend on besides the plan."""
         self._writer.add(sample)

@@ -5,18 +5,21 @@ A column with one sample for each chunk has a `ChunkWork`, from which all functi
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 
+from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.imported import import_late, import_object
 from clipmill.manifests.storage.mirrors import is_away
 from clipmill.prep.core.column import Addition, ColumnSpec, Pending, Stored
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import CommittedShard, Variant
+from clipmill.shards.writer import require_extension
 
 if TYPE_CHECKING:
     from clipmill.prep.core.chunk_columns import ChunksPlan
@@ -74,24 +77,13 @@ class ExtraFile:
     publish: Callable[[Variant], object] | None = None
 
 
+_CHUNK_FIELDS = ("video_id", "start_ms", "chunk_fingerprint")
 # Of columns that training reads.
 MERGED_TABLE = ExtraFile(CHUNKS_FILE, import_late("clipmill.shards.chunk_table:chunk_table_problem"))
 
 
-def _nothing_in_particular(data: Path) -> list[str]:
-    return []
-
-
 def _no_report(plan: Any, asked: str) -> "Report":
     raise NotImplementedError
-
-
-def _no_facts(data_dir: Path, key: str) -> dict[str, Any]:
-    return {}
-
-
-def _any_settings(settings: Any) -> None:
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +109,7 @@ class ColumnWork:
             nothing in particular.
     """
 
-    require: Callable[[Any], None] = _any_settings
+    require: Callable[[Any], None] = lambda settings: None
     plan: "Callable[[Path, Any, Request], ColumnPlan]"
     run: "Callable[[Any, Any, Request, PartRun | None], Summary]"
     plan_report: "Callable[[Any], Report]"
@@ -128,9 +120,9 @@ class ColumnWork:
     extra_folders: tuple[ExtraFolder, ...] = ()
     extra_files: tuple[ExtraFile, ...] = ()
     sample_report: "Callable[[CommittedShard, int, Path], Report] | None" = None
-    sample_facts: Callable[[Path, str], dict[str, Any]] = _no_facts
+    sample_facts: Callable[[Path, str], dict[str, Any]] = lambda data_dir, key: {}
     write_page: "Callable[[Variant, PageRequest], Report] | None" = None
-    next_command: Callable[[Path], list[str]] = _nothing_in_particular
+    next_command: Callable[[Path], list[str]] = lambda data: []
 
     def file_problems(self, variant: Variant) -> list[str]:
         """Return why files of a variant that are derived from its shards cannot be used; the next run writes them."""
@@ -160,18 +152,6 @@ class Workers:
     gpus_each: float = 0.0
     memory_gb: float = 0.5
     use: Any = None
-
-
-def _settings_alone(settings: Any) -> tuple[Any, dict[str, Any]]:
-    return settings, {}
-
-
-def _column_name(recipe: "Recipe[Any]") -> str:
-    return str(recipe.values["column"])
-
-
-def _nothing_more(plan: "ChunksPlan") -> Callable[[int], Any]:
-    return lambda shard_id: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,13 +193,13 @@ class ChunkWork:
     fields: Sequence[pa.Field]
     extension: "str | Callable[[Recipe[Any]], str]"
     make: "Callable[[Chunks, Recipe[Any]], Iterator[Sample | SourceFailure | Stop]]"
-    require: Callable[[Any], None] = _any_settings
-    resolve: Callable[[Any], tuple[Any, dict[str, Any]]] = _settings_alone
-    name: "Callable[[Recipe[Any]], str]" = _column_name
+    require: Callable[[Any], None] = lambda settings: None
+    resolve: Callable[[Any], tuple[Any, dict[str, Any]]] = lambda settings: (settings, {})
+    name: "Callable[[Recipe[Any]], str]" = lambda recipe: str(recipe.values["column"])
     weights: "Callable[[Recipe[Any]], str | None]" = lambda recipe: None
     needs: tuple[str, str] | None = None
     workers: "Callable[[ChunksPlan, Any], Workers] | None" = None
-    more: "Callable[[ChunksPlan], Callable[[int], Any]]" = _nothing_more
+    more: "Callable[[ChunksPlan], Callable[[int], Any]]" = lambda plan: lambda shard_id: None
     reads_next: "Callable[[Recipe[Any]], bool]" = lambda recipe: False
     has_sample: "Callable[[Recipe[Any], ChunkLength], bool] | None" = None
     on_plan: "Callable[[ChunksPlan, Any], None]" = lambda plan, request: None
@@ -231,9 +211,16 @@ class ChunkWork:
     has_cpu_speed: bool = True
     extra_folders: tuple[ExtraFolder, ...] = ()
     extra_files: tuple[ExtraFile, ...] = (MERGED_TABLE,)
-    sample_facts: Callable[[Path, str], dict[str, Any]] = _no_facts
+    sample_facts: Callable[[Path, str], dict[str, Any]] = lambda data_dir, key: {}
     write_page: "Callable[[Variant, PageRequest], Report] | None" = None
-    next_command: Callable[[Path], list[str]] = _nothing_in_particular
+    next_command: Callable[[Path], list[str]] = lambda data: []
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in self.fields]
+        if missing := [name for name in _CHUNK_FIELDS if name not in names]:
+            raise ValueError(f"the fields lack {', '.join(missing)}; use clipmill.shards.format.chunk_fields")
+        if isinstance(self.extension, str):
+            require_extension(self.extension)
 
     def extension_of(self, recipe: "Recipe[Any]") -> str:
         """Return the extension of the member of each sample of a variant."""
@@ -247,6 +234,24 @@ class ChunkWork:
 
 
 def work_of(column: ColumnSpec) -> ColumnWork:
-    """Return the functions of a column."""
-    work: ColumnWork | ChunkWork = import_object(column.work)
-    return work.for_column(column)
+    """Return the functions of a column.
+
+    Raises:
+        UserError: another package has the column, and what its spec names as `work` cannot be used.
+    """
+    try:
+        work: ColumnWork | ChunkWork = import_object(column.work)
+        return work.for_column(column)
+    except Exception as error:
+        if column.work.startswith("clipmill."):
+            raise
+        message = f"the column {column.name} cannot be used: {column.work}: {type(error).__name__}: {first_line(error)}"
+        hint = f"repair the package {column.package}, or uninstall it"
+        raise UserError(message, hint=hint) from error
+
+
+def usable_works(columns: Iterable[ColumnSpec]) -> Iterator[ColumnWork]:
+    """Yield the functions of columns, without those of packages that cannot be used."""
+    for column in columns:
+        with suppress(UserError):
+            yield work_of(column)

@@ -25,7 +25,7 @@ from clipmill.prep.core.layout import LAYOUT_FOLDER
 from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.plan import problems_of
 from clipmill.prep.core.shard_result import RUNNING_FOLDER
-from clipmill.prep.core.work import work_of
+from clipmill.prep.core.work import usable_works, work_of
 from clipmill.prep.registry import columns
 from clipmill.prep.upkeep.own_names import (
     DATA_FILES,
@@ -259,7 +259,7 @@ def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[s
     known: dict[str, list[str]] = {"contents": [], "commit table": [], "commit": [], "data": [], "recipe": []}
     unknown: list[str] = []
     parts = parts_of_variants()
-    derived = {file.name for column in columns() for file in work_of(column).extra_files}
+    derived = {file.name for work in usable_works(columns()) for file in work.extra_files}
     for entry in _entries(folder):
         is_folder, is_link = entry.is_dir(follow_symlinks=False), entry.is_symlink()
         if entry.name in needed or _is_temporary(entry):

@@ -10,7 +10,7 @@ from clipmill.prep.core.data_folder import ROOT_FILES
 from clipmill.prep.core.failure_list import FAILURES_FILE
 from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.prep.core.selection import SELECTION_FILE
-from clipmill.prep.core.work import work_of
+from clipmill.prep.core.work import usable_works
 from clipmill.prep.registry import columns
 from clipmill.shards.commits import commit_path, read_commits
 from clipmill.shards.dataset import variant_dir
@@ -26,7 +26,7 @@ DATA_FILES = (SHARD_FILE, _LIST_FILE, *(re.compile(re.escape(name)) for name in 
 
 def parts_of_variants() -> dict[str, tuple[str, re.Pattern[str]]]:
     """Return the folders that a variant's folder may contain, with the kind and the name pattern of their files."""
-    extra = {part.name: ("data", part.file_names) for column in columns() for part in work_of(column).extra_folders}
+    extra = {part.name: ("data", part.file_names) for work in usable_works(columns()) for part in work.extra_folders}
     return {COMMITS_FOLDER: ("commit", COMMIT_FILE), **extra}
 
 
@@ -76,7 +76,7 @@ def is_ours(data_dir: Path, key: str) -> bool:
     if not is_variant(variant_dir(data_dir, column, variant)):
         return False
     if not part or FOLDER.fullmatch(part):
-        extra = {file.name for known in columns() for file in work_of(known).extra_files} | {COMMIT_TABLE_FILE}
+        extra = {file.name for work in usable_works(columns()) for file in work.extra_files} | {COMMIT_TABLE_FILE}
         is_known = (FOLDER_FILE if part else SHARD_FILE).fullmatch(name) is not None and is_at_home(part, name)
         return is_known or (not part and name in extra)
     return part in parts_of_variants() and parts_of_variants()[part][1].fullmatch(name) is not None

@@ -173,10 +173,10 @@ def _needed_layouts(data_dir: Path) -> set[Path]:
     """Return the layouts used by committed shards."""
     needed = set()
     for column in columns():
-        layout_file = work_of(column).layout_file
         for variant in variants_of(data_dir, column.name):
-            with suppress(UserError):  # a damaged recipe has a finding of its own; otherwise it is of another version
-                if (name := layout_file(variant.recipe)) is not None and variant.commits:
+            # A damaged recipe has a finding of its own; otherwise it is of another version, or the column is unusable.
+            with suppress(UserError):
+                if (name := work_of(column).layout_file(variant.recipe)) is not None and variant.commits:
                     needed.add(data_dir / LAYOUT_FOLDER / name)
     return needed
 

@@ -67,7 +67,9 @@ def _command_of_variant(column: str, variant: str, data_dir: Path) -> str:
         stored = stored_request(Variant(variant_dir(data_dir, column, variant)))
         return spec.command_line(stored, data_dir=data_dir)
     except UserError:
-        return f"prep {spec.command} with the settings of {variant} (its recipe.json is unreadable, or of another version)"
+        return (
+            f"prep {spec.command} with the settings of {variant} (its recipe.json is unreadable, or of another version)"
+        )
 
 
 def _videos_lines(videos: VideosStatus) -> list[str]:

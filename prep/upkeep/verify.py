@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.errors import Inaccessible
+from clipmill.manifests.errors import Inaccessible, first_line
 from clipmill.manifests.imported import import_object
 from clipmill.manifests.storage.mirrors import file_state, local_copy, mirror_of, set_modified_time
 from clipmill.prep.core.column import CheckedSample, ColumnSpec, DeepCode
@@ -212,18 +212,21 @@ def _check_deep(
 
 def check_deep(task: DeepTask) -> DeepResult:
     """Check the samples of a shard one after another, in a worker; one sample is in memory at a time."""
-    check_sample = import_object(task.check)
     findings: list[tuple[str | None, str, str]] = []
-    num_checked = 0
+    num_checked, key = 0, None
     try:
+        check_sample = import_object(task.check)
         for row, members in _samples(task):
+            key = row["key"]
             checked: CheckedSample = check_sample(row, members, task.commit.split)
             num_checked += checked.num_checked
-            findings += [(row["key"], str(code), message) for code, message in checked.differences]
+            findings += [(key, str(code), message) for code, message in checked.differences]
     except (Damaged, OSError) as error:
         findings.append((None, str(DeepCode.UNREADABLE), str(error)))
     except Inaccessible as error:
         findings.append((None, _INACCESSIBLE, str(error)))
+    except Exception as error:  # noqa: BLE001 - of any kind, as it may be the code of others
+        findings.append((key, str(DeepCode.CHECK_FAILED), f"{task.check}: {type(error).__name__}: {first_line(error)}"))
     return DeepResult(task.commit.shard_id, num_checked, tuple(findings))
 
 

@@ -3,27 +3,31 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, make_dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from cyclopts import App, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.core.chunk_input import Chunk, Chunks, chunks_of_shard
-from clipmill.prep.core.column import CheckedSample, ColumnSpec
+from clipmill.prep.core.column import TAKEN_SETTINGS, CheckedSample, ColumnSpec
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import NOT_STORED, STORED_IF_CHANGED, Recipe, setting_flags, settings_from, stored_values
+from clipmill.prep.core.request import PartRequest, PlanRequest
 from clipmill.prep.core.run import Summary
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.shard_result import Stop
-from clipmill.prep.core.work import ChunkWork, work_of
+from clipmill.prep.core.work import ChunkWork, usable_works, work_of
 from clipmill.shards.column_fields import ColumnFields
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.format import chunk_fields
+from clipmill.shards.npy import npy_bytes
 from clipmill.shards.reader import Variant
 from clipmill.shards.selection import stored_rows
 from clipmill.shards.writer import Sample
@@ -49,8 +53,7 @@ def make_lengths(chunks: Chunks, recipe: Recipe[LengthsSettings]) -> Iterator[Sa
     for number, chunk in enumerate(chunks):
         value = float("nan") if how == "not finite" and not number else float(chunk["num_frames"])
         try:
-            values = {"lengths_other" if how == "other field" else "lengths_value": value}
-            samples.append(chunk.sample({"txt": recipe.settings.unit.encode()}, values))
+            samples.append(chunk.sample({"txt": recipe.settings.unit.encode()}, {"lengths_value": value}))
         except SourceFailure as failure:
             yield failure
             continue
@@ -134,9 +137,109 @@ def test_a_failed_chunk_waits_for_somebody_to_ask_and_its_neighbours_are_copied(
     assert (made.num_encoded, made.num_reused, failures(made)) == (2, 3, {})
 
 
-def test_values_that_are_no_fields_of_the_column_are_refused(shard_set: ShardSet) -> None:
-    with pytest.raises(ValueError, match="lengths_other"):
-        make_here(COLUMN, shard_set.data, how="other field")
+ARRAY = npy_bytes(np.zeros(1))
+
+
+def array_sample(chunk: Chunk, **values: Any) -> Sample:
+    return chunk.sample({"npy": ARRAY}, {"lengths_value": 1.0, **values})
+
+
+WRONG: dict[str, tuple[Callable[[Chunk], Any], str]] = {
+    "raises": (lambda chunk: 1 / 0, "ZeroDivisionError: division by zero (test_chunk_contract.py, line"),
+    "none": (lambda chunk: None, "an object of type NoneType, which is no Sample"),
+    "field": (lambda chunk: chunk.sample({"npy": ARRAY}, {"lengths_other": 1.0}), "lengths_other"),
+    "member": (lambda chunk: chunk.sample({"txt": b""}, {"lengths_value": 1.0}), "members ['txt'], expected ['npy']"),
+    "type": (lambda chunk: array_sample(chunk, lengths_value="red"), "Could not convert 'red'"),
+    "video": (lambda chunk: array_sample(chunk, video_id="another"), "video_id is 'another', and that of the chunk is"),
+    "start": (lambda chunk: array_sample(chunk, start_ms=77), "start_ms is 77, and that of the chunk is"),
+    "fraction": (lambda chunk: array_sample(chunk, num_frames=2.5), "num_frames is 2.5, which is no integer"),
+    "negative": (lambda chunk: array_sample(chunk, num_frames=-5), "num_frames is -5, and must be 1 or more"),
+    "no array": (lambda chunk: chunk.sample({"npy": b"x"}, {"lengths_value": 1.0}), "npy"),
+    "array": (lambda chunk: chunk.sample({"npy": npy_bytes(np.array([np.nan]))}, {"lengths_value": 1.0}), "finite"),
+}
+
+
+def make_arrays(chunks: Chunks, recipe: Recipe[LengthsSettings]) -> Iterator[Sample | SourceFailure | Stop]:
+    """Make a sample of each chunk, and something else of the first one of each shard."""
+    how = recipe.settings.how
+    if how == "no generator":
+        return None  # type: ignore[return-value]
+    first = next(iter(chunks)).key
+    wrong = WRONG.get(how, (array_sample, ""))[0]
+    samples = chunks.each(lambda chunk: wrong(chunk) if chunk.key == first else array_sample(chunk))
+    if how == "fewer":
+        return islice(samples, 1)
+    return chain(samples, [array_sample(next(iter(chunks)))] if how == "more" else ())
+
+
+ARRAYS = replace(COLUMN, name="arrays", work=f"{__name__}:ARRAYS_WORK")
+ARRAYS_WORK = ChunkWork(
+    fields=chunk_fields(pa.field("num_frames", pa.int32()), pa.field("lengths_value", pa.float64())),
+    extension="npy",
+    make=make_arrays,
+)
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_an_outcome_that_is_no_sample_of_its_chunk_is_a_failure_of_this_chunk(shard_set: ShardSet, how: str) -> None:
+    made = make_here(ARRAYS, shard_set.data, how=how)
+    assert made.num_chunks == 3 and len(made.failures) == 2, "the first chunk of each shard"
+    assert {failure.code for failure in made.failures} == {"not_finite" if how == "array" else "column_error"}
+    assert all(WRONG[how][1] in failure.message for failure in made.failures), made.failures
+    assert "long_000000000" in {failure.key for failure in made.failures}
+    # The code has been corrected.
+    again = make_here(ARRAYS, shard_set.data, how="right", retry_codes=frozenset({made.failures[0].code}))
+    assert (again.num_chunks, again.num_encoded, again.failures) == (5, 2, [])
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("fewer", "has yielded 1 outcomes for"),
+        ("more", "has yielded more outcomes than the"),
+        ("no generator", "TypeError: 'NoneType' object is not iterable"),
+    ],
+)
+def test_a_shard_with_another_number_of_outcomes_is_not_committed(shard_set: ShardSet, how: str, message: str) -> None:
+    made = make_here(ARRAYS, shard_set.data, how=how)
+    assert made.num_shards == 0 and set(failures(made)) == {"column_error"}
+    assert all(message in failure.message for failure in made.failures), made.failures
+    assert not list((shard_set.data / "arrays").rglob("*.tar"))
+    assert make_here(ARRAYS, shard_set.data, how="right").num_chunks == 5, "without being asked for"
+
+
+@pytest.mark.parametrize("name", ["video", "column", "schema", "workers", "data", "json"])
+def test_settings_have_no_name_that_all_columns_use(name: str) -> None:
+    with pytest.raises(ValueError, match=f"has a setting '{name}', a name that all columns use already"):
+        replace(COLUMN, settings=make_dataclass("Settings", [(name, str, "a")], frozen=True))
+
+
+def test_flags_of_all_columns_are_taken() -> None:
+    flags = {field.name for kind in (PartRequest, PlanRequest) for field in fields(kind)}
+    # Flags of columns with a model, and of video.
+    assert flags - TAKEN_SETTINGS == {"num_gpus", "batch", "scratch_size"}
+
+
+@pytest.mark.parametrize(("change", "message"), [({"settings": 3}, "no dataclass"), ({"schema": "1"}, "no integer")])
+def test_a_spec_is_checked(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        replace(COLUMN, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"fields": []}, "chunk_fields"), ({"extension": "Bad.NPY"}, "lower-case letters")]
+)
+def test_work_is_checked_before_anything_is_made(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(WORK, **change)
+
+
+def test_work_that_cannot_be_used_is_named_with_its_package() -> None:
+    broken = replace(COLUMN, work="tests.prep.test_chunk_contract:NOWORK")
+    with pytest.raises(UserError, match=r"the column lengths cannot be used: .*NOWORK: AttributeError") as error:
+        work_of(broken)
+    assert error.value.hint == "repair the package tests, or uninstall it"
+    assert len(list(usable_works([COLUMN, broken, ARRAYS]))) == 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +322,9 @@ def test_a_shard_that_stops_is_not_committed(shard_set: ShardSet, how: str, code
 
 
 def test_samples_in_another_order_are_refused(shard_set: ShardSet) -> None:
-    with pytest.raises(ValueError, match="has made long_000004000 in place of long_000000000"):
-        make_here(COLUMN, shard_set.data, how="reversed")
+    made = make_here(COLUMN, shard_set.data, how="reversed")
+    assert made.num_shards == 0 and set(failures(made)) == {"column_error"}
+    assert any("has made long_000004000 in place of long_000000000" in failure.message for failure in made.failures)
 
 
 @pytest.mark.parametrize(

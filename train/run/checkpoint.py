@@ -64,8 +64,8 @@ class CheckpointMetadata:
 
 def checkpoint_step(path: Path) -> int | None:
     """The step in the name of a checkpoint; None if it has another name."""
-    found = _NAME.fullmatch(path.name)
-    return None if found is None else int(found[1])
+    match = _NAME.fullmatch(path.name)
+    return None if match is None else int(match[1])
 
 
 def checkpoint_name(step: int) -> str:
@@ -95,8 +95,8 @@ def all_checkpoints(folder: Path) -> dict[int, Path]:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint with the highest step, or None."""
-    found = all_checkpoints(folder)
-    return found[max(found)] if found else None
+    checkpoints = all_checkpoints(folder)
+    return checkpoints[max(checkpoints)] if checkpoints else None
 
 
 def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetadata:

@@ -88,8 +88,8 @@ class CheckpointWriter:
         name = checkpoint_name(metadata.step)
         temporary = self._folder / f"{TEMPORARY_PREFIX}{name}"
         table = self._storage.write(temporary, staged)
-        own = {path.name: file_facts(path) for path in temporary.glob(f"__{self._world.rank}_*")}
-        files = {name: about for one in self._storage.gather(own) for name, about in one.items()}
+        facts = {path.name: file_facts(path) for path in temporary.glob(f"__{self._world.rank}_*")}
+        files = {name: about for of_rank in self._storage.gather(facts) for name, about in of_rank.items()}
         if not self._world.is_first:
             return
         publish_json(temporary / TABLE_FILE, table)
@@ -99,9 +99,9 @@ class CheckpointWriter:
         self._prune()
 
     def _prune(self) -> None:
-        there = all_checkpoints(self._folder)
-        for step in superfluous_steps(list(there), keep=self._keep, scores=self._scores()):
-            _remove(there[step])
+        checkpoints = all_checkpoints(self._folder)
+        for step in superfluous_steps(list(checkpoints), keep=self._keep, scores=self._scores()):
+            _remove(checkpoints[step])
 
     def _scores(self) -> dict[int, float]:
         """The value of the selected metric in each checkpoint that has it, negated if lower is better."""

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from clipmill.prep.core.column import CheckedSample
 from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.prep.core.selection import make_variant
+from clipmill.prep.upkeep.verify import DeepTask, check_deep
 from clipmill.shards.commits import commit_path, write_commit
 from clipmill.shards.dataset import begin_variant
 from clipmill.shards.format import VIDEO_FIELDS
@@ -158,3 +160,18 @@ def test_what_deep_finds_is_made_again_once_its_commit_is_gone(prep: Prep, shard
     prep("verify", "--deep", "--data", shard_set.data)
     first = next(Variant(shard_set.variant).iterate())
     assert frame_numbers(first["mp4"]) == list(range(60))
+
+
+def broken_check(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
+    raise KeyError(row["key"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("broken_check", "KeyError: 'long_000000000'"), ("no_check", "AttributeError")]
+)
+def test_a_check_that_fails_is_a_finding(shard_set: ShardSet, name: str, message: str) -> None:
+    shard = Variant(shard_set.variant).shards()[0]
+    result = check_deep(DeepTask(shard_set.variant, shard.commit, f"{__name__}:{name}"))
+    [(key, code, text)] = result.findings
+    assert code == "check_failed" and message in text
+    assert key == ("long_000000000" if name == "broken_check" else None)

@@ -64,8 +64,8 @@ def test_a_step_on_a_cpu_is_broken_down_by_operators_of_the_training_thread() ->
 
 
 def test_a_recording_on_a_cpu_prints_nothing() -> None:
-    code = "import torch; from clipmill.train.bench.communication import _recorded\n"
-    code += "with _recorded(torch.device('cpu')): torch.ones(2) + 1"
+    code = "import torch; from clipmill.train.bench.communication import _record_events\n"
+    code += "with _record_events(torch.device('cpu')): torch.ones(2) + 1"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
