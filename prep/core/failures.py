@@ -39,7 +39,7 @@ class FailureCode(StrEnum):
     IO_ERROR = "io_error"
     WORKER_LOST = "worker_lost"  # a process was killed from outside each time that it was tried
     WORKER_CRASHED = "worker_crashed"  # a process was ended by a fault of its program each time
-    COLUMN_ERROR = "column_error"  # the code of a column raised an exception, or made what is no sample of the chunk
+    COLUMN_ERROR = "column_error"  # the code of a column raised an exception, or gave no valid sample of the chunk
     SHARD_MISSING = "shard_missing"  # the run ended without the planned commit
 
 
@@ -119,8 +119,8 @@ WORDS: dict[str, tuple[str, str]] = {
         "($CLIPMILL_FFMPEG names an ffmpeg), or leave the source out",
     ),
     FailureCode.COLUMN_ERROR: (
-        "the code of the column failed",
-        "correct it at the line in the message, then run {retry}",
+        "the code of the column gave no sample",
+        "see the message: if it names a line of code, correct that; then run {retry}",
     ),
     FailureCode.SHARD_MISSING: ("the shard was not made", "run the same command again"),
 }

@@ -297,8 +297,8 @@ def test_declared_fields_that_the_samples_lack_are_the_mistake_of_the_package(
     shard_set: ShardSet, tmp_path: Path, declared: str, difference: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     groups = {"columns": {"lengths": f"{__name__}:COLUMN"}}
-    for folder, fields in (("right", "FIELDS"), ("wrong", declared)):
-        declare(tmp_path / folder, "odd", {**groups, "fields": {"lengths": f"{__name__}:{fields}"}})
+    for folder, declaration in (("right", "FIELDS"), ("wrong", declared)):
+        declare(tmp_path / folder, "odd", {**groups, "fields": {"lengths": f"{__name__}:{declaration}"}})
     for _ in range(2):  # the package is mended, and the table of the right fields is written again
         with installed_here(tmp_path / "right"):
             make_here(COLUMN, shard_set.data)
