@@ -8,8 +8,9 @@ from clipmill.prep.captions.answers import ANSWER_FILE, ANSWERS_FOLDER
 from clipmill.prep.captions.recipe import CaptionsSettings, local_weights, resolve, variant_name
 from clipmill.prep.captions.sample import EXTENSION
 from clipmill.prep.captions.table import TABLE_FILE, caption_table_problem, publish_caption_table
+from clipmill.prep.core.chunk_work import ChunkWork
 from clipmill.prep.core.column import data_flags
-from clipmill.prep.core.work import MERGED_TABLE, ChunkWork, ExtraFile, ExtraFolder
+from clipmill.prep.core.work import MERGED_TABLE, ExtraFile, ExtraFolder
 from clipmill.shards.columns import CAPTIONS
 from clipmill.shards.format import CAPTIONS_FIELDS
 from clipmill.shards.reader import Variant

@@ -12,6 +12,7 @@ from clipmill.manifests.units import duration_text
 from clipmill.prep.core.chunk_columns import ChunksPlan, plan_chunks
 from clipmill.prep.core.chunk_report import chunks_report, speed_text
 from clipmill.prep.core.chunk_shards import NO_CHUNKS, current_chunks
+from clipmill.prep.core.chunk_work import ChunkWork, Workers
 from clipmill.prep.core.chunk_worker import ChunkTask, make_chunk_shard
 from clipmill.prep.core.column import WEIGHTS, Addition, ColumnSpec, Pending
 from clipmill.prep.core.ending import retry_words
@@ -22,7 +23,7 @@ from clipmill.prep.core.report import Report, summary_report
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Job, Summary, execute
 from clipmill.prep.core.selection import WHERE, stored_recipe
-from clipmill.prep.core.work import ChunkWork, ColumnWork, Workers
+from clipmill.prep.core.work import ColumnWork
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant

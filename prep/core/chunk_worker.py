@@ -25,10 +25,10 @@ from clipmill.prep.core.chunk_input import (
     column_failure,
     seconds_of,
 )
+from clipmill.prep.core.chunk_work import ChunkWork
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.shard_result import NewShard, ShardResult, Stop, begin_shard, stopped, system_errors_as_results
-from clipmill.prep.core.work import ChunkWork
 from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.damage import Damaged
 from clipmill.shards.writer import Sample

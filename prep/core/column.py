@@ -5,8 +5,8 @@ receives its spec and calls the functions of its `ColumnWork`, which is loaded w
 column's own folder refers to the column by name.
 
 A column with one sample for each chunk declares its settings here, and what it makes of a chunk in a `ChunkWork`
-(`prep/core/work.py`); its commands, recipe, plan, runs, reports and retries are derived from the two. docs/plugins.md
-has a complete example.
+(`prep/core/chunk_work.py`); its commands, recipe, plan, runs, reports and retries are derived from the two.
+docs/plugins.md has a complete example.
 """
 
 import json
@@ -109,8 +109,8 @@ class ColumnSpec:
         name: name of the column's folder and value of `--column`: lower case, beginning with a letter. The command is
             `prep NAME`.
         package: import name of the package with the column's code; workers must have the same version.
-        work: import path `package.module:NAME` of the column's `ChunkWork`, or of its `ColumnWork` if it has a plan of
-            its own (`prep/core/work.py`).
+        work: import path `package.module:NAME` of the column's `ChunkWork` (`prep/core/chunk_work.py`), or of its
+            `ColumnWork` if it has a plan of its own (`prep/core/work.py`).
         check_sample: import path `package.module:function` of a function (index row, members, split) -> `CheckedSample`
             that compares a sample with its index row. It runs in workers, which load nothing else.
         settings: frozen dataclass whose fields are flags of `prep NAME` and `prep plan NAME` and, without those that

@@ -12,10 +12,11 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.imported import import_late
 from clipmill.manifests.keys import chunk_key, split_key
 from clipmill.prep.core.chunk_input import Chunks
+from clipmill.prep.core.chunk_work import ChunkWork
 from clipmill.prep.core.column import data_flags
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.recipe import Recipe
-from clipmill.prep.core.work import ChunkWork, ExtraFile
+from clipmill.prep.core.work import ExtraFile
 from clipmill.prep.scores.column import ScoresSettings
 from clipmill.shards.columns import SCORES
 from clipmill.shards.merged_table import CHUNKS_FILE

@@ -17,6 +17,7 @@ from cyclopts import App, Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.settings import Range
 from clipmill.prep.core.chunk_input import Chunk, Chunks, chunks_of_shard
+from clipmill.prep.core.chunk_work import ChunkWork
 from clipmill.prep.core.column import TAKEN_SETTINGS, CheckedSample, ColumnSpec
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import NOT_STORED, STORED_IF_CHANGED, Recipe, setting_flags, settings_from, stored_values
@@ -24,7 +25,7 @@ from clipmill.prep.core.request import PartRequest, PlanRequest
 from clipmill.prep.core.run import Summary
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.shard_result import Stop
-from clipmill.prep.core.work import ChunkWork, usable_works, work_of
+from clipmill.prep.core.work import usable_works, work_of
 from clipmill.shards.column_fields import ColumnFields
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.format import chunk_fields

@@ -10,10 +10,10 @@ import pyarrow as pa
 
 from clipmill.manifests.settings import Checked, Range
 from clipmill.prep.core.chunk_input import Chunk, Chunks
+from clipmill.prep.core.chunk_work import ChunkWork
 from clipmill.prep.core.column import CheckedSample, ColumnSpec, DeepCode
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.recipe import Recipe
-from clipmill.prep.core.work import ChunkWork
 from clipmill.shards.column_fields import ColumnFields
 from clipmill.shards.format import chunk_fields
 from clipmill.shards.npy import load_npy, npy_bytes
