@@ -123,13 +123,15 @@ class Parts(Mapping[str, Part], Generic[Part]):
         if len(rivals) > 1:
             raise self._refuse(entry, f"is declared by {' and by '.join(rivals)}", hint="uninstall one of them")
         if self._form.fullmatch(entry.name) is None:
-            raise self._refuse(entry, "has a name with other characters", hint="rename it in that package")
+            joint = "_" if self._form.fullmatch("a_a") else "-"
+            allowed = f"a lower-case letter, then lower-case letters, digits and {joint}"
+            raise self._refuse(entry, "has a name that is not allowed", hint=f"rename it in that package: {allowed}")
         try:
             part = entry.load()
         except Exception as error:
             raise self._refuse(entry, f"cannot be imported: {type(error).__name__}: {error}") from error
         if not isinstance(part, self._kind):
-            raise self._refuse(entry, f"is a {type(part).__name__}, not a {self._kind.__name__}")
+            raise self._refuse(entry, f"is of type {type(part).__name__}, not {self._kind.__name__}")
         if (named := getattr(part, "name", None)) != entry.name:
             raise self._refuse(entry, f"calls itself {named!r}", hint="give both the same name in that package")
         if fault := self._fault(part):
@@ -155,6 +157,11 @@ _all_entries = cache(entry_points)  # of all installed packages, whose files are
 @cache
 def _entries(group: str) -> tuple[EntryPoint, ...]:
     return tuple(_all_entries().select(group=f"clipmill.{group}"))
+
+
+def is_declared(group: str, name: str) -> bool:
+    """Return True if an installed package has an entry point of this name."""
+    return any(entry.name == name for entry in _entries(group))
 
 
 def _warning(error: UnusablePart) -> str:

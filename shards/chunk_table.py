@@ -75,6 +75,7 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
         DamagedTable: a part differs from its checksums.
         DamagedIndex: an index is not the committed one, or not one of this column.
         OSError: a file cannot be read.
+        UserError: the package of the column declares fields that its samples lack.
     """
     tables, members, open_gops = [], set[str](), set[int]()
     is_known = True
@@ -191,7 +192,8 @@ class _Part:
             table = verify_columns(open_merged_table(self.path), self.path)
         except (DamagedTable, OSError):
             return None
-        return table if _metadata(table, _FORMAT_KEY) == str(FORMAT_VERSION).encode() else None
+        is_format = _metadata(table, _FORMAT_KEY) == str(FORMAT_VERSION).encode()
+        return table if is_format and _has_declared_fields(table.schema, self._column) else None
 
     def changed(self, old: pa.Table | None) -> list[int]:
         """Return the shards whose rows `old` lacks, or has from another index."""
@@ -243,7 +245,7 @@ class _Part:
 
     def _is_current(self, schema: pa.Schema) -> bool:
         is_format = (schema.metadata or {}).get(_FORMAT_KEY) == str(FORMAT_VERSION).encode()
-        return is_format and is_table_of(schema, self._commits)
+        return is_format and is_table_of(schema, self._commits) and _has_declared_fields(schema, self._column)
 
 
 def _parts(variant: Variant) -> list[_Part]:
@@ -265,9 +267,28 @@ def _merged_fields(column: str) -> Mapping[str, pa.DataType]:
     return {name: types[name] for name in COLUMNS[column].merged}
 
 
+def _has_declared_fields(schema: pa.Schema, column: str) -> bool:
+    """Return True if a table has the fields that the package of its column declares now, with these types."""
+    if column in COLUMNS:
+        return True  # whose fields belong to the version of the format
+    return not COLUMN_FIELDS[column].differences(schema)
+
+
+def _require_declared_fields(index: pa.Table, column: str) -> None:
+    """Raise a UserError if an index of the column of a package lacks fields that the package declares."""
+    if column not in COLUMNS and (differences := COLUMN_FIELDS[column].differences(index.schema)):
+        raise UserError(
+            f"the fields that {COLUMN_FIELDS.package_of(column)} declares for the column {column} "
+            f"differ from the fields of its samples: {', '.join(differences)}",
+            hint="in the package, declare fields that its ChunkWork has, with the same types; if only samples of an "
+            f"earlier version differ, increase `schema` in its ColumnSpec, and run prep {column}",
+        )
+
+
 def _rows_of(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[pa.Table, str]:
     """Return the rows of a shard, and the extension of their member."""
     index = shard.index
+    _require_declared_fields(index, column)
     known = COLUMNS[column].members if column in COLUMNS else extensions_of(index)
     member = next((one for one in known if f"{one}_offset" in index.column_names), None)
     wanted = {"video_id", *_merged_fields(column)}

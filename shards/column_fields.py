@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from clipmill.manifests.plugins import Parts
+from clipmill.manifests.plugins import Parts, is_declared
 from clipmill.shards.columns import COLUMN_NAME
 
 
@@ -27,6 +27,15 @@ class ColumnFields:
     name: str
     fields: Mapping[str, pa.DataType]
 
+    def differences(self, schema: pa.Schema) -> list[str]:
+        """Return which fields an index of the column lacks, or has with another type."""
+        stored = {field.name: field.type for field in schema}
+        return [
+            f"{name} is {stored[name]}, not {kind}" if name in stored else f"{name} is missing"
+            for name, kind in self.fields.items()
+            if stored.get(name) != kind
+        ]
+
     def __post_init__(self) -> None:
         for name, kind in self.fields.items():
             if not name.startswith(f"{self.name}_") or COLUMN_NAME.fullmatch(name) is None:
@@ -40,4 +49,10 @@ def is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
-COLUMN_FIELDS = Parts("fields of the column", group="fields", kind=ColumnFields, own={}, form=COLUMN_NAME)
+def _fault(fields: ColumnFields) -> str:
+    if is_declared("columns", fields.name):
+        return ""
+    return f"belong to no column: no entry point of clipmill.columns is named {fields.name}"
+
+
+COLUMN_FIELDS = Parts("fields of the column", group="fields", kind=ColumnFields, own={}, form=COLUMN_NAME, fault=_fault)

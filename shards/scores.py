@@ -8,6 +8,7 @@ does (clipmill.shards.look_alikes). A chunk whose scores could not be computed h
 clipmill.shards.merged_table defines how readers recognise a stale or damaged file.
 """
 
+import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,8 +110,8 @@ def require_current_chunks(variant: Variant, data_dir: Path) -> None:
     video = current_variant(data_dir, VIDEO)
     if made_of is not None and made_of != video:
         raise UserError(
-            f"the {column} are of the chunks of {made_of}, and {video} is the current variant",
-            hint=f"run {how_to_make(column, data_dir)}",
+            f"the column {column} was made from the chunks of {made_of}, but the current variant of {VIDEO} is {video}",
+            hint=f"make it again with its settings: prep status --data {shlex.quote(str(data_dir))} shows the command",
         )
 
 

@@ -14,7 +14,7 @@ from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_videos
 from clipmill.shards.chunk_table import read_chunk_rows
-from clipmill.shards.columns import SCORES, how_to_make, how_to_repair
+from clipmill.shards.columns import SCORES, how_to_repair
 from clipmill.shards.damage import Damaged
 from clipmill.shards.moments import Moments
 from clipmill.shards.reader import Variant
@@ -66,7 +66,8 @@ def selected_chunks(
         if len(missing):
             raise UserError(
                 f"--where uses {column}, and {count_noun(len(missing), 'chunk')} of {len(rows):,} have none",
-                hint=f"run {how_to_make(column, data_dir)}, or leave {column} out of --where",
+                hint=f"prep status --data {shlex.quote(str(data_dir))} shows the command that makes them; "
+                f"or leave {column} out of --where",
                 flags=("--where",),
             )
         columns |= {name: _take_rows(table[name], rows) for name in names}

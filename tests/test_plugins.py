@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.help_text import help_text
-from clipmill.manifests.plugins import UnusablePart
+from clipmill.manifests.plugins import Parts, UnusablePart
 from clipmill.prep.cli import build_app
+from clipmill.shards.column_fields import COLUMN_FIELDS
 from clipmill.train.losses.registry import LOSSES
 from clipmill.train.losses.settings import Loss
 from clipmill.train.registry import TASKS
@@ -21,7 +22,7 @@ DECOUPLED = "clipmill_example.decoupled:DECOUPLED"
     ("path", "said"),
     [
         ("no_such_module:LOSS", "cannot be imported: ModuleNotFoundError"),
-        ("clipmill_example.decoupled:decoupled", "is a function, not a LossSpec"),
+        ("clipmill_example.decoupled:decoupled", "is of type function, not LossSpec"),
         (DECOUPLED, "calls itself 'decoupled'"),
     ],
 )
@@ -69,6 +70,26 @@ def test_a_loss_with_a_setting_that_there_is_not_stops_nothing_else(tmp_path: Pa
         assert Loss().kind == "infonce"
         with pytest.raises(UnusablePart, match="has settings that --loss does not have: temprature"):
             LOSSES["odd-settings"]
+
+
+def test_fields_without_a_column_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    declare(tmp_path, "odd", {"fields": {"brightness": "clipmill_example.brightness:FIELDS"}})
+    with installed_here(tmp_path):
+        assert COLUMN_FIELDS.working() == []
+    warned = capsys.readouterr().err
+    assert "odd 1.0 belong to no column: no entry point of clipmill.columns is named brightness" in warned
+
+
+@pytest.mark.parametrize(
+    ("parts", "allowed", "name"), [(LOSSES, "digits and -", "My_Loss"), (COLUMN_FIELDS, "digits and _", "my-column")]
+)
+def test_a_name_that_is_not_allowed_is_refused_with_the_allowed_characters(
+    tmp_path: Path, parts: Parts[object], allowed: str, name: str
+) -> None:
+    declare(tmp_path, "odd", {"losses": {name: DECOUPLED}, "fields": {name: DECOUPLED}})
+    with installed_here(tmp_path), pytest.raises(UnusablePart, match="has a name that is not allowed") as error:
+        parts[name]
+    assert str(error.value.hint).endswith(f"a lower-case letter, then lower-case letters, {allowed}")
 
 
 def test_of_two_packages_with_one_name_neither_is_chosen(tmp_path: Path) -> None:

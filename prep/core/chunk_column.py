@@ -15,6 +15,7 @@ from clipmill.prep.core.chunk_shards import NO_CHUNKS, current_chunks
 from clipmill.prep.core.chunk_work import ChunkWork, Workers
 from clipmill.prep.core.chunk_worker import ChunkTask, make_chunk_shard
 from clipmill.prep.core.column import WEIGHTS, Addition, ColumnSpec, Pending
+from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, pending_of
 from clipmill.prep.core.recipe import Recipe, setting_flags, stored_values, values_not_stored
@@ -84,9 +85,13 @@ def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Varia
     if current_variant(data_dir, column.name) != variant.directory.name:
         return Pending()
     try:
-        recipe = stored_recipe(column, variant)
+        _ = variant.recipe
     except UserError:
-        return Pending()  # its recipe is missing or of another version
+        return Pending()  # the status names the damage
+    try:
+        recipe = stored_recipe(column, variant)
+    except UserError as error:  # it is of another version
+        return Pending(stale_because=str(error))
     if recipe.video != (video := current_variant(data_dir, VIDEO)):
         return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
     try:
@@ -194,4 +199,5 @@ def _summary_report(column: ColumnSpec, work: ChunkWork, summary: Summary, setti
         speed=speed_text(summary, per_core=work.has_cpu_speed),
         nothing=None if summary.num_chunks else NO_CHUNKS,
         verb=column.verb,
+        retry=retry_words(column, data=listed.parents[2]),
     )

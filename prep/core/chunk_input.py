@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -240,19 +241,32 @@ class Chunk:
         return read_chunk(self.video, self.row)
 
     def frames(self, wanted: Sequence[int] | None = None) -> "Iterator[VideoFrame]":
-        """Decode frames of the chunk, and yield them in order; frames that none of them depends on are left out.
+        """Decode frames of the chunk, and yield them in the order of their indices, which is that of time.
+
+        Frames on which none of them depends are not decoded. The frame with index i is displayed i / `fps` seconds
+        after the beginning of the chunk.
 
         Args:
-            wanted: Indices of the frames, ascending; None for all.
+            wanted: Indices of the frames, each larger than the one before, from 0 to `num_frames` - 1; None for all.
 
         Raises:
-            SourceFailure: the chunk is damaged or cannot be decoded.
+            SourceFailure: The chunk is damaged or cannot be decoded.
+            ValueError: The indices do not increase, or are out of range.
         """
         from clipmill.prep.core.chunk_frames import decode_frames
 
+        num_frames = self["num_frames"]
+        numbers = range(num_frames) if wanted is None else wanted
+        for before, number in pairwise((-1, *numbers)):
+            if not before < number < num_frames:
+                after = f" after {before}" if before >= 0 else ""
+                raise ValueError(
+                    f"{self.key}: frames() got index {number}{after}; "
+                    f"indices must increase, from 0 to at most {num_frames - 1}"
+                )
         return decode_frames(
             self.read(),
-            range(self["num_frames"]) if wanted is None else wanted,
+            numbers,
             fps=self.fps,
             packet_frame=self["packet_frame"],
             packet_flags=self["packet_flags"],

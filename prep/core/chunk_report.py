@@ -58,6 +58,6 @@ def speed_text(summary: Summary, *, per_core: bool = True) -> str | None:
     if not summary.encoded_s:
         return None
     text = f"{summary.encoded_s / summary.wall_s:.1f}x real time"
-    if not per_core:
+    if not per_core or not summary.cpu_s:
         return text
     return f"{text}; {summary.encoded_s / summary.cpu_s:.1f}x per core ({summary.cpu_s:.1f} s of CPU time)"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -67,13 +68,20 @@ def first_failures(failures: Iterable[Failure]) -> list[FailureEntry]:
     )
 
 
-def failure_lines(failures: Sequence[Failure], *, listed: Path | None) -> list[str]:
-    """Return the number of failures by code, what to do, and the first few by name; nothing if there are none."""
+def failure_lines(
+    failures: Sequence[Failure], *, listed: Path | None, retry: Sequence[str] = ("prep", "retry")
+) -> list[str]:
+    """Return the number of failures by code, what to do, and the first few by name; nothing if there are none.
+
+    Args:
+        listed: Path of the complete list of failures; None if there is no such file.
+        retry: Words of the command that tries the failures of the column again.
+    """
     lines = []
     for code, count in Counter(failure.code for failure in failures).most_common():
         meaning, advice = WORDS.get(code, ("", ""))
         lines.append(f"failed   {count} x {code}{': ' if meaning else ''}{meaning}")
-        lines += [f"         hint: {advice}"] if advice else []
+        lines += [f"         hint: {advice.format(retry=shlex.join(retry))}"] if advice else []
     return [*lines, *named_lines(first_failures(failures), num_all=len(failures), listed=listed, indent=" " * 9)]
 
 

@@ -2,8 +2,6 @@
 
 from enum import StrEnum
 
-from clipmill.shards.columns import CAPTIONS
-
 
 class FailureCode(StrEnum):
     """Failure code, as stored in commits and lists, shown on the console and accepted by `prep retry --only CODE`."""
@@ -24,7 +22,7 @@ class FailureCode(StrEnum):
     FFMPEG_DIFFERS = "ffmpeg_differs"  # the ffmpeg version of a node differs from that of the plan
     CHUNK_DAMAGED = "chunk_damaged"  # an input from another column differs from what was committed
     MODEL_UNAVAILABLE = "model_unavailable"  # a node lacks the model weights of the plan
-    NOT_FINITE = "not_finite"  # a model returned NaN or infinity
+    NOT_FINITE = "not_finite"  # a value that would be stored is NaN or infinite
     ANSWER_EMPTY = "answer_empty"  # a language model wrote nothing
     ANSWER_REFUSED = "answer_refused"  # it declined to answer, or a filter removed the answer
     ANSWER_TRUNCATED = "answer_truncated"  # its answer reached the limit of tokens
@@ -41,11 +39,11 @@ class FailureCode(StrEnum):
     IO_ERROR = "io_error"
     WORKER_LOST = "worker_lost"  # a process was killed from outside each time that it was tried
     WORKER_CRASHED = "worker_crashed"  # a process was ended by a fault of its program each time
-    COLUMN_ERROR = "column_error"  # the code of a column raised an exception, or made what is no sample of the chunk
+    COLUMN_ERROR = "column_error"  # the code of a column raised an exception, or gave no valid sample of the chunk
     SHARD_MISSING = "shard_missing"  # the run ended without the planned commit
 
 
-# What a failure means, and what to do about it; the others say it in their message.
+# What a failure means, and what to do about it; {retry} is the command that tries the failures of the column again.
 WORDS: dict[str, tuple[str, str]] = {
     FailureCode.SOURCE_MISSING: ("the file does not exist", "put it back, or run prep manifest again without it"),
     FailureCode.SOURCE_UNREADABLE: (
@@ -65,20 +63,23 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.PROBE_FAILED: ("reading the file crashed", "re-encode it with ffmpeg, or remove it"),
     FailureCode.DECODE_ERRORS: (
         "frames of the source are damaged",
-        "get an intact copy, or re-encode it with ffmpeg, then run prep retry",
+        "get an intact copy, or re-encode it with ffmpeg, then run {retry}",
     ),
     FailureCode.FRAMES_DIFFER: (
         "the encoded frames are not those of the plan",
-        "re-encode the source, then prep retry",
+        "re-encode the source, then run {retry}",
     ),
-    FailureCode.ENCODE_FAILED: ("ffmpeg failed", "see its message, then run prep retry"),
+    FailureCode.ENCODE_FAILED: ("ffmpeg failed", "see its message, then run {retry}"),
     FailureCode.FFMPEG_DIFFERS: ("a node has another ffmpeg", "install the same ffmpeg on all nodes"),
     FailureCode.CHUNK_DAMAGED: ("the chunk is damaged", "run prep verify, then the commands that it names"),
     FailureCode.MODEL_UNAVAILABLE: ("a node cannot load the model", "make the weights available on all nodes"),
-    FailureCode.NOT_FINITE: ("the model returned NaN or infinity", "check the weights; try another precision"),
+    FailureCode.NOT_FINITE: (
+        "a value is NaN or infinite",
+        "see its message; if a model made the value, check its weights, or try another precision; then run {retry}",
+    ),
     FailureCode.ANSWER_EMPTY: (
         "the model wrote nothing",
-        f"change --prompt, or run prep retry --column {CAPTIONS}",
+        "change --prompt, or run {retry}",
     ),
     FailureCode.ANSWER_REFUSED: (
         "the model declined to answer",
@@ -90,13 +91,13 @@ WORDS: dict[str, tuple[str, str]] = {
     ),
     FailureCode.ANSWER_INCOMPLETE: (
         "the server broke off the answer",
-        f"see its message; then run prep retry --column {CAPTIONS}",
+        "see its message; then run {retry}",
     ),
     FailureCode.PROMPT_TOO_LONG: ("the context of the model is too short", "give fewer --frames, or a smaller --size"),
     FailureCode.OTHER_MODEL: ("the server has another model", "give the name of the model that it serves as --model"),
     FailureCode.REQUEST_INVALID: (
         "the server rejected the request",
-        f"see its message; then run prep retry --column {CAPTIONS}",
+        "see its message; then run {retry}",
     ),
     FailureCode.ENDPOINT_REFUSED: (
         "the server rejects all requests",
@@ -118,8 +119,8 @@ WORDS: dict[str, tuple[str, str]] = {
         "($CLIPMILL_FFMPEG names an ffmpeg), or leave the source out",
     ),
     FailureCode.COLUMN_ERROR: (
-        "the code of the column failed",
-        "correct it at the line in the message, then run prep retry with its --column",
+        "the code of the column gave no sample",
+        "see the message: if it names a line of code, correct that; then run {retry}",
     ),
     FailureCode.SHARD_MISSING: ("the shard was not made", "run the same command again"),
 }

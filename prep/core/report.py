@@ -140,6 +140,7 @@ def summary_report(
     speed: str | None = None,
     nothing: str | None = None,
     verb: str = "encode",
+    retry: Sequence[str] = ("prep", "retry"),
     **more: object,
 ) -> Report:
     """Return the report of a run.
@@ -149,6 +150,7 @@ def summary_report(
         speed: text about the speed of the work, if any was done.
         nothing: why there was no work, if the reason is not that everything is up to date.
         verb: what the column does to a chunk; it ends in e.
+        retry: Words of the command that tries the failures of the column again.
         more: further JSON values, placed before the common ones.
     """
     lines = [f"variant  {summary.variant}"]
@@ -169,7 +171,7 @@ def summary_report(
     else:
         lines.append(f"nothing to {verb}: {nothing or 'all shards are up to date'}")
     lines += [f"left out {refused.node}: {refused.reason}" for refused in summary.refused_workers]
-    lines += [*failure_lines(summary.failures, listed=listed), *summary.added.lines]
+    lines += [*failure_lines(summary.failures, listed=listed, retry=retry), *summary.added.lines]
     values = {
         **more,
         **{name: value for name, value in asdict(summary).items() if name != "added"},

@@ -279,7 +279,8 @@ def _merge_indexes(job: Job[W]) -> None:
     try:
         update_chunk_table(Variant(job.variant_dir), column=job.column.name)
     except (UserError, Inaccessible) as error:
-        sys.stderr.write(f"warning: {error}\n")
+        hint = f"hint: {error.hint}\n" if isinstance(error, UserError) and error.hint else ""
+        sys.stderr.write(f"warning: {error}\n{hint}")
 
 
 def _have_appeared(

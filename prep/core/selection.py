@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 SELECTION_FILE = "selection.json"
 WHERE = "where"
+Value = str | int | float  # of a flag
 
 
-def write_selection(folder: Path, where: str | None, further: Mapping[str, str | None] | None = None) -> None:
+def write_selection(folder: Path, where: str | None, further: Mapping[str, Value | None] | None = None) -> None:
     """Record the selection of a run in its variant's folder; None, everything, needs no file.
 
     Args:
@@ -40,7 +41,7 @@ def write_selection(folder: Path, where: str | None, further: Mapping[str, str |
         publish_checked_json(path, asked)
 
 
-def read_selection(folder: Path) -> dict[str, str]:
+def read_selection(folder: Path) -> dict[str, Any]:
     """Read what the last run of a variant was asked for; without `where` it wanted everything.
 
     Raises:
@@ -77,12 +78,12 @@ def stored_recipe(column: ColumnSpec, variant: "Variant") -> Recipe[Any]:
     return Recipe(settings, variant.recipe, variant.directory.name.rpartition("-")[0])
 
 
-def _read(path: Path) -> dict[str, str] | None:
+def _read(path: Path) -> dict[str, Any] | None:
     try:
         asked = read_checked_json(path)
     except (OSError, ValueError):
         return None
-    return asked if asked and all(isinstance(value, str) for value in asked.values()) else None
+    return asked if asked and all(isinstance(value, Value) for value in asked.values()) else None
 
 
 def make_variant(folder: Path, recipe: dict[str, Any]) -> None:

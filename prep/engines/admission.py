@@ -92,10 +92,21 @@ class Ticket:
 
 @contextmanager
 def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | None = None) -> Iterator[Ticket]:
-    """Publish the token of a run and remove it when the block ends; call it while holding the lock of the column."""
+    """Publish the token of a run and remove it when the block ends; call it while holding the lock of the column.
+
+    Raises:
+        UserError: The package of the column is not installed on this machine.
+    """
+    from clipmill.manifests.errors import UserError
     from clipmill.manifests.publish import naming, remove, sync, temporary_path
     from clipmill.manifests.storage.mirrors import mirror_of
 
+    digest = source_sha256(package)
+    if digest is None:
+        raise UserError(
+            f"the package {package} of the column is not installed here",
+            hint="install it, or correct `package` in its ColumnSpec: the name by which it is imported",
+        )
     # With a temporary name, the token of a killed driver is removed with its other temporary files.
     token_file = temporary_path(variant_dir / _TOKEN_NAME)
     token = secrets.token_hex(16)
@@ -108,9 +119,7 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
         if mirror is not None:
             mirror.publish_token(token_file)
         bucket = () if mirror is None else mirror.access
-        yield Ticket(
-            os.uname().nodename, token_file, token, _version(), source_sha256(package) or "", package, needs, bucket
-        )
+        yield Ticket(os.uname().nodename, token_file, token, _version(), digest, package, needs, bucket)
     finally:
         with suppress(OSError):
             remove(token_file)

@@ -8,6 +8,7 @@ from clipmill.manifests.store import captions_path
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import WEIGHTS
 from clipmill.prep.core.disk_use import disk_use
+from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.failure_list import failure_lines, failure_values
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.recipe import setting_flags
@@ -61,7 +62,7 @@ def text_summary(summary: Summary, *, listed: Path) -> Report:
     else:
         lines.append("nothing was encoded" if summary.failures else "nothing to encode: all shards are up to date")
     lines += [f"left out {line}" for line in left_out_lines(added["num_left_out"])]
-    lines += failure_lines(summary.failures, listed=listed)
+    lines += failure_lines(summary.failures, listed=listed, retry=retry_words(COLUMN, data=listed.parents[2]))
     values = {
         "variant": summary.variant,
         "num_videos": summary.num_chunks,

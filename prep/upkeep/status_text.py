@@ -67,7 +67,9 @@ def _command_of_variant(column: str, variant: str, data_dir: Path) -> str:
         stored = stored_request(Variant(variant_dir(data_dir, column, variant)))
         return spec.command_line(stored, data_dir=data_dir)
     except UserError:
-        return f"prep {spec.command} with the settings of {variant} (its recipe.json cannot be read)"
+        return (
+            f"prep {spec.command} with the settings of {variant} (its recipe.json is unreadable, or of another version)"
+        )
 
 
 def _videos_lines(videos: VideosStatus) -> list[str]:
@@ -121,7 +123,9 @@ def _source_lines(sources: list[CaptionSource] | None) -> list[str]:
 
 
 def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
-    lines = []
+    lines, again = [], ""
+    if column.written_by is None and not any(variant.num_running is not None for variant in column.variants):
+        again = f": {_command_of(column, data_dir)}"
     for variant in column.variants:
         lines += _variant_lines(
             column.column, variant, place="on disk" if mirror_of(data_dir) is None else "in the bucket"
@@ -135,10 +139,10 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
             codes = ", ".join(f"{count} x {code}" for code, count in variant.lost.items())
             lines.append(f"{_INDENT}not current: {column.current.name} has samples that it lacks ({codes})")
         if variant.is_current and column.stale_because is not None:
-            lines.append(f"{_INDENT}stale: {column.stale_because}")
+            lines.append(f"{_INDENT}stale: {column.stale_because}{again}")
         if variant.is_current and column.to_make:
             shards = ", ".join(f"{count} {state}" for state, count in column.to_make.items())
-            lines.append(f"{_INDENT}shards to make: {shards}")
+            lines.append(f"{_INDENT}shards to make: {shards}{again}")
         if variant.is_current and column.num_orphaned:
             lines.append(f"{_INDENT}shards to remove: {column.num_orphaned:,}")
         if variant.is_current and variant.num_running is None:  # a running command writes them at its end
@@ -185,6 +189,9 @@ def _failure_lines(status: Status) -> list[str]:
         lines += named_lines(
             column.first_failures, num_all=failures.total(), listed=column.failures_file, indent=_INDENT
         )
+        if column.current is not None and column.current.failures:
+            retry = shlex.join(retry_words(column_named(column.column), data=status.data_dir))
+            lines.append(f"{_INDENT}to try them again: {retry}")
     return lines
 
 

@@ -80,7 +80,7 @@ def plan_report(planned: Planned) -> Report:
         if shard.shard_id in moved and shard.state in (ShardState.NEW, ShardState.ORPHANED)
     }
     lines += states_lines(plan.shards, reasons=reasons)
-    lines += failure_lines(list(plan.failed_sources()), listed=None)
+    lines += failure_lines(list(plan.failed_sources()), listed=None, retry=retry_words(COLUMN, data=planned.data_dir))
     lost, failed = (
         plan.lost_sources(),
         [failure for shard in plan.shards if shard.num_failed for failure in planned.commits[shard.shard_id].failures],

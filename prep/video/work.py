@@ -11,6 +11,7 @@ from clipmill.manifests.imported import import_late
 from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import duration_text
 from clipmill.prep.core.column import Addition
+from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.failure_list import codes_line
 from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.parts import PartRun
@@ -122,7 +123,8 @@ def chunk_summary(summary: Summary, recipe: Recipe, listed: Path) -> Report:
     speed = None
     if summary.cpu_s and summary.encoded_s:
         speed = f"{summary.encoded_s / summary.cpu_s:.1f}x real time per core ({summary.cpu_s:.1f} s of CPU time)"
-    return summary_report(summary, listed=listed, speed=speed)
+    retry = retry_words(COLUMN, data=listed.parents[2])
+    return summary_report(summary, listed=listed, speed=speed, retry=retry)
 
 
 def cutting_addition(planned: Planned) -> Addition:

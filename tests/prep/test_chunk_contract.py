@@ -1,34 +1,40 @@
 """The contract of a column with one sample for each chunk: what its `make` may yield, and what is derived from it."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, make_dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from cyclopts import App, Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.chunk_input import Chunk, Chunks
+from clipmill.manifests.settings import Range
+from clipmill.prep.core.chunk_input import Chunk, Chunks, chunks_of_shard
 from clipmill.prep.core.chunk_work import ChunkWork
 from clipmill.prep.core.column import TAKEN_SETTINGS, CheckedSample, ColumnSpec
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.core.recipe import NOT_STORED, STORED_IF_CHANGED, Recipe
+from clipmill.prep.core.recipe import NOT_STORED, STORED_IF_CHANGED, Recipe, setting_flags, settings_from, stored_values
 from clipmill.prep.core.request import PartRequest, PlanRequest
 from clipmill.prep.core.run import Summary
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.shard_result import Stop
 from clipmill.prep.core.work import usable_works, work_of
+from clipmill.shards.column_fields import ColumnFields
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.format import chunk_fields
 from clipmill.shards.npy import npy_bytes
 from clipmill.shards.reader import Variant
+from clipmill.shards.selection import stored_rows
 from clipmill.shards.writer import Sample
 from tests.conftest import ROOT
+from tests.plugins import declare, installed_here
 from tests.prep.here import make_here
 from tests.prep.sets import ShardSet
 
@@ -40,6 +46,7 @@ class LengthsSettings:
     unit: str = "frames"
     where: Annotated[str | None, NOT_STORED] = None
     how: Annotated[str, NOT_STORED] = "as told"
+    effort: Annotated[int, NOT_STORED, Range(least=1)] = 1
 
 
 def make_lengths(chunks: Chunks, recipe: Recipe[LengthsSettings]) -> Iterator[Sample | SourceFailure | Stop]:
@@ -77,13 +84,19 @@ COLUMN = ColumnSpec(
 )
 
 
+FIELDS = ColumnFields(name="lengths", fields={"lengths_value": pa.float64()})
+LACKING_FIELDS = ColumnFields(name="lengths", fields={"lengths_value": pa.float64(), "lengths_most": pa.float64()})
+OTHER_FIELDS = ColumnFields(name="lengths", fields={"lengths_value": pa.string()})
+
+
 def failures(summary: Summary) -> dict[str, int]:
     return summary.failures_by_code()
 
 
 def test_a_setting_that_is_not_stored_keeps_the_variant_and_its_samples(shard_set: ShardSet) -> None:
     made = make_here(COLUMN, shard_set.data)
-    again = make_here(COLUMN, shard_set.data, how="reversed")
+    again = make_here(COLUMN, shard_set.data, how="reversed", effort=3)
+    assert stored_request(Variant.open(shard_set.data, column="lengths"))["effort"] == 3
     other = make_here(COLUMN, shard_set.data, unit="seconds")
     assert (made.num_encoded, again.num_shards_made, other.num_encoded) == (5, 0, 5)
     assert made.variant == again.variant != other.variant
@@ -94,6 +107,10 @@ def test_a_setting_that_is_not_stored_keeps_the_variant_and_its_samples(shard_se
     }
     assert COLUMN.flags(stored_request(variant)) == ["--unit", "seconds"]
     assert work_of(COLUMN).pending(shard_set.data, variant).to_make == {}
+    newer = replace(COLUMN, schema=2)
+    assert work_of(newer).pending(shard_set.data, variant).stale_because == (
+        "the recipe has schema 1, but this version supports 2"
+    )
     with pytest.raises(UserError, match="lacks 'unit'"):
         COLUMN.flags({name: value for name, value in variant.recipe.items() if name != "unit"})
     with pytest.raises(UserError, match="has schema 2, but this version supports 1"):
@@ -110,6 +127,10 @@ def test_a_condition_selects_chunks_and_is_recorded(shard_set: ShardSet) -> None
 def test_a_value_that_is_not_finite_fails_its_chunk_alone(shard_set: ShardSet) -> None:
     made = make_here(COLUMN, shard_set.data, how="not finite")
     assert (made.num_chunks, failures(made)) == (3, {"not_finite": 2}), "the first chunk of each shard"
+    listed = shard_set.data / "lengths" / made.variant / "failures.jsonl"
+    text = work_of(COLUMN).summary_report(made, LengthsSettings(), listed).text
+    assert f"then run prep retry --column lengths --data {shard_set.data}\n" in text
+    assert "lengths_value: not a finite number" in text
 
 
 def test_a_failed_chunk_waits_for_somebody_to_ask_and_its_neighbours_are_copied(shard_set: ShardSet) -> None:
@@ -223,6 +244,77 @@ def test_work_that_cannot_be_used_is_named_with_its_package() -> None:
         work_of(broken)
     assert error.value.hint == "repair the package tests, or uninstall it"
     assert len(list(usable_works([COLUMN, broken, ARRAYS]))) == 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindsSettings:
+    """A setting of each type."""
+
+    on: bool = True
+    off: bool = False
+    count: int = 1
+    share: float = 0.5
+    word: str = "a"
+    choice: Literal["a", "b"] = "a"
+    limit: int | None = None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"on": False}, {"off": True}, {"count": 3}, {"share": 0.1}, {"word": "b c"}, {"choice": "b"}, {"limit": 4}],
+)
+def test_a_setting_of_each_type_comes_back_from_its_flags_and_from_its_recipe(changed: dict[str, Any]) -> None:
+    app, settings = App(), KindsSettings(**changed)
+
+    @app.default
+    def given(settings: Annotated[KindsSettings, Parameter(name="*")] = KindsSettings()) -> KindsSettings:
+        return settings
+
+    assert app(setting_flags(settings), exit_on_error=False, result_action="return_value") == settings
+    stored = json.loads(json.dumps({"column": "kinds", "schema": 1, "video": "v", **stored_values(settings)}))
+    assert settings_from(stored, KindsSettings, column="kinds", schema=1) == settings
+
+
+def test_a_package_that_is_not_installed_is_named_before_workers_start(shard_set: ShardSet) -> None:
+    with pytest.raises(UserError, match="the package not_there of the column is not installed here") as error:
+        make_here(replace(COLUMN, package="not_there"), shard_set.data)
+    assert "correct `package` in its ColumnSpec" in str(error.value.hint)
+
+
+@pytest.mark.parametrize("numbers", [(3, 1), (2, 2), (-1,), (0, 60), (59, 60)])
+def test_frames_that_do_not_increase_or_are_out_of_range_are_the_mistake_of_the_caller(
+    shard_set: ShardSet, numbers: tuple[int, ...]
+) -> None:
+    video = Variant.open(shard_set.data)
+    (chunk, *_) = chunks_of_shard(video.directory, 0, commits=video.commits, following={})
+    times = [frame.pts or 0 for frame in chunk.frames((0, 1, 59))]
+    assert len(times) == 3 and times[0] < times[1] < times[2]
+    message = rf"{chunk.key}: frames\(\) got index {numbers[-1]}.*; indices must increase, from 0 to at most 59"
+    with pytest.raises(ValueError, match=message):
+        chunk.frames(numbers)
+
+
+@pytest.mark.parametrize(
+    ("declared", "difference"),
+    [("LACKING_FIELDS", "lengths_most is missing"), ("OTHER_FIELDS", "lengths_value is double, not string")],
+)
+def test_declared_fields_that_the_samples_lack_are_the_mistake_of_the_package(
+    shard_set: ShardSet, tmp_path: Path, declared: str, difference: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups = {"columns": {"lengths": f"{__name__}:COLUMN"}}
+    for folder, declaration in (("right", "FIELDS"), ("wrong", declared)):
+        declare(tmp_path / folder, "odd", {**groups, "fields": {"lengths": f"{__name__}:{declaration}"}})
+    for _ in range(2):  # the package is mended, and the table of the right fields is written again
+        with installed_here(tmp_path / "right"):
+            make_here(COLUMN, shard_set.data)
+            assert len(stored_rows(shard_set.data, "lengths", ["lengths_value"])[0]) == 5
+            assert "warning" not in capsys.readouterr().err
+        with installed_here(tmp_path / "wrong"):
+            with pytest.raises(UserError, match=f"odd 1.0 declares for the column lengths .*: {difference}") as error:
+                stored_rows(shard_set.data, "lengths", ["lengths_value"])
+            assert "declare fields that its ChunkWork has" in str(error.value.hint)
+            make_here(COLUMN, shard_set.data)
+            assert difference in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_what_is_stored_is_what_the_chunks_show(shard_set: ShardSet) -> None:
 
 
 def test_a_sample_that_differs_from_its_row_is_found() -> None:
-    row = {"num_frames": 3}
+    row = {"brightness_frames": 3}
     assert (
         import_object(COLUMN.check_sample)(row, {"brightness.npy": b"none"}, "train").differences[0][0]
         == DeepCode.ARRAY_DIFFERS

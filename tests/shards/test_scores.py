@@ -82,7 +82,9 @@ def test_without_scores_the_command_that_makes_them_is_named(data_dir: Path) -> 
 
 def test_scores_of_another_variant_of_the_chunks_are_refused(data_dir: Path) -> None:
     write_scores(data_dir, {"a_000000000": {"motion": 0.5}}, video="h264-old")
-    with pytest.raises(UserError, match="scores are of the chunks of h264-old, and h264-1 is the current"):
+    with pytest.raises(
+        UserError, match="scores was made from the chunks of h264-old, but the current variant of video is h264-1"
+    ):
         open_scores(data_dir)
 
 

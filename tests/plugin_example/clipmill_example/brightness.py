@@ -21,7 +21,7 @@ from clipmill.shards.writer import Sample
 
 NAME = "brightness"
 EXTENSION = "brightness.npy"
-MEAN = "brightness_mean"
+MEAN, MEASURED = "brightness_mean", "brightness_frames"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,6 @@ COLUMN = ColumnSpec(
     """,
     verb="measure",
     checked_noun="checked frame",
-    has_hours=False,  # `num_frames` counts the measured frames
 )
 
 # The field that `--where` knows, in training and `open_clips` too.
@@ -61,24 +60,25 @@ def make(chunks: Chunks, recipe: Recipe[BrightnessSettings]) -> Iterator[Sample 
 
 def measure(chunk: Chunk, *, every: int) -> Sample:
     """Return the sample of a chunk: the brightness of frames as its member, and their mean in the index."""
-    wanted = range(0, chunk["num_frames"], every)
-    measured = np.array([frame.to_ndarray(format="gray").mean() for frame in chunk.frames(wanted)], np.float32)
-    return chunk.sample({EXTENSION: npy_bytes(measured)}, {"num_frames": len(measured), MEAN: float(measured.mean())})
+    numbers = range(0, chunk["num_frames"], every)
+    measured = np.array([frame.to_ndarray(format="gray").mean() for frame in chunk.frames(numbers)], np.float32)
+    return chunk.sample({EXTENSION: npy_bytes(measured)}, {MEASURED: len(measured), MEAN: float(measured.mean())})
 
 
 def check_sample(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
     """Compare a sample with its index row, for `prep verify --deep`."""
     array = load_npy(members[EXTENSION])
-    if array is None or array.shape != (row["num_frames"],) or not bool(((array >= 0) & (array <= 255)).all()):
+    if array is None or array.shape != (row[MEASURED],) or not bool(((array >= 0) & (array <= 255)).all()):
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, "the array is not as its row says")], 0)
     return CheckedSample([], len(array))
 
 
 WORK = ChunkWork(
     fields=chunk_fields(
-        pa.field("num_frames", pa.int32(), nullable=False),  # measured frames
+        pa.field("num_frames", pa.int32(), nullable=False),  # these three are copied from the chunk: its length
         pa.field("fps_num", pa.int32(), nullable=False),
         pa.field("fps_den", pa.int32(), nullable=False),
+        pa.field(MEASURED, pa.int32(), nullable=False),
         pa.field(MEAN, pa.float64(), nullable=False),
     ),
     extension=EXTENSION,

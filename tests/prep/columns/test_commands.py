@@ -48,7 +48,9 @@ def test_a_stored_variant_is_made_again_by_its_command_line(folder: Folder) -> N
     flags = [folder.server.address if flag == "SERVER" else flag for flag in folder.case.flags]
     assert spec.flags(stored) == list(map(str, flags))
     line = spec.command_line(stored, data_dir=folder.data)
-    assert folder.run_printed(line)["num_shards_made"] == 0
+    made = folder.run_printed(line)
+    assert made["num_shards_made"] == 0
+    assert made["total_video_s"] == (pytest.approx(8.0) if spec.has_hours else None)
     with pytest.raises(UserError, match="schema 99"):
         spec.flags({**stored, "schema": 99})
 

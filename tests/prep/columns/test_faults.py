@@ -82,7 +82,10 @@ def test_a_failure_is_named_and_tried_again_on_request_alone(folder: Folder) -> 
         assert status["first_failures"][0]["message"] == listed["message"]
         assert status["variants"][0]["failures"] == {case.code: 1}
         of_column = "" if case.name == "video" else f" of {case.name}"
-        assert f"1 x {case.code}{of_column}" in folder.prep("status").stdout
+        told = folder.prep("status").stdout
+        column = "" if case.name == "video" else f" --column {case.name}"
+        assert f"1 x {case.code}{of_column}" in told
+        assert f"to try them again: prep retry{column} --data {folder.data}\n" in told
         if not case.is_of_chunks:  # whose chunk may have been mended meanwhile
             again = folder.make()
             assert (again["num_shards_made"], again["failures"], again["unchanged"]) == (0, {case.code: 1}, 1)

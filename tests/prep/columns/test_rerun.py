@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from clipmill.prep.core.selection import stored_request
 from clipmill.shards.commits import commit_path
 from tests.prep.columns.cases import CASES, OF_CHUNKS, ROWS, Case, Folder, copied, write_video
 from tests.prep.running import identities
@@ -111,6 +112,9 @@ def test_re_encoded_chunks_make_a_column_of_chunks_stale_until_it_is_made_again(
         assert folder.status()["stale_because"] is None and folder.make()["num_shards_made"] == 0
         return
     assert folder.current == old and old_video in folder.status()["stale_because"]
+    line = folder.case.spec.command_line(stored_request(folder.variant), data_dir=folder.data)
+    stale = [text for text in folder.prep("status").stdout.splitlines() if f"stale: made from {old_video}" in text]
+    assert any(text.endswith(f": {line}") for text in stale), "the command lacks its settings"
     assert f"video: {old_video}" in folder.plan().stdout
     assert "stale" in folder.prep("gc", "--json").summary["kept_because"][folder.case.name]
     assert folder.make()["num_encoded"] == 5 and folder.current != old

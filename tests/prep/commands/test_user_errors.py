@@ -92,6 +92,7 @@ def test_several_wrong_settings_are_named_at_once(data: Path) -> None:
         ("plan --explain=-rf --data x", "the data folder x does not exist", "create one"),
         ("inspect --data y --data x", "the data folder x does not exist", "create one"),
         ("chunk extra", "unexpected argument: extra", "see prep chunk --help"),
+        ("plan score", "unexpected argument: score. Did you mean scores?", "see prep plan --help"),
         ("chunk --resolution 224", "unknown option: --resolution. Did you mean --short-side?", "see prep chunk --help"),
         ("manifest folder --jsn", "unknown option: --jsn. Did you mean --json?", "see prep manifest folder --help"),
     ],

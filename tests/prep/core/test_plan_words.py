@@ -81,3 +81,12 @@ def test_every_failure_has_words_and_advice() -> None:
         "         clip: no_video: clip.mp3: no video stream",
         "         full list: list.jsonl",
     ]
+    for code, (_, advice) in WORDS.items():
+        lines = failure_lines([Failure("a", None, code, "")], listed=None, retry=("prep", "retry", "--column", "own"))
+        assert lines[1] == f"         hint: {advice.replace('{retry}', 'prep retry --column own')}"
+        assert lines[1].count("prep retry") == lines[1].count("prep retry --column own"), "another column is retried"
+
+
+def test_a_value_that_is_not_finite_need_not_come_from_a_model() -> None:
+    meaning, advice = WORDS[FailureCode.NOT_FINITE]
+    assert meaning == "a value is NaN or infinite" and "if a model made the value" in advice

@@ -134,7 +134,7 @@ def test_chunks_without_scores_are_counted(scored: Path, tmp_path: Path) -> None
     write_scores(copy, some, failed=["b_000000000"])
     with pytest.raises(UserError, match="--where uses scores, and 2 chunks of 9 have none") as error:
         captioned(copy, "motion > 0.5")
-    assert f"prep scores --data {copy}" in str(error.value.hint)
+    assert f"prep status --data {copy} shows the command" in str(error.value.hint)
     assert len(captioned(copy, "begin_s < 3")) > 0
     # A chunk whose scores could not be computed has unknown ones.
     directory = write_scores(copy, {**some, "b_000002000": {}, "b_000004000": {"motion": 1.0}}, failed=["b_000000000"])
