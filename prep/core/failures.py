@@ -77,10 +77,7 @@ WORDS: dict[str, tuple[str, str]] = {
         "a value is NaN or infinite",
         "see its message; if a model made the value, check its weights, or try another precision; then run {retry}",
     ),
-    FailureCode.ANSWER_EMPTY: (
-        "the model wrote nothing",
-        "change --prompt, or run {retry}",
-    ),
+    FailureCode.ANSWER_EMPTY: ("the model wrote nothing", "change --prompt, or run {retry}"),
     FailureCode.ANSWER_REFUSED: (
         "the model declined to answer",
         "change --prompt, or leave the chunk out with --where",
@@ -89,16 +86,10 @@ WORDS: dict[str, tuple[str, str]] = {
         "the answer was cut off",
         "give a larger --max-tokens, or ask for a shorter caption",
     ),
-    FailureCode.ANSWER_INCOMPLETE: (
-        "the server broke off the answer",
-        "see its message; then run {retry}",
-    ),
+    FailureCode.ANSWER_INCOMPLETE: ("the server broke off the answer", "see its message; then run {retry}"),
     FailureCode.PROMPT_TOO_LONG: ("the context of the model is too short", "give fewer --frames, or a smaller --size"),
     FailureCode.OTHER_MODEL: ("the server has another model", "give the name of the model that it serves as --model"),
-    FailureCode.REQUEST_INVALID: (
-        "the server rejected the request",
-        "see its message; then run {retry}",
-    ),
+    FailureCode.REQUEST_INVALID: ("the server rejected the request", "see its message; then run {retry}"),
     FailureCode.ENDPOINT_REFUSED: (
         "the server rejects all requests",
         "check OPENAI_API_KEY and its credit, --endpoint and --model",
