@@ -72,7 +72,7 @@ def check_latents(row: dict[str, Any], members: dict[str, bytes], split: str) ->
         try:
             payload = decompress_frame(payload, size_bytes=BLOCK_BYTES + prod(wanted) * _ITEM_BYTES)
         except ValueError as error:
-            return CheckedSample([(DeepCode.ARRAY_DIFFERS, f"{extension} cannot be decompress_frame: {error}")], 0)
+            return CheckedSample([(DeepCode.ARRAY_DIFFERS, f"{extension} cannot be decompressed: {error}")], 0)
     array = load_npy(payload)
     if array is None:
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, f"{extension} cannot be loaded")], 0)
