@@ -123,11 +123,7 @@ def setting_flags(settings: Any) -> list[str]:
 def changed_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """Return the flags for all settings that differ from their defaults."""
     given = {name: value for name, value in values.items() if value is not None and value != defaults[name]}
-    flags = {name.replace("_", "-"): value for name, value in given.items()}
-    words: list[str] = []
-    for flag, value in flags.items():
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", str(value)]
-    return words
+    flags = {f"--{'no-' if value is False else ''}{name.replace('_', '-')}": value for name, value in given.items()}
+    return [
+        word for flag, value in flags.items() for word in ((flag,) if isinstance(value, bool) else (flag, str(value)))
+    ]
