@@ -73,11 +73,11 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.FFMPEG_DIFFERS: ("a node has another ffmpeg", "install the same ffmpeg on all nodes"),
     FailureCode.CHUNK_DAMAGED: ("the chunk is damaged", "run prep verify, then the commands that it names"),
     FailureCode.MODEL_UNAVAILABLE: ("a node cannot load the model", "make the weights available on all nodes"),
-    FailureCode.NOT_FINITE: ("a value is NaN or infinite", "check it, or the model that made it; then run {retry}"),
-    FailureCode.ANSWER_EMPTY: (
-        "the model wrote nothing",
-        "change --prompt, or run {retry}",
+    FailureCode.NOT_FINITE: (
+        "a value is NaN or infinite",
+        "see its message; if a model made the value, check its weights, or try another precision; then run {retry}",
     ),
+    FailureCode.ANSWER_EMPTY: ("the model wrote nothing", "change --prompt, or run {retry}"),
     FailureCode.ANSWER_REFUSED: (
         "the model declined to answer",
         "change --prompt, or leave the chunk out with --where",
@@ -86,16 +86,10 @@ WORDS: dict[str, tuple[str, str]] = {
         "the answer was cut off",
         "give a larger --max-tokens, or ask for a shorter caption",
     ),
-    FailureCode.ANSWER_INCOMPLETE: (
-        "the server broke off the answer",
-        "see its message; then run {retry}",
-    ),
+    FailureCode.ANSWER_INCOMPLETE: ("the server broke off the answer", "see its message; then run {retry}"),
     FailureCode.PROMPT_TOO_LONG: ("the context of the model is too short", "give fewer --frames, or a smaller --size"),
     FailureCode.OTHER_MODEL: ("the server has another model", "give the name of the model that it serves as --model"),
-    FailureCode.REQUEST_INVALID: (
-        "the server rejected the request",
-        "see its message; then run {retry}",
-    ),
+    FailureCode.REQUEST_INVALID: ("the server rejected the request", "see its message; then run {retry}"),
     FailureCode.ENDPOINT_REFUSED: (
         "the server rejects all requests",
         "check OPENAI_API_KEY and its credit, --endpoint and --model",
@@ -115,7 +109,10 @@ WORDS: dict[str, tuple[str, str]] = {
         "run the same command again; if it crashes again, install another build of it "
         "($CLIPMILL_FFMPEG names an ffmpeg), or leave the source out",
     ),
-    FailureCode.COLUMN_ERROR: ("the column gave no sample", "if the message names code, correct it; then run {retry}"),
+    FailureCode.COLUMN_ERROR: (
+        "the code of the column gave no sample",
+        "see the message: if it names a line of code, correct that; then run {retry}",
+    ),
     FailureCode.SHARD_MISSING: ("the shard was not made", "run the same command again"),
 }
 

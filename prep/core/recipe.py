@@ -122,8 +122,9 @@ def setting_flags(settings: Any) -> list[str]:
 
 def changed_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """Return the flags for all settings that differ from their defaults."""
-    given = {name: value for name, value in values.items() if value is not None and value != defaults[name]}
-    flags = {f"--{'no-' if value is False else ''}{name.replace('_', '-')}": value for name, value in given.items()}
-    return [
-        word for flag, value in flags.items() for word in ((flag,) if isinstance(value, bool) else (flag, str(value)))
-    ]
+    words: list[str] = []
+    for name, value in values.items():
+        if value is not None and value != defaults[name]:
+            flag = name.replace("_", "-")
+            words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return words

@@ -183,22 +183,19 @@ class NewShard:
     Attributes:
         failures: Failures of its samples so far.
         show: Show the number of finished samples; `add` does.
+        check: Raise a ValueError if `add` would not take a sample.
     """
 
     def __init__(self, work: NewShardWork, writer: ShardWriter, beat: Heartbeat, *, column: str, split: str) -> None:
         self._work, self._writer, self._column, self._split = work, writer, column, split
         self._content = hashlib.sha256(work.plan_fingerprint.encode())
         self.failures: list[Failure] = []
-        self.show = beat.show
+        self.show, self.check = beat.show, writer.check
 
     @property
     def num_samples(self) -> int:
         """Number of samples so far."""
         return self._writer.num_samples
-
-    def check(self, sample: Sample) -> None:
-        """Raise a ValueError if `add` would not take a sample."""
-        self._writer.check(sample)
 
     def add(self, sample: Sample, *, content: bytes = b"") -> None:
         """Append a sample; `content` is what the names of the files depend on besides the plan."""

@@ -126,14 +126,6 @@ class ColumnWork:
         return self
 
 
-class HasColumnWork(Protocol):
-    """Interface of what a `ColumnSpec` names as `work`."""
-
-    def for_column(self, column: ColumnSpec) -> ColumnWork:
-        """Return the functions of a column."""
-        ...
-
-
 def work_of(column: ColumnSpec) -> ColumnWork:
     """Return the functions of a column.
 
@@ -141,8 +133,8 @@ def work_of(column: ColumnSpec) -> ColumnWork:
         UserError: another package has the column, and what its spec names as `work` cannot be used.
     """
     try:
-        work: HasColumnWork = import_object(column.work)
-        return work.for_column(column)
+        work: ColumnWork = import_object(column.work).for_column(column)
+        return work
     except Exception as error:
         if column.work.startswith("clipmill."):
             raise
