@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import make_folder, remove
 from clipmill.manifests.storage.mirrors import is_away
-from clipmill.shards.column_fields import COLUMN_FIELDS
+from clipmill.shards.column_fields import COLUMN_FIELDS, field_differences
 from clipmill.shards.columns import COLUMNS, VIDEO
 from clipmill.shards.damage import Damaged, DamagedIndex
 from clipmill.shards.format import FORMAT_VERSION, INDEX_FIELDS, folders_in
@@ -193,7 +193,7 @@ class _Part:
         except (DamagedTable, OSError):
             return None
         is_format = _metadata(table, _FORMAT_KEY) == str(FORMAT_VERSION).encode()
-        return table if is_format and _has_declared_fields(table.schema, self._column) else None
+        return table if is_format and not field_differences(self._column, table.schema) else None
 
     def changed(self, old: pa.Table | None) -> list[int]:
         """Return the shards whose rows `old` lacks, or has from another index."""
@@ -245,7 +245,7 @@ class _Part:
 
     def _is_current(self, schema: pa.Schema) -> bool:
         is_format = (schema.metadata or {}).get(_FORMAT_KEY) == str(FORMAT_VERSION).encode()
-        return is_format and is_table_of(schema, self._commits) and _has_declared_fields(schema, self._column)
+        return is_format and is_table_of(schema, self._commits) and not field_differences(self._column, schema)
 
 
 def _parts(variant: Variant) -> list[_Part]:
@@ -267,28 +267,16 @@ def _merged_fields(column: str) -> Mapping[str, pa.DataType]:
     return {name: types[name] for name in COLUMNS[column].merged}
 
 
-def _has_declared_fields(schema: pa.Schema, column: str) -> bool:
-    """Return True if a table has the fields that the package of its column declares now, with these types."""
-    if column in COLUMNS:
-        return True  # whose fields belong to the version of the format
-    return not COLUMN_FIELDS[column].differences(schema)
-
-
-def _require_declared_fields(index: pa.Table, column: str) -> None:
-    """Raise a UserError if an index of the column of a package lacks fields that the package declares."""
-    if column not in COLUMNS and (differences := COLUMN_FIELDS[column].differences(index.schema)):
+def _rows_of(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[pa.Table, str]:
+    """Return the rows of a shard, and the extension of their member."""
+    index = shard.index
+    if differences := field_differences(column, index.schema):
         raise UserError(
             f"the fields that {COLUMN_FIELDS.package_of(column)} declares for the column {column} "
             f"differ from the fields of its samples: {', '.join(differences)}",
             hint="in the package, declare fields that its ChunkWork has, with the same types; if only samples of an "
             f"earlier version differ, increase `schema` in its ColumnSpec, and run prep {column}",
         )
-
-
-def _rows_of(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[pa.Table, str]:
-    """Return the rows of a shard, and the extension of their member."""
-    index = shard.index
-    _require_declared_fields(index, column)
     known = COLUMNS[column].members if column in COLUMNS else extensions_of(index)
     member = next((one for one in known if f"{one}_offset" in index.column_names), None)
     wanted = {"video_id", *_merged_fields(column)}

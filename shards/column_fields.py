@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from clipmill.manifests.plugins import Parts, is_declared
-from clipmill.shards.columns import COLUMN_NAME
+from clipmill.shards.columns import COLUMN_NAME, COLUMNS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +27,6 @@ class ColumnFields:
     name: str
     fields: Mapping[str, pa.DataType]
 
-    def differences(self, schema: pa.Schema) -> list[str]:
-        """Return which fields an index of the column lacks, or has with another type."""
-        stored = {field.name: field.type for field in schema}
-        return [
-            f"{name} is {stored[name]}, not {kind}" if name in stored else f"{name} is missing"
-            for name, kind in self.fields.items()
-            if stored.get(name) != kind
-        ]
-
     def __post_init__(self) -> None:
         for name, kind in self.fields.items():
             if not name.startswith(f"{self.name}_") or COLUMN_NAME.fullmatch(name) is None:
@@ -50,9 +41,19 @@ def is_number(kind: pa.DataType) -> bool:
 
 
 def _fault(fields: ColumnFields) -> str:
-    if is_declared("columns", fields.name):
-        return ""
-    return f"belong to no column: no entry point of clipmill.columns is named {fields.name}"
+    problem = f"belong to no column: no entry point of clipmill.columns is named {fields.name}"
+    return "" if is_declared("columns", fields.name) else problem
 
 
 COLUMN_FIELDS = Parts("fields of the column", group="fields", kind=ColumnFields, own={}, form=COLUMN_NAME, fault=_fault)
+
+
+def field_differences(column: str, schema: pa.Schema) -> list[str]:
+    """Return which fields that a package declares for a column are missing in a schema, or have another type there."""
+    types = {field.name: field.type for field in schema}
+    declared = {} if column in COLUMNS else COLUMN_FIELDS[column].fields
+    return [
+        f"{name} is {types[name]}, not {kind}" if name in types else f"{name} is missing"
+        for name, kind in declared.items()
+        if types.get(name) != kind
+    ]

@@ -85,13 +85,11 @@ def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Varia
     if current_variant(data_dir, column.name) != variant.directory.name:
         return Pending()
     try:
-        _ = variant.recipe
-    except UserError:
-        return Pending()  # the status names the damage
-    try:
+        if variant.recipe.get("schema", column.schema) != column.schema:
+            return Pending(stale_because=f"made with schema {variant.recipe['schema']}; it is {column.schema} now")
         recipe = stored_recipe(column, variant)
-    except UserError as error:  # it is of another version
-        return Pending(stale_because=str(error))
+    except UserError:
+        return Pending()  # its recipe is missing or incomplete, which the status names
     if recipe.video != (video := current_variant(data_dir, VIDEO)):
         return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
     try:

@@ -101,12 +101,9 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
     from clipmill.manifests.publish import naming, remove, sync, temporary_path
     from clipmill.manifests.storage.mirrors import mirror_of
 
-    digest = source_sha256(package)
-    if digest is None:
-        raise UserError(
-            f"the package {package} of the column is not installed here",
-            hint="install it, or correct `package` in its ColumnSpec: the name by which it is imported",
-        )
+    if (digest := source_sha256(package)) is None:
+        hint = "install it, or correct `package` in its ColumnSpec: the name by which it is imported"
+        raise UserError(f"the package {package} of the column is not installed here", hint=hint)
     # With a temporary name, the token of a killed driver is removed with its other temporary files.
     token_file = temporary_path(variant_dir / _TOKEN_NAME)
     token = secrets.token_hex(16)

@@ -108,9 +108,7 @@ def test_a_setting_that_is_not_stored_keeps_the_variant_and_its_samples(shard_se
     assert COLUMN.flags(stored_request(variant)) == ["--unit", "seconds"]
     assert work_of(COLUMN).pending(shard_set.data, variant).to_make == {}
     newer = replace(COLUMN, schema=2)
-    assert work_of(newer).pending(shard_set.data, variant).stale_because == (
-        "the recipe has schema 1, but this version supports 2"
-    )
+    assert work_of(newer).pending(shard_set.data, variant).stale_because == "made with schema 1; it is 2 now"
     with pytest.raises(UserError, match="lacks 'unit'"):
         COLUMN.flags({name: value for name, value in variant.recipe.items() if name != "unit"})
     with pytest.raises(UserError, match="has schema 2, but this version supports 1"):

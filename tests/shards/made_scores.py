@@ -44,7 +44,7 @@ def write_scores(
     """
     directory = variant_dir(data_dir, "scores", VARIANT)
     directory.mkdir(parents=True, exist_ok=True)
-    recipe = {"column": "scores", "schema": 1, "video": video or current_variant(data_dir, "video")}
+    recipe = {"column": "scores", "schema": 3, "video": video or current_variant(data_dir, "video")}
     publish_json(directory / "recipe.json", recipe)
     with ShardWriter(directory, shard_id=shard_id, extensions=("scores.json",), fields=SCORES_FIELDS) as writer:
         for key, values in scores.items():
