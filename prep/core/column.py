@@ -35,7 +35,7 @@ DATA_VARIABLE = "CLIPMILL_DATA"
 ENGINE_FLAGS = ("engine", "address")  # which the records of a run keep if they were given
 # Names that settings may not have: values that each recipe has, and flags of all columns (`prep/core/request.py`).
 TAKEN_SETTINGS = frozenset(
-    {*("column", "schema", "video", "weights"), *("data", "json", "engine", "address", "execution", "workers", "part")}
+    {*("column", "schema", VIDEO, "weights"), *("data", "json", "engine", "address", "execution", "workers", "part")}
     | {"max_failures", "trial", "explain", "retry_codes", "only_variant", "variant"}
 )
 WEIGHTS = "weights"  # path of a local model, by which commands name it; recipes have its hash
