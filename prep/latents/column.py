@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.settings import Range
 from clipmill.prep.core.column import ColumnSpec
-from clipmill.prep.core.recipe import settings_from
+from clipmill.prep.core.recipe import KEPT, settings_from
 from clipmill.prep.core.request import EXECUTION, ModelRequest
 from clipmill.prep.latents.recipe import LATENTS, LATENTS_SCHEMA, LatentsSettings, vae_of
 from clipmill.shards.columns import VIDEO, command_for
@@ -22,7 +22,7 @@ class LatentsRequest(ModelRequest):
     """The flags of `prep latents` that are not settings: a VAE encodes frames in batches."""
 
     batch: Annotated[
-        int, EXECUTION, FIRST_RUN, Range(least=1), Parameter(help="Batch size of the VAE in frames, 1 or more.")
+        int, EXECUTION, FIRST_RUN, KEPT, Range(least=1), Parameter(help="Batch size of the VAE in frames, 1 or more.")
     ] = BATCH
 
 

@@ -94,6 +94,7 @@ CASES = (
         other=("--fps", 2),
         difference="fps: 4 → 2",
         where="video = 'short'",
+        kept=frozenset({"batch"}),
     ),
     Case(
         "text",
