@@ -67,7 +67,9 @@ def usage_error(error: "CycloptsError", app: "App", words: Sequence[str]) -> Use
     """
     commands, apps, _ = app.parse_commands(words)
     command = " ".join([app.name[0], *commands])
-    message = usage_message(error) + _similar_command(error, list(apps[-1]))
+    misspelled = getattr(error, "unused_tokens", None) or [""]  # perhaps the name of a command
+    near = get_close_matches(misspelled[0], list(apps[-1]), n=1, cutoff=_CUTOFF)
+    message = usage_message(error) + (f". Did you mean {near[0]}?" if near else "")
     return UserError(message, hint="; ".join([*_hints(error, command, words), f"see {command} --help"]))
 
 
@@ -88,16 +90,6 @@ def usage_message(error: "CycloptsError") -> str:
         return f"{name.lstrip('-').upper() if error.argument.index is not None else name} is required"
     message = " ".join(str(error).split())
     return message[:1].lower() + message[1:]
-
-
-def _similar_command(error: "CycloptsError", names: Sequence[str]) -> str:
-    """Return the question for the command whose name an unexpected argument may misspell; empty if none is similar."""
-    from cyclopts import UnusedCliTokensError
-
-    if not isinstance(error, UnusedCliTokensError) or not error.unused_tokens:
-        return ""
-    near = get_close_matches(error.unused_tokens[0], names, n=1, cutoff=_CUTOFF)
-    return f". Did you mean {near[0]}?" if near else ""
 
 
 def _unknown_key(error: "UnknownOptionError") -> str:

@@ -27,6 +27,7 @@ _MAX_VALUES, _MAX_DEPTH, _MAX_LETTERS = 10_000, 20, 10_000
 _MOST_PARSED = 64
 _PARSED: dict[tuple[type, bytes], Any] = {}  # settings, which are frozen, by their kind and file
 _FLAGS_HINT = "one `key: value` a line, keys spelled as the flags"
+_TOO_MUCH = "has too many or too deeply nested values for a settings file"
 
 
 def settings_yaml(settings: TrainingSettings) -> str:
@@ -225,11 +226,7 @@ def _require_shallow(content: bytes, path: Path) -> None:
     for event in yaml.parse(content, Loader=_loader()):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _MAX_DEPTH:
-            raise _too_much(path)
-
-
-def _too_much(path: Path) -> UserError:
-    return UserError(f"{path} has too many or too deeply nested values for a settings file", hint=_FLAGS_HINT)
+            raise UserError(f"{path} {_TOO_MUCH}", hint=_FLAGS_HINT)
 
 
 def _require_small(values: dict[object, Any], path: Path) -> None:
@@ -242,7 +239,7 @@ def _require_small(values: dict[object, Any], path: Path) -> None:
         if isinstance(value, str) and len(value) > _MAX_LETTERS:
             raise UserError(f"{path} holds a value of {len(value):,} characters", hint="one `key: value` a line")
         if num_seen > _MAX_VALUES or depth > _MAX_DEPTH:
-            raise _too_much(path)
+            raise UserError(f"{path} {_TOO_MUCH}", hint=_FLAGS_HINT)
         if isinstance(value, dict):
             waiting += [(inner, depth + 1) for pair in value.items() for inner in pair]
         elif isinstance(value, list | tuple | set):

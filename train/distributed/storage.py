@@ -44,11 +44,8 @@ class Storage:
 
     def __init__(self, world: World) -> None:
         # A separate group, because checkpoints are written during training with its own collectives.
-        self._group: dist.ProcessGroup | None = None
-        if world.size > 1:
-            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-        # Without pinned or shared memory, so that no resource outlives the copies. (DefaultStager can be used only once
-        # in torch 2.11.)
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if world.size > 1 else None
+        # Without pinned or shared memory, so that no resource outlives the copies. DefaultStager can be used only once.
         self._stager = StateDictStager(pin_memory=False, share_memory=False)
 
     def staged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -127,25 +124,21 @@ class _Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
+        results = []
         try:
-            future.set_result(self._write(plan, planner))
+            with self._file.open("wb") as file:
+                for item in plan.items:
+                    tensor = cast(torch.Tensor, planner.resolve_data(item))
+                    begin, content = file.tell(), _bytes_of(tensor.detach().cpu().contiguous())
+                    file.write(content)
+                    place = _StorageInfo(self._file.name, begin, len(content))
+                    results.append(WriteResult(item.index, size_in_bytes=len(content), storage_data=place))
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:  # that of a write does not name the file
             self.error = OSError(error.errno, error.strerror, str(self._file))
-            future.set_result([])
+        future.set_result([] if self.error else results)
         return future
-
-    def _write(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> list[WriteResult]:
-        results = []
-        with self._file.open("wb") as file:
-            for item in plan.items:
-                tensor = cast(torch.Tensor, planner.resolve_data(item))
-                begin, content = file.tell(), _bytes_of(tensor.detach().cpu().contiguous())
-                file.write(content)
-                place = _StorageInfo(self._file.name, begin, len(content))
-                results.append(WriteResult(item.index, size_in_bytes=len(content), storage_data=place))
-            file.flush()
-            os.fsync(file.fileno())
-        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
@@ -182,9 +175,7 @@ class _Reader(dcp.FileSystemReader):
                 target = planner.resolve_tensor(item).detach()
                 content = narrow_tensor_by_index(_read(piece, files[piece.file]), item.storage_offsets, item.lengths)
                 if content.size() != target.size():
-                    raise ValueError(
-                        f"{item.storage_index.fqn} has the size {[*content.size()]}, not {[*target.size()]}"
-                    )
+                    raise ValueError(f"{item.storage_index.fqn} has size {[*content.size()]}, not {[*target.size()]}")
                 target.copy_(content)
                 planner.commit_tensor(item, target)
         future: Future[None] = Future()
@@ -215,8 +206,8 @@ def _table(metadata: Metadata) -> Table:
         pieces = []
         for chunk in entry.chunks:
             place: _StorageInfo = metadata.storage_data[MetadataIndex(name, torch.Size(chunk.offsets))]
-            where = {"file": place.relative_path, "begin": place.offset}
-            pieces.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **where})
+            bounds = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
+            pieces.append({**bounds, "file": place.relative_path, "begin": place.offset})
         table[name] = {"dtype": dtype, "size": list(entry.size), "pieces": pieces}
     return table
 
@@ -229,8 +220,7 @@ def _metadata(table: Table) -> Metadata:
         for piece in entry["pieces"]:
             if Path(piece["file"]).name != piece["file"]:
                 raise ValueError(f"{piece['file']!r} is not a file name")
-            offsets = torch.Size(piece["offsets"])
-            sizes = torch.Size(piece["sizes"])
+            offsets, sizes = torch.Size(piece["offsets"]), torch.Size(piece["sizes"])
             chunks.append(ChunkStorageMetadata(offsets, sizes))
             pieces[MetadataIndex(name, offsets)] = _Piece(piece["file"], piece["begin"], dtype, sizes)
         entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry["size"]), chunks)
