@@ -73,7 +73,8 @@ def test_a_loss_with_a_setting_that_there_is_not_stops_nothing_else(tmp_path: Pa
 
 
 def test_fields_without_a_column_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    declare(tmp_path, "odd", {"fields": {"brightness": "clipmill_example.brightness:FIELDS"}})
+    (tmp_path / "odd_fields.py").write_text("from clipmill_example.brightness import FIELDS\n")
+    declare(tmp_path, "odd", {"fields": {"brightness": "odd_fields:FIELDS"}})
     with installed_here(tmp_path):
         assert COLUMN_FIELDS.working() == []
     warned = capsys.readouterr().err
