@@ -23,6 +23,7 @@ from pathlib import Path
 
 _PACKAGES = ("clipmill.manifests", "clipmill.prep", "clipmill.shards")
 _TOKEN_NAME = "workers"
+_PACKAGE_HINT = "install it, or correct `package` in its ColumnSpec: the name by which it is imported"
 _LAG_LIMIT_S = 5.0  # for the token to become visible on other machines; a shared disk may lag behind
 
 
@@ -102,8 +103,7 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
     from clipmill.manifests.storage.mirrors import mirror_of
 
     if (digest := source_sha256(package)) is None:
-        hint = "install it, or correct `package` in its ColumnSpec: the name by which it is imported"
-        raise UserError(f"the package {package} of the column is not installed here", hint=hint)
+        raise UserError(f"the package {package} of the column is not installed here", hint=_PACKAGE_HINT)
     # With a temporary name, the token of a killed driver is removed with its other temporary files.
     token_file = temporary_path(variant_dir / _TOKEN_NAME)
     token = secrets.token_hex(16)
