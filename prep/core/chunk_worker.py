@@ -181,7 +181,7 @@ def _require_sample_of(chunk: Chunk, sample: Sample, work: ChunkWork) -> None:
     """Check the values of a sample, and that it is the sample of a chunk.
 
     Raises:
-        ValueError: a value cannot be stored, or is not that of the chunk.
+        ValueError: A value cannot be stored, or differs from the value of the chunk.
         TypeError: likewise.
         OverflowError: likewise.
         SourceFailure: not_finite, if its array has a number that is not finite.

@@ -144,7 +144,7 @@ def work_of(column: ColumnSpec) -> ColumnWork:
 
 
 def usable_works(columns: Iterable[ColumnSpec]) -> Iterator[ColumnWork]:
-    """Yield the functions of columns, without those of packages that cannot be used."""
+    """Yield the functions of columns; omit columns of packages that cannot be used."""
     for column in columns:
         with suppress(UserError):
             yield work_of(column)
