@@ -57,6 +57,7 @@ lint: style types
 
 style: setup
 	$(BIN)/ruff check .
+	@$(BIN)/ruff check --quiet --select C901,PLR0913 --output-format concise --exit-zero $(PACKAGES)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 

@@ -3,7 +3,6 @@
 Which of our packages may import which is held by import-linter: the contracts in pyproject.toml, run by `make lint`.
 """
 
-import ast
 import importlib
 import subprocess
 import sys
@@ -52,10 +51,6 @@ MAY_START_PROGRAMS = {
 # They accept plain containers, or a plain array, only; elsewhere a pickle from outside would be a program from outside.
 MAY_UNPICKLE = {"manifests/adapters/plain_pickle.py", "train/tasks/dual_encoder/array_pickle.py"}
 
-MAX_PARAMETERS = 8
-# The documented Python interface has the flags of the loader as parameters, so that an editor completes them.
-MAY_HAVE_MANY_PARAMETERS = {"train/data/interface.py: open_clips", "train/data/interface.py: open_latents"}
-
 
 def python_files(repository: Path, package: str) -> list[Path]:
     return sorted((repository / package).rglob("*.py"))
@@ -65,13 +60,6 @@ def named_files(repository: Path, package: str) -> Iterator[tuple[str, Path]]:
     for path in python_files(repository, package):
         parts = ("clipmill", *path.relative_to(repository).with_suffix("").parts)
         yield ".".join(parts).removesuffix(".__init__"), path
-
-
-def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Count the parameters beside self."""
-    given = function.args
-    names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-    return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
 def files_that_import(repository: Path, module: str, *, packages: tuple[str, ...] = PACKAGES) -> set[str]:
@@ -115,18 +103,6 @@ def test_no_file_imports_itself_through_others(repository: Path) -> None:
     files = {name: path for package in PACKAGES for name, path in named_files(repository, package)}
     imports = {name: {found for found in imported_names(path) if found in files} for name, path in files.items()}
     assert not [sorted(group) for group in circles(imports)]
-
-
-def test_no_function_has_more_parameters_than_a_reader_keeps_in_mind(repository: Path) -> None:
-    many = {
-        f"{path.relative_to(repository).as_posix()}: {node.name}"
-        for folder in (*PACKAGES, "scripts", "benchmarks")
-        for path in python_files(repository, folder)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and num_parameters(node) > MAX_PARAMETERS
-    }
-    found = sorted(many - MAY_HAVE_MANY_PARAMETERS)
-    assert not found, f"{found}: pass what belongs together as one frozen dataclass"
 
 
 @pytest.mark.parametrize("module", INTERFACES)
