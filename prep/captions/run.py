@@ -9,9 +9,8 @@ from typing import Any
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun, duration_text, on_one_line
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun, on_one_line
-from clipmill.manifests.units import duration_text
 from clipmill.prep.captions.answers import (
     ANSWERS_FOLDER,
     Answer,

@@ -7,19 +7,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from clipmill.manifests.checked_json import parse_json
-from clipmill.manifests.imported import import_late, import_object
-from clipmill.manifests.pseudo_captions import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
+from clipmill.manifests.caption_table import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
+from clipmill.manifests.plugins import import_late, import_object
+from clipmill.manifests.publish import parse_json
 from clipmill.prep.captions.answers import ANSWER_FILE, ANSWERS_FOLDER, EXTENSION
 from clipmill.prep.captions.recipe import CaptionsSettings, local_weights, resolve, variant_name
 from clipmill.prep.core.chunk_work import ChunkWork
 from clipmill.prep.core.column import data_flags
 from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.prep.core.work import MERGED_TABLE, ExtraFile, ExtraFolder
-from clipmill.shards.chunk_table import read_chunk_rows
+from clipmill.shards.chunk_table import order_of, read_chunk_rows
 from clipmill.shards.columns import CAPTIONS, VIDEO
 from clipmill.shards.format import CAPTIONS_FIELDS
-from clipmill.shards.moments import order_of
 from clipmill.shards.reader import Variant
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun, duration_text, range_text, size_text
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import duration_text, range_text, size_text
 from clipmill.prep.core.chunk_columns import ChunksPlan
 from clipmill.prep.core.chunk_shards import ChunkShard
 from clipmill.prep.core.chunk_work import Workers
@@ -34,7 +33,7 @@ from clipmill.prep.latents.vae import Device, open_encoder
 from clipmill.prep.latents.weights import vae_folder
 from clipmill.prep.latents.worker import EncoderUse
 from clipmill.shards.columns import VIDEO, command_for
-from clipmill.shards.damage import Damaged
+from clipmill.shards.opening import Damaged
 
 _WORKER_GB = 3.5  # measured (benchmarks/README.md): Stable Diffusion's VAE, batch of 16 on a CPU: 3.0 GB
 _MARGIN = 1.2

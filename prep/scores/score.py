@@ -12,7 +12,7 @@ import pyarrow as pa
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 
-from clipmill.manifests.checked_json import parse_json
+from clipmill.manifests.publish import parse_json
 from clipmill.prep.core.chunk_frames import decode_frames
 from clipmill.prep.core.chunk_input import Chunk
 from clipmill.prep.core.column import CheckedSample, DeepCode

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import parse_json
 from clipmill.manifests.store import open_captions
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.text.recipe import MEMBER

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import bitrate_text, parse_bitrate
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.settings import Checked, Needs, Range, errors_of
-from clipmill.manifests.units import bitrate_text, parse_bitrate
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.recipe import KEPT, changed_flags
 from clipmill.prep.core.request import PartRequest, PlanRequest, ScratchSize

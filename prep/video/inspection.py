@@ -13,18 +13,17 @@ import av.error
 import numpy as np
 import pyarrow.compute as pc
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import clock, count_noun
 from clipmill.manifests.keys import chunk_key
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.publish import parse_json
 from clipmill.manifests.store import has_manifest, read_videos
-from clipmill.manifests.units import clock
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.report import Report
 from clipmill.prep.video.span_task import check_chunk, read_chunk
-from clipmill.shards.damage import DamagedTar
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.opening import DamagedTar
 from clipmill.shards.reader import CommittedShard
 
 _MAX_CAPTIONS = 20

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun, duration_text, on_one_line, parse_bitrate, range_text, size_text
 from clipmill.manifests.keys import split_key
-from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.store import captions_path, read_videos
-from clipmill.manifests.units import duration_text, parse_bitrate, range_text, size_text
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.failure_list import (
@@ -51,9 +50,9 @@ from clipmill.prep.video.spans import EvenCutting
 from clipmill.prep.video.work import audio_lines, left_out_report, settings_against_current
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Failure
-from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.index import open_index
+from clipmill.shards.opening import DamagedIndex
 from clipmill.shards.timeline.model import Timeline
 
 # Core-seconds per megapixel, measured on an x86-64 server core at about 3 GHz.

@@ -25,10 +25,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.locks import is_still_at, lock, open_private, private_root
+from clipmill.manifests.publish import parse_json
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.shard_result import ShardResult, begin_shard, stopped, system_errors_as_results
 from clipmill.prep.video.encode import SpanPlan, start_ms

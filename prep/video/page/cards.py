@@ -21,12 +21,12 @@ from av.video.frame import VideoFrame
 
 from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import clock, short_number, size_text
 from clipmill.manifests.keys import safe_video_id
 from clipmill.manifests.publish import make_folder, publish_bytes, remove_temporaries
-from clipmill.manifests.units import clock, short_number, size_text
-from clipmill.shards.damage import Damaged
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
-from clipmill.shards.pages.media import CLIP_FPS, data_uri, evenly_within, small_clip
+from clipmill.shards.opening import Damaged
+from clipmill.shards.pages.figures import CLIP_FPS, data_uri, evenly_within, small_clip
 from clipmill.shards.reader import CommittedShard
 from clipmill.shards.score_fields import SCORES
 

@@ -12,21 +12,18 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key
-from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import open_captions
 from clipmill.prep.core.plan import is_readable, problems_of
-from clipmill.shards.chunk_table import read_chunk_rows
+from clipmill.shards.chunk_table import Moments, order_of, read_chunk_rows
 from clipmill.shards.columns import CAPTIONS
-from clipmill.shards.damage import Damaged
-from clipmill.shards.labels import Spans, match_labels, read_labelled
-from clipmill.shards.moments import Moments, order_of
-from clipmill.shards.pages.histogram import Histogram, histogram
-from clipmill.shards.pages.media import evenly_within
+from clipmill.shards.opening import Damaged
+from clipmill.shards.pages.figures import Histogram, evenly_within, histogram
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES
 from clipmill.shards.scores import open_scores
-from clipmill.shards.selection import find_chunks, selected_chunks, stored_rows
+from clipmill.shards.selection import Spans, find_chunks, match_labels, read_labelled, selected_chunks, stored_rows
 from clipmill.shards.where import parse_where
 
 _COLUMNS = ("start_ms", "num_frames", "fps_num", "fps_den", "size", "shard", "row")

@@ -22,7 +22,7 @@ from clipmill.prep.video.page.cards import CaptionLine, Card
 from clipmill.prep.video.page.chunks import Chunks, chosen, num_captions, read_chunks
 from clipmill.prep.video.page.write import TEMPLATE, write_chunk_page
 from clipmill.shards.pages import templates
-from clipmill.shards.pages.histogram import Histogram, histogram
+from clipmill.shards.pages.figures import Histogram, histogram
 from clipmill.shards.pages.templates import load_template
 from clipmill.shards.reader import Variant
 from tests.browser import needs_chromium, shown
