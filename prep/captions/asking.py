@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.prep.captions.answers import Answer
-from clipmill.prep.core.chunk_frames import decode_frames
-from clipmill.prep.core.chunk_input import frame_rate, read_chunk
+from clipmill.prep.core.chunk_input import decode_frames, frame_rate, read_chunk
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.shard_result import Stop
 from clipmill.shards.reader import CommittedShard

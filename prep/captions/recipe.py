@@ -14,8 +14,8 @@ from cyclopts import Group, Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.settings import Checked, Needs, Range, errors_of
-from clipmill.prep.core.hub import model_folder
 from clipmill.prep.core.recipe import NOT_STORED, Recipe
+from clipmill.prep.core.request import model_folder
 from clipmill.shards.where_flag import check_where
 
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")

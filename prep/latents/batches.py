@@ -19,8 +19,7 @@ from typing import Generic, Protocol, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.prep.core.chunk_frames import decode_frames
-from clipmill.prep.core.chunk_input import Chunk
+from clipmill.prep.core.chunk_input import Chunk, decode_frames
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.latents.frames import Square, frames_on_screen, segment_squares, segments_of
 from clipmill.prep.latents.recipe import Encoding

@@ -15,13 +15,11 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, duration_text, range_text, size_text
 from clipmill.manifests.progress import Activity
-from clipmill.prep.core.chunk_columns import ChunksPlan
-from clipmill.prep.core.chunk_shards import ChunkShard
+from clipmill.prep.core.chunk_plan import ChunkShard, ChunksPlan
 from clipmill.prep.core.chunk_work import Workers
 from clipmill.prep.core.column import Addition
-from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.failures import SourceFailure
-from clipmill.prep.core.plan import with_work
+from clipmill.prep.core.plan import disk_use, with_work
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary
 from clipmill.prep.engines.choice import count_gpus, num_cores, threads_per_worker

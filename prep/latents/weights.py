@@ -10,7 +10,7 @@ from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import parse_json
-from clipmill.prep.core.hub import model_folder
+from clipmill.prep.core.request import model_folder
 
 Config = Mapping[str, Any]
 

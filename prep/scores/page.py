@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key
-from clipmill.prep.core.chunk_frames import decode_frames
-from clipmill.prep.core.chunk_input import frame_rate, read_chunk, seconds_of
+from clipmill.prep.core.chunk_input import decode_frames, frame_rate, read_chunk, seconds_of
 from clipmill.prep.core.failures import SourceFailure
-from clipmill.prep.core.pages import PageRequest, publish_page
 from clipmill.prep.core.plan import is_readable
-from clipmill.prep.core.report import Report
+from clipmill.prep.core.report import PageRequest, Report, publish_page
 from clipmill.shards.pages.figures import data_uri, evenly_spaced_items, histogram
 from clipmill.shards.pages.templates import require_page_path
 from clipmill.shards.reader import CommittedShard, Variant

@@ -13,8 +13,7 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 
 from clipmill.manifests.publish import parse_json
-from clipmill.prep.core.chunk_frames import decode_frames
-from clipmill.prep.core.chunk_input import Chunk
+from clipmill.prep.core.chunk_input import Chunk, decode_frames
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.scores.measures import (
     MIN_FROZEN_S,

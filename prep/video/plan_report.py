@@ -18,7 +18,6 @@ from clipmill.manifests.formatting import count_noun, duration_text, on_one_line
 from clipmill.manifests.keys import split_key
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.store import captions_path, read_videos
-from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.failure_list import (
     MAX_NAMED,
@@ -29,7 +28,7 @@ from clipmill.prep.core.failure_list import (
     note_lines,
 )
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode, SourceFailure
-from clipmill.prep.core.plan import ShardState
+from clipmill.prep.core.plan import ShardState, disk_use
 from clipmill.prep.core.report import (
     NOTHING_TO_DO,
     Report,
