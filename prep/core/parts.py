@@ -39,11 +39,10 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Protocol, TypeVar
 
-from clipmill.manifests.imported import import_object
-
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.locks import FileLock, holder_of, this_process
+from clipmill.manifests.plugins import import_object
 from clipmill.manifests.storage.mirrors import mirror_of, refresh
 from clipmill.prep.core.data_folder import lock_path, part_lock_names, remove_leftovers
 from clipmill.prep.core.shard_result import ShardWork
