@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from clipmill.train.data.batches import Batches
     from clipmill.train.data.chunk_reader import Chunk, Chunks, chunks_table, read_chunks
     from clipmill.train.data.interface import open_clips, open_latents
-    from clipmill.train.inference.model import LoadedModel, load_model
+    from clipmill.train.inference import LoadedModel, load_model
 
 __all__ = [
     "Batches",
@@ -32,7 +32,7 @@ _MODULES = {
     "train.data.batches": ("Batches",),
     "train.data.chunk_reader": ("Chunk", "Chunks", "chunks_table", "read_chunks"),
     "train.data.interface": ("open_clips", "open_latents"),
-    "train.inference.model": ("LoadedModel", "load_model"),
+    "train.inference": ("LoadedModel", "load_model"),
 }
 
 

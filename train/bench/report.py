@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from clipmill.manifests.formatting import count_noun, size_text
-from clipmill.train.bench.stages import AUGMENT, CROP, DECODE, LOADING, READ, TOKENS
+from clipmill.train.bench.steps import AUGMENT, CROP, DECODE, LOADING, READ, TOKENS
 from clipmill.train.config.clips import ClipSettings
 
 _COMPUTE = (AUGMENT, "model")
