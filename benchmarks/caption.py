@@ -31,7 +31,7 @@ from benchmarks.report import Rows, parser_for, print_report
 from benchmarks.timing import seconds_of
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.models.transformer import Stack
-from clipmill.train.tasks.caption.settings import DecodingSettings, max_tokens_of
+from clipmill.train.tasks.caption.spec import DecodingSettings, max_tokens_of
 
 MB = 1024**2
 ENCODER, DECODING = "encoder", "decoding"

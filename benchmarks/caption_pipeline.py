@@ -42,8 +42,8 @@ from clipmill.train.models.captioner import Captioner, Gpt2, Gpt2Size
 from clipmill.train.models.timesformer import TimeSformer
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.video_vit import VideoViTSize
-from clipmill.train.tasks.caption.objective import CaptionLoss
 from clipmill.train.tasks.caption.stages import layers_of, part_of
+from clipmill.train.tasks.caption.task import CaptionLoss
 
 NUM_FRAMES, IMAGE_PX, VOCABULARY, NUM_TOKENS, MICROBATCH = 4, 112, 1000, 16, 2
 DEPTH = 8

@@ -13,7 +13,7 @@ from clipmill.train.models.timesformer import NORM_EPS, TimeSformer
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.video_vit import VideoViTSize
 from clipmill.train.tasks.caption.decoding import generate_captions
-from clipmill.train.tasks.caption.settings import DecodingSettings, max_tokens_of
+from clipmill.train.tasks.caption.spec import DecodingSettings, max_tokens_of
 from clipmill.train.weights.hf_caption import TimeSformerShape, hf_caption_config, to_hf_caption
 
 END = 0

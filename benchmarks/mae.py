@@ -41,7 +41,7 @@ from benchmarks.mae_steps import HF, NUM_FRAMES, OURS, HfSteps, OurSteps, Steps,
 from benchmarks.report import Rows, parser_for, print_report
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.train.config.clips import Augment
-from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.tasks.mae.spec import MaeSettings
 
 MB = 1024**2
 MODEL, DATA, LATENTS = "model", "data", "latents"

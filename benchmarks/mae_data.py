@@ -28,7 +28,7 @@ from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention
 from clipmill.train.optim.optimizer import make_optimizer
-from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.tasks.mae.spec import MaeSettings
 from clipmill.train.tasks.mae.task import MaeTask
 
 LATENT_PX, LATENT_SEGMENT = 224, "5s"

@@ -31,7 +31,7 @@ from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.prefetch import prefetch
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 
 CPU = torch.device("cpu")

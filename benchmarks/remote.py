@@ -46,7 +46,7 @@ from clipmill.train.data.remote import RemoteTars
 from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 from tests.object_storage.faults import Faults, faulty
 from tests.object_storage.server import S3Server, s3_server

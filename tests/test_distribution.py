@@ -204,7 +204,7 @@ def test_a_distribution_installs_and_runs_without_the_repository(
     for program in ("prep", "train"):
         assert "Commands:" in run(python, "-I", "-m", f"clipmill.{program}.cli", "--help", cwd=tmp_path)
     # Scripts and styles of pages are files beside the code.
-    code = "from clipmill.train.report.charts import chart_values; print(len(chart_values([])['scripts']))"
+    code = "from clipmill.train.report.results import chart_values; print(len(chart_values([])['scripts']))"
     assert run(python, "-I", "-c", code, cwd=tmp_path) == "2\n"
     synthetic = ("manifest", "synthetic", "--videos", "1", "--minutes", "0.05", "--data", "data")
     assert "1 video" in run(python, "-I", "-m", "clipmill.prep.cli", *synthetic, cwd=tmp_path)

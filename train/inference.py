@@ -30,9 +30,9 @@ from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.frame_sampling import SamplingRule
 from clipmill.train.device.transfer import send
 from clipmill.train.distributed.world import World
+from clipmill.train.evaluation.features import tower_of
 from clipmill.train.evaluation.identity import identity_of, normalisation_of
 from clipmill.train.evaluation.opening import open_weights_as
-from clipmill.train.evaluation.probe.features import tower_of
 from clipmill.train.evaluation.runner import OpenedRun
 from clipmill.train.evaluation.use import Use
 from clipmill.train.models.captioner import VideoTower

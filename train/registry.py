@@ -8,8 +8,8 @@ from clipmill.train.spec import EvaluationSpec, Tasks, TaskSpec
 
 # Commands of tasks besides training, evaluations and export, by their import paths.
 COMMANDS = {
-    "caption-video": "clipmill.train.tasks.caption.videos.flags:caption_video",
-    "caption-chunks": "clipmill.train.tasks.caption.chunks.flags:caption_chunks",
+    "caption-video": "clipmill.train.tasks.caption.commands:caption_video",
+    "caption-chunks": "clipmill.train.tasks.caption.commands:caption_chunks",
 }
 # By the import path of each spec, which is loaded when it is asked for: a run loads no other task.
 TASKS = Parts(

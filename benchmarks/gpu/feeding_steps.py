@@ -33,11 +33,11 @@ from clipmill.train.models.attention import open_attention
 from clipmill.train.optim.optimizer import make_optimizer
 from clipmill.train.registry import find_task
 from clipmill.train.run.folder import read_lines
-from clipmill.train.tasks.caption.settings import CaptionerSettings, DecoderSettings
+from clipmill.train.tasks.caption.spec import CaptionerSettings, DecoderSettings
 from clipmill.train.tasks.caption.task import CaptionTask
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
-from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.tasks.mae.spec import MaeSettings
 from clipmill.train.tasks.mae.task import MaeTask
 
 _GOAL_WAIT, _GOAL_AUGMENT = 0.01, 0.03

@@ -16,7 +16,7 @@ from clipmill.train.data.loader import Loader, LoaderSettings
 from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 
 _NUMBERS = (1, 2, 4, 8, 16)

@@ -12,7 +12,7 @@ from benchmarks.gpu.implementations import Implementation, Opening, faster_than,
 from benchmarks.gpu.measurements import Result, Setup, Target
 from benchmarks.losses import BASE, OPEN_CLIP, openings_of
 from clipmill.train.engine.metrics import FlopCounter
-from clipmill.train.tasks.caption.settings import DecodingSettings, max_tokens_of
+from clipmill.train.tasks.caption.spec import DecodingSettings, max_tokens_of
 
 _PAIRS, _WIDTH, _CAPTIONS = 2048, 512, 32
 _FASTCLIP = "fastclip-v3"

@@ -14,7 +14,7 @@ def reference_pages() -> Mapping[str, Mapping[str, str]]:
     """Return program -> command -> page in Markdown."""
     from clipmill.prep.cli import app as prep
     from clipmill.train.cli import app as train
-    from clipmill.train.commands.help import command_help as train_help
+    from clipmill.train.cli import command_help as train_help
 
     def prep_help(command: "App", name: str) -> CommandHelp:
         return command_help(command, name, everything=True)

@@ -11,10 +11,10 @@ from clipmill.train.config.files import load_settings
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.trained_run import open_trained_run
 from clipmill.train.run.folder import open_run
-from clipmill.train.tasks.caption.decoder import read_decoder_parts
-from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings
+from clipmill.train.tasks.caption.model import read_decoder_parts
+from clipmill.train.tasks.caption.spec import CaptionerSettings, DecodingSettings
 from clipmill.train.tasks.caption.task import CaptionTask
-from clipmill.train.tasks.caption.videos.run import TrainedCaptioner
+from clipmill.train.tasks.caption.video_captions import TrainedCaptioner
 from tests.gpu.runs import Runs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

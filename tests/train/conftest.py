@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.train.tasks.caption.metrics.java import MetricUnavailable
+from clipmill.train.tasks.caption.java import MetricUnavailable
 from tests.arguments import made_once
 from tests.narrow_text import narrow, whole
 from tests.train.classify.moving import write_moving
@@ -41,7 +41,7 @@ def _no_java(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if request.path.name not in WITH_JAVA:
-            patch.setattr("clipmill.train.tasks.caption.metrics.java.java", java)
+            patch.setattr("clipmill.train.tasks.caption.java.java", java)
         yield
 
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clipmill.train.models.attention import open_attention
 from clipmill.train.models.attention_choice import choose_attention, kernels_fact, previous_backend
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 with_xformers = pytest.mark.skipif(

@@ -10,7 +10,7 @@ import pytest
 from clipmill.train.config.training import flatten, plain_values
 from clipmill.train.losses.settings import LOSSES
 from clipmill.train.run.folder import RunFolder, read_lines
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from tests.train.fastclip_tables import losses_of, optimizers_of
 from tests.train.running import error_of, train
 

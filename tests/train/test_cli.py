@@ -12,7 +12,7 @@ import pytest
 
 from clipmill.train.config.files import load_settings
 from clipmill.train.run.folder import RunFolder, read_lines
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from tests.forks import Forks
 from tests.train.running import SMALL, train, two_lines
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.train.cli import app
-from clipmill.train.commands.help import help_text
+from clipmill.train.cli import app, help_text
 from clipmill.train.config.files import PRESETS_FOLDER, preset_path
 from clipmill.train.registry import task_names
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from clipmill.train.config.files import save_settings
-from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.tasks.mae.spec import MaeSettings
 from tests.train.running import train, two_lines
 
 

@@ -14,7 +14,7 @@ from clipmill.train.config.training import TrackSettings
 from clipmill.train.report.overview import write_overview
 from clipmill.train.report.results import write_page
 from clipmill.train.run.folder import RunFolder, append_lines, read_lines, read_object
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from tests.browser import needs_chromium, opened
 from tests.train.test_report import HOSTILE, PIXEL, Tags, assert_own_scripts_only, hostile_run, long_run
 

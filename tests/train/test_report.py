@@ -11,13 +11,11 @@ import torch
 
 from clipmill.manifests.publish import publish_json
 from clipmill.train.config.files import save_settings
-from clipmill.train.evaluation.by_class import Predictions, majority_baseline
+from clipmill.train.evaluation.tables import Predictions, majority_baseline
 from clipmill.train.registry import evaluations
-from clipmill.train.report.charts import chart_values
-from clipmill.train.report.curves import Curve, Line, evaluation_curves
-from clipmill.train.report.results import write_page
+from clipmill.train.report.results import Curve, Line, chart_values, evaluation_curves, write_page
 from clipmill.train.run.folder import RunFolder, append_lines
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from scripts.pages.problems import problems
 from tests.browser import needs_chromium, opened, shown
 

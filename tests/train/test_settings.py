@@ -16,10 +16,10 @@ from clipmill.train.config.files import PRESETS_FOLDER, load_settings, preset_pa
 from clipmill.train.config.model import Towers
 from clipmill.train.config.training import FREE_ON_RESUME, TrainingSettings, require_same, shaping
 from clipmill.train.registry import find_task, task_names
-from clipmill.train.tasks.caption.settings import CaptionerSettings, CaptionEvaluation
-from clipmill.train.tasks.classify.settings import ClassifySettings
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
-from clipmill.train.tasks.mae.settings import MaeOptimizer, MaeSettings
+from clipmill.train.tasks.caption.spec import CaptionerSettings, CaptionEvaluation
+from clipmill.train.tasks.classify.spec import ClassifySettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderEvaluation, DualEncoderSettings
+from clipmill.train.tasks.mae.spec import MaeOptimizer, MaeSettings
 from tests.train.running import train
 
 

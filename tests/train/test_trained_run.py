@@ -8,10 +8,10 @@ import pytest
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import save_settings
 from clipmill.train.run.folder import RunFolder
-from clipmill.train.tasks.caption.settings import CaptionerSettings
-from clipmill.train.tasks.classify.settings import ClassifySettings
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
-from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.tasks.caption.spec import CaptionerSettings
+from clipmill.train.tasks.classify.spec import ClassifySettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
+from clipmill.train.tasks.mae.spec import MaeSettings
 from tests.train.running import train, two_lines
 
 SETTINGS: dict[str, type[ClipSettings]] = {

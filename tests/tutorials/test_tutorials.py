@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from clipmill.train.doctor.accelerator import ask_child
-from clipmill.train.tasks.caption.metrics.java import MetricUnavailable
+from clipmill.train.tasks.caption.java import MetricUnavailable
 from tests.conftest import ROOT
 from tests.prep.captions.server import served
 from tests.tutorials.made import DATA, Video, make_videos
@@ -30,7 +30,7 @@ def _no_java() -> Iterator[None]:
         raise MetricUnavailable("left out of this test")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("clipmill.train.tasks.caption.metrics.java.java", java)
+        patch.setattr("clipmill.train.tasks.caption.java.java", java)
         yield
 
 

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.train.config.files import Provenance
-from clipmill.train.quickstart.asked import Asked
+from clipmill.train.quickstart.request import Asked
 
 if TYPE_CHECKING:
     from clipmill.train.quickstart.plan import Plan
@@ -75,7 +75,7 @@ def _say(what: str) -> None:
 
 def _plan(data: Sequence[str], asked: Asked) -> "Plan":
     began_s = time.perf_counter()
-    from clipmill.train.quickstart.survey import survey  # before torch, so that a mistake is found at once
+    from clipmill.train.quickstart.choice import survey  # before torch, so that a mistake is found at once
 
     surveys = []
     for address in data:
@@ -86,8 +86,7 @@ def _plan(data: Sequence[str], asked: Asked) -> "Plan":
 
         from clipmill.train.device.precision import choose_device
         from clipmill.train.doctor.machine import examine_in_run
-        from clipmill.train.quickstart.measured import measure
-        from clipmill.train.quickstart.plan import make_plan, propose
+        from clipmill.train.quickstart.plan import make_plan, measure, propose
 
     chosen = choose_device(asked.device)
     proposal = propose(asked, surveys, examine_in_run(asked_device=asked.device, device_type=chosen.type))

@@ -1,25 +1,225 @@
 """The results page of a run (index.html), rendered from the files of the run."""
 
+import json
+import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.formatting import duration_text
+from clipmill.manifests.formatting import duration_text, escape_invisible
 from clipmill.manifests.publish import publish_bytes
 from clipmill.shards.pages.templates import load_template
 from clipmill.train.config.files import read_values
 from clipmill.train.config.training import TrainingSettings, flatten, plain_values
-from clipmill.train.evaluation.by_class import class_view
-from clipmill.train.evaluation.tables import table_of
+from clipmill.train.evaluation.tables import class_view, table_of
 from clipmill.train.registry import DEFAULT, evaluations_of, find_task, task_names
-from clipmill.train.report.charts import chart_values
-from clipmill.train.report.curves import NUM_LAST, evaluation_curves, training_curves
 from clipmill.train.run.folder import RunFolder, other_data, read_lines, read_object
-from clipmill.train.spec import EvaluationSpec
+from clipmill.train.spec import CurveGroup, EvaluationSpec
+
+NUM_LAST = 20  # steps, over which noisy metrics are averaged where one number stands for a run
+# Products of many small numbers, such as BLEU's, are not exactly 0 where they should be.
+_ROUNDING = 1e-12
+# Suffix of the titles of charts whose values are shown times 100, as in tables.
+_TIMES_100 = ", times 100"
+
+Value = Callable[[dict[str, Any]], float | None]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart: finite values by step, at least one, and what they are of if the chart has several lines."""
+
+    points: Sequence[tuple[float, float]]
+    label: str = ""
+
+    @property
+    def text(self) -> str:
+        """Its first and last value, and its range, in words."""
+        values = [value for _, value in self.points]
+        (first_step, first), (last_step, last) = self.points[0], self.points[-1]
+        ends = f"{first:.4g} at step {first_step:,.0f}, {last:.4g} at step {last_step:,.0f}"
+        return f"{f'{self.label}: ' if self.label else ''}{ends}, from {min(values):.4g} to {max(values):.4g}"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A chart.
+
+    Attributes:
+        last: the last value as text; of a noisy metric, its mean over the last steps; empty if there are several lines.
+        lines: without smoothing.
+    """
+
+    title: str
+    lines: tuple[Line, ...]
+    last: str = ""
+    is_noisy: bool = False
+    from_zero: bool = False
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A metric of the lines of metrics.jsonl."""
+
+    title: str
+    value: Value
+    is_noisy: bool = True
+    from_zero: bool = False
+    has_first: bool = True  # the first step includes warm-up of caches and of the loader's queue
+
+
+def _key(name: str, *, scale: float = 1.0) -> Value:
+    def value(line: dict[str, Any]) -> float | None:
+        found = line.get(name)
+        return None if found is None else scale * float(found)
+
+    return value
+
+
+_TRAINING = (
+    _Kind("Loss", _key("loss")),
+    _Kind("Batch accuracy, %", _key("batch_accuracy", scale=100), from_zero=True),
+    _Kind("Learning rate", _key("lr"), is_noisy=False, from_zero=True),
+    _Kind("Temperature", _key("temperature"), is_noisy=False),
+    _Kind("Gradient norm", _key("grad_norm"), from_zero=True),
+    _Kind("Samples per second", _key("samples_per_s"), from_zero=True, has_first=False),
+    _Kind(
+        "Waiting for data, % of a step",
+        lambda line: 100 * line["data_wait_s"] / line["step_s"] if line.get("step_s") else None,
+        from_zero=True,
+        has_first=False,
+    ),
+    _Kind("GPU memory, GB", _key("gpu_memory_gb"), is_noisy=False, from_zero=True),
+    _Kind("Model FLOPS utilisation, %", _key("mfu", scale=100), from_zero=True, has_first=False),
+)
+
+
+def training_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
+    """Curves of the training metrics that the lines have."""
+    curves = []
+    for kind in _TRAINING:
+        points = _points(lines if kind.has_first else lines[1:], kind.value)
+        if not points:
+            continue
+        tail = [y for _, y in points[-NUM_LAST:]] if kind.is_noisy else [points[-1][1]]
+        last = f"{sum(tail) / len(tail):.4g}"
+        curves.append(Curve(kind.title, (Line(points),), last, is_noisy=kind.is_noisy, from_zero=kind.from_zero))
+    return curves
+
+
+def evaluation_curves(lines: Sequence[dict[str, Any]], known: Sequence[CurveGroup]) -> list[Curve]:
+    """A chart for each group of evaluation metrics of each split; metrics are named `<split>/<name>`."""
+    names = dict.fromkeys(name for line in lines for name in line if "/" in name)
+    groups: dict[tuple[str, str], dict[str, str]] = {}
+    for name in names:
+        split, _, short = name.partition("/")
+        title, label = _chart_of(short, known)
+        groups.setdefault((split, title), {})[name] = label
+    order = [group.title for group in known]
+    curves = []
+    for (split, title), its in sorted(groups.items(), key=lambda group: _rank(group[0][1], order)):
+        scale = 100.0 if title.endswith(("%", _TIMES_100)) else 1.0
+        drawn = [
+            Line(_points(lines, _key(name, scale=scale), rounding=_ROUNDING), label) for name, label in its.items()
+        ]
+        if drawn := [line for line in drawn if line.points]:
+            curves.append(Curve(f"{title} ({split})", tuple(drawn), from_zero=True))
+    return curves
+
+
+def overlaid(of_runs: Mapping[str, Sequence[Curve]]) -> list[Curve]:
+    """The curves that several runs have, each with the lines of all of them; a line's label begins with its run."""
+    titles = Counter(curve.title for curves in of_runs.values() for curve in curves)
+    found = []
+    for title in (title for title, count in titles.items() if count > 1):
+        its = [(run, curve) for run, curves in of_runs.items() for curve in curves if curve.title == title]
+        lines = tuple(
+            Line(line.points, f"{run}: {line.label}" if len(curve.lines) > 1 else run)
+            for run, curve in its
+            for line in curve.lines
+        )
+        first = its[0][1]
+        found.append(Curve(title, lines, is_noisy=first.is_noisy, from_zero=first.from_zero))
+    return found
+
+
+def _rank(title: str, order: Sequence[str]) -> int:
+    return order.index(title) if title in order else len(order)
+
+
+def _chart_of(name: str, known: Sequence[CurveGroup]) -> tuple[str, str]:
+    """The title of a metric's chart, and its label there."""
+    for group in known:
+        if match := re.fullmatch(group.pattern, name):
+            return group.title, group.label(match[1])
+    words = name.replace("_", " ")
+    return words[:1].upper() + words[1:], words
+
+
+def _points(lines: Sequence[dict[str, Any]], value: Value, *, rounding: float = 0.0) -> list[tuple[float, float]]:
+    """The finite values by step; values closer to 0 than `rounding` become 0."""
+    found = ((float(line["step"]), value(line)) for line in lines)
+    finite = ((step, number) for step, number in found if number is not None and math.isfinite(number))
+    return [(step, 0.0 if abs(number) < rounding else number) for step, number in finite]
+
+
+_FOLDER = Path(__file__).parent
+_MAX_POINTS = 2000  # of a line; more become the means and extremes of equal parts
+_NUM_DIGITS = 6
+
+
+def chart_values(curves: Sequence[Curve]) -> dict[str, Any]:
+    """Return what a page's template needs for charts of `curves`: `json`, `scripts` and `style`."""
+    charts = [
+        {
+            "title": escape_invisible(curve.title),
+            "from_zero": curve.from_zero,
+            "is_noisy": curve.is_noisy,
+            "text": escape_invisible("; ".join(line.text for line in curve.lines)),
+            "lines": [_line(line) for line in curve.lines],
+        }
+        for curve in curves
+    ]
+    # "<" is escaped, so that no text within can end the element.
+    text = json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return {"json": text, "scripts": _scripts(), "style": _style()}
+
+
+def _line(line: Line) -> dict[str, Any]:
+    """A line as x, y, the means that are smoothed, and the number of points that each of them stands for."""
+    every = -(-len(line.points) // (_MAX_POINTS // 2)) if len(line.points) > _MAX_POINTS else 1
+    parts = [line.points[begin : begin + every] for begin in range(0, len(line.points), every)]
+    found: dict[str, Any] = {"label": escape_invisible(line.label), "x": [], "y": [], "mean": [], "count": []}
+    for part in parts:
+        mean = sum(y for _, y in part) / len(part)
+        kept = sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+        for x, y in kept:
+            found["x"].append(x)
+            found["y"].append(_round_value(y))
+            found["mean"].append(_round_value(mean))
+            found["count"].append(len(part) / len(kept))
+    return found
+
+
+def _round_value(value: float) -> float:
+    return float(f"{value:.{_NUM_DIGITS}g}")
+
+
+@cache
+def _scripts() -> tuple[str, str]:
+    return (_FOLDER / "uplot" / "uPlot.iife.min.js").read_text(), (_FOLDER / "charts.js").read_text()
+
+
+@cache
+def _style() -> str:
+    return (_FOLDER / "uplot" / "uPlot.min.css").read_text()
+
 
 _SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")
 

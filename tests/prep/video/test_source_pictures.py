@@ -9,7 +9,7 @@ import numpy as np
 
 from clipmill.prep.sources.probe import probe
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
-from clipmill.train.tasks.caption.videos.clips import window_clips
+from clipmill.train.tasks.caption.video_windows import window_clips
 from tests.prep.irregular import ffmpeg, joined
 from tests.prep.running import chunk, manifest, prep_here
 from tests.prep.video.test_frames import chunks_by_source

@@ -17,7 +17,7 @@ from clipmill.shards.timeline.copying import write_continuous
 from clipmill.shards.timeline.model import frame_times
 from clipmill.shards.timeline.reading import times_in_display_order
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
-from clipmill.train.tasks.caption.videos.clips import window_clips
+from clipmill.train.tasks.caption.video_windows import window_clips
 from tests.prep.irregular import FPS, KINDS, WITH_SOUND, ffmpeg, joined, parts
 from tests.prep.numbered import frame_numbers
 from tests.prep.running import chunk, manifest, prep_here

@@ -81,7 +81,7 @@ RUNS = {
 OF_TRANSFORMERS = {
     "library, CLIP and T5": ["train/models/hugging_face.py"] * 4,
     "library, DINOv2 and BERT": ["train/models/hugging_face.py"],
-    "language model": ["train/tasks/caption/language/model.py"] * 2,
+    "language model": ["train/tasks/caption/language.py"] * 2,
 }
 
 

@@ -21,12 +21,12 @@ from clipmill.train.data.batch import BatchRing, Sample
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.engine.metrics import Throughput
-from clipmill.train.evaluation.probe import probing
-from clipmill.train.evaluation.probe.classifiers import GRID, choose_l2
-from clipmill.train.evaluation.probe.features import extract
+from clipmill.train.evaluation import probe_classifiers
+from clipmill.train.evaluation.features import extract
+from clipmill.train.evaluation.probe_classifiers import GRID, choose_l2
 from clipmill.train.inference import LoadedModel
 from clipmill.train.tasks.dual_encoder import evaluation
-from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, embed_all
+from clipmill.train.tasks.dual_encoder.protocols import Embeddings, embed_all
 from tests.gpu.test_columns import LATENTS, TEXT, column, make_latents, make_text
 from tests.prep.latents.video_vaes import saved
 from tests.prep.text.t5_models import saved_t5
@@ -65,7 +65,7 @@ def numbers_of(values: Any) -> list[float]:
 @pytest.fixture(autouse=True)
 def _few_regularisations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of those that a probe chooses from, which converge in a few steps; weaker ones take hundreds."""
-    monkeypatch.setattr(probing, "choose_l2", partial(choose_l2, grid=GRID[-2:]))
+    monkeypatch.setattr(probe_classifiers, "choose_l2", partial(choose_l2, grid=GRID[-2:]))
 
 
 @pytest.mark.parametrize("name", EVALUATIONS)

@@ -10,9 +10,9 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.train.commands.evaluation import score_run
 from clipmill.train.evaluation.use import Use
-from clipmill.train.tasks.caption.generation import GeneratedCaptions, metrics_of
-from clipmill.train.tasks.caption.metrics.scores import score_captions
+from clipmill.train.tasks.caption.metrics import score_captions
 from clipmill.train.tasks.caption.spec import CAPTIONS, CaptionFlags
+from clipmill.train.tasks.caption.task import GeneratedCaptions, metrics_of
 from tests.train.caption.conftest import DECODER, SMALL
 from tests.train.conftest import VIDEOS
 from tests.train.running import steps, train

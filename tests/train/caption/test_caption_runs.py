@@ -12,10 +12,9 @@ from clipmill.train.config.files import load_settings
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.run.folder import RunFolder
-from clipmill.train.tasks.caption.decoder import decoder_size_of, read_decoder_parts
 from clipmill.train.tasks.caption.decoding import generate_captions as captions_of
-from clipmill.train.tasks.caption.model import build_captioner
-from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings
+from clipmill.train.tasks.caption.model import build_captioner, decoder_size_of, read_decoder_parts
+from clipmill.train.tasks.caption.spec import CaptionerSettings, DecodingSettings
 from clipmill.train.tasks.caption.tokenizer import train_tokenizer
 from tests.train.caption.test_tokenizer import ONE_TOKEN
 from tests.train.running import facts, losses, train, weights_of

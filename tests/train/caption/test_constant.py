@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from clipmill.train.tasks.caption.metrics.scores import best_constant, mean_cider, score_captions
+from clipmill.train.tasks.caption.metrics import best_constant, mean_cider, score_captions
 
 REFERENCES = {
     "a": ["a red ball rolls", "the red ball moves to the left", "a ball"],

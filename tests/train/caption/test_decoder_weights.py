@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.tasks.caption.decoder import decoder_folder
+from clipmill.train.tasks.caption.model import decoder_folder
 from clipmill.train.weights.hf_caption import read_caption_folder
 
 

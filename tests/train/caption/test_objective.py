@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from clipmill.train.tasks.caption.objective import shift_targets, summed_loss, without_padding
+from clipmill.train.tasks.caption.task import shift_targets, summed_loss, without_padding
 from clipmill.train.tasks.caption.tokenizer import NO_TOKEN
 
 END = 9

@@ -13,7 +13,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention
 from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
-from clipmill.train.tasks.classify.settings import ClassifySettings
+from clipmill.train.tasks.classify.spec import ClassifySettings
 from clipmill.train.tasks.classify.task import ClassifyTask
 from tests.train.running import error_of, train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard

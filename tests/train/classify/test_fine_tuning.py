@@ -14,7 +14,7 @@ from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.transformer import blocks_of
 from clipmill.train.optim.parameters import parameter_groups
 from clipmill.train.run.folder import RunFolder, read_lines
-from clipmill.train.tasks.classify.model import VideoClassifier
+from clipmill.train.tasks.classify.task import VideoClassifier
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.running import losses, train, weights_of

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from clipmill.train.tasks.classify.objective import (
+from clipmill.train.tasks.classify.task import (
     NO_MIX,
     Mix,
     cut_around,

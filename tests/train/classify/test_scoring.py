@@ -6,8 +6,8 @@ import torch
 
 from clipmill.train.data.classes import ClassList
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.by_class import Predictions, class_view, majority_baseline
-from clipmill.train.evaluation.probe.classifiers import class_ranks
+from clipmill.train.evaluation.probe_classifiers import class_ranks
+from clipmill.train.evaluation.tables import Predictions, class_view, majority_baseline
 from clipmill.train.tasks.classify.evaluation import ClassTallies, Tally, hits, marginal_probabilities, view_mean
 
 CPU = torch.device("cpu")

@@ -15,8 +15,7 @@ from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips
 from clipmill.train.data.samples import Samples
-from clipmill.train.tasks.caption.samples import TargetCaptions
-from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer, train_tokenizer
+from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer, TargetCaptions, train_tokenizer
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
 HUMAN = ["a dog runs", "a dog plays", "the dog"]

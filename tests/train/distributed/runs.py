@@ -37,9 +37,9 @@ from clipmill.train.run import shared_folder
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder, create_run
 from clipmill.train.run.tracking import Progress
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings, DualEncoderTowers
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings, DualEncoderTowers
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
-from clipmill.train.tasks.mae.settings import MaeSettings, MaeTowers
+from clipmill.train.tasks.mae.spec import MaeSettings, MaeTowers
 from clipmill.train.tasks.mae.task import MaeTask
 from clipmill.train.weights.sources import open_weights
 from tests.train.plane import LoadedPoints, PlaneTask, Points, settings

@@ -34,9 +34,9 @@ from clipmill.train.optim.parameters import freeze
 from clipmill.train.run.folder import RunFolder, create_run
 from clipmill.train.run.tracking import Progress
 from clipmill.train.tasks.caption.decoding import generate_captions
-from clipmill.train.tasks.caption.objective import CaptionLoss
-from clipmill.train.tasks.caption.settings import DecodingSettings
+from clipmill.train.tasks.caption.spec import DecodingSettings
 from clipmill.train.tasks.caption.stages import TIED, CaptionerPart, layers_of, part_of, whole_captioner
+from clipmill.train.tasks.caption.task import CaptionLoss
 from tests.train.plane import LoadedPoints, Points, settings
 
 ONE_STAGE = ParallelSettings()

@@ -11,7 +11,7 @@ from clipmill.train.distributed.launch import difference
 from clipmill.train.engine.rank_consistency import launch_facts
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder, read_lines
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from tests.train.distributed.forked import end_well, fork_ranks, free_port
 from tests.train.distributed.runs import run_own_commands
 from tests.train.latents.columns import FLAGS

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.tasks.dual_encoder.array_pickle import load_array_pickle
+from clipmill.train.tasks.dual_encoder.egocentric import load_array_pickle
 
 MATRIX = np.arange(12).reshape(3, 4) / 11
 

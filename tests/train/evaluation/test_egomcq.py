@@ -16,9 +16,8 @@ from clipmill.train.evaluation.use import Use
 from clipmill.train.models.text import load_tokenizer
 from clipmill.train.registry import find_task
 from clipmill.train.run.folder import RunFolder, read_lines
-from clipmill.train.tasks.dual_encoder.egomcq import is_nearest
-from clipmill.train.tasks.dual_encoder.embeddings import embed_all
-from clipmill.train.tasks.dual_encoder.protocols import protocol_captions
+from clipmill.train.tasks.dual_encoder.egocentric import is_nearest
+from clipmill.train.tasks.dual_encoder.protocols import embed_all, protocol_captions
 from tests.manifests.test_egovlp import question
 from tests.train.evaluation.test_commands import scored
 from tests.train.running import facts, train

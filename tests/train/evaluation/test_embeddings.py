@@ -13,7 +13,7 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.distributed.world import World
-from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, embed_all, gather_embeddings, text_keys
+from clipmill.train.tasks.dual_encoder.protocols import Embeddings, embed_all, gather_embeddings, text_keys
 from tests.train.evaluation.threads import on_two_ranks
 
 CPU = torch.device("cpu")

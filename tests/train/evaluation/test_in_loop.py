@@ -12,8 +12,8 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.runner import every_for
 from clipmill.train.models.attention import open_attention
-from clipmill.train.tasks.dual_encoder.embeddings import embed_all
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.protocols import embed_all
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderEvaluation, DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 from tests.train.evaluation.threads import on_two_ranks
 from tests.train.tiny_data import FPS, Caption, encode_chunk, video_sample, write_captions, write_shard

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.write import write_manifest
 from clipmill.train.evaluation.tables import table_of
-from clipmill.train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
+from clipmill.train.tasks.dual_encoder.egocentric import MirTable, open_mir_table
 from clipmill.train.tasks.dual_encoder.spec import MIR
 
 # Text, verb, nouns: of the test split in the order of the annotation file; the fourth shares a span with the third.

@@ -14,7 +14,7 @@ from clipmill.manifests.store import read_captions, read_videos
 from clipmill.manifests.write import write_manifest
 from clipmill.train.config.evaluation import EvaluatedData, EvaluationSettings
 from clipmill.train.run.folder import RunFolder, read_lines
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderEvaluation
 from tests.train.classify.moving import write_moving
 from tests.train.data.test_stream_tars import write_tar
 from tests.train.evaluation.test_commands import scored

@@ -19,11 +19,10 @@ from clipmill.train.evaluation.use import Use
 from clipmill.train.models.text import load_tokenizer
 from clipmill.train.registry import find_task
 from clipmill.train.run.folder import RunFolder
-from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, embed_all
 from clipmill.train.tasks.dual_encoder.evaluation import open_scorer
 from clipmill.train.tasks.dual_encoder.metrics import dual_softmax
-from clipmill.train.tasks.dual_encoder.protocols import RetrievalScorer, protocol_captions
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings, RetrievalName
+from clipmill.train.tasks.dual_encoder.protocols import Embeddings, RetrievalScorer, embed_all, protocol_captions
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderEvaluation, DualEncoderSettings, RetrievalName
 from tests.train.evaluation.test_commands import scored
 from tests.train.running import train
 from tests.train.search.conftest import overwrite_chunk

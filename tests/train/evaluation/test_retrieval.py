@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clipmill.train.tasks.dual_encoder.embeddings import distinct_texts, text_keys
-from clipmill.train.tasks.dual_encoder.examples import Ranking, chosen_texts, retrieval_examples
+from clipmill.train.tasks.dual_encoder.evaluation import Ranking, chosen_texts, retrieval_examples
 from clipmill.train.tasks.dual_encoder.metrics import chance, ranks, score_retrieval
+from clipmill.train.tasks.dual_encoder.protocols import distinct_texts, text_keys
 
 
 def right(text_of_clip: list[int]) -> NDArray[np.bool_]:

@@ -14,7 +14,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import DatasetSize, build_contrast
 from clipmill.train.losses.global_losses import GlobalContrast
 from clipmill.train.losses.settings import LOSSES, Convention, Loss
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
 

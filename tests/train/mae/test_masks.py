@@ -6,7 +6,7 @@ import torch
 
 from clipmill.train.device.random import draw_uniform as uniform_of_numpy
 from clipmill.train.models.video_vit import CubeGrid
-from clipmill.train.tasks.mae.masks import decoded_cubes, mask_counts, running_cells, tube_masks
+from clipmill.train.tasks.mae.task import decoded_cubes, mask_counts, running_cells, tube_masks
 
 OF_224_PX = CubeGrid(8, 14, 14)
 POSITIONS = torch.tensor([0, 1, 2, 10**9, 2**62])

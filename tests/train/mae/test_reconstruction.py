@@ -5,8 +5,7 @@ import torch
 
 from clipmill.train.models.video_vit import CubeGrid
 from clipmill.train.models.videomae import predicted_cubes
-from clipmill.train.tasks.mae.objective import normalised_cubes
-from clipmill.train.tasks.mae.reconstruction import (
+from clipmill.train.tasks.mae.evaluation import (
     GREY,
     clips_of,
     reconstruct,
@@ -14,6 +13,7 @@ from clipmill.train.tasks.mae.reconstruction import (
     values_of,
     visible_statistics,
 )
+from clipmill.train.tasks.mae.task import normalised_cubes
 
 CUBES: Any = {"cube_frames": 2, "patch_px": 4}
 GRID = CubeGrid(2, 3, 4)  # of clips of 4 frames of 12 x 16

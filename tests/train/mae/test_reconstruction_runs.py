@@ -25,11 +25,9 @@ from clipmill.train.models.video_vit import CubeGrid, VideoViTSize
 from clipmill.train.models.videomae import predicted_cubes
 from clipmill.train.report.results import write_page
 from clipmill.train.run.folder import RunFolder
-from clipmill.train.tasks.mae.evaluation import picture_uri
-from clipmill.train.tasks.mae.masks import Masking
-from clipmill.train.tasks.mae.objective import MaskedClips, normalised_cubes
-from clipmill.train.tasks.mae.reconstruction import Pictures, ReconstructionResult, evaluate_reconstruction
-from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.tasks.mae.evaluation import Pictures, ReconstructionResult, evaluate_reconstruction, picture_uri
+from clipmill.train.tasks.mae.spec import MaeSettings
+from clipmill.train.tasks.mae.task import MaskedClips, Masking, normalised_cubes
 from tests.train.latents.written import Chunk
 from tests.train.mae.test_mae_runs import noise, write_columns
 from tests.train.running import train

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from clipmill.train.models.video_vit import CubeGrid, cubes_of, grid_of, pick_cubes
-from clipmill.train.tasks.mae.objective import normalised_cubes, reconstruction_loss
+from clipmill.train.tasks.mae.task import normalised_cubes, reconstruction_loss
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -28,7 +28,7 @@ from clipmill.train.engine.state import State, new_state
 from clipmill.train.losses.global_losses import GlobalContrast
 from clipmill.train.losses.settings import Loss
 from clipmill.train.models.attention import open_attention
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderEvaluation, DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 from tests.train.plane import ONE
 

@@ -13,7 +13,7 @@ from clipmill.train.config.files import load_settings
 from clipmill.train.engine.rank_consistency import _content
 from clipmill.train.run.checkpoint import all_checkpoints, read_metadata
 from clipmill.train.run.folder import RunFolder, read_lines
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from tests.train.mixture.folders import NEAR
 from tests.train.plane import ONE
 from tests.train.running import train, two_lines

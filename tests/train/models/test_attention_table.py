@@ -17,9 +17,9 @@ from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.videomae import decoder_size
 from clipmill.train.registry import TASKS
-from clipmill.train.tasks.caption.decoder import decoder_size as text_decoder_size
-from clipmill.train.tasks.caption.settings import CaptionerSettings
-from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.tasks.caption.model import decoder_size as text_decoder_size
+from clipmill.train.tasks.caption.spec import CaptionerSettings
+from clipmill.train.tasks.mae.spec import MaeSettings
 
 GPUS = {
     (7, 5): "T4 (7.5)",

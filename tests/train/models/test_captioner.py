@@ -16,7 +16,6 @@ from clipmill.train.models.transformer import TransformerSize, blocks_of, checkp
 from clipmill.train.models.video_vit import VideoViT, VideoViTSize
 from clipmill.train.models.videomae import VideoMAEEncoder
 from clipmill.train.tasks.caption.export import save_hf
-from clipmill.train.tasks.caption.objective import shift_targets, summed_loss
 from clipmill.train.tasks.caption.stages import (
     TIED,
     CaptionerPart,
@@ -26,6 +25,7 @@ from clipmill.train.tasks.caption.stages import (
     owners_of,
     parameters_by_layer,
 )
+from clipmill.train.tasks.caption.task import shift_targets, summed_loss
 from clipmill.train.weights.hf_caption import from_hf_caption
 from tests.train.models.small_captioners import (
     END,

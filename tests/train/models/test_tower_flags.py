@@ -12,7 +12,7 @@ from clipmill.train.config.model import DualEncoderTowers
 from clipmill.train.inference import load_model
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.run.folder import RunFolder
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from tests.train.running import losses, train
 
 SMALL = "--model tiny --num-frames 4 --size-px 32 --batch 4 --warmup-steps 2 --lr 1e-3 --steps 4 --checkpoint-every 2"

@@ -7,7 +7,7 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import DualEncoderTowers, ModelName, Towers, check_frames, kind_of, tubelet_of
 from clipmill.train.models.dual_encoder import size_of
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 
 
 @pytest.mark.parametrize(

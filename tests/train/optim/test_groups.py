@@ -12,7 +12,7 @@ from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import SIZES, DualEncoder, size_of
 from clipmill.train.models.videomae import MaskedAutoencoder
 from clipmill.train.optim.parameters import freeze, layers_above, parameter_groups, plain_name
-from clipmill.train.tasks.classify.model import VideoClassifier
+from clipmill.train.tasks.classify.task import VideoClassifier
 
 
 class Temperature(Objective):

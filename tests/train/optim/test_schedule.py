@@ -7,7 +7,7 @@ import torch
 from clipmill.train.config.training import OptimizerSettings
 from clipmill.train.losses.objective import Objective
 from clipmill.train.optim.optimizer import learning_rate, set_learning_rates
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

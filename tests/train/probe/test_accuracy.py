@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from clipmill.train.evaluation.probe.classifiers import accuracy
+from clipmill.train.evaluation.probe_classifiers import accuracy
 
 
 def test_shares_are_counted_by_clip_and_by_class() -> None:

@@ -9,7 +9,7 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.probe.features import ClipFeatures, extract, gather_features, tower_of
+from clipmill.train.evaluation.features import ClipFeatures, extract, gather_features, tower_of
 from tests.train.evaluation.threads import on_two_ranks
 
 CPU = torch.device("cpu")

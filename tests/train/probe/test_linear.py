@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from clipmill.train.evaluation.probe.classifiers import (
+from clipmill.train.evaluation.probe_classifiers import (
     FALLBACK,
     GRID,
     LinearProbe,

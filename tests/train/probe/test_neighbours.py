@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from clipmill.train.evaluation.probe import classifiers as neighbours
-from clipmill.train.evaluation.probe.classifiers import nearest, vote
+from clipmill.train.evaluation import probe_classifiers as neighbours
+from clipmill.train.evaluation.probe_classifiers import nearest, vote
 
 
 def drawn(num: int, width: int, *, seed: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from clipmill import UserError
 from clipmill.train.config.clips import Augment, CaptionSettings
 from clipmill.train.config.model import DualEncoderInit
 from clipmill.train.distributed.world import World
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 from tests.train.python.test_open_clips import copy_of, opened
 from tests.train.tiny_data import Caption, write_captions

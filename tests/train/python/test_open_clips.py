@@ -15,7 +15,7 @@ import webdataset as wds
 from clipmill import Batches, open_clips
 from clipmill.manifests.errors import UserError
 from clipmill.train.distributed.world import World
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 from tests.train.tiny_data import Caption, encode_chunk, write_captions
 

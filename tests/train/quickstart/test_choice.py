@@ -4,7 +4,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.quickstart import choice
-from clipmill.train.quickstart.survey import SplitFacts, Survey, split_to_evaluate, split_to_train
+from clipmill.train.quickstart.choice import SplitFacts, Survey, split_to_evaluate, split_to_train
 
 
 def folder(

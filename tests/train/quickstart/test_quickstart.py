@@ -20,10 +20,10 @@ from clipmill.train.commands import quickstart as commands
 from clipmill.train.commands.training import parse
 from clipmill.train.doctor.machine import examine_in_run
 from clipmill.train.quickstart import choice
-from clipmill.train.quickstart import measured as measurements
-from clipmill.train.quickstart.asked import Asked
+from clipmill.train.quickstart import plan as measurements
+from clipmill.train.quickstart.choice import describe, survey
 from clipmill.train.quickstart.plan import Plan, _held_out_clips, make_plan, propose
-from clipmill.train.quickstart.survey import describe, survey
+from clipmill.train.quickstart.request import Asked
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.data.http_folder import HttpFolder
 from tests.train.running import train

@@ -13,8 +13,8 @@ from clipmill.train.config.training import TrackSettings, TrainingSettings
 from clipmill.train.run.charts import check_tracking, run_name, tag_metrics
 from clipmill.train.run.folder import RunFolder, create_run, read_lines
 from clipmill.train.run.tracking import EpochLoss, Progress, describe, open_trackers
-from clipmill.train.tasks.caption.settings import CaptionerSettings
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.caption.spec import CaptionerSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 
 
 def line_of(step: int) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.video_vit import VideoViTSize
 from clipmill.train.models.videomae import MaskedAutoencoder, predicted_cubes
-from clipmill.train.tasks.classify.model import VideoClassifier
-from clipmill.train.tasks.mae.objective import normalised_cubes, reconstruction_loss
+from clipmill.train.tasks.classify.task import VideoClassifier
+from clipmill.train.tasks.mae.task import normalised_cubes, reconstruction_loss
 from clipmill.train.weights.conversion import IMAGENET_STD
 from clipmill.train.weights.source import Source
 from clipmill.train.weights.sources import open_weights

@@ -25,7 +25,7 @@ from clipmill.train.models.text import load_tokenizer
 from clipmill.train.run.checkpoint import latest_checkpoint, read_metadata, read_weights
 from clipmill.train.run.checkpoint_writer import CheckpointWriter
 from clipmill.train.tasks.dual_encoder.export import image_towers
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from clipmill.train.weights.sources import open_weights
 from tests.train.running import train, weights_of
 from tests.train.weights.small import loaded_weights, our_model, quiet

@@ -12,7 +12,7 @@ from transformers import VideoMAEForPreTraining, VideoMAEForVideoClassification,
 from clipmill.manifests.errors import UserError
 from clipmill.train.commands.export import export_run
 from clipmill.train.config.files import load_settings
-from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.tasks.mae.spec import MaeSettings
 from clipmill.train.weights.videomae import to_videomae
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.running import train, weights_of

@@ -23,7 +23,7 @@ from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.video_vit import VideoViT, VideoViTSize
 from clipmill.train.tasks.caption.decoding import generate_captions
 from clipmill.train.tasks.caption.export import hf_generation_config, save_hf
-from clipmill.train.tasks.caption.settings import DecodingSettings, max_tokens_of
+from clipmill.train.tasks.caption.spec import DecodingSettings, max_tokens_of
 from clipmill.train.weights.hf_caption import read_caption_folder, to_hf_caption
 from tests.train.models.small_captioners import (
     END,

@@ -10,7 +10,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Init, Towers
 from clipmill.train.models.hugging_face import PROCESSOR_FILES, read_processor
 from clipmill.train.models.library_towers import preprocessing_of
-from clipmill.train.tasks.classify.settings import ClassifySettings
+from clipmill.train.tasks.classify.spec import ClassifySettings
 from clipmill.train.weights.conversion import IMAGENET_MEAN, ConvertedStateDict
 from clipmill.train.weights.files import MODEL_FILES
 from clipmill.train.weights.library import library_facts

@@ -20,8 +20,8 @@ from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import DualEncoder, size_of
 from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
-from clipmill.train.tasks.dual_encoder.start import effective_settings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import effective_settings
 from clipmill.train.weights.conversion import LOGIT_SCALE, TEMPORAL_EMBEDDING
 from clipmill.train.weights.loading import fit_to
 from clipmill.train.weights.open_clip import MISTYPED_MEAN, to_open_clip

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import DualEncoderTowers, Towers
-from clipmill.train.tasks.classify.settings import ClassifySettings
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
-from clipmill.train.tasks.dual_encoder.start import effective_settings
-from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.tasks.classify.spec import ClassifySettings
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import effective_settings
+from clipmill.train.tasks.mae.spec import MaeSettings
 from clipmill.train.weights.open_clip import to_open_clip
 from clipmill.train.weights.source import effective_clip_settings
 from tests.train.weights.small import loaded_weights, our_model, quiet

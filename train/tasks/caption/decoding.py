@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from clipmill.train.device.random import draw_uniform
-from clipmill.train.tasks.caption.settings import (
+from clipmill.train.tasks.caption.spec import (
     DecodingSettings,
     length_penalty_of,
     max_tokens_of,

@@ -1,16 +1,342 @@
 """`TaskSpec` of the captioner, and its evaluation."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from cyclopts import Parameter
+
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.plugins import import_late
-from clipmill.manifests.settings import Checked, Range
+from clipmill.manifests.publish import parse_json
+from clipmill.manifests.settings import SHARE, Checked, GoesWith, Needs, Range, errors_of
+from clipmill.train.config import fields as groups
+from clipmill.train.config.clips import CaptionSettings, ClipSettings, NumFrames, adapted_towers
+from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
+from clipmill.train.config.fields import FIRST_RUN, help_group
+from clipmill.train.config.model import SIZE, Freeze, Tower, check_picture
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
 from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, FirstRun, TaskSpec
-from clipmill.train.tasks.caption.settings import DECODING, METRIC_LABELS, CaptionerSettings, DecodingSettings
+
+Method = Literal["greedy", "sample", "beam"]
+VideoFormat = Literal["json", "srt"]  # of `train caption-video`
+
+_TEMPERATURE, _NUM_BEAMS, _LENGTH_PENALTY, _MAX_TOKENS = 1.0, 4, 1.0, 30
+# What None stands for.
+_DEFAULTS = {
+    "temperature": _TEMPERATURE,
+    "top_p": 1.0,
+    "num_beams": _NUM_BEAMS,
+    "length_penalty": _LENGTH_PENALTY,
+    "early_stopping": False,
+}
+_SAMPLE, _BEAM = Needs("method", ("sample",)), Needs("method", ("beam",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingSettings(Checked):
+    """How captions are generated."""
+
+    prefix = "decoding"
+
+    method: Method = "greedy"
+    """Decoding method. greedy: the most likely token at each step; sample: random sampling; beam: beam search."""
+    temperature: Annotated[
+        float | None,
+        Range(above=0, hint="it must be a finite number more than 0; decoding method greedy is the limit"),
+        _SAMPLE,
+    ] = None
+    """sample: temperature. Default: 1."""
+    top_k: Annotated[int | None, Range(least=1), _SAMPLE] = None
+    """sample: number of most likely tokens to sample from. Default: all."""
+    top_p: Annotated[float | None, Range(above=0, most=1), _SAMPLE] = None
+    """sample: nucleus sampling, from the most likely tokens whose probabilities add up to this. Default: 1."""
+    num_beams: Annotated[int | None, Range(1, 1000), _BEAM] = None
+    """beam: number of beams. Default: 4."""
+    length_penalty: Annotated[float | None, Range(), _BEAM] = None
+    """beam: exponent of the length by which log probabilities are divided; more favours longer captions. Default: 1."""
+    early_stopping: Annotated[bool | None, _BEAM] = None
+    """beam: stop once there are as many finished captions as beams. Otherwise, once no better one can follow."""
+    min_tokens: Annotated[int, Range(least=0)] = 0
+    """Minimum number of tokens before a caption ends."""
+    max_tokens: Annotated[int | None, Range(least=1)] = None
+    """Maximum number of tokens, including the end. Default: 30, or the decoder's context if that is less."""
+    seed: int = 0
+    """sample: random seed, combined with the index of the clip."""
+
+    def rules(self) -> Iterator[UserError]:
+        """Yields a minimum length that leaves no room for a caption."""
+        # How long captions may be if nothing is said depends on the decoder: see `fit_decoding`.
+        if self.max_tokens is not None and self.min_tokens >= self.max_tokens:
+            yield UserError(
+                f"{self.flag('min_tokens')} is {self.min_tokens}",
+                hint=f"it must be from 0 to below {self.flag('max_tokens')}, {self.max_tokens}",
+                flags=(self.flag("min_tokens"),),
+            )
+
+
+Decoding = TypeVar("Decoding", bound=DecodingSettings)
+
+
+def temperature_of(settings: DecodingSettings) -> float:
+    """The temperature, by which logits are divided."""
+    return _TEMPERATURE if settings.temperature is None else settings.temperature
+
+
+def num_beams_of(settings: DecodingSettings) -> int:
+    """Number of captions of a clip that are generated in parallel."""
+    return _NUM_BEAMS if settings.num_beams is None else settings.num_beams
+
+
+def length_penalty_of(settings: DecodingSettings) -> float:
+    """The power of the length that log probabilities are divided by."""
+    return _LENGTH_PENALTY if settings.length_penalty is None else settings.length_penalty
+
+
+def max_tokens_of(settings: DecodingSettings) -> int:
+    """Maximum number of tokens of a caption, before the decoder's context limits it."""
+    return _MAX_TOKENS if settings.max_tokens is None else settings.max_tokens
+
+
+def fit_decoding(settings: Decoding, context_length: int, *, is_of_run: bool = False) -> Decoding:
+    """Return the decoding that takes effect with a decoder: equal settings for what generates equal captions.
+
+    `max_tokens` is a number, limited by the decoder's context. Other values that equal their defaults, or that the
+    method does not use, are left out.
+
+    Args:
+        is_of_run: the settings were saved with a run. Old runs saved a default of 30, which is reduced without an
+        error.
+
+    Raises:
+        UserError: a limit that the user set exceeds the context.
+    """
+    least_flag, most_flag = settings.flag("min_tokens"), settings.flag("max_tokens")
+    if is_of_run and settings.max_tokens == _MAX_TOKENS:
+        settings = replace(settings, max_tokens=None)
+    if settings.max_tokens is not None and settings.max_tokens > context_length:
+        raise UserError(
+            f"{most_flag} is {settings.max_tokens}, and the decoder's context has {context_length} tokens",
+            hint=f"give {context_length} at most, or leave it out",
+            flags=(most_flag,),
+        )
+    if settings.min_tokens >= context_length:
+        raise UserError(
+            f"{least_flag} is {settings.min_tokens}, and the decoder's context has {context_length} tokens",
+            hint=f"give {context_length - 1} at most",
+            flags=(least_flag,),
+        )
+    most = min(max_tokens_of(settings), context_length)
+    if settings.min_tokens >= most:
+        raise UserError(
+            f"{least_flag} is {settings.min_tokens}, and captions have {most} tokens at most",
+            hint=f"give {most - 1} at most, or a larger {most_flag}: the context has {context_length} tokens",
+            flags=(least_flag,),
+        )
+    unset: dict[str, Any] = {name: None for name, value in _DEFAULTS.items() if getattr(settings, name) == value}
+    return replace(settings, max_tokens=most, seed=settings.seed if settings.method == "sample" else 0, **unset)
+
+
+DecoderName = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+Reducer = Literal["pool", "attention"]
+VIDEO_MARK = "{video}"
+_OF_LM = GoesWith("lm")
+
+DECODER = help_group("Decoder", 6)
+DECODING = help_group("Decoding", 7)
+
+# Numbers of the evaluation in the loop.
+NUMBERS = ("loss", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "cider_d", "cider", "exact_match")
+# Metrics in the order of tables, with their names.
+METRIC_LABELS = {
+    "bleu1": "BLEU-1",
+    "bleu2": "BLEU-2",
+    "bleu3": "BLEU-3",
+    "bleu4": "BLEU-4",
+    "meteor": "METEOR",
+    "rouge_l": "ROUGE-L",
+    "cider_d": "CIDEr-D",
+    "cider": "CIDEr",
+    "spice": "SPICE",
+    "exact_match": "exact match",
+}
+# About a decoder, or a tokenizer, that is new, and what has its own.
+_OF_WHAT_IS_NEW = {"name": ("weights", "lm"), "vocabulary": ("weights", "lm", "tokenizer")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSettings(Checked):
+    """A GPT-2 with cross-attention to the encoder, or a language model with a visual prefix; and the tokenizer."""
+
+    prefix = "decoder"
+
+    lm: Annotated[str | None, FIRST_RUN] = None
+    """Causal language model of transformers in place of the GPT-2, which reads the video as a prefix: folder or name.
+    A name is downloaded; a folder holds the tokenizer too."""
+    visual_tokens: Annotated[int, Range(1, 4096), _OF_LM] = 32
+    """Number of visual tokens per clip in the prefix of --decoder.lm."""
+    reducer: Annotated[Reducer, _OF_LM] = "pool"
+    """Reduction of the encoder's tokens to visual tokens. pool: means of consecutive tokens; attention: learned queries
+    attend to all tokens."""
+    prompt: Annotated[str, _OF_LM] = VIDEO_MARK
+    """Prompt of --decoder.lm. {video} stands for the visual tokens; the caption follows the prompt."""
+
+    name: Annotated[DecoderName, FIRST_RUN] = "gpt2"
+    """Size of a decoder with random weights."""
+    weights: Annotated[str | None, FIRST_RUN] = None
+    """Pretrained GPT-2: folder, gpt2, gpt2-medium, gpt2-xl. A name is downloaded; a folder holds the tokenizer too."""
+    width: Annotated[int | None, SIZE] = None
+    """Width of a decoder with random weights. Default: that of --decoder.name."""
+    depth: Annotated[int | None, SIZE] = None
+    """Number of decoder blocks. Default: that of --decoder.name."""
+    heads: Annotated[int | None, SIZE] = None
+    """Number of attention heads per decoder block. Default: that of --decoder.name."""
+    tokenizer: str | None = None
+    """Tokenizer folder. Default: that of --decoder.weights, else one trained on the captions."""
+    vocabulary: Annotated[int, Range(257, 1_000_000)] = 8192
+    """Maximum vocabulary size of a tokenizer trained on the captions."""
+    max_tokens: Annotated[int, Range(2, 8192)] = 64
+    """Maximum number of tokens of a caption in training, including the end. Longer captions are truncated and
+    counted."""
+    dropout: Annotated[float, SHARE] = 0.0
+    """Dropout probability of embeddings and residual branches."""
+
+    def rules(self) -> Iterator[UserError]:
+        """Yields a size beside pretrained weights, which have their own, and prompts without a place for the video."""
+        pretrained = "lm" if self.lm is not None else "weights"
+        for name in ("width", "depth", "heads", *(("weights", "dropout") if pretrained == "lm" else ())):
+            if getattr(self, pretrained) is not None and getattr(self, name):
+                yield UserError(
+                    f"{self.flag(name)} is {getattr(self, name)}, and {self.flag(pretrained)} has its own",
+                    hint="leave one of them out",
+                    flags=(self.flag(name), self.flag(pretrained)),
+                )
+        if self.prompt.count(VIDEO_MARK) != 1:
+            yield UserError(
+                f"--decoder.prompt is {self.prompt!r}, which has {VIDEO_MARK} {self.prompt.count(VIDEO_MARK)} times",
+                hint=f"write {VIDEO_MARK} once, where the visual tokens are to be",
+                flags=("--decoder.prompt",),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionEvaluation(EvaluationSettings):
+    """How a captioner is evaluated during training: by the captions that it generates."""
+
+    lower_is_better = ("loss",)
+
+    max_samples: Annotated[int, Range(least=2), EVERY] = 500
+    """Maximum number of clips: every k-th of the split, with the smallest sufficient k."""
+    java: Annotated[bool, EVERY] = False
+    """Also compute METEOR, which is a Java program, and SPICE with --evaluate.spice-jars."""
+    spice_jars: Annotated[Path | None, GoesWith("java", (True,))] = None
+    """Folder of the two jar files that SPICE needs. Default: SPICE is left out."""
+
+    def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
+        """Those of generated captions."""
+        with_java = ("meteor",) if self.spice_jars is None else ("meteor", "spice")
+        return (*NUMBERS, *with_java) if self.java else NUMBERS
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class CaptionerSettings(ClipSettings):
+    """Settings of `train caption`."""
+
+    command = "caption"
+    of_other_data: ClassVar[Mapping[str, Any]] = {"captions": CaptionSettings()}
+    free_on_resume = frozenset({"decoding"})
+
+    num_frames: NumFrames = 8
+    decoder: Annotated[DecoderSettings, DECODER] = field(default_factory=DecoderSettings)
+    """Decoder and tokenizer."""
+    captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
+    """Captions to train on, and their sampling weights."""
+    captions_per_visit: Annotated[int, groups.CAPTIONS, Range(1, 1000)] = 1
+    """Number of captions of a clip to train on per sample, drawn without replacement; all if it has fewer."""
+    label_smoothing: Annotated[float, groups.TRAINING, SHARE] = 0.0
+    """Label smoothing. Share of the target that is spread over the vocabulary."""
+    freeze: Annotated[Freeze, FIRST_RUN] = ()
+    """Parts to freeze: encoder, decoder, decoder-except-cross-attention, or blocks:N (the encoder's embeddings and its
+    first N blocks), decoder.blocks:N."""
+    decoding: Annotated[DecodingSettings, DECODING] = field(default_factory=DecodingSettings)
+    """Decoding during training, and the default afterwards."""
+    evaluate: Annotated[CaptionEvaluation, groups.EVALUATION] = field(default_factory=CaptionEvaluation)
+
+    def tower_names(self) -> tuple[Tower, ...]:
+        """The towers that the model has."""
+        return ("video", "decoder")
+
+    def trains_besides_towers(self) -> bool:
+        """Whether there is a projector between the towers, which --freeze does not name."""
+        return self.decoder.lm is not None
+
+    def adapts_pretrained(self) -> bool:
+        """Whether the towers with adapters have pretrained weights: a language model comes with its own."""
+        is_of_lm = self.decoder.lm is not None and adapted_towers(self) == ("decoder",)
+        return is_of_lm or super().adapts_pretrained()
+
+    def rules(self) -> Iterator[UserError]:
+        """Yields captions of other clips, patches that do not fill a frame, and settings that train nothing."""
+        yield from super().rules()
+        if self.decoder.lm is not None and self.parallel.stages > 1:
+            yield UserError(
+                f"--parallel.stages is {self.parallel.stages}, and a captioner with --decoder.lm cannot be cut",
+                hint="use --parallel.strategy fsdp",
+                flags=("--parallel.stages", "--decoder.lm"),
+            )
+        if self.decoder.lm is not None and "decoder-except-cross-attention" in self.freeze:
+            yield UserError(
+                "--freeze decoder-except-cross-attention is about the GPT-2: --decoder.lm has no cross-attention",
+                hint="use --freeze decoder",
+                flags=("--freeze", "--decoder.lm"),
+            )
+        if self.captions.min_relevancy is not None:
+            yield UserError(
+                "--captions.min-relevancy draws captions of other clips, which do not describe the clip",
+                hint="leave it out",
+                flags=("--captions.min-relevancy",),
+            )
+        yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
+
+    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+        """Yields flags about a new decoder or tokenizer beside one that exists."""
+        yield from super().without_effect(typed)
+        start = self.init.weights
+        for name, others in _OF_WHAT_IS_NEW.items():
+            beside = {self.decoder.flag(other): getattr(self.decoder, other) for other in others}
+            if start and has_captioner(Path(start)):
+                beside = {"--init.weights": start, **beside}
+            flag, given = self.decoder.flag(name), [(other, value) for other, value in beside.items() if value]
+            if flag in typed and given:
+                other, value = given[0]
+                yield UserError(
+                    f"{flag} is {typed[flag]}, which has no effect: {other} is {value}, which has its own",
+                    hint="leave it out",
+                    flags=(flag, other),
+                )
+
+
+# Whether a folder has a captioner, by its small files alone: nothing heavy is imported.
+
+
+def has_captioner(folder: Path) -> bool:
+    """Whether it is a run of `train caption`, or what transformers know as a model of an encoder and a decoder."""
+    is_run = _value(folder / "run.json", "task") == "caption"
+    return is_run or _value(folder / "config.json", "model_type") == "vision-encoder-decoder"
+
+
+def _value(path: Path, name: str) -> object:
+    """Empty if the file is missing or damaged; the code that needs it reports that."""
+    try:
+        found = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found.get(name) if isinstance(found, dict) else None
+
 
 # Columns of the table; the first one is the metric that captioners are compared by.
 _CAPTION_COLUMNS = {
@@ -111,10 +437,10 @@ TASK = TaskSpec(
     example="train caption --shards data --preset tiny --out runs/captions",
     settings=CaptionerSettings,
     make=import_late("clipmill.train.tasks.caption.task:CaptionTask"),
-    kept=import_late("clipmill.train.tasks.caption.decoder:kept_decoder"),
+    kept=import_late("clipmill.train.tasks.caption.model:kept_decoder"),
     effective=import_late("clipmill.train.tasks.caption.model:effective_settings"),
     evaluations=(CAPTIONS,),
-    start_lines=import_late("clipmill.train.tasks.caption.decoder:start_lines"),
+    start_lines=import_late("clipmill.train.tasks.caption.model:start_lines"),
     formats={
         "hf": "VisionEncoderDecoderModel.from_pretrained('OUT')",
         "lm": "AutoModelForCausalLM.from_pretrained('OUT/lm')",

@@ -3,46 +3,60 @@
 Shape suffixes: B batch, C channels, T frames, H and W pixels.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
+from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.model import Tower
-from clipmill.train.data.batch import Batch
+from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.chunks import clip_query
 from clipmill.train.data.inputs import open_folder
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.data.prefetch import batches_on_all_stages
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips
 from clipmill.train.data.query import loader_settings
-from clipmill.train.distributed.pipeline import LayerCost
+from clipmill.train.device.transfer import Scalar, send
+from clipmill.train.distributed.pipeline import LayerCost, Pipeline, PipelineBatch
+from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.task import ClipTask
 from clipmill.train.evaluation.identity import normalisation_of
 from clipmill.train.evaluation.runner import every_for, split_metrics
-from clipmill.train.losses.objective import Objective
+from clipmill.train.losses.objective import Objective, backward_microbatches
 from clipmill.train.models.captioner import Captioner
-from clipmill.train.tasks.caption.decoder import (
+from clipmill.train.tasks.caption.decoding import generate_captions
+from clipmill.train.tasks.caption.java import require_java
+from clipmill.train.tasks.caption.language import (
+    LanguageCaptioner,
+    LanguageDecoder,
+    add_language_adapters,
+    language_blocks,
+)
+from clipmill.train.tasks.caption.metrics import score_captions, without_words
+from clipmill.train.tasks.caption.model import (
+    AnyCaptioner,
     Decoder,
+    build_captioner,
     decoder_facts,
     decoder_files,
     decoder_of_start,
     open_decoder,
     start_facts,
+    start_of_captioner,
 )
-from clipmill.train.tasks.caption.generation import captions_of, metrics_of
-from clipmill.train.tasks.caption.language.model import LanguageCaptioner, add_language_adapters, language_blocks
-from clipmill.train.tasks.caption.language.opening import LanguageDecoder
-from clipmill.train.tasks.caption.metrics.java import require_java
-from clipmill.train.tasks.caption.model import AnyCaptioner, build_captioner, start_of_captioner
-from clipmill.train.tasks.caption.objective import CaptionLoss
-from clipmill.train.tasks.caption.samples import TargetCaptions
-from clipmill.train.tasks.caption.settings import CaptionerSettings, DecodingSettings, fit_decoding
+from clipmill.train.tasks.caption.spec import METRIC_LABELS, CaptionerSettings, DecodingSettings, fit_decoding
 from clipmill.train.tasks.caption.stages import layers_of, part_of, whole_captioner
-from clipmill.train.tasks.caption.tokenizer import CaptionTokenizer
+from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer, TargetCaptions
 from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.source import Say, Source
 
@@ -259,3 +273,250 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
             of_start = decoder_of_start(self._settings)
             self._decoder = of_start or open_decoder(self._settings.decoder, texts, say=self._say)
         return self._decoder.tokenizer
+
+
+@dataclass
+class GeneratedCaptions:
+    """Captions of this rank's clips.
+
+    Attributes:
+        captions: by the index of the clip.
+        summed_loss: cross-entropy of the first reference captions of each clip, summed over `num_tokens` tokens.
+        batch_losses: its mean over the tokens of each batch.
+    """
+
+    captions: dict[int, str] = field(default_factory=dict)
+    summed_loss: float = 0.0
+    num_tokens: int = 0
+    batch_losses: list[float] = field(default_factory=list)
+    failed: list[FailedSample] = field(default_factory=list)
+
+
+@torch.no_grad()  # not inference_mode: tensors that a model caches are used in training too
+def captions_of(
+    model: nn.Module,
+    batches: Iterable[LoadedBatch],
+    *,
+    inputs: Callable[[Batch], torch.Tensor],
+    tokenizer: CaptionTokenizer,
+    decoding: DecodingSettings,
+    device: torch.device,
+) -> GeneratedCaptions:
+    """Generate one caption per clip with a captioner in evaluation mode.
+
+    Args:
+        inputs: from a batch to clips [B, C, T, H, W].
+    """
+    found = GeneratedCaptions()
+    for loaded in batches:
+        found.failed += loaded.failed
+        if not loaded.batch:
+            continue
+        batch = to_device(loaded.batch, device)
+        clips_BCTHW = inputs(batch)
+        targets_BKL = without_padding(batch["targets"])
+        logits = model(clips_BCTHW, shift_targets(targets_BKL, end_id=tokenizer.end_id))
+        loss, num_tokens = summed_loss(logits, targets_BKL).item(), int((targets_BKL != NO_TOKEN).sum())
+        found.summed_loss, found.num_tokens = found.summed_loss + loss, found.num_tokens + num_tokens
+        found.batch_losses += [loss / num_tokens] if num_tokens else []
+        indices = batch["clip_id"].tolist()
+        generated = generate_captions(model, clips_BCTHW, decoding, end_id=tokenizer.end_id, samples=indices)  # type: ignore[arg-type]
+        texts = (tokenizer.text(row) for row in generated.tokens_VL.tolist())
+        found.captions |= dict(zip(indices, texts, strict=True))
+    return found
+
+
+def loss_of(parts: Sequence[GeneratedCaptions]) -> float:
+    """Mean cross-entropy per token over all parts.
+
+    Raises:
+        FailedWork: nothing could be decoded, or predictions are not finite.
+    """
+    num_tokens = sum(part.num_tokens for part in parts)
+    if not num_tokens:
+        raise FailedWork(f"none of {count_noun(sum(len(part.failed) for part in parts), 'clip')} could be decoded")
+    loss = sum(part.summed_loss for part in parts) / num_tokens
+    if not math.isfinite(loss):
+        raise FailedWork("predictions are not finite: the weights have diverged")
+    return loss
+
+
+def metrics_of(
+    parts: Sequence[GeneratedCaptions],
+    *,
+    references: Callable[[int], Sequence[str]],
+    with_java: bool = False,
+    spice_jars: Path | None = None,
+) -> dict[str, float]:
+    """Metrics of the captions of all ranks: loss, metrics of n-grams, exact matches, and those of Java's programs.
+
+    The numbers of failed clips, of empty captions and of clips whose references have no words are added if they are
+    not 0.
+
+    Args:
+        references: all captions of a clip, by its index.
+        with_java, spice_jars: see `score_captions`.
+
+    Raises:
+        FailedWork: see `loss_of`; or a program of Java failed.
+        UserError: no clip has references with words.
+    """
+    loss = loss_of(parts)
+    captions = {str(number): text for part in parts for number, text in part.captions.items()}
+    captions, its_references, left_out = comparable_captions(captions, {one: references(int(one)) for one in captions})
+    scores = score_captions(captions, its_references, with_java=with_java, spice_jars=spice_jars)
+    if with_java and (missing := scores.absent.keys() - ({"spice"} if spice_jars is None else set())):
+        raise FailedWork(f"no {METRIC_LABELS[min(missing)]}: {scores.absent[min(missing)]}")
+    counts = {
+        "num_failed": sum(len(part.failed) for part in parts),
+        "num_empty": len(scores.empty),
+        "num_without_words": len(left_out),
+    }
+    return {"loss": loss, **scores.means, **{name: float(count) for name, count in counts.items() if count}}
+
+
+def comparable_captions(
+    captions: Mapping[str, str], references: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, str], dict[str, Sequence[str]], list[str]]:
+    """Captions and references of clips that can be scored, and names of clips whose references have no words.
+
+    Raises:
+        UserError: no clip has references with words.
+    """
+    left_out = without_words(references)
+    kept = {one: its for one, its in references.items() if one not in set(left_out)}
+    if left_out and not kept:
+        raise UserError(
+            f"clips whose references have words: 0 of {len(left_out)}; there is nothing to compare captions with",
+            hint="check the captions of this split: they are empty or punctuation alone",
+        )
+    return {one: captions[one] for one in kept}, kept, left_out
+
+
+_NUM_BUCKETS, _MIN_BUCKET = 8, 8
+
+
+class CaptionLoss(Objective):
+    """Next-token cross-entropy, mean over all tokens of the whole batch, including end tokens.
+
+    Every token has the same weight, on whichever rank and in whichever microbatch it is; padding has none.
+
+    Args:
+        inputs: clips [R, C, T, H, W] of some rows of a batch.
+        end_id: token that the decoder is given before the first one of a caption.
+        label_smoothing: (Szegedy et al. 2016, section 7).
+        num_before: number of tokens of the decoder before those of a caption, which are computed for each caption;
+            None for a decoder without any. With a number, microbatches hold captions of similar lengths.
+    """
+
+    def __init__(
+        self,
+        inputs: Callable[[Batch, slice], torch.Tensor],
+        *,
+        end_id: int,
+        label_smoothing: float,
+        num_before: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._inputs, self._end_id, self._label_smoothing = inputs, end_id, label_smoothing
+        self._num_before = num_before
+
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
+        """Add the gradients of this rank's share of the batch; return the loss of the whole batch."""
+        is_bucketed = self._num_before is not None
+        if is_bucketed:
+            batch, step = by_length(batch), in_buckets(step, num_samples=len(batch["targets"]))
+        longest = int(batch["length"].max()) if "length" in batch else None
+        targets_BKL = without_padding(batch["targets"], longest=longest)
+        num_samples = len(targets_BKL)
+        num_tokens = step.world.sum((targets_BKL != NO_TOKEN).sum())
+
+        def loss(logits: torch.Tensor, targets_RKL: torch.Tensor) -> torch.Tensor:
+            return summed_loss(logits, targets_RKL, label_smoothing=self._label_smoothing) / num_tokens
+
+        num_computed = 0
+
+        def loss_of(rows: slice) -> torch.Tensor:
+            nonlocal num_computed
+            targets_RKL = targets_BKL[rows]
+            if is_bucketed:
+                targets_RKL = without_padding(targets_RKL, longest=int(batch["length"][rows].max()))
+                num_computed += targets_RKL.numel() + targets_RKL[..., 0].numel() * (self._num_before or 0)
+            with step.autocast():
+                logits = model(self._inputs(batch, rows), shift_targets(targets_RKL, end_id=self._end_id))
+            return loss(logits, targets_RKL)
+
+        if isinstance(model, Pipeline):
+            pipelined = PipelineBatch(
+                inputs=partial(self._inputs, batch),
+                tokens_BKL=shift_targets(targets_BKL, end_id=self._end_id),
+                targets_BKL=targets_BKL,
+                loss=loss,
+            )
+            total = model.backward(pipelined, step)
+        else:
+            # Losses are summands of the whole batch's, and gradients are averaged over ranks.
+            losses = backward_microbatches(loss_of, num_samples=num_samples, step=step, gradient_factor=step.world.size)
+            total = sum((loss.double() for loss in losses[1:]), losses[0].double())
+        found: dict[str, Scalar] = {"loss": step.world.sum(total), "num_tokens": num_tokens}
+        if self._num_before is not None:
+            num_captions = step.world.sum((targets_BKL[..., 0] != NO_TOKEN).sum())
+            num_used = num_tokens + num_captions * self._num_before
+            found["padding"] = 1 - num_used / step.world.sum(torch.full_like(num_tokens, num_computed))
+        return found
+
+
+def by_length(batch: Batch) -> Batch:
+    """The tensors of a batch in the order of the lengths of captions; of K captions, of the longest."""
+    order = batch["length"].argsort(stable=True)
+    found = {name: one[send(order, one.device)] for name, one in batch.items() if isinstance(one, torch.Tensor)}
+    return cast(Batch, {**batch, **found})
+
+
+def in_buckets(step: Step, *, num_samples: int) -> Step:
+    """The step with a microbatch of at most a fraction of the samples, if there are enough of them.
+
+    Sorted by length, each is padded to its own longest caption. The number of microbatches depends on that of the
+    samples alone, as FSDP gathers weights for each on all ranks.
+    """
+    size = max(_MIN_BUCKET, -(-num_samples // _NUM_BUCKETS))
+    return replace(step, microbatch=min(size, step.microbatch or size))
+
+
+def without_padding(targets_BKL: torch.Tensor, *, longest: int | None = None) -> torch.Tensor:
+    """The targets without trailing positions that are padding in all captions; at least one position remains.
+
+    Args:
+        longest: number of tokens of the longest caption. If it is left out, the host waits for the device to count.
+    """
+    if longest is None:
+        longest = int((targets_BKL != NO_TOKEN).sum(dim=-1).max())
+    return targets_BKL[..., : max(1, longest)]
+
+
+def shift_targets(targets: torch.Tensor, *, end_id: int) -> torch.Tensor:
+    """Decoder inputs for targets: each position has the token before its target, the first one the end token.
+
+    Args:
+        targets: int64 [..., L].
+    """
+    before = torch.roll(targets, 1, dims=-1)
+    before[..., 0] = end_id
+    # Positions after the end may hold any token: they have no target, and attention is causal.
+    return before.masked_fill(before == NO_TOKEN, end_id)
+
+
+def summed_loss(logits: torch.Tensor, targets_RKL: torch.Tensor, *, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Cross-entropy summed over tokens, computed in at least float32.
+
+    Args:
+        logits: [R * K, L, V].
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cross_entropy(
+        logits.flatten(0, -2),
+        targets_RKL.flatten(),
+        ignore_index=NO_TOKEN,
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )

@@ -17,8 +17,8 @@ from clipmill.train.data.classes import ClassList, read_class_file, require_name
 from clipmill.train.data.clip_frames import Views
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.by_class import Predictions, majority_baseline
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip
+from clipmill.train.evaluation.tables import Predictions, majority_baseline
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.tasks.classify.spec import ClassificationFlags
 

@@ -12,8 +12,8 @@ from clipmill.train.evaluation.served import PROGRAM_FORMATS, exported_program
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.spec import Adopted, ExportRequest
-from clipmill.train.tasks.classify.model import VideoClassifier
-from clipmill.train.tasks.classify.settings import ClassifySettings
+from clipmill.train.tasks.classify.spec import ClassifySettings
+from clipmill.train.tasks.classify.task import VideoClassifier
 from clipmill.train.weights.architecture import match_size, model_like, num_frames_of, picture_px_of
 from clipmill.train.weights.conversion import kind_of_tensors
 from clipmill.train.weights.exported import Exported, require_format

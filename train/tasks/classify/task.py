@@ -3,8 +3,9 @@
 Shape suffixes: B batch, C channels, T frames, H and W pixels (or values of a latent).
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.shards.columns import LATENTS, VIDEO
+from clipmill.train.config.model import LIBRARY, Towers, kind_of
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.clip_frames import Views
@@ -21,18 +23,122 @@ from clipmill.train.data.frame_sampling import spread_frames, window_frames
 from clipmill.train.data.inputs import picture_size, read_classes_of
 from clipmill.train.data.query import DataQuery, loader_settings, open_samples
 from clipmill.train.device.random import Positions, draw_uniform
+from clipmill.train.device.transfer import Scalar
+from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.task import ClipTask
+from clipmill.train.engine.task import UNUSED_PARTS, ClipTask, without_parts
 from clipmill.train.evaluation.runner import every_for, split_metrics
-from clipmill.train.losses.objective import Objective
+from clipmill.train.losses.objective import Objective, backward_microbatches
+from clipmill.train.models.attention import Attend
+from clipmill.train.models.library_towers import LibraryImage, image_tower
+from clipmill.train.models.transformer import LayerNorm, checkpoint_blocks, drop_path_of
+from clipmill.train.models.video_vit import VideoViT, VideoViTSize, clip_tower
+from clipmill.train.models.videomae import VideoMAEEncoder
 from clipmill.train.run.tracking import counted_batches
 from clipmill.train.tasks.classify.evaluation import ClassResult, score_classifier
-from clipmill.train.tasks.classify.model import VideoClassifier, start_of_classifier
-from clipmill.train.tasks.classify.objective import SoftCrossEntropy
-from clipmill.train.tasks.classify.settings import ClassEvaluation, ClassifySettings
+from clipmill.train.tasks.classify.spec import ClassEvaluation, ClassifySettings
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
-from clipmill.train.weights.loading import Loaded
+from clipmill.train.weights.loading import Loaded, fit_to
 from clipmill.train.weights.source import Say, Source
+
+_FEATURE_NORM = "fc_norm."
+# Of the last layer's initial weights: AVION's; VideoMAE's 0.02 times its init_scale of 0.001.
+_HEAD_STD = {"clip": 0.01, "videomae": 2e-5, LIBRARY: 0.01}
+
+
+class VideoClassifier(nn.Module):
+    """Logits of clips: one feature vector per clip, dropout and a linear layer with small initial weights.
+
+    The feature vector is the class token of a CLIP tower, without CLIP's projection, a library's embedding, or the mean
+    of all tokens of a videomae tower, through a layer norm that replaces the tower's last one (as in VideoMAE's
+    fine-tuning).
+
+    Parameters keep the names `video.*` of other tasks' towers; `fc_norm.*` and `head.*` are the classifier's.
+
+    Args:
+        size: of the tower, whose kind `towers` has.
+    """
+
+    video: VideoViT | VideoMAEEncoder | LibraryImage
+
+    def __init__(
+        self,
+        size: VideoViTSize,
+        *,
+        towers: Towers,
+        image_px: int,
+        num_frames: int,
+        num_classes: int,
+        dropout: float,
+        attend: Attend,
+    ) -> None:
+        super().__init__()
+        trunk, kind = size.trunk, kind_of(towers)
+        self.fc_norm, width = None, trunk.width
+        if kind == "videomae":
+            drop_path = drop_path_of(towers.drop_path, depth=trunk.depth, is_rising=towers.drop_path_rule == "rising")
+            self.video = VideoMAEEncoder(
+                size,
+                image_px=image_px,
+                num_frames=num_frames,
+                attend=attend,
+                has_last_norm=False,
+                drop_path=drop_path,
+            )
+            self.fc_norm = LayerNorm(trunk.width)
+        else:
+            build = clip_tower if kind == "clip" else image_tower
+            self.video = build(
+                size, image_px=image_px, num_frames=num_frames, embedding_width=None, attend=attend, towers=towers
+            )
+            width = getattr(self.video, "feature_width", width)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, num_classes)
+        nn.init.normal_(self.head.weight, std=_HEAD_STD[kind])
+        nn.init.zeros_(self.head.bias)
+        if towers.activation_checkpointing:
+            checkpoint_blocks(self)
+
+    def forward(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
+        """Logits [B, K] of normalised clips [B, C, T, H, W]."""
+        logits_BK: torch.Tensor = self.head(self.dropout(self.features(video_BCTHW)))
+        return logits_BK
+
+    def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
+        """Input of the last layer, [B, D]."""
+        if isinstance(self.video, VideoMAEEncoder):
+            assert self.fc_norm is not None
+            features_BD: torch.Tensor = self.fc_norm(self.video.features(video_BCTHW))
+            return features_BD
+        class_BD: torch.Tensor = self.video(video_BCTHW)
+        return class_BD
+
+
+def start_of_classifier(model: VideoClassifier, source: Source, *, allow: Sequence[str], say: Say) -> Loaded:
+    """Fit the video tower of `source` to a classifier, which may be on the meta device.
+
+    Not used are the text tower, CLIP's projection, a decoder, another classifier's last layer, and the last norm of a
+    masked autoencoder's encoder. The norm of another classifier's features is used.
+
+    Raises:
+        UserError: the tower does not fit.
+    """
+    wanted = _tower_of(model, source.converted.tensors)
+    parts = dict(UNUSED_PARTS)
+    if not any(name.startswith("video.ln_post.") for name in wanted.state_dict()):
+        parts["video.ln_post."] = "the encoder's last norm (video.ln_post), which a new norm of their mean replaces"
+    return fit_to(wanted, without_parts(source, parts, model="a classifier", say=say), allow=allow, say=say)
+
+
+def _tower_of(model: VideoClassifier, names: Iterable[str]) -> nn.Module:
+    """The parts of a classifier that are initialised from weights with these names."""
+    wanted = nn.Module()
+    wanted.video = model.video
+    norm = getattr(model, "fc_norm", None)
+    if norm is not None and any(name.startswith(_FEATURE_NORM) for name in names):
+        wanted.fc_norm = norm
+    return wanted
+
 
 if TYPE_CHECKING:
     from clipmill.train.data.mixed_samples import MixedSamples
@@ -191,3 +297,120 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
 
 def _views(wanted: ClassEvaluation) -> Views:
     return Views(num_clips=wanted.clips, num_crops=wanted.crops)
+
+
+# Number of the random draw of a batch's mix; microbatches are numbered from 0.
+_MIXING = -1
+
+
+class SoftCrossEntropy(Objective):
+    """Cross-entropy with soft targets, mean over the batch.
+
+    Args:
+        inputs: clips [R, C, T, H, W] of some rows of a batch.
+        side: height and width of these clips.
+    """
+
+    def __init__(
+        self,
+        inputs: Callable[[Batch, slice], torch.Tensor],
+        settings: ClassifySettings,
+        *,
+        num_classes: int,
+        side: int,
+    ) -> None:
+        super().__init__()
+        self._inputs, self._settings, self._num_classes, self._side = inputs, settings, num_classes, side
+
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
+        """Add the gradients of this rank's share of the batch; return the loss of the whole batch."""
+        settings = self._settings
+        num_samples = len(batch["label"])
+        with step.random(_MIXING):
+            mix = draw_mix(mixup=settings.mixup, cutmix=settings.cutmix, size_px=self._side)
+        targets_BK = mixed_targets(
+            batch["label"], num_classes=self._num_classes, smoothing=settings.label_smoothing, mix=mix
+        )
+
+        def loss_of(rows: slice) -> torch.Tensor:
+            clips_RCTHW = self._inputs(batch, rows)
+            if mix != NO_MIX:
+                opposite = slice(num_samples - rows.stop, num_samples - rows.start)
+                partners = clips_RCTHW if opposite == rows else self._inputs(batch, opposite)
+                clips_RCTHW = mix_clips(clips_RCTHW, partners.flip(0), mix)
+            with step.autocast():
+                logits_RK = model(clips_RCTHW)
+            share = (rows.stop - rows.start) / num_samples
+            return soft_cross_entropy(logits_RK.float(), targets_BK[rows]) * share
+
+        losses = backward_microbatches(loss_of, num_samples=num_samples, step=step)
+        return {"loss": step.world.sum(sum(losses[1:], losses[0])).double() / step.world.size}
+
+
+def soft_cross_entropy(logits_RK: torch.Tensor, targets_RK: torch.Tensor) -> torch.Tensor:
+    """Mean over rows of the cross-entropy between targets and softmax of logits."""
+    return -(targets_RK * logits_RK.log_softmax(dim=1)).sum(dim=1).mean()
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How the clips of a batch are mixed.
+
+    Attributes:
+        share: of a clip's own target; the rest is its partner's.
+        box: rows [top, bottom) and columns [left, right) that come from the partner; None for mixup.
+    """
+
+    share: float
+    box: tuple[int, int, int, int] | None = None
+
+
+NO_MIX = Mix(1.0)
+
+
+def draw_mix(*, mixup: float, cutmix: float, size_px: int) -> Mix:
+    """Draw how a batch is mixed.
+
+    Args:
+        mixup, cutmix: alpha of the Beta distribution of shares, 0 for none. With both, each applies to half of the
+            batches.
+    """
+    if not mixup and not cutmix:
+        return NO_MIX
+    is_cut = bool(cutmix) and (not mixup or torch.rand(()).item() < 0.5)
+    alpha = torch.tensor(cutmix if is_cut else mixup, dtype=torch.float64)
+    share = torch.distributions.Beta(alpha, alpha).sample().item()
+    if not is_cut:
+        return Mix(share)
+    top, left = (int(torch.randint(size_px, ())) for _ in range(2))
+    return cut_around(top, left, share=share, size_px=size_px)
+
+
+def cut_around(row: int, column: int, *, share: float, size_px: int) -> Mix:
+    """A square of area 1 - `share` around a pixel, clipped at the borders; the share is computed from the rest."""
+    half = int(size_px * math.sqrt(1 - share)) // 2
+    top, bottom = max(row - half, 0), min(row + half, size_px)
+    left, right = max(column - half, 0), min(column + half, size_px)
+    return Mix(1 - (bottom - top) * (right - left) / size_px**2, (top, bottom, left, right))
+
+
+def mix_clips(clips_BCTHW: torch.Tensor, partners_BCTHW: torch.Tensor, mix: Mix) -> torch.Tensor:
+    """The mixed clips."""
+    if mix.box is None:
+        return mix.share * clips_BCTHW + (1 - mix.share) * partners_BCTHW
+    top, bottom, left, right = mix.box
+    mixed_BCTHW = clips_BCTHW.clone()
+    mixed_BCTHW[..., top:bottom, left:right] = partners_BCTHW[..., top:bottom, left:right]
+    return mixed_BCTHW
+
+
+def mixed_targets(label_B: torch.Tensor, *, num_classes: int, smoothing: float, mix: Mix) -> torch.Tensor:
+    """Targets float32 [B, K] of a whole batch: each row sums to 1.
+
+    Args:
+        smoothing: label smoothing (Szegedy et al. 2016, section 7).
+    """
+    # torch's one_hot checks the range of the labels, for which the host would wait for the device.
+    one_hot_BK = (label_B[:, None] == torch.arange(num_classes, device=label_B.device)).float()
+    smooth_BK = one_hot_BK * (1 - smoothing) + smoothing / num_classes
+    return mix.share * smooth_BK + (1 - mix.share) * smooth_BK.flip(0)

@@ -1,6 +1,8 @@
 """Evaluations of a dual encoder: of a trained run, and in the training loop by all ranks together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -17,31 +19,103 @@ from clipmill.train.data.data_folder import open_data_folder
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.relevancy import Relevancy
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.player import PicturedSamples, open_player
+from clipmill.train.evaluation.player import PicturedSamples, Player, clip_figure, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
 from clipmill.train.models.text import CONTEXT_LENGTH, Tokenize
 from clipmill.train.run.tracking import counted_batches
-from clipmill.train.tasks.dual_encoder.embeddings import (
+from clipmill.train.tasks.dual_encoder.egocentric import MirTable, open_mir_table
+from clipmill.train.tasks.dual_encoder.metrics import MIR_PROTOCOL, ranks, score_mir
+from clipmill.train.tasks.dual_encoder.protocols import (
+    NAMED,
+    OF_IMAGES,
     Embeddings,
     EmbedTexts,
+    Match,
+    RetrievalScorer,
     TakesBatches,
     embed_all,
     embed_texts,
     gather_embeddings,
-)
-from clipmill.train.tasks.dual_encoder.examples import Ranking, retrieval_examples
-from clipmill.train.tasks.dual_encoder.metrics import MIR_PROTOCOL, score_mir
-from clipmill.train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
-from clipmill.train.tasks.dual_encoder.protocols import (
-    NAMED,
-    OF_IMAGES,
-    Match,
-    RetrievalScorer,
     protocol_captions,
 )
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings
-from clipmill.train.tasks.dual_encoder.spec import EgoMcqFlags, MirFlags, RetrievalFlags, ZeroShotFlags
+from clipmill.train.tasks.dual_encoder.spec import (
+    DualEncoderEvaluation,
+    DualEncoderSettings,
+    EgoMcqFlags,
+    MirFlags,
+    RetrievalFlags,
+    ZeroShotFlags,
+)
 from clipmill.train.tasks.dual_encoder.zero_shot import ZeroShotScorer, open_class_prompts
+
+_NUM_QUERIES = 6
+_NUM_FOUND = 4
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Texts, clips, and how well they fit.
+
+    Attributes:
+        similarity_NM: of clips and texts.
+        relevancy_NM: in [0, 1]; clips of relevancy 1 are correct.
+        sample_N: int64, of each clip.
+        text: of a text's index.
+    """
+
+    similarity_NM: NDArray[np.floating]
+    relevancy_NM: NDArray[np.floating] | NDArray[np.bool_]
+    sample_N: NDArray[np.int64]
+    text: Callable[[int], str]
+
+
+def retrieval_examples(
+    ranking: Ranking, samples: PicturedSamples, *, num_frames: int, player: Player | None
+) -> list[dict[str, Any]]:
+    """Texts with the clips that score best and the best correct one, as plain values.
+
+    Args:
+        num_frames: of a clip.
+    """
+    similarity_NM, sample_N = ranking.similarity_NM, ranking.sample_N
+    rank_M = ranks(similarity_NM.T, ranking.relevancy_NM.T == 1)
+    figures: dict[int, dict[str, Any]] = {}
+
+    def make_example(clip: int, text: int, *, place: int) -> dict[str, Any]:
+        sample, relevancy = int(sample_N[clip]), float(ranking.relevancy_NM[clip, text])
+        if clip not in figures:
+            figures[clip] = clip_figure(samples, sample, num_frames=num_frames, player=player)
+        return {
+            **figures[clip],
+            "place": place,
+            "text": samples.text(sample),
+            "score": float(similarity_NM[clip, text]),
+            "is_right": relevancy == 1,
+            "relevancy": relevancy,
+        }
+
+    examples = []
+    for text in chosen_texts(rank_M):
+        order = np.argsort(-similarity_NM[:, text], kind="stable")
+        # If no correct clip is among the first, the best one takes the last of their places.
+        best_right = int(np.flatnonzero(ranking.relevancy_NM[order, text] == 1)[0])
+        places = [*range(min(_NUM_FOUND, len(order)))]
+        places[-1] = max(places[-1], best_right)
+        shown = [make_example(int(order[place]), text, place=place + 1) for place in places]
+        examples.append({"text": ranking.text(text), "rank": int(rank_M[text]), "found": shown})
+    return examples
+
+
+def chosen_texts(rank_M: NDArray[np.int64], *, at_most: int = _NUM_QUERIES) -> list[int]:
+    """Indices of texts, those with a correct clip first (rank 1) and others by turns."""
+    right, wrong = np.flatnonzero(rank_M == 1).tolist(), np.flatnonzero(rank_M > 1).tolist()
+    num_wrong = min(len(wrong), max(at_most // 2, at_most - len(right)))
+    spread = (
+        evenly_spaced_items(which, at_most=count) if which and count else []
+        for which, count in ((right, min(len(right), at_most - num_wrong)), (wrong, num_wrong))
+    )
+    return [text for text in chain.from_iterable(zip_longest(*spread)) if text is not None]
+
 
 # Scores embeddings by a protocol: plain values for the result file, and metrics for the training log.
 
@@ -150,7 +224,7 @@ def make_scorer(
     if protocol != "zero-shot":
         captions = protocol_captions(data_dir, protocol, split=split, sources=sources)
         if protocol == "egomcq":
-            from clipmill.train.tasks.dual_encoder.egomcq import open_questions
+            from clipmill.train.tasks.dual_encoder.egocentric import open_questions
 
             return open_questions(settings.questions, captions, data_dir=data_dir)
         return RetrievalScorer(protocol, captions, settings.dual_softmax)

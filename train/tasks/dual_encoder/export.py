@@ -14,8 +14,8 @@ from clipmill.train.evaluation.served import PROGRAM_FORMATS, exported_program, 
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
 from clipmill.train.spec import Adopted, ExportRequest
-from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
-from clipmill.train.tasks.dual_encoder.start import with_towers_of
+from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
+from clipmill.train.tasks.dual_encoder.task import with_towers_of
 from clipmill.train.weights.architecture import match_size, model_like, num_frames_of, picture_px_of
 from clipmill.train.weights.conversion import CONV, LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
 from clipmill.train.weights.exported import (

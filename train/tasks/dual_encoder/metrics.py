@@ -3,7 +3,7 @@
 Text-video retrieval, in both directions:
 
 If several clips have the same caption ("a red circle moves to the left"), any of them is correct. Captions with equal
-tokens, or equal stored embeddings, are one text (clipmill.train.tasks.dual_encoder.embeddings). The protocol:
+tokens, or equal stored embeddings, are one text (clipmill.train.tasks.dual_encoder.protocols). The protocol:
 
     text to video   query: each distinct text; gallery: all clips; correct: every clip that has this text
     video to text   query: each clip; gallery: the distinct texts; correct: the clip's own text

@@ -32,8 +32,8 @@ from clipmill.manifests.store import read_captions
 from clipmill.train.data.chunks import videos_of_split
 from clipmill.train.data.classes import ACTION, Names, class_labels, class_names_of, read_class_file, require_names
 from clipmill.train.data.data_folder import rows_of
-from clipmill.train.evaluation.by_class import Predictions, majority_baseline
-from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, EmbedTexts
+from clipmill.train.evaluation.tables import Predictions, majority_baseline
+from clipmill.train.tasks.dual_encoder.protocols import Embeddings, EmbedTexts
 
 PLAIN_TEMPLATE = "{}"
 PROTOCOL = (

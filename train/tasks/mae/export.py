@@ -8,7 +8,7 @@ from clipmill.train.models.dual_encoder import ModelShape, size_of
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.videomae import decoder_size
 from clipmill.train.spec import Adopted, ExportRequest
-from clipmill.train.tasks.mae.settings import MaeSettings
+from clipmill.train.tasks.mae.spec import MaeSettings
 from clipmill.train.weights.architecture import match_size, model_like, picture_px_of
 from clipmill.train.weights.exported import Exported, require_format
 from clipmill.train.weights.files import read_config

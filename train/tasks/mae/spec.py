@@ -1,16 +1,193 @@
 """`TaskSpec` of the masked autoencoder."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+from cyclopts import Parameter
+
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, percent
 from clipmill.manifests.plugins import import_late
-from clipmill.manifests.settings import Checked, Range
-from clipmill.train.evaluation.probe.spec import PROBE
+from clipmill.manifests.settings import SHARE, Checked, GoesWith, Range, errors_of
+from clipmill.train.config import fields as groups
+from clipmill.train.config.clips import Crop, LatentSettings, NumFrames, Sampling
+from clipmill.train.config.evaluation import ProbeEvaluation
+from clipmill.train.config.fields import FIRST_RUN, help_group
+from clipmill.train.config.model import Kind, Tower, Towers, check_picture, of_clip_alone, patch_px_of
+from clipmill.train.config.training import COUNT, LearningRate, OptimizerSettings, WeightDecay
+from clipmill.train.evaluation.probe import PROBE
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
 from clipmill.train.spec import EvaluationSpec, Features, FirstRun, TaskSpec
-from clipmill.train.tasks.mae.settings import MaeSettings
+
+DecoderMask = Literal["none", "random", "running-cell"]
+Repeat = Literal["clips", "masks"]
+
+MASKS = help_group("Masks", 6)
+_RATIO = Range(
+    above=0, below=1, hint="it must be more than 0, and less than 1: something is masked, and something is left"
+)
+_OF_PIXELS = (
+    *("sampling", "stride", "size_px", "crop", "min_crop_area", "short_side_px", "augment"),
+    *("samples_per_chunk", "repeat", "decode"),
+)
+_OF_LATENTS = ("segment", "max_segments")
+_BETA2 = 0.95
+_CELL_RATIOS = (0.25, 0.5, 0.75)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaeOptimizer(OptimizerSettings):
+    """VideoMAE's optimizer (Tong et al. 2022, table 8)."""
+
+    beta2: Annotated[float | None, SHARE] = None
+    """Second beta. Default: 0.95 for adamw, 0.999 for lamb, 0.99 for lion."""
+    lr_batch: Annotated[int | None, COUNT] = 256
+    """Reference batch size: learning rates are multiplied by --batch / this (linear scaling)."""
+
+    def number(self, name: str) -> float:
+        """The effective value."""
+        return _BETA2 if (name, self.name, self.beta2) == ("beta2", "adamw", None) else super().number(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaeTowers(Towers):
+    """An encoder of the kind videomae. The help leaves out what it does not have; runs have it in their settings."""
+
+    kind: Annotated[Kind | None, groups.HIDDEN] = "videomae"
+    temporal: Annotated[Literal["zero", "random"], groups.HIDDEN] = "zero"
+    embedding_width: Annotated[int | None, groups.HIDDEN] = None
+    image: Annotated[str | None, groups.HIDDEN] = None
+    pool_frames: Annotated[Literal["mean", "attention"], groups.HIDDEN] = "mean"
+    attention: Annotated[Literal["joint", "divided"] | None, groups.HIDDEN] = None
+    packed_text: Annotated[bool, groups.HIDDEN] = True
+    patch_dropout: Annotated[float, groups.HIDDEN] = 0.0
+
+    def rules(self) -> Iterator[UserError]:
+        """Yields other values of the settings that the help leaves out."""
+        hint = "leave it out: train mae has no other kind of tower"
+        if self.image is not None:
+            yield UserError(
+                f"--towers.image is {self.image}, and train mae trains its own towers",
+                hint=hint,
+                flags=("--towers.image",),
+            )
+            return
+        if self.kind != "videomae":
+            yield UserError(
+                f"--towers.kind is {self.kind}, and train mae trains towers of the kind videomae",
+                hint="leave it out",
+                flags=("--towers.kind",),
+            )
+        yield from of_clip_alone(self, hint=hint)
+        if self.temporal != "zero":
+            yield UserError(
+                f"--towers.temporal is {self.temporal}, and a videomae tower has none",
+                hint=hint,
+                flags=("--towers.temporal",),
+            )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class MaeSettings(LatentSettings):
+    """Settings of `train mae`; the defaults are VideoMAE's (Tong et al. 2022, table 8)."""
+
+    command = "mae"
+    only_kind = "videomae"
+
+    segment: Annotated[str | None, groups.CLIPS] = None
+    """Length of a segment of latents, such as 5s, of which --num-frames consecutive frames are shown. Default: the
+    stored segments of a VAE of videos; 5s of other latents."""
+    max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9)] = None
+    """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""
+    num_frames: NumFrames = 16
+    sampling: Sampling = "stride"
+    crop: Crop = "multi-scale"
+    samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
+    """Number of samples drawn from each chunk per epoch. They are consecutive, and the chunk is decoded once."""
+    repeat: Annotated[Repeat, groups.CLIPS] = "clips"
+    """What differs between samples of a chunk. clips: frames, crop and mask; masks: crop and mask only."""
+
+    lr: LearningRate = 1.5e-4
+    """Peak learning rate. It applies to a batch of --optimizer.lr-batch and is reached after warmup."""
+    weight_decay: WeightDecay = 0.05
+    optimizer: Annotated[MaeOptimizer, groups.OPTIMIZER] = field(default_factory=MaeOptimizer)
+    towers: Annotated[MaeTowers, groups.TOWERS] = field(default_factory=MaeTowers)
+
+    mask_ratio: Annotated[float, MASKS, FIRST_RUN, _RATIO] = 0.9
+    """Share of patches to mask. Tube masking: the same positions in all frames, drawn per clip."""
+    decoder_mask: Annotated[DecoderMask, MASKS] = "none"
+    """Masked patches that the decoder skips, to save work: none, random ones, or running cells (VideoMAE V2)."""
+    decoder_mask_ratio: Annotated[float, MASKS, _RATIO, GoesWith("decoder_mask", ("random", "running-cell"))] = 0.5
+    """Share of patches that --decoder-mask skips."""
+    decoder_depth: Annotated[int, MASKS, FIRST_RUN, Range(1, 1000)] = 4
+    """Number of decoder blocks."""
+    evaluate: Annotated[ProbeEvaluation, groups.EVALUATION, groups.SEVERAL] = field(default_factory=ProbeEvaluation)
+
+    def tower_names(self) -> tuple[Tower, ...]:
+        """The towers that the model has."""
+        return ("video", "decoder")
+
+    def rules(self) -> Iterator[UserError]:
+        """Yields masks that leave nothing to see or to predict, and settings that contradict each other."""
+        yield from super().rules()
+        if self.augment.erase:
+            yield UserError(
+                f"--augment.erase is {self.augment.erase}, but noise in erased boxes cannot be reconstructed",
+                hint="leave it out",
+                flags=("--augment.erase",),
+            )
+        if self.decoder_mask == "running-cell" and self.decoder_mask_ratio not in _CELL_RATIOS:
+            yield UserError(
+                f"--decoder-mask-ratio is {self.decoder_mask_ratio}, and a running cell has four places",
+                hint="use 0.25, 0.5 or 0.75, or --decoder-mask random",
+                flags=("--decoder-mask-ratio",),
+            )
+        if self.repeat == "masks" and self.samples_per_chunk == 1:
+            yield UserError(
+                "--repeat masks is about several samples of a chunk, and --samples-per-chunk is 1",
+                hint="use --samples-per-chunk 2 or more, or leave --repeat out",
+                flags=("--repeat", "--samples-per-chunk"),
+            )
+        if not self.reads_latents:
+            misfits = list(errors_of(check_picture, self.model, self.towers, size_px=self.size_px))
+            yield from misfits
+            if not misfits:
+                num_places = (self.size_px // patch_px_of(self.model, self.towers)) ** 2
+                yield from errors_of(check_mask, self.mask_ratio, num_places=num_places)
+
+
+def without_effect(settings: MaeSettings) -> list[str]:
+    """Flags that have no effect with the chosen input."""
+    defaults, unused = MaeSettings(), _OF_PIXELS if settings.reads_latents else _OF_LATENTS
+    flags = [name.replace("_", "-") for name in unused if getattr(settings, name) != getattr(defaults, name)]
+    if settings.reads_latents and (settings.init.pixel_mean, settings.init.pixel_std) != (None, None):
+        flags.append("init.pixel-*")
+    return [f"--{flag}" for flag in flags]
+
+
+def check_mask(ratio: float, *, num_places: int) -> None:
+    """Raises a UserError if a mask leaves no cube of a moment visible, or none to reconstruct."""
+    num_masked = num_masked_places(ratio, num_places=num_places)
+    if 0 < num_masked < num_places:
+        return
+    # Rounded up, so that it suffices.
+    least = math.ceil(1e4 / num_places) / 1e4
+    raise UserError(
+        f"--mask-ratio is {ratio}, and of the {num_places} cubes of a moment {num_masked} are masked",
+        hint=f"use {least} or more, less than 1"
+        if num_places > 1
+        else "use larger pictures: one cube must be left to see",
+        flags=("--mask-ratio",),
+    )
+
+
+def num_masked_places(ratio: float, *, num_places: int) -> int:
+    """Cubes of a moment that are masked: rounded down, as VideoMAE does (176 of 196)."""
+    return int(ratio * num_places)
 
 
 @dataclass(frozen=True, kw_only=True)

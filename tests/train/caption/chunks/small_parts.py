@@ -3,11 +3,11 @@
 import sys
 
 from clipmill.train.cli import main
-from clipmill.train.tasks.caption.chunks import captioning
+from clipmill.train.tasks.caption import chunk_captions
 
 
 def caption_small_parts(*words: str) -> None:
     """Parts of one batch of clips."""
-    captioning._BATCHES_PER_PART = 1
+    chunk_captions._BATCHES_PER_PART = 1
     sys.argv = ["train", "caption-chunks", *words]
     main()

@@ -11,7 +11,7 @@ import pytest
 
 from clipmill.train.inference import load_model
 from clipmill.train.run.parts import differences
-from clipmill.train.tasks.caption.chunks import captioning
+from clipmill.train.tasks.caption import chunk_captions
 from tests.train.caption.chunks.small_parts import caption_small_parts
 from tests.train.caption.conftest import DECODER, SMALL
 from tests.train.conftest import NUM_FRAMES, VIDEOS
@@ -117,7 +117,7 @@ def test_segments_and_other_methods_have_one_caption_per_clip(
 def test_two_processes_write_the_same_bytes_as_one(
     captioner_run: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captioning, "_BATCHES_PER_PART", 1)
+    monkeypatch.setattr(chunk_captions, "_BATCHES_PER_PART", 1)
     one, two = tmp_path / "one.parquet", tmp_path / "two.parquet"
     assert caption(captioner_run, data_dir, one) == 0
     end_well(fork_ranks(caption_small_parts, *words(captioner_run, data_dir, two), size=2, folder=tmp_path))
@@ -167,7 +167,7 @@ def test_unfinished_work_is_not_continued_as_other_work(
 ) -> None:
     out = tmp_path / "pseudo.parquet"
     with monkeypatch.context() as patch:
-        patch.setattr(captioning, "publish_table", lambda *_, **__: 1 / 0)
+        patch.setattr(chunk_captions, "publish_table", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             caption(captioner_run, data_dir, out)
     assert caption(captioner_run, data_dir, out, seed=1) == 2

@@ -11,7 +11,7 @@ import torch
 
 from clipmill.train.models.captioner import Captioner, TextCache
 from clipmill.train.tasks.caption.decoding import generate_captions
-from clipmill.train.tasks.caption.settings import DecodingSettings
+from clipmill.train.tasks.caption.spec import DecodingSettings
 from clipmill.train.tasks.caption.stages import CaptionerPart, all_layers
 from tests.train.models.small_captioners import END, PAD, clips, for_them, ours_with_weights_of, their_captioner
 

@@ -7,7 +7,7 @@ import torch
 
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.tasks.caption.decoding import generate_captions
-from clipmill.train.tasks.caption.settings import DecodingSettings
+from clipmill.train.tasks.caption.spec import DecodingSettings
 from tests.train.models.small_captioners import END, clips, for_them, ours_with_weights_of, their_captioner
 
 NUM_CLIPS, MAX_TOKENS = 5, 4

@@ -8,7 +8,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.models.captioner import Captioner
-from clipmill.train.tasks.caption.chunks.request import ChunkDecoding
+from clipmill.train.tasks.caption.commands import ChunkDecoding
 from clipmill.train.tasks.caption.decoding import (
     filter_top_k,
     filter_top_p,
@@ -16,7 +16,7 @@ from clipmill.train.tasks.caption.decoding import (
     sample_tokens,
     with_temperature,
 )
-from clipmill.train.tasks.caption.settings import DecodingSettings, fit_decoding, max_tokens_of
+from clipmill.train.tasks.caption.spec import DecodingSettings, fit_decoding, max_tokens_of
 from tests.train.models.small_captioners import END, clips, ours_with_weights_of, their_captioner
 
 NO_IDS = torch.zeros(1, 1, dtype=torch.int64)

@@ -12,11 +12,10 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.distributed.step import Step
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.tasks.caption.decoding import generate_captions
-from clipmill.train.tasks.caption.language.model import LanguageCaptioner
-from clipmill.train.tasks.caption.language.opening import open_language
+from clipmill.train.tasks.caption.language import LanguageCaptioner, open_language
 from clipmill.train.tasks.caption.model import build_captioner
-from clipmill.train.tasks.caption.objective import CaptionLoss
-from clipmill.train.tasks.caption.settings import CaptionerSettings, DecoderSettings, DecodingSettings, Reducer
+from clipmill.train.tasks.caption.spec import CaptionerSettings, DecoderSettings, DecodingSettings, Reducer
+from clipmill.train.tasks.caption.task import CaptionLoss
 from clipmill.train.tasks.caption.tokenizer import NO_TOKEN
 from tests.train.caption.language.tiny_models import KINDS
 

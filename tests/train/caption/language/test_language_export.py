@@ -11,8 +11,8 @@ import torch
 
 from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.train.tasks.caption.decoding import generate_captions
-from clipmill.train.tasks.caption.language.model import LanguageCaptioner
-from clipmill.train.tasks.caption.videos.run import open_captioner
+from clipmill.train.tasks.caption.language import LanguageCaptioner
+from clipmill.train.tasks.caption.video_captions import open_captioner
 from tests.train.caption.language.test_language_runs import LM
 from tests.train.running import train
 

@@ -7,10 +7,10 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.commands.evaluation import score_run
-from clipmill.train.tasks.caption.generation import GeneratedCaptions, metrics_of
-from clipmill.train.tasks.caption.metrics.java import Dialogue, Meteor, MetricUnavailable, java
-from clipmill.train.tasks.caption.metrics.scores import score_captions
+from clipmill.train.tasks.caption.java import Dialogue, Meteor, MetricUnavailable, java
+from clipmill.train.tasks.caption.metrics import score_captions
 from clipmill.train.tasks.caption.spec import CAPTIONS, CaptionFlags
+from clipmill.train.tasks.caption.task import GeneratedCaptions, metrics_of
 
 CANDIDATES = {"a": "a man is playing the guitar", "b": "", "c": "cooking a woman ||| x", "d": "日本"}
 REFERENCES = {
@@ -48,7 +48,7 @@ def test_meteor_is_that_of_pycocoevalcap_and_starts_once(monkeypatch: pytest.Mon
         started.append(1)
         return java()
 
-    monkeypatch.setattr("clipmill.train.tasks.caption.metrics.java.java", counted)
+    monkeypatch.setattr("clipmill.train.tasks.caption.java.java", counted)
     with Meteor() as meteor:
         worse = score_captions(dict.fromkeys(CANDIDATES, "a man"), REFERENCES, meteor=meteor)
         scores = score_captions(CANDIDATES, REFERENCES, meteor=meteor)
@@ -116,7 +116,7 @@ def test_without_java_it_is_said_that_meteor_is_absent(monkeypatch: pytest.Monke
 
 def test_without_the_package_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(program(tmp_path / "bin", "")))
-    monkeypatch.setattr("clipmill.train.tasks.caption.metrics.java.find_spec", lambda name: None)
+    monkeypatch.setattr("clipmill.train.tasks.caption.java.find_spec", lambda name: None)
     assert "clipmill[caption-metrics]" in score_captions(CANDIDATES, REFERENCES).absent["meteor"]
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipmill.train.tasks.caption.metrics.ptb_tokenizer import tokenize, tokens_of
+from clipmill.train.tasks.caption.ptb_tokenizer import tokenize, tokens_of
 
 # Captions and what pycocoevalcap's PTBTokenizer, Java and all, makes of each when it stands alone.
 GOLDEN: list[tuple[str, str]] = [

@@ -11,9 +11,9 @@ from pycocoevalcap.cider.cider import Cider
 from pycocoevalcap.rouge.rouge import Rouge
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.tasks.caption.metrics.ptb_tokenizer import tokenize
-from clipmill.train.tasks.caption.metrics.scores import CaptionScores, hash_of_ids, score_captions
-from clipmill.train.tasks.caption.settings import METRIC_LABELS
+from clipmill.train.tasks.caption.metrics import CaptionScores, hash_of_ids, score_captions
+from clipmill.train.tasks.caption.ptb_tokenizer import tokenize
+from clipmill.train.tasks.caption.spec import METRIC_LABELS
 
 Candidates = Mapping[str, str]
 References = Mapping[str, Sequence[str]]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clipmill.train.tasks.caption.page import CaptionedVideo, sheet_uri, write_captions_page
+from clipmill.train.tasks.caption.evaluation import CaptionedVideo, sheet_uri, write_captions_page
 
 HOSTILE = "<script>document.title = 'ran'</script><img src=x onerror=\"document.title = 'ran'\"> & 'x' {{ 7 * 7 }}"
 VIDEOS = [

@@ -11,9 +11,15 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.prep.synthetic import FrameNumberVideo, read_frame_number
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
-from clipmill.train.tasks.caption.videos.captioning import Caption, CaptionedWindow, VideoEnd, caption_videos
-from clipmill.train.tasks.caption.videos.clips import WindowClip
-from clipmill.train.tasks.caption.videos.source import find_videos, shown_name
+from clipmill.train.tasks.caption.video_windows import (
+    Caption,
+    CaptionedWindow,
+    VideoEnd,
+    WindowClip,
+    caption_videos,
+    find_videos,
+    shown_name,
+)
 
 SIZE_PX = 64
 

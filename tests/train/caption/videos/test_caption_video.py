@@ -12,7 +12,7 @@ from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.further_sources import is_source_name, source_name
 from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.train.inference import load_model
-from clipmill.train.tasks.caption.videos.run import open_captioner
+from clipmill.train.tasks.caption.video_captions import open_captioner
 from tests.train.running import train
 
 

@@ -15,8 +15,7 @@ from clipmill.shards.reader import Variant
 from clipmill.train.data.clip_frames import ClipShape, Rectangle, centre_square, make_clip, rgb_pictures
 from clipmill.train.data.decoders import ChunkDecoder, read_chunk
 from clipmill.train.data.frame_sampling import US_PER_S, ChunkTimes, Sampling, frame_indices, moments_of
-from clipmill.train.tasks.caption.videos.clips import WindowClip, shown_square, window_clips
-from clipmill.train.tasks.caption.videos.source import read_timing
+from clipmill.train.tasks.caption.video_windows import WindowClip, read_timing, shown_square, window_clips
 from tests.prep.running import chunk, manifest
 
 FPS = Fraction(10)

@@ -1,7 +1,7 @@
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.tasks.caption.videos.clips import length_us, windows_of
+from clipmill.train.tasks.caption.video_windows import length_us, windows_of
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.train.tasks.caption.settings import VideoFormat
-from clipmill.train.tasks.caption.videos.captioning import CaptionedWindow, VideoProgress
-from clipmill.train.tasks.caption.videos.outputs import WRITERS, format_of, open_sink, srt_time, subtitle_names
+from clipmill.train.tasks.caption.spec import VideoFormat
+from clipmill.train.tasks.caption.video_captions import WRITERS, format_of, open_sink, srt_time, subtitle_names
+from clipmill.train.tasks.caption.video_windows import CaptionedWindow, VideoProgress
 
 CAPTIONS = [
     'a cat, a "dog"; and a bird\'s nest',

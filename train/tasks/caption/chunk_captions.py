@@ -5,8 +5,9 @@ interruption changes any batch, and with it the bytes of the table.
 """
 
 import hashlib
+import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,10 +18,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from clipmill.manifests.caption_table import PSEUDO_CAPTIONS, SCHEMA
+from clipmill.manifests.caption_table import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.publish import remove_temporaries, target_of
+from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.publish import parse_json, publish_atomically, publish_bytes, remove_temporaries, target_of
 from clipmill.train.data.batch import BatchRing, Sample
 from clipmill.train.data.chunks import ChunkSet, ClipReader, clip_query
 from clipmill.train.data.inputs import open_folder
@@ -31,22 +34,122 @@ from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.run.environment import installed_version
 from clipmill.train.run.folder import held_folder
-from clipmill.train.run.parts import PLAN, begin_parts, missing_parts, share_parts
+from clipmill.train.run.parts import PLAN, begin_parts, differences, missing_parts, share_parts
 from clipmill.train.run.tracking import Progress
-from clipmill.train.tasks.caption.chunks.request import ChunkCaptionsRequest, ChunkDecoding
-from clipmill.train.tasks.caption.chunks.table import (
-    CaptionPart,
-    failures_path,
-    parts_path,
-    publish_part,
-    publish_table,
-    read_record,
-    require_same_work,
-)
-from clipmill.train.tasks.caption.settings import fit_decoding
-from clipmill.train.tasks.caption.videos.clips import length_us
-from clipmill.train.tasks.caption.videos.run import TrainedCaptioner, open_captioner
+from clipmill.train.tasks.caption.commands import ChunkCaptionsRequest, ChunkDecoding
+from clipmill.train.tasks.caption.spec import fit_decoding
+from clipmill.train.tasks.caption.video_captions import TrainedCaptioner, open_captioner
+from clipmill.train.tasks.caption.video_windows import length_us
 from clipmill.train.weights.source import Say
+
+_FAILED = b"failed"
+_SUFFIX = ".parquet"
+_ROWS_PER_GROUP = 1 << 16
+_COUNTS = ("num_clips", "num_captions", "num_empty", "num_failed")
+
+
+@dataclass(frozen=True)
+class CaptionPart:
+    """A range of clips that is captioned and published as one file."""
+
+    begin: int
+    end: int
+
+    def path(self, out: Path) -> Path:
+        """Its file once it is finished."""
+        return parts_path(out) / f"{self.begin:012d}{_SUFFIX}"
+
+
+def require_table_path(out: Path) -> None:
+    """Raise a UserError if a table cannot have this path."""
+    if out.suffix != _SUFFIX:
+        raise UserError(
+            f"--out {out} does not end in {_SUFFIX}", hint=f"name a Parquet file: {out}{_SUFFIX}", flags=("--out",)
+        )
+
+
+def parts_path(out: Path) -> Path:
+    """The folder of unfinished work."""
+    return out.with_suffix(".parts")
+
+
+def failures_path(out: Path) -> Path:
+    """The list of clips that failed."""
+    return out.with_suffix(".failures.jsonl")
+
+
+def read_record(out: Path) -> dict[str, Any] | None:
+    """The metadata of a finished table, None if there is none.
+
+    Raises:
+        UserError: the file is something else.
+    """
+    if not out.exists():
+        return None
+    try:
+        record = parse_json((pq.read_schema(out).metadata or {})[METADATA_KEY])
+        if not isinstance(record, dict) or record["kind"] != PSEUDO_CAPTIONS:
+            raise ValueError(f"not a table of {PSEUDO_CAPTIONS}")
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{out} exists already, and is not a table of train caption-chunks", hint=_OTHER) from error
+    return record
+
+
+_OTHER = "use another --out"
+
+
+def require_same_work(old: Mapping[str, Any], plan: Mapping[str, Any], *, path: Path) -> None:
+    """Raise a UserError that names the differences between the captions in `path` and the requested ones."""
+    if shown := differences(old, plan):
+        raise UserError(
+            f"{path} is stale, it has other captions: {shown}",
+            hint="use another --out, or remove it first",
+        )
+
+
+def publish_part(path: Path, rows: pa.Table, *, failed: Sequence[FailedSample]) -> None:
+    """Publish a finished part, with the clips that failed."""
+    lines = json.dumps([one.as_json() for one in failed]).encode()
+    with publish_atomically(path) as temporary:
+        pq.write_table(rows.replace_schema_metadata({_FAILED: lines}), temporary)
+
+
+def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the parts and publish the failures and the table, in this order.
+
+    Returns:
+        The metadata of the table.
+
+    Raises:
+        FailedWork: no clip could be decoded.
+    """
+    failed: list[dict[str, Any]] = []
+    num_captions = 0
+    for part in parts:
+        with pq.ParquetFile(part.path(out)) as file:
+            failed += json.loads(file.schema_arrow.metadata[_FAILED])
+            num_captions += file.metadata.num_rows
+    num_clips = parts[-1].end
+    if len(failed) == num_clips:
+        raise FailedWork(f"none of {count_noun(num_clips, 'clip')} could be decoded; the first: {failed[0]['detail']}")
+    if failed:
+        publish_bytes(failures_path(out), "".join(json.dumps(one) + "\n" for one in failed).encode())
+    num_empty = (num_clips - len(failed)) * plan["settings"].get("num_samples", 1) - num_captions
+    counts = (num_clips, num_captions, num_empty, len(failed))
+    record = {**plan, **dict(zip(_COUNTS, counts, strict=True))}
+    write_pseudo_captions(out, _groups(parts, out), record=record)
+    return record
+
+
+def _groups(parts: Sequence[CaptionPart], out: Path) -> Iterator[pa.Table]:
+    """The rows of all parts in tables of about the same size."""
+    waiting: list[pa.Table] = []
+    for part in parts:
+        waiting.append(pq.read_table(part.path(out), schema=SCHEMA))
+        if sum(map(len, waiting)) >= _ROWS_PER_GROUP or part is parts[-1]:
+            yield pa.concat_tables(waiting)
+            waiting = []
+
 
 _BATCHES_PER_PART = 4
 

@@ -7,9 +7,11 @@ annotation file. Columns are the distinct texts in the order in which they first
 (EPIC_100_retrieval_test_sentence.csv: `narration_id,narration`).
 """
 
+import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +19,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.adapters.annotations import read_csv, split_in_file_name
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.adapters.egomcq import Question, read_questions
+from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import REJECTED_FILE, manifest_dir, read_captions, read_rejected_rows, read_videos
 from clipmill.train.data.chunks import videos_of_split
@@ -30,7 +33,7 @@ from clipmill.train.data.relevancy import (
     has_actions,
     relevancy_of_classes,
 )
-from clipmill.train.tasks.dual_encoder.array_pickle import load_array_pickle
+from clipmill.train.tasks.dual_encoder.protocols import Embeddings, EmbedTexts
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
 _LOST = re.compile(r"captions lost: (\d+)$")  # clipmill.manifests.adapters.reading
@@ -218,3 +221,226 @@ def _require_fit(
             f"or columns are in a different order from those of split {split!r}",
             hint="give --sentences, the sentence file that the relevancy was made with",
         )
+
+
+_NUMBER_TYPES = re.compile(r"[fiu][1248]|b1")
+_BYTE_ORDERS = ("<", ">", "|", "=")
+
+
+def load_array_pickle(path: Path) -> NDArray[Any]:
+    """The array of numbers in a pickle, of any protocol and of Python 2 or 3.
+
+    Raises:
+        UserError: the file cannot be read, is not a pickle, or contains anything but one array of numbers.
+    """
+    try:
+        with path.open("rb") as file:
+            value = _ArrayUnpickler(file, encoding="latin1").load()
+        if not isinstance(value, _Array):
+            raise UserError(f"{path} holds a {type(value).__name__}, and a numpy array is needed", hint=_HINT)
+        return value.array()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except _Refused as error:
+        raise UserError(
+            f"{path} refers to {error}, which is refused: loading it could run code, and an array of numbers does not "
+            "need it",
+            hint=_HINT,
+        ) from error
+    # What a damaged pickle raises is not limited to UnpicklingError (Python's documentation of pickle.load).
+    except (
+        pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError,
+        MemoryError,
+    ) as error:  # fmt: skip
+        raise UserError(
+            f"{path} is not a complete pickle of an array: {error or type(error).__name__}", hint=_HINT
+        ) from error
+
+
+_HINT = "save it as .npy: numpy.save(FILE, array)"
+
+
+class _Refused(Exception):
+    """The pickle refers to something that an array of numbers does not need."""
+
+
+class _Dtype:
+    """Stand-in for numpy.dtype: its code, then its byte order."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        if not isinstance(code, str) or not _NUMBER_TYPES.fullmatch(code):
+            raise _Refused(f"an array of type {code!r:.20}")
+        self.code, self.byte_order = code, "="
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, byte_order, inner, names, fields, *_ = state
+        if byte_order not in _BYTE_ORDERS or inner is not None or names or fields:
+            raise _Refused("an array of records")
+        self.byte_order = byte_order
+
+
+class _Array:
+    """Stand-in for numpy.ndarray."""
+
+    def __init__(self, *_: Any) -> None:
+        self._state: tuple[Any, ...] = ()
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._state = state
+
+    def array(self) -> NDArray[Any]:
+        """The array, which shares the pickle's bytes.
+
+        Raises:
+            ValueError: the parts are inconsistent.
+        """
+        _, shape, dtype, is_fortran, content = self._state
+        if not isinstance(dtype, _Dtype):
+            raise ValueError("it has no type")
+        # Python 2 pickles store bytes as text.
+        raw = content.encode("latin1") if isinstance(content, str) else bytes(content)
+        flat = np.frombuffer(raw, np.dtype(dtype.byte_order + dtype.code))
+        return flat.reshape(shape, order="F" if is_fortran else "C")
+
+
+def _from_buffer(content: bytes, dtype: Any, shape: Any, order: str, *_: Any) -> _Array:
+    """How protocol 5 stores an array."""
+    array = _Array()
+    array.__setstate__((1, shape, dtype, order == "F", content))
+    return array
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    """How protocols before 3 store bytes."""
+    if encoding != "latin1":
+        raise _Refused(f"the encoding {encoding!r:.20}")
+    return text.encode("latin1")
+
+
+def _no_bytes() -> bytes:
+    """How protocols before 3 store empty bytes."""
+    return b""
+
+
+_STAND_INS: dict[tuple[str, str], Any] = {
+    ("__builtin__", "bytes"): _no_bytes,
+    ("numpy", "dtype"): _Dtype,
+    ("numpy", "ndarray"): _Array,
+    ("_codecs", "encode"): _encode,
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _Array for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},
+}
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _STAND_INS[module, name]
+        except KeyError:
+            raise _Refused(f"{module}.{name}") from None
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise _Refused(f"the outside object {pid!r:.40}")
+
+
+KINDS = ("inter", "intra")
+EGOMCQ_PROTOCOL = (
+    "EgoMCQ (Lin et al. 2022): the text of a question against its five clips; accuracy of the nearest clip by cosine, "
+    "where they are of different videos (inter) and of one (intra); ties count against the model"
+)
+
+
+@dataclass(frozen=True)
+class EgoMcqScorer:
+    """EgoMCQ.
+
+    Attributes:
+        questions: whose clips are all in the data.
+        ids: caption ids of the clips of each question.
+        source: name of the file of questions.
+        num_all: number of its questions.
+    """
+
+    questions: tuple[Question, ...]
+    ids: tuple[tuple[int, ...], ...]
+    source: str
+    num_all: int
+    definition: str = EGOMCQ_PROTOCOL
+
+    @property
+    def means_of(self) -> tuple[int, str]:
+        """Number and noun of what its metrics are means of."""
+        return len(self.questions), "question"
+
+    def score(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
+        row_of = {caption_id: row for row, caption_id in enumerate(embeddings.caption_id.tolist())}
+        scored = [number for number, ids in enumerate(self.ids) if all(one in row_of for one in ids)]
+        if not scored:
+            raise FailedWork("of no question all clips could be decoded")
+        text_QE = embed_texts([self.questions[number].text for number in scored])
+        is_right, chance, is_intra = [], [], []
+        for text_E, number in zip(text_QE, scored, strict=True):
+            similarity = embeddings.video[[row_of[one] for one in self.ids[number]]] @ text_E
+            is_right.append(is_nearest(similarity, self.questions[number].answer))
+            chance.append(1 / len(similarity))
+            is_intra.append(self.questions[number].is_intra)
+        result: dict[str, Any] = {
+            "protocol": self.definition,
+            "questions": self.source,
+            "incomplete": self._missing(len(scored)),
+        }
+        for kind, of_kind in zip(KINDS, (~np.array(is_intra), np.array(is_intra)), strict=True):
+            num = int(of_kind.sum())
+            result[kind] = {
+                "num_questions": num,
+                "accuracy": float(np.array(is_right)[of_kind].mean()) if num else None,
+                "chance": float(np.array(chance)[of_kind].mean()) if num else None,
+            }
+        return result
+
+    def metrics(self, result: dict[str, Any]) -> dict[str, float]:
+        found = {f"{kind}_accuracy": result[kind]["accuracy"] for kind in KINDS}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _missing(self, num_scored: int) -> str:
+        if num_scored == self.num_all:
+            return ""
+        return f"{num_scored:,} of {self.num_all:,} questions scored: not comparable with published numbers"
+
+
+def is_nearest(similarity: NDArray[np.float32], answer: int) -> bool:
+    """Whether the answer is nearer than all other clips; NaN is not."""
+    others = np.delete(similarity, answer)
+    return bool((others < similarity[answer]).all())
+
+
+def open_questions(path: Path | None, captions: pa.Table, *, data_dir: Path) -> EgoMcqScorer:
+    """The questions of a file whose clips are among `captions`, those of EgoMCQ in the manifest.
+
+    Raises:
+        UserError: there is no file, or none of its questions is of these captions.
+    """
+    if path is None:
+        raise UserError(
+            "EgoMCQ needs its questions",
+            hint="give --questions egomcq.json (in training --evaluate.questions)",
+        )
+    videos = read_videos(data_dir, columns=["video_id", "source_id"]).to_pydict()
+    source_of = dict(zip(videos["video_id"], videos["source_id"], strict=True))
+    rows = captions.select(["video_id", "begin_s", "end_s", "caption_id"]).to_pylist()
+    id_of = {(source_of[row["video_id"]], row["begin_s"], row["end_s"]): row["caption_id"] for row in rows}
+    questions, ids, num_all = [], [], 0
+    for question in read_questions(path):
+        num_all += 1
+        if isinstance(question, str):
+            continue
+        its = tuple(id_of.get((one.source_id, one.begin_s, one.end_s), -1) for one in question.choices)
+        if min(its) >= 0:
+            questions.append(question)
+            ids.append(its)
+    if not questions:
+        raise UserError(
+            f"no question of {path} has all of its clips in {data_dir}",
+            hint="give the same file to prep manifest ego4d --annotations",
+        )
+    return EgoMcqScorer(tuple(questions), tuple(ids), path.name, num_all)

@@ -1,4 +1,4 @@
-"""`train eval probe`: accuracies of nearest neighbours and of a linear layer on frozen features."""
+"""Probes of frozen features: nearest neighbours and a linear layer on the features of any run's video tower."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +11,16 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.plugins import import_late
 from clipmill.manifests.settings import Checked
 from clipmill.train.config.evaluation import METHODS, NEIGHBOURS, PROBE_NUMBERS, Method, ProbeEvaluation, named_once
-from clipmill.train.evaluation.by_class import BASELINE_KEYS
-from clipmill.train.evaluation.tables import CLASSES_SECTION, FEW_CLASSES, MAJORITY, Row, Table, protocol_of, share_cell
+from clipmill.train.evaluation.tables import (
+    BASELINE_KEYS,
+    CLASSES_SECTION,
+    FEW_CLASSES,
+    MAJORITY,
+    Row,
+    Table,
+    protocol_of,
+    share_cell,
+)
 from clipmill.train.spec import CurveGroup, EvaluationSpec
 
 METHOD_TITLES: dict[str, str] = {"knn": "k-NN", "linear": "linear"}
@@ -83,7 +91,7 @@ PROBE = EvaluationSpec(
     example="train eval probe runs/first --shards data --label motion --label shape",
     run_help="Run folder of a task with a video tower.",
     settings=ProbeFlags,
-    score=import_late("clipmill.train.evaluation.probe.evaluation:score_features"),
+    score=import_late("clipmill.train.evaluation.probing:score_features"),
     table=probe_table,
     pictures="by_class",
     section=CLASSES_SECTION,

@@ -1,0 +1,176 @@
+"""`train caption-chunks` and its flags."""
+
+import json
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from clipmill.manifests.errors import FailedWork
+from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.progress import Activity
+from clipmill.manifests.settings import Checked, Needs, Range
+from clipmill.train.config.clips import AS_TRAINED, Overrides
+from clipmill.train.config.shards import require_named_weights, require_places
+from clipmill.train.config.training import Device
+from clipmill.train.tasks.caption.spec import DECODING, DecodingSettings, Method, VideoFormat
+
+_NUM_SAMPLES, _TOP_P = 5, 0.9
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ChunkDecoding(DecodingSettings):
+    """How the captions of chunks are generated: several per clip, by nucleus sampling."""
+
+    prefix = ""
+
+    method: Method = "sample"
+    """Decoding method. sample: random sampling; greedy: the most likely token at each step; beam: beam search."""
+    num_samples: Annotated[int | None, Range(1, 1000), Needs("method", ("sample",))] = None
+    """sample: number of captions per clip. Default: 5."""
+    top_p: Annotated[float | None, Range(above=0, most=1), Needs("method", ("sample",))] = None
+    """sample: nucleus sampling, from the most likely tokens whose probabilities add up to this. Default: 0.9."""
+    seed: int = 0
+    """sample: random seed, combined with the key and start of the clip and the number of the caption."""
+
+    def effective(self) -> "ChunkDecoding":
+        """The settings with the defaults of sampling."""
+        if self.method != "sample":
+            return self
+        num_samples = _NUM_SAMPLES if self.num_samples is None else self.num_samples
+        return replace(self, num_samples=num_samples, top_p=_TOP_P if self.top_p is None else self.top_p)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ChunkCaptionsRequest(Checked):
+    """Flags of `train caption-chunks`."""
+
+    shards: str
+    """Data folder."""
+    out: Path
+    """Parquet file to write."""
+    split: str = "train"
+    """Split of the data."""
+    where: str | None = None
+    """Condition that selects the chunks, such as 'num_captions == 0' for the videos without captions (docs/data.md).
+    Default: all."""
+    segment: str | None = None
+    """Length of the segments to caption, such as 5s. A remainder shorter than a quarter of it is merged into the last
+    segment of a chunk. Default: whole chunks."""
+    batch: Annotated[int, Range(least=1)] = 16
+    """Number of clips per batch and process."""
+    workers: Annotated[int, Range(least=1)] = 4
+    """Number of threads that read and decode, per process."""
+    device: Device = "auto"
+    """Device of the model."""
+    shown: Overrides = AS_TRAINED
+    decoding: Annotated[ChunkDecoding, DECODING] = ChunkDecoding()
+    json: Annotated[bool, Parameter(name="--json", negative="")] = False
+    """Print one JSON object."""
+
+
+def caption_chunks(
+    weights: Annotated[
+        str,
+        Parameter(
+            help="Run folder of train caption, or a folder of a captioner of TimeSformer and GPT-2 with its tokenizer."
+        ),
+    ],
+    /,
+    request: ChunkCaptionsRequest,
+) -> None:
+    """Caption the chunks of a split, as a table that prep manifest captions takes as a source of captions.
+
+    The table has several captions per clip with their likelihoods, and names the weights. The same command resumes an
+    interrupted run; under torchrun, all processes share the work.
+
+    Example:
+
+        train caption-chunks runs/captions --shards data --out pseudo.parquet
+    """
+    require_named_weights(weights, takes_tags=False)
+    require_places(shards=(request.shards,))
+    with Activity("importing torch"):
+        from clipmill.train.device.precision import choose_device
+        from clipmill.train.distributed.launch import COMMAND, open_world
+        from clipmill.train.engine.rank_consistency import SAME_LAUNCH
+        from clipmill.train.run.tracking import Progress
+        from clipmill.train.run.variants import reading_variants_of_run
+        from clipmill.train.tasks.caption.chunk_captions import caption, failures_path, open_work, require_table_path
+
+    out = request.out
+    require_table_path(out)
+    decisive = ("shards", "split", "where", "segment", "batch")
+    start = {
+        COMMAND: "train caption-chunks",
+        "WEIGHTS": weights,
+        **{request.flag(name): getattr(request, name) for name in decisive},
+        **{Overrides.flag(name): value for name, value in vars(request.shown).items()},
+        **{ChunkDecoding.flag(name): value for name, value in vars(request.decoding).items()},
+    }
+    with open_world(device_type=choose_device(request.device).type, start=start, hint=SAME_LAUNCH) as world:
+        progress = Progress("captioning", unit="part", is_quiet=request.json or not world.is_first)
+        with reading_variants_of_run(weights, request.shards, say=progress.say):
+            work = open_work(weights, request, say=progress.say)
+            record = caption(work, out, world=world, progress=progress)
+        clips = count_noun(record["num_clips"] - record["num_failed"], "clip")
+        counts = f"{count_noun(record['num_captions'], 'caption')} of {clips}"
+        empty = f"; {record['num_empty']:,} were empty and are left out" if record["num_empty"] else ""
+        progress.say(f"done: {counts} in {out}{empty}")
+        progress.say(f"next: prep manifest captions {shlex.quote(str(out))} --data {shlex.quote(request.shards)}")
+        if request.json and world.is_first:
+            sys.stdout.write(json.dumps({"out": str(out), **record}) + "\n")
+    if record["num_failed"]:
+        failures = failures_path(out)
+        raise FailedWork(
+            f"clips that could not be decoded: {record['num_failed']:,}; see {failures}. After a repair of the data, "
+            f"remove {out} and {failures}, and run the same command again"
+        )
+
+
+def caption_video(
+    weights: str,
+    videos: Annotated[list[Path], Parameter(negative="")],
+    /,
+    *,
+    len: str = "10s",
+    out: Path | None = None,
+    form: Annotated[VideoFormat | None, Parameter(name="--format")] = None,
+    batch: int = 16,
+    shown: Overrides = AS_TRAINED,
+    decoding: Annotated[DecodingSettings | None, DECODING] = None,
+) -> None:
+    """Caption video files in windows of fixed length; folders are searched for videos.
+
+    Examples:
+
+        train caption-video runs/captions holiday.mp4
+        train caption-video runs/captions films --len 5s --out captions.json
+
+    Parameters
+    ----------
+    weights
+        Run folder of train caption, or a folder of a captioner of TimeSformer and GPT-2 with its tokenizer.
+    videos
+        Video files, or folders of them.
+    len
+        Window length. A remainder shorter than a quarter of it is merged into the last window.
+    out
+        New file to write. Default: lines on standard output. For subtitles of several videos, a folder.
+    form
+        Output format. Default: by the suffix of --out.
+    batch
+        Number of windows per batch.
+    decoding
+        How captions are generated. Default: as in training.
+    """
+    require_named_weights(weights, takes_tags=False)
+    with Activity("importing torch"):
+        from clipmill.train.tasks.caption.video_captions import caption_files
+
+    caption_files(weights, videos, length=len, out=out, wanted=form, batch=batch, overrides=shown, decoding=decoding)

@@ -1,0 +1,412 @@
+"""Caption metrics: BLEU, ROUGE-L, CIDEr-D, CIDEr; METEOR and SPICE if Java is available."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun
+from clipmill.train.tasks.caption.java import Meteor, MetricUnavailable, check_jars, spice
+from clipmill.train.tasks.caption.ptb_tokenizer import tokenize
+from clipmill.train.tasks.caption.spec import METRIC_LABELS
+
+MAX_ORDER = 4
+# Of pycocoevalcap's BLEU: they keep a precision of 0 / 0 at zero, and are part of published scores.
+_TINY = 1e-15
+_SMALL = 1e-9
+_SIGMA = 6.0
+_SCALE = 10.0
+_BETA = 1.2
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class GramCounts:
+    """N-grams of one order: E entries, one per n-gram of each caption, sorted by caption and n-gram.
+
+    Attributes:
+        caption: int64 [E], index of the caption.
+        gram: int64 [E], index of the n-gram.
+        count: int64 [E], number of occurrences.
+        num_grams: number of different n-grams.
+    """
+
+    caption: Ints
+    gram: Ints
+    count: Ints
+    num_grams: int
+
+    def of(self, first: int, last: int) -> "GramCounts":
+        """The counts of captions `first` to `last` - 1, renumbered from 0."""
+        begin, end = np.searchsorted(self.caption, (first, last))
+        return GramCounts(self.caption[begin:end] - first, self.gram[begin:end], self.count[begin:end], self.num_grams)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One candidate for each of V videos, and R references, sorted by video.
+
+    Attributes:
+        candidates: n-grams of the orders 1 to 4; the index of a candidate is that of its video.
+        references: the same for references.
+        candidate_lengths: int64 [V], number of words.
+        reference_lengths: int64 [R].
+        video_of_reference: int64 [R], ascending; every video occurs.
+    """
+
+    candidates: Sequence[GramCounts]
+    references: Sequence[GramCounts]
+    candidate_lengths: Ints
+    reference_lengths: Ints
+    video_of_reference: Ints
+
+
+def count_grams(captions: Sequence[Sequence[str]]) -> list[GramCounts]:
+    """Count the n-grams of captions, given as lists of words, of the orders 1 to 4."""
+    known: dict[str, int] = {}
+    words = np.array([known.setdefault(word, len(known)) for caption in captions for word in caption], dtype=np.int64)
+    lengths = np.array([len(caption) for caption in captions], dtype=np.int64)
+    caption = np.repeat(np.arange(len(captions)), lengths)
+    left = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(words))  # words to the end of the caption
+
+    counts = []
+    code, num_grams = words, max(len(known), 1)
+    for order in range(1, MAX_ORDER + 1):
+        there = left >= order
+        if order > 1:
+            # An n-gram is an (n - 1)-gram and the next word.
+            pairs = code[there] * max(len(known), 1) + words[np.flatnonzero(there) + order - 1]
+            distinct, inverse = np.unique(pairs, return_inverse=True)
+            code = np.zeros_like(code)
+            code[there] = inverse
+            num_grams = max(len(distinct), 1)
+        keys, count = np.unique(caption[there] * num_grams + code[there], return_counts=True)
+        counts.append(GramCounts(keys // num_grams, keys % num_grams, count.astype(np.int64), num_grams))
+    return counts
+
+
+def look_up(wanted: Ints, keys: Ints, values: Ints) -> Ints:
+    """Values of the wanted keys, 0 for missing ones; `keys` are ascending."""
+    if not len(keys):
+        return np.zeros_like(wanted)
+    place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[place] == wanted, values[place], 0)
+
+
+def bleu(corpus: Corpus) -> tuple[Floats, Floats]:
+    """BLEU-1 to BLEU-4 of the corpus [4], and of each of its V videos [4, V]."""
+    lengths, num_videos = corpus.candidate_lengths, len(corpus.candidate_lengths)
+    closest = _closest_lengths(lengths, corpus.reference_lengths, corpus.video_of_reference)
+    matches = np.zeros((MAX_ORDER, num_videos))
+    possible = np.zeros((MAX_ORDER, num_videos))
+    for order, (ours, theirs) in enumerate(zip(corpus.candidates, corpus.references, strict=True)):
+        matches[order] = _clipped_matches(ours, theirs, corpus.video_of_reference, num_videos)
+        possible[order] = np.maximum(lengths - order, 0)
+    whole = _scores(matches.sum(1)[:, None], possible.sum(1)[:, None], lengths.sum()[None], closest.sum()[None])
+    return whole[:, 0], _scores(matches, possible, lengths, closest)
+
+
+def _closest_lengths(candidate_lengths: Ints, reference_lengths: Ints, video_of_reference: Ints) -> Ints:
+    """For each video, the reference length closest to the candidate's."""
+    distance = np.abs(reference_lengths - candidate_lengths[video_of_reference])
+    order = np.lexsort((reference_lengths, distance, video_of_reference))
+    first = np.searchsorted(video_of_reference, np.arange(len(candidate_lengths)))
+    return reference_lengths[order][first]
+
+
+def _clipped_matches(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> Floats:
+    """Clipped matches: n-grams of each candidate, each counted at most as often as in one of its references."""
+    keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
+    order = np.argsort(keys, kind="stable")
+    distinct, first = np.unique(keys[order], return_index=True)
+    most = np.maximum.reduceat(theirs.count[order], first) if len(first) else first
+    found = np.minimum(ours.count, look_up(ours.caption * ours.num_grams + ours.gram, distinct, most))
+    return np.asarray(np.bincount(ours.caption, weights=found, minlength=num_videos), dtype=np.float64)
+
+
+def _scores(matches: Floats, possible: Floats, length: Ints, reference_length: Ints) -> Floats:
+    """BLEU [4, V] from counts [4, V] and lengths [V]."""
+    precisions = np.cumprod((matches + _TINY) / (possible + _SMALL), axis=0)
+    scores = precisions ** (1 / np.arange(1, MAX_ORDER + 1))[:, None]
+    ratio = (length + _TINY) / (reference_length + _SMALL)
+    return scores * np.where(ratio < 1, np.exp(1 - 1 / np.minimum(ratio, 1)), 1.0)
+
+
+def cider(corpus: Corpus) -> tuple[Floats, Floats]:
+    """CIDEr-D and CIDEr of each video, [V] each."""
+    num_videos, num_references = len(corpus.candidate_lengths), len(corpus.reference_lengths)
+    video_of_reference = corpus.video_of_reference
+    bigrams = np.maximum(corpus.candidate_lengths - 1, 0)[video_of_reference]
+    bigrams -= np.maximum(corpus.reference_lengths - 1, 0)
+    penalty = np.exp(-(bigrams.astype(np.float64) ** 2) / (2 * _SIGMA**2))
+    clipped, plain = np.zeros(num_references), np.zeros(num_references)
+    for ours, theirs in zip(corpus.candidates, corpus.references, strict=True):
+        for_clipped, for_plain = _cosines(ours, theirs, video_of_reference, num_videos)
+        clipped += penalty * for_clipped
+        plain += for_plain
+    scale = _SCALE / (len(corpus.candidates) * np.bincount(video_of_reference, minlength=num_videos))
+    clipped_sum = np.bincount(video_of_reference, weights=clipped, minlength=num_videos)
+    plain_sum = np.bincount(video_of_reference, weights=plain, minlength=num_videos)
+    return scale * clipped_sum, scale * plain_sum
+
+
+def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> tuple[Floats, Floats]:
+    """Cosines of each reference and its candidate for one order, with clipped entries and plain; [R] each."""
+    num_references = len(video_of_reference)
+    wanted = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
+    ascending = np.sort(wanted)  # np.unique hashes, which takes ten times as long
+    first_of_video = ascending[np.flatnonzero(np.diff(ascending, prepend=-1))]
+    num_with = np.bincount(first_of_video % theirs.num_grams, minlength=theirs.num_grams)
+    idf = np.log(num_videos) - np.log(np.maximum(num_with, 1))
+
+    our_norm = np.sqrt(np.bincount(ours.caption, weights=(ours.count * idf[ours.gram]) ** 2, minlength=num_videos))
+    their_entry = theirs.count * idf[theirs.gram]
+    their_norm = np.sqrt(np.bincount(theirs.caption, weights=their_entry**2, minlength=num_references))
+
+    # For each n-gram of a reference, the entry of its candidate.
+    our_entry = look_up(wanted, ours.caption * ours.num_grams + ours.gram, ours.count) * idf[theirs.gram]
+    clipped = np.bincount(
+        theirs.caption, weights=np.minimum(our_entry, their_entry) * their_entry, minlength=num_references
+    )
+    plain = np.bincount(theirs.caption, weights=our_entry * their_entry, minlength=num_references)
+    norms = our_norm[video_of_reference] * their_norm
+    norms = np.where(norms == 0, 1.0, norms)
+    return clipped / norms, plain / norms
+
+
+def rouge_l(candidate: str, references: Sequence[str]) -> float:
+    """ROUGE-L of a tokenized caption against at least one tokenized reference."""
+    if not candidate:
+        return 0.0
+    words = candidate.split(" ")
+    places = _places(words)
+    precision = recall = 0.0
+    for reference in references:
+        others = reference.split(" ")
+        common = _common_length(places, len(words), others)
+        precision = max(precision, common / len(words))
+        recall = max(recall, common / len(others))
+    if precision == 0 or recall == 0:
+        return 0.0
+    return (1 + _BETA**2) * precision * recall / (recall + _BETA**2 * precision)
+
+
+def _places(words: Sequence[str]) -> dict[str, int]:
+    """Positions of each word, as a bit set."""
+    places: dict[str, int] = {}
+    for place, word in enumerate(words):
+        places[word] = places.get(word, 0) | 1 << place
+    return places
+
+
+def _common_length(places: dict[str, int], num_words: int, others: Sequence[str]) -> int:
+    """Length of the longest common subsequence, computed bit-parallel row by row (Hyyrö 2004)."""
+    all_places = (1 << num_words) - 1
+    row = all_places
+    for word in others:
+        there = row & places.get(word, 0)
+        row = (row + there | row - there) & all_places
+    return num_words - row.bit_count()
+
+
+_MAX_NAMED = 3
+# How the constant caption is chosen, for result files.
+CONSTANT_RULE = "of all its captions the one with the highest mean CIDEr-D as a caption of every clip"
+_SHORTLIST = 8
+
+
+@dataclass(frozen=True)
+class CaptionScores:
+    """Metrics of captions.
+
+    Attributes:
+        means: metric to value, keys as in METRIC_LABELS; means over videos, but BLEU and METEOR of the corpus.
+        per_video: video to metric to value, in the order of the candidates.
+        absent: metric to the reason why it is missing.
+        empty: videos whose captions have no words; they score 0 in every metric.
+        num_references: number of references of all videos.
+        idf: source of CIDEr's document frequencies.
+        ids_hash: hash of the video ids, so that scores of different sets are not compared by mistake.
+    """
+
+    means: dict[str, float]
+    per_video: dict[str, dict[str, float]]
+    absent: dict[str, str]
+    empty: tuple[str, ...]
+    num_references: int
+    idf: str
+    ids_hash: str
+
+    @property
+    def num_videos(self) -> int:
+        """Number of scored videos."""
+        return len(self.per_video)
+
+
+def score_captions(
+    candidates: Mapping[str, str],
+    references: Mapping[str, Sequence[str]],
+    *,
+    with_java: bool = True,
+    spice_jars: Path | None = None,
+    meteor: Meteor | None = None,
+) -> CaptionScores:
+    """Score one caption per video against all its references.
+
+    Args:
+        candidates: video id to generated caption, which may be empty.
+        references: video id to captions, for the same videos; at least one of each has words (`without_words` lists the
+            others).
+        with_java: compute METEOR and SPICE, which take seconds to start, and time for each video.
+        spice_jars: folder of the two jars that SPICE needs.
+        meteor: an entered instance, to score several sets of captions with one program; a new one by default.
+
+    Raises:
+        UserError: no videos, not the same videos, a video without references that have words, no jars in `spice_jars`.
+    """
+    if not candidates:
+        raise UserError("there are no captions to score", hint="a split without captioned videos has no scores")
+    _require_videos([video_id for video_id in candidates if not references.get(video_id)], "without references")
+    _require_videos([video_id for video_id in references if video_id not in candidates], "without a caption to score")
+    if spice_jars is not None:
+        check_jars(spice_jars)
+    tokens = cache(tokenize)
+    ours = {video_id: tokens(caption) for video_id, caption in candidates.items()}
+    theirs = {video_id: [tokens(caption) for caption in references[video_id]] for video_id in candidates}
+    _require_videos(
+        [video_id for video_id, captions in theirs.items() if not any(captions)], "without words to compare with"
+    )
+
+    def score_spice() -> tuple[float, dict[str, float]]:
+        if spice_jars is None:
+            raise MetricUnavailable("its jars were not given (--spice-jars)")
+        return spice(ours, theirs, jars=spice_jars)
+
+    columns, means = _plain_scores(ours, theirs)
+    absent: dict[str, str] = {}
+    with nullcontext(meteor) if meteor is not None else Meteor() as own:
+        for name, metric in (("meteor", lambda: own(ours, theirs)), ("spice", score_spice)):
+            try:
+                if not with_java:
+                    raise MetricUnavailable("not requested")
+                means[name], columns[name] = metric()
+            except MetricUnavailable as reason:
+                absent[name] = str(reason)
+    num_references = sum(map(len, theirs.values()))
+    return CaptionScores(
+        means={name: means[name] for name in METRIC_LABELS if name in means},
+        per_video={
+            video_id: {name: columns[name][video_id] for name in METRIC_LABELS if name in columns}
+            for video_id in candidates
+        },
+        absent=absent,
+        empty=tuple(video_id for video_id, caption in ours.items() if not caption),
+        num_references=num_references,
+        idf=f"the {num_references:,} references of these {len(ours):,} videos",
+        ids_hash=hash_of_ids(candidates),
+    )
+
+
+def without_words(references: Mapping[str, Sequence[str]]) -> list[str]:
+    """Videos whose references all lack words, so that no caption can be compared with them."""
+    return [video_id for video_id, captions in references.items() if not any(map(tokenize, captions))]
+
+
+def name_videos(video_ids: Sequence[str]) -> str:
+    """The first few videos, as text."""
+    return ", ".join(video_ids[:_MAX_NAMED]) + (", ..." if len(video_ids) > _MAX_NAMED else "")
+
+
+def hash_of_ids(ids: Iterable[str]) -> str:
+    """16 hexadecimal digits that identify a set of videos, in any order."""
+    return hashlib.sha256("\n".join(sorted(ids)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _plain_scores(
+    ours: Mapping[str, str], theirs: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Metrics that need no Java: per video, and overall."""
+    captions = [caption.split() for caption in ours.values()]
+    captions += [caption.split() for references in theirs.values() for caption in references]
+    lengths = np.array([len(words) for words in captions], dtype=np.int64)
+    counts = count_grams(captions)
+    num_videos = len(ours)
+    corpus = Corpus(
+        candidates=[of_order.of(0, num_videos) for of_order in counts],
+        references=[of_order.of(num_videos, len(captions)) for of_order in counts],
+        candidate_lengths=lengths[:num_videos],
+        reference_lengths=lengths[num_videos:],
+        video_of_reference=np.repeat(np.arange(num_videos), [len(references) for references in theirs.values()]),
+    )
+    corpus_bleu, video_bleu = bleu(corpus)
+    cider_d, plain_cider = cider(corpus)
+    rows: dict[str, Floats] = {f"bleu{order + 1}": video_bleu[order] for order in range(MAX_ORDER)}
+    rows |= {"cider_d": cider_d, "cider": plain_cider}
+    rows["rouge_l"] = np.array([rouge_l(caption, theirs[video_id]) for video_id, caption in ours.items()])
+    rows["exact_match"] = np.array([float(caption != "" and caption in theirs[v]) for v, caption in ours.items()])
+    means = {name: float(row.mean()) for name, row in rows.items()}
+    means |= {f"bleu{order + 1}": float(corpus_bleu[order]) for order in range(MAX_ORDER)}
+    return {name: dict(zip(ours, row.tolist(), strict=True)) for name, row in rows.items()}, means
+
+
+def _require_videos(lacking: Sequence[str], what: str) -> None:
+    if lacking:
+        raise UserError(
+            f"{count_noun(len(lacking), 'video')} {'is' if len(lacking) == 1 else 'are'} {what}: "
+            f"{name_videos(lacking)}",
+            hint="score the videos that have both, and no others",
+        )
+
+
+def best_constant(references: Mapping[str, Sequence[str]]) -> str:
+    """The best caption that ignores the clip: the one with the highest mean CIDEr-D as a caption of every clip.
+
+    CIDEr of one caption with every clip is a single product with their mean; CIDEr-D is not, and is computed for a
+    shortlist by CIDEr.
+
+    Args:
+        references: captions of each clip, at least one; clips whose captions have no words are ignored.
+    """
+    wordless = set(without_words(references))
+    if len(wordless) == len(references):
+        return ""
+    references = {clip: its for clip, its in references.items() if clip not in wordless}
+    captions = [caption for its in references.values() for caption in its]
+    clip_of = np.repeat(np.arange(len(references)), [len(its) for its in references.values()])
+    order = np.argsort(-mean_cider([tokenize(caption).split() for caption in captions], clip_of), kind="stable")
+    shortlist = list(dict.fromkeys(captions[place] for place in order))[:_SHORTLIST]
+    scores = [
+        score_captions(dict.fromkeys(references, caption), references, with_java=False).means["cider_d"]
+        for caption in shortlist
+    ]
+    return shortlist[int(np.argmax(scores))]
+
+
+def mean_cider(captions: Sequence[Sequence[str]], clip_of: np.ndarray) -> Floats:
+    """Mean over clips of the CIDEr of each caption as the caption of every clip, [R], without the factor 10.
+
+    Args:
+        captions: as lists of words.
+        clip_of: int64 [R], the clip of each caption, from 0, ascending; every clip has some.
+    """
+    num_clips = int(clip_of[-1]) + 1
+    share = 1 / (num_clips * np.bincount(clip_of)[clip_of])
+    total: Floats = np.zeros(len(captions))
+    counts = count_grams(captions)
+    for grams in counts:
+        clip_and_gram = np.unique(clip_of[grams.caption] * grams.num_grams + grams.gram)
+        num_with = np.bincount(clip_and_gram % grams.num_grams, minlength=grams.num_grams)
+        entry = grams.count * (np.log(num_clips) - np.log(np.maximum(num_with, 1)))[grams.gram]
+        norm = np.sqrt(np.bincount(grams.caption, weights=entry**2, minlength=len(captions)))
+        unit = entry / np.where(norm == 0, 1.0, norm)[grams.caption]
+        mean = np.bincount(grams.gram, weights=unit * share[grams.caption], minlength=grams.num_grams)
+        total += np.bincount(grams.caption, weights=unit * mean[grams.gram], minlength=len(captions))
+    return total / len(counts)

@@ -1,1 +1,0 @@
-"""Caption metrics: BLEU, ROUGE-L, CIDEr-D, CIDEr; METEOR and SPICE if Java is available."""

@@ -1,0 +1,533 @@
+"""Find and read video files of any origin: their timing, from packets, and their frames.
+
+Files are only opened as video containers, through the file protocol, so that a playlist disguised as a video reads
+nothing else. What is on show at which time says `clipmill.shards.timeline`, as for the chunks that prep makes.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from clipmill.manifests.errors import ClipmillError, UserError
+from clipmill.manifests.formatting import count_noun, parse_length
+from clipmill.manifests.progress import Activity, ProgressRate, amount_text, join_parts
+from clipmill.shards.timeline.model import Timeline, TimelineError, TrackPackets, open_container, track_of
+from clipmill.shards.timeline.pictures import first_picture, shown_frames
+from clipmill.shards.timeline.reading import read_timeline
+from clipmill.train.augment.colour import colour_kind
+from clipmill.train.data.clip_frames import Planes, Rectangle, as_yuv420, crop_clip
+from clipmill.train.data.frame_sampling import US_PER_S, Moments, Sampling, moments_of
+from clipmill.train.tasks.caption.tokenizer import one_line
+
+if TYPE_CHECKING:
+    import av
+    from av.container import InputContainer
+
+
+_SLACK_S = 1  # a decoder may keep the last frames of a damaged file
+
+# Video files in folders; a file that is named itself is opened whatever its suffix.
+SUFFIXES = frozenset(
+    (
+        *(".3gp", ".asf", ".avi", ".flv", ".gif", ".ivf", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg"),
+        *(".mts", ".mxf", ".ogv", ".rm", ".rmvb", ".ts", ".vob", ".webm", ".wmv", ".wtv"),
+    )
+)
+
+
+class VideoFailed(ClipmillError):
+    """A video cannot be read, or not to its end; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoTiming:
+    """Timing of a video, from its packets.
+
+    Attributes:
+        end_us: End of the last existing frame.
+        last_us: Time of the last existing frame.
+        missing_us: Duration that the header promises beyond the last packet, if it is more than containers round.
+        fps: Frames per second, averaged where they vary.
+        timeline: Times and shape of the video.
+        packets: Its packets.
+    """
+
+    end_us: int
+    last_us: int
+    missing_us: int
+    fps: Fraction
+    timeline: Timeline
+    packets: TrackPackets
+
+
+@dataclass(frozen=True)
+class TimedFrame:
+    """A frame, upright and cropped, with its presentation time in microseconds and the aspect of its pixels."""
+
+    begin_us: Fraction
+    frame: "av.VideoFrame"
+    aspect: Fraction
+
+
+def read_timing(path: Path) -> VideoTiming:
+    """Read all packets of a video without decoding them.
+
+    Raises:
+        VideoFailed: It is not a video file, or has no frames with times.
+    """
+    with _open_container(path) as container, path.open("rb") as file:
+        timeline, packets = read_timeline(container, file=file)
+    with _open_container(path) as container:
+        picture = first_picture(container, track_of(container, timeline.track))
+        timeline = replace(timeline, shape=picture.shape)
+    num_frames = int(packets.is_shown.sum())
+    mean = timeline.last / (num_frames - 1) if num_frames > 1 else Fraction(0)
+    return VideoTiming(
+        end_us=max(1, round(timeline.end * US_PER_S)),
+        last_us=round(timeline.last * US_PER_S),
+        missing_us=round(timeline.missing * US_PER_S),
+        fps=timeline.rate or (1 / mean if mean > 0 else Fraction(30)),
+        timeline=timeline,
+        packets=packets,
+    )
+
+
+def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
+    """Yield the frames of a video in presentation order, decoded once from start to end.
+
+    Raises:
+        VideoFailed: The decoder reports an error, a frame is damaged, or the last ones are missing. Frames before that
+            are valid.
+    """
+    last, num_frames, timeline = Fraction(-1), 0, timing.timeline
+    try:
+        with _open_container(path) as container:
+            stream = track_of(container, timeline.track)
+            stream.thread_type = "AUTO"
+            stream.codec_context.options = {"err_detect": "explode"}  # report errors instead of concealing them
+            for time, frame in shown_frames(container, timeline, timing.packets):
+                if frame.is_corrupt:
+                    # A recording may begin between two key frames: frames that refer to the first one are missing.
+                    if not num_frames:
+                        continue
+                    raise VideoFailed(f"the frame at {float(time):.2f} s is damaged")
+                num_frames += 1
+                last = max(last, time)
+                yield TimedFrame(time * US_PER_S, frame, timeline.aspect_at(time))
+    except _Unreadable as error:
+        where = f"after {float(last):.2f} s" if num_frames else "from the start"
+        raise VideoFailed(f"it cannot be decoded {where}: {error}") from error
+    if not num_frames:
+        raise VideoFailed("no frame of it can be decoded")
+    if last < timeline.last - _SLACK_S:
+        shown, due = float(last), float(timeline.last)
+        raise VideoFailed(f"the last decoded frame is at {shown:.2f} s, but the video has frames until {due:.2f} s")
+
+
+class _Unreadable(VideoFailed):
+    """libav reports an error while it reads or decodes."""
+
+
+@contextmanager
+def _open_container(path: Path) -> "Iterator[InputContainer]":
+    import av
+
+    try:
+        if not path.is_file():
+            raise VideoFailed("not a regular file" if path.exists() else "there is no such file")
+        if not path.stat().st_size:
+            raise VideoFailed("the file is empty")
+        container = open_container(f"file:{os.fspath(path)}")
+    except (OSError, ValueError) as error:  # libav's errors derive from both
+        raise VideoFailed(f"it cannot be opened as a video: {_reason(error)}") from error
+    try:
+        with container:
+            yield container
+    except TimelineError as error:
+        raise VideoFailed(str(error)) from error
+    except (av.FFmpegError, ValueError) as error:
+        raise _Unreadable(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
+
+
+def find_videos(paths: Iterable[Path]) -> list[Path]:
+    """The named files, and the videos of named folders, recursively and sorted; each file once.
+
+    Raises:
+        UserError: there is no such file or folder, or a folder holds no videos.
+    """
+    found: dict[str, Path] = {}
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"there is no {shown_name(path)}", hint="name videos, or folders of videos")
+        videos = _in_folder(path) if path.is_dir() else [path]
+        if not videos:
+            raise UserError(
+                f"the folder {shown_name(path)} holds no videos",
+                hint=f"videos are recognised by their suffixes: {' '.join(sorted(SUFFIXES))}",
+            )
+        for video in videos:
+            found.setdefault(os.path.realpath(video), video)
+    if not found:
+        raise UserError("no video is named", hint="name videos, or folders of videos")
+    return list(found.values())
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    videos = []
+    for place, folders, names in os.walk(folder):
+        folders.sort()
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        kept = (name for name in sorted(names) if not name.startswith("."))
+        videos += [Path(place, name) for name in kept if Path(name).suffix.lower() in SUFFIXES]
+    return videos
+
+
+def shown_name(path: Path) -> str:
+    """A path as printable text; file names may be arbitrary bytes."""
+    text = os.fsencode(path).decode("utf-8", "replace")
+    return "".join(one if one.isprintable() else "\ufffd" for one in text)
+
+
+_LARGEST_RATE = 1_000_000  # one frame per microsecond
+_SHORTEST_US, _LONGEST_US = US_PER_S // 10, 3600 * US_PER_S
+# A remainder shorter than this fraction of a window is added to the last window.
+_MIN_REMAINDER = Fraction(1, 4)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A span [begin_us, end_us) of a video, from the container's start as in players."""
+
+    begin_us: int
+    end_us: int
+
+
+def windows_of(video_us: int, *, length_us: int) -> Iterator[Window]:
+    """The consecutive windows of a video that lasts `video_us`, in exact arithmetic.
+
+    The remainder at the end is a shorter window, or is added to the last one if it is shorter than a quarter of a
+    window. A video shorter than a window is one window.
+    """
+    full, rest = divmod(video_us, length_us)
+    if full and rest < _MIN_REMAINDER * length_us:
+        full, rest = full - 1, rest + length_us
+    yield from (Window(number * length_us, (number + 1) * length_us) for number in range(full))
+    if rest:
+        yield Window(full * length_us, full * length_us + rest)
+
+
+def length_us(length: str, *, flag: str = "--len") -> int:
+    """Parse a length such as `10s` or `500ms` to microseconds.
+
+    Raises:
+        UserError: it is not a length, or is out of range.
+    """
+    found_us = round(parse_length(length, flag=flag) * US_PER_S)
+    if not _SHORTEST_US <= found_us <= _LONGEST_US:
+        raise UserError(
+            f"{flag} {length} is out of range",
+            hint="use 100ms to 3600s; most captioned clips have about 10s",
+            flags=(flag,),
+        )
+    return found_us
+
+
+@dataclass(frozen=True)
+class WindowClip:
+    """The frames of a window.
+
+    Attributes:
+        video: uint8 [T, S * S * 3 / 2], YUV 4:2:0 (clipmill.train.data.clip_frames).
+        colour: matrix and range (clipmill.train.augment.colour).
+        video_us: duration of the whole video.
+    """
+
+    window: Window
+    video: Planes
+    colour: int
+    video_us: int
+
+
+def window_clips(path: Path, sampling: Sampling, *, size_px: int, length_us: int) -> Iterator[WindowClip]:
+    """The clips of a video's windows; only one of them is in memory at a time.
+
+    Raises:
+        VideoFailed: the video cannot be read, or not to its end. Clips before that are valid.
+    """
+    timing = read_timing(path)
+    pictures = _Pictures(frames_of(path, timing), size_px=size_px)
+    # Of a truncated video, the whole windows before its end are valid.
+    good_us = timing.end_us - timing.end_us % length_us if timing.missing_us else timing.end_us
+    for window in windows_of(good_us, length_us=length_us):
+        video, colour = pictures.at(_moments(window, sampling, timing))
+        # Decode to the end of the window, so that damage after its last frame is found too.
+        pictures.go_to(window.end_us)
+        if timing.missing_us and pictures.are_over_before(timing.last_us):
+            break
+        yield WindowClip(window, video, colour, timing.end_us)
+    if timing.missing_us:
+        end_s, promised_s = timing.end_us / US_PER_S, (timing.end_us + timing.missing_us) / US_PER_S
+        raise VideoFailed(f"it is cut off: its header promises {promised_s:.2f} s, and it ends at {end_s:.2f} s")
+
+
+def _moments(window: Window, sampling: Sampling, timing: VideoTiming) -> Moments:
+    # Sampling rules in frames refer to frames of the file.
+    fps = timing.fps.limit_denominator(_LARGEST_RATE)
+    return moments_of(
+        window.begin_us, window.end_us, sampling, fps_num=fps.numerator, fps_den=fps.denominator, rng=None
+    )
+
+
+class _Pictures:
+    """Samples pictures at ascending times in one pass over the frames; holds two of them at a time."""
+
+    def __init__(self, frames: Iterator[TimedFrame], *, size_px: int) -> None:
+        self._frames, self._size_px = frames, size_px
+        self._now = next(frames)  # also for times before its own, as in chunks
+        self._next = next(frames, None)
+        self._picture: tuple[Planes, int] | None = None
+
+    def at(self, moments: Moments) -> tuple[Planes, int]:
+        """The pictures displayed at these times, [T, S * S * 3 / 2], and the colour of the first one.
+
+        Where tags of the colours change within a clip, pictures keep their values, as in chunks.
+        """
+        pictures = []
+        for numerator in moments.numerators:
+            self.go_to(Fraction(numerator, moments.denominator))
+            if self._picture is None:
+                self._picture = picture_of(self._now.frame, aspect=self._now.aspect, size_px=self._size_px)
+            pictures.append(self._picture)
+        return np.stack([planes for planes, _ in pictures]), pictures[0][1]
+
+    def are_over_before(self, time_us: int) -> bool:
+        """Whether the last picture was reached, and began before this time."""
+        return self._next is None and round(self._now.begin_us) < time_us
+
+    def go_to(self, moment_us: Fraction | int) -> None:
+        """Advance to the picture displayed at a time; the one after it is decoded too."""
+        while self._next is not None and self._next.begin_us <= moment_us:
+            self._step()
+
+    def _step(self) -> None:
+        assert self._next is not None
+        self._now, self._next, self._picture = self._next, None, None
+        self._next = next(self._frames, None)
+
+
+def picture_of(frame: "av.VideoFrame", *, aspect: Fraction, size_px: int) -> tuple[Planes, int]:
+    """The largest centred square of an upright frame: planes, uint8 [S * S * 3 / 2], and colour."""
+    planar = as_yuv420(frame)
+    rectangle = shown_square(planar.width, planar.height, aspect=aspect)
+    [planes] = crop_clip([planar], rectangle, size_px=size_px)
+    colour = colour_kind(
+        colorspace=int(planar.colorspace),
+        color_range=int(planar.color_range),
+        is_full_format=planar.format.name.startswith("yuvj"),
+    )
+    return planes, colour
+
+
+def shown_square(width: int, height: int, *, aspect: Fraction) -> Rectangle:
+    """The part of a coded picture that is displayed as its largest centred square.
+
+    Args:
+        aspect: width of a pixel divided by its height.
+    """
+    side = min(width * aspect, Fraction(height))
+    cut_width, cut_height = max(1, int(side / aspect)), max(1, int(side))
+    return Rectangle((width - cut_width) // 2, (height - cut_height) // 2, cut_width, cut_height)
+
+
+@dataclass(frozen=True)
+class Caption:
+    """A generated caption.
+
+    Attributes:
+        source: the model, as a source of captions.
+        likelihood: see clipmill.train.tasks.caption.decoding.
+    """
+
+    text: str
+    source: str = ""
+    likelihood: float | None = None
+
+
+# Generates one caption per clip.
+CaptionClips = Callable[[list[WindowClip]], list[Caption]]
+
+
+@dataclass(frozen=True)
+class CaptionedWindow:
+    """A window with its caption, a single line; `video_us` is the duration of the whole video."""
+
+    video: Path
+    begin_us: int
+    end_us: int
+    caption: str
+    video_us: int
+    source: str = ""
+    likelihood: float | None = None
+
+
+@dataclass(frozen=True)
+class VideoEnd:
+    """A video is finished, or has failed for a reason. Its windows before that are valid."""
+
+    video: Path
+    failure: str | None = None
+
+
+Clip = tuple[Path, WindowClip]
+Group = list[Clip | VideoEnd]
+
+
+def caption_videos(
+    videos: Iterable[Path],
+    caption: CaptionClips,
+    *,
+    sampling: Sampling,
+    size_px: int,
+    length_us: int,
+    batch: int,
+) -> Iterator[CaptionedWindow | VideoEnd]:
+    """The captioned windows of videos in order; a `VideoEnd` follows those of each video.
+
+    Args:
+        batch: number of windows that are captioned at once.
+    """
+    clips = _clips(videos, sampling=sampling, size_px=size_px, length_us=length_us)
+    for group in _decode_ahead(_groups(clips, batch=batch)):
+        yield from _caption_group(group, caption)
+
+
+def _decode_ahead(groups: Iterator[Group]) -> Iterator[Group]:
+    """Decode the next group while the model runs on this one."""
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
+    try:
+        coming = pool.submit(next, groups, None)
+        while (group := coming.result()) is not None:
+            coming = pool.submit(next, groups, None)
+            yield group
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _groups(clips: Iterator[Clip | VideoEnd], *, batch: int) -> Iterator[Group]:
+    """Groups of `batch` clips, with the ends of videos between them."""
+    group: Group = []
+    num_clips = 0
+    for one in clips:
+        group.append(one)
+        num_clips += not isinstance(one, VideoEnd)
+        if num_clips == batch or not num_clips:
+            yield group
+            group, num_clips = [], 0
+    if group:
+        yield group
+
+
+def _clips(videos: Iterable[Path], *, sampling: Sampling, size_px: int, length_us: int) -> Iterator[Clip | VideoEnd]:
+    for video in videos:
+        failure = None
+        try:
+            for clip in window_clips(video, sampling, size_px=size_px, length_us=length_us):
+                yield video, clip
+        except VideoFailed as error:
+            failure = str(error)
+        yield VideoEnd(video, failure)
+
+
+def _caption_group(group: Group, caption: CaptionClips) -> Iterator[CaptionedWindow | VideoEnd]:
+    clips = [one[1] for one in group if not isinstance(one, VideoEnd)]
+    captions = iter(caption(clips) if clips else [])
+    for one in group:
+        if isinstance(one, VideoEnd):
+            yield one
+        else:
+            video, clip = one
+            window, found = clip.window, next(captions)
+            yield CaptionedWindow(
+                video=video,
+                begin_us=window.begin_us,
+                end_us=window.end_us,
+                caption=one_line(found.text),
+                video_us=clip.video_us,
+                source=found.source,
+                likelihood=found.likelihood,
+            )
+
+
+class VideoProgress:
+    """Progress on standard error; failures immediately.
+
+    Args:
+        num_videos: number of videos to caption.
+    """
+
+    def __init__(self, *, num_videos: int) -> None:
+        self._num_videos, self._num_done, self._num_failed = num_videos, 0, 0
+        self._before_us = self._now_us = self._num_windows = self._num_empty = 0
+        self._begin_s, self._pace = time.monotonic(), ProgressRate()
+        self._activity = Activity("decoding and captioning the first windows")
+
+    def __enter__(self) -> Self:
+        self._activity.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._activity.__exit__(kind, error, trace)
+
+    def say_done(self, where: str) -> None:
+        """Say how much was captioned, where the captions are, and how many are empty."""
+        windows, videos = count_noun(self._num_windows, "window"), count_noun(self._num_videos, "video")
+        rates = f"{self._seen_s():.0f} s of video, {self._speed()}"
+        empty = (
+            f"; {self._num_empty:,} of {count_noun(self._num_windows, 'caption')} are empty" if self._num_empty else ""
+        )
+        print(f"done: captions of {windows} of {videos}{where}{empty}; {rates}", file=sys.stderr, flush=True)
+
+    def show(self, event: CaptionedWindow | VideoEnd) -> None:
+        """Show a captioned window, or the end of a video."""
+        share = 0.0
+        if isinstance(event, CaptionedWindow):
+            self._num_windows += 1
+            self._num_empty += not event.caption
+            self._now_us, share = event.end_us, min(event.end_us / event.video_us, 1.0)
+        else:
+            self._num_done += 1
+            self._before_us, self._now_us = self._before_us + self._now_us, 0
+            if event.failure is not None:
+                self._num_failed += 1
+                print(f"{shown_name(event.video)}: {event.failure}", file=sys.stderr, flush=True)
+        done = self._num_done + share
+        self._pace.add(done)
+        shown = amount_text(round(done, 1), self._num_videos, "video")
+        self._activity.say(
+            lambda: join_parts(shown, self._speed(), self._pace.left(self._num_videos)),
+            what="captioning",
+            share=done / self._num_videos,
+        )
+
+    def _seen_s(self) -> float:
+        return (self._before_us + self._now_us) / US_PER_S
+
+    def _speed(self) -> str:
+        speed = self._seen_s() / max(time.monotonic() - self._begin_s, 1e-9)
+        return join_parts(f"{speed:.1f}x real time", f"{self._num_failed} failed" if self._num_failed else "")

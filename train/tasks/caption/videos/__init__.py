@@ -1,1 +1,0 @@
-"""Caption video files: split into windows, decoded once, captioned in batches, written as CSV, JSON or SRT."""
