@@ -35,6 +35,7 @@ from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.loading import Loaded, fit_to
 from clipmill.train.weights.source import Say, Source, effective_clip_settings
 
+# The patches of a 2 x 2 cell, numbered around the cell, so that consecutive numbers are neighbours.
 _CELL = ((0, 1), (3, 2))
 _CELL_PLACES = 4
 
@@ -263,7 +264,6 @@ def reconstruction_loss(predicted_BMV: torch.Tensor, targets_BMV: torch.Tensor) 
     return functional.mse_loss(predicted_BMV.to(targets_BMV.dtype), targets_BMV)
 
 
-# The patches of a 2 x 2 cell, numbered around the cell, so that consecutive numbers are neighbours.
 if TYPE_CHECKING:
     from clipmill.train.data.mixed_samples import MixedSamples
     from clipmill.train.data.samples import Samples
