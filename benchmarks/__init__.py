@@ -1,1 +1,1 @@
-"""Benchmarks; README.md in this folder describes them and lists the results."""
+"""Benchmarks: the docstring of each program describes its method, README.md lists the results."""

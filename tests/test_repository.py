@@ -14,6 +14,7 @@ from tests.conftest import LONG
 PYTHONS = ("3.11", "3.12", "3.13")
 MAX_FILE_LINES = 600
 MAX_README_LINES = 60
+MAX_WORDS_OF_DOCUMENTS = 95_000  # of all Markdown files, as `wc -w` counts; it only goes down
 NAMES_THAT_SAY_NOTHING = {"common", "helper", "helpers", "misc", "tools", "util", "utils"}
 LOCKS = ("requirements.lock", "requirements-uv.lock")
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
@@ -146,6 +147,13 @@ def test_every_document_is_in_the_index(repository: Path, repository_files: list
     for path in repository_files:
         if path.parts[0] == "docs" and path.suffix == ".md" and path.name != "README.md":
             assert f"({path.relative_to('docs').as_posix()})" in index, path
+
+
+def test_the_documents_stay_short(repository: Path, repository_files: list[Path]) -> None:
+    words = {path: len((repository / path).read_text().split()) for path in repository_files if path.suffix == ".md"}
+    longest = ", ".join(f"{path} {words[path]:,}" for path in sorted(words, key=words.__getitem__)[:-6:-1])
+    hint = "tell a fact once, and link to it"
+    assert sum(words.values()) <= MAX_WORDS_OF_DOCUMENTS, f"{sum(words.values()):,} words ({longest}): {hint}"
 
 
 def test_pre_commit_fetches_nothing(repository: Path) -> None:
