@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.arguments import made_once
 from tests.environment import fix_environment
 from tests.forks import Forks
+from tests.hashes import hash_once
 from tests.object_storage.fixtures import _proxy, bucket, faults, few_retries, other_machine, s3  # noqa: F401 - for every test
 from tests.workers import ForkedContext, fork_from, fsync_at_once
 
@@ -133,6 +135,22 @@ def _workers_are_forked(forks: Forks) -> Iterator[None]:
     fork_from(forks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("clipmill.prep.engines.processes._CONTEXT", ForkedContext())
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _arguments_are_made_once() -> Iterator[None]:
+    """Reading the words of a command takes longer than a step of training."""
+    with made_once():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sources_are_hashed_once() -> Iterator[None]:
+    """Each run, and each of its workers, would read and hash all modules of the packages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("clipmill.prep.engines.admission.source_sha256", hash_once)
+        patch.setattr("clipmill.prep.core.parts.source_sha256", hash_once)
         yield
 
 
