@@ -37,7 +37,7 @@ def shell_of_home(
     shell, home = str(request.param), tmp_path_factory.mktemp("home")
     require(shell)
     for program in ("prep", "train"):
-        command = [forks.python(), "-m", f"clipmill.{program}.cli", "--install-completion", "--shell", shell]
+        command = [str(forks.python()), "-m", f"clipmill.{program}.cli", "--install-completion", "--shell", shell]
         ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "HOME": str(home)}, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
         assert f"completion of {program}: {home}" in ran.stdout
