@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.arguments import made_once
 from tests.environment import fix_environment
 from tests.forks import Forks
+from tests.hashes import hash_once
 from tests.object_storage.fixtures import _proxy, bucket, faults, few_retries, other_machine, s3  # noqa: F401 - for every test
 from tests.workers import ForkedContext, fork_from, fsync_at_once
 
@@ -33,27 +35,29 @@ ROOT = Path(__file__).parent.parent
 # Files that take a quarter of a minute or more. They run first, because at the end of the suite the other cores would
 # wait for them: a file stays in one process.
 LONG = (
-    "test_tutorials.py",
     "test_slice.py",
-    "test_simulation.py",
-    "test_ranks.py",
     "test_signals.py",
+    "test_simulation.py",
     "test_stages.py",
-    "test_cluster.py",
-    "test_ray.py",
+    "test_ranks.py",
+    "test_tutorials.py",
     "test_weights_anywhere.py",
-    "test_resume_auto.py",
+    "test_cluster.py",
     "test_timelines.py",
-    "test_frames.py",
-    "test_gpu_dry_run.py",
     "test_endpoint.py",
-    "test_bucket_path.py",
+    "test_remote_sources.py",
     "test_killed.py",
+    "test_ray.py",
+    "test_distribution.py",
+    "test_export_programs.py",
+    "test_frames.py",
+    "test_parts.py",
+    "test_caption_chunks.py",
+    "test_results_kept.py",
     "test_adapted.py",
     "test_embed.py",
-    "test_results_kept.py",
-    "test_language_runs.py",
     "test_caption_runs.py",
+    "test_gpu_dry_run.py",
 )
 # Folders whose tests do not train; the simulated GPU's do so in a process of their own.
 WITHOUT_TRAINING = ("manifests", "prep", "shards", *(() if "SIMULATED_GPUS" in os.environ else ("simulated_gpu",)))
@@ -133,6 +137,22 @@ def _workers_are_forked(forks: Forks) -> Iterator[None]:
     fork_from(forks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("clipmill.prep.engines.processes._CONTEXT", ForkedContext())
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _arguments_are_made_once() -> Iterator[None]:
+    """Reading the words of a command takes longer than a step of training."""
+    with made_once():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sources_are_hashed_once() -> Iterator[None]:
+    """Each run, and each of its workers, would read and hash all modules of the packages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("clipmill.prep.engines.admission.source_sha256", hash_once)
+        patch.setattr("clipmill.prep.core.parts.source_sha256", hash_once)
         yield
 
 

@@ -24,7 +24,7 @@ from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.workers import LIGHT, fsync_at_once
+from tests.workers import LIGHT, end_with_parent, fsync_at_once
 
 ROOT = Path(__file__).parent.parent
 # Of `prep`: a hundred megabytes.
@@ -184,8 +184,10 @@ class Server:
                     connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
     def _end(self) -> NoReturn:
-        for pid in self._asking:
-            os.kill(pid, signal.SIGKILL)
+        """Kill what was forked, and what that has started: ranks of a test that was killed would train for ever."""
+        for pid in _descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         os._exit(0)
 
 
@@ -193,6 +195,7 @@ def servers(address: str) -> Server:
     """Import everything, and go on as two processes of their own when there is an abstract Unix socket."""
     gc.disable()
     _import(_LIGHT)
+    _hash_sources()
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"\0{address}")
     listening.listen()
@@ -218,10 +221,32 @@ def _close(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
+def _descendants(process: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    below, todo = list[int](), [process]
+    while todo:
+        more = children.get(todo.pop(), [])
+        below += more
+        todo += more
+    return below
+
+
 def _import(names: Sequence[str]) -> None:
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+
+
+def _hash_sources() -> None:
+    """Compute here what each command and each of its workers would compute: the hash of the packages."""
+    admission: Any = importlib.import_module("clipmill.prep.engines.admission")
+    parts: Any = importlib.import_module("clipmill.prep.core.parts")
+    admission.source_sha256 = parts.source_sha256 = importlib.import_module("tests.hashes").hash_once
+    admission.source_sha256("clipmill.prep")
 
 
 def _is_light(request: Mapping[str, Any]) -> bool:
@@ -235,6 +260,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """Run the module in this fork, and exit."""
     code = 1
     try:
+        end_with_parent()
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)

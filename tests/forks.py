@@ -56,16 +56,16 @@ class Forks:
 
     def __init__(self, folder: Path, *, address: str | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._lock = folder, threading.Lock()
-        self._address = address or f"clipmill-forks-{os.getpid()}-{id(self)}"
+        self.folder, self._lock = folder, threading.Lock()
+        self.address = address or f"clipmill-forks-{os.getpid()}-{id(self)}"
         self._keeper: socket.socket | None = None
 
     def python(self) -> Path:
         """Return a Python interpreter whose `-m MODULE` is forked; for other arguments it is the real one."""
-        path = self._folder / f"python-{os.getpid()}"
+        path = self.folder / f"python-{os.getpid()}"
         if not path.exists():
             self._keep()
-            path.write_text(_LAUNCHER.format(python=sys.executable, address=self._address))
+            path.write_text(_LAUNCHER.format(python=sys.executable, address=self.address))
             path.chmod(0o755)
         return path
 
@@ -95,7 +95,7 @@ class Forks:
 
     def _keep(self) -> None:
         """Connect once, so that the server goes on; start it if there is none."""
-        with self._lock, (self._folder / "lock").open("w") as file:
+        with self._lock, (self.folder / "lock").open("w") as file:
             if self._keeper is not None:
                 return
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -109,9 +109,9 @@ class Forks:
     def _start(self) -> None:
         # Without the marks by which a test finds its own processes, and ends them.
         kept = {name: value for name, value in os.environ.items() if not name.startswith("CLIPMILL_")}
-        environment = {**kept, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)}
-        words = [sys.executable, "-m", "tests.fork_server", self._address]
-        log = self._folder / "forks.log"
+        environment = {**kept, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
+        words = [sys.executable, "-m", "tests.fork_server", self.address]
+        log = self.folder / "forks.log"
         with log.open("wb") as file:
             said: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
             done = subprocess.run(words, cwd=ROOT, env=environment, timeout=_STARTING_S, **said)
@@ -122,7 +122,7 @@ class Forks:
     def _connected(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect(f"\0{self._address}")
+            connection.connect(f"\0{self.address}")
         except ConnectionRefusedError:
             connection.close()
             raise

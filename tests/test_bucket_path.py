@@ -11,6 +11,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from clipmill.manifests.storage.objects import open_objects
@@ -93,6 +94,7 @@ def weights(run: RunFolder) -> dict[str, torch.Tensor]:
     return read_weights(path)
 
 
+@pytest.mark.nightly
 def test_videos_in_a_bucket_become_the_weights_of_a_local_folder(
     bucket: str, faults: Faults, other_machine: Callable[[], Path], tmp_path: Path
 ) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks
+
 ROOT = Path(__file__).parents[1]
 ASKED = [
     ("prep", ["ch"], {"chunk"}),
@@ -28,12 +30,14 @@ def require(shell: str) -> str:
 
 
 @pytest.fixture(scope="module", params=["bash", "fish"])
-def shell_of_home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def shell_of_home(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Forks
+) -> tuple[str, Path]:
     """A shell, and the home folder where the completion of both programs is installed for it."""
     shell, home = str(request.param), tmp_path_factory.mktemp("home")
     require(shell)
     for program in ("prep", "train"):
-        command = [sys.executable, "-m", f"clipmill.{program}.cli", "--install-completion", "--shell", shell]
+        command = [str(forks.python()), "-m", f"clipmill.{program}.cli", "--install-completion", "--shell", shell]
         ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "HOME": str(home)}, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
         assert f"completion of {program}: {home}" in ran.stdout

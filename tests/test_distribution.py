@@ -174,6 +174,7 @@ def wheel_of(source: Path, *, out: Path) -> Path:
     return wheel
 
 
+@pytest.mark.nightly
 def test_a_source_distribution_makes_the_same_wheel(built: Path, tmp_path: Path) -> None:
     [sdist], [wheel] = built.glob("*.tar.gz"), built.glob("*.whl")
     with tarfile.open(sdist) as archive:

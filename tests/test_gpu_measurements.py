@@ -120,6 +120,7 @@ sys.exit(not run_supervised(measurements, setup=setup, is_dry_run=False, minutes
 """
 
 
+@pytest.mark.nightly
 def test_a_process_that_ends_costs_the_measurement_it_took_and_another_one_takes_the_rest(
     tmp_path: Path, repository: Path
 ) -> None:

@@ -45,9 +45,11 @@ def launched(words: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("words", own_commands(), ids=shlex.join)
 def test_a_documented_command_is_understood(words: list[str]) -> None:
-    app: App = importlib.import_module(f"{words[0]}.cli").app
+    app: App = importlib.import_module(f"clipmill.{words[0]}.cli").app
     # Sub-commands, flags and their values are read as when the command runs; nothing is run.
-    app.parse_args(words[1:], exit_on_error=False, print_error=False)
+    command, values, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
+    assert command.__module__.startswith("clipmill."), "the help of all commands would be shown"
+    assert values.signature.parameters.keys() >= values.arguments.keys()
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, "scripts/slurm_train.sh"], ids=str)

@@ -2,8 +2,13 @@
 
 - For kinds of devices that are missing, `torch.manual_seed` keeps the stack of its caller, in case they are initialized
   later: below pytest that takes longer than a step of a tiny model.
+- A checkpoint asks of each of its entries whether it has the methods of a protocol, whose names Python 3.11 collects
+  each time.
 - Weights without memory, by which a run counts its parameters, are drawn by a decomposition in Python.
 """
+
+import typing
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,6 +22,8 @@ def omit_torch_work() -> None:
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         if not kind.is_available():
             kind.manual_seed_all = _ignore_seed  # type: ignore[attr-defined]
+    if hasattr(typing, "_get_protocol_attrs"):
+        typing._get_protocol_attrs = cache(typing._get_protocol_attrs)
     init._no_grad_normal_ = _fill_normally  # type: ignore[assignment]
 
 

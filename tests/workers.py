@@ -4,10 +4,12 @@ The imports of a rank or of a worker cost more than all that it does in a test. 
 without torch, because a fork of one with torch takes a tenth of a second.
 """
 
+import ctypes
 import multiprocessing
 import os
 import secrets
 import select
+import signal
 import socket
 import sys
 import threading
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 LIGHT, HEAVY = "light", "heavy"  # without and with torch: the argument of this module as a program
 # Packages of `prep` whose workers compute with torch, or import much else.
 _HEAVY_WORK = ("clipmill.prep.captions", "clipmill.prep.latents", "clipmill.prep.text")
@@ -121,7 +124,15 @@ def fsync_at_once(descriptor: int) -> None:
     os.fstat(descriptor)
 
 
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:  # it has ended already
+        os._exit(1)
+
+
 def _run(target: Callable[..., object], args: tuple[Any, ...], environment: dict[str, str]) -> None:
+    end_with_parent()
     os.environ.clear()
     os.environ.update(environment)
     os.fsync = fsync_at_once  # type: ignore[assignment]

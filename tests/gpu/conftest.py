@@ -12,7 +12,6 @@ import torch
 from tests.gpu.data import write_latents_folder
 from tests.gpu.runs import Runs
 from tests.train.classify.moving import write_moving
-from tests.train.conftest import _arguments_are_made_once  # noqa: F401 - for every test
 
 # Minutes of a GPU may be over before the last test: those that compile take longest and come last.
 _LAST = "test_compiled.py"

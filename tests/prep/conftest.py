@@ -1,13 +1,27 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from clipmill.prep.synthetic import FrameNumberVideo
+from clipmill.prep.video.plan_report import EncodeTrials
 from tests.prep.sets import made_set, prep, shard_set
 
 __all__ = ["made_set", "prep", "shard_set", "write_video"]
+
+
+# Files whose plans encode sections of videos, to estimate their cost by them.
+WITH_TRIALS = ("test_estimate.py",)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_trials(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plans estimate by averages alone: a trial takes longer than all else that a plan does."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.name not in WITH_TRIALS:
+            patch.setattr("clipmill.prep.video.estimate.run_trials", lambda *_: EncodeTrials())
+        yield
 
 
 @pytest.fixture(scope="session")

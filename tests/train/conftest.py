@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 
 from clipmill.train.tasks.caption.java import MetricUnavailable
-from tests.arguments import made_once
 from tests.narrow_text import narrow, whole
 from tests.train.classify.moving import write_moving
 from tests.train.full_disk import small_disk
@@ -15,13 +14,6 @@ NUM_FRAMES = 55  # chunks of 20, 20 and 15
 # Files that run Java; in the others METEOR is absent, because it takes longer to start than a whole test.
 WITH_JAVA = ("test_java_metrics.py",)
 VIDEOS = {"a": "train", "b": "train", "c": "train", "d": "val"}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _arguments_are_made_once() -> Iterator[None]:
-    """To make those of a command takes longer than a step of training."""
-    with made_once():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,8 @@ def test_what_a_preset_has_for_its_own_choice_is_not_used_with_another(
 @pytest.mark.parametrize("preset", ["tiny", "b16-ego4d", "b16-ek100-mir", "fastclip-medium", "fastclip-xlarge"])
 def test_every_loss_and_optimizer_goes_with_every_kind_of_preset(launched: Launch, preset: str) -> None:
     for kind in LOSSES:
-        launched("dual-encoder", "--preset", preset, "--loss.kind", kind, "--optimizer.name", "lion")
+        settings, _ = launched("dual-encoder", "--preset", preset, "--loss.kind", kind, "--optimizer.name", "lion")
+        assert (settings.loss.kind, settings.optimizer.name) == (kind, "lion")
 
 
 @pytest.mark.parametrize(

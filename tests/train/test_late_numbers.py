@@ -26,6 +26,7 @@ from clipmill.train.engine.state import State
 from clipmill.train.losses.objective import Objective
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder, read_lines
+from tests.tiers import nightly_beyond
 from tests.train.device_reads import as_on_a_gpu
 from tests.train.plane import CPU, Distance, PlaneTask, Points, assert_same, settings, train_plane
 
@@ -124,7 +125,7 @@ def test_a_number_that_is_not_finite_ends_the_run_at_its_step(
     assert_same(run, whole)
 
 
-@pytest.mark.parametrize("name", ["lion", "lamb", "sgd"])
+@pytest.mark.parametrize("name", nightly_beyond(["lamb"], ["lion", "lamb", "sgd"]))
 def test_no_checkpoint_is_made_of_weights_that_another_optimizer_has_spoilt(tmp_path: Path, name: Any) -> None:
     chosen = settings(tmp_path / "run", checkpoint_every=1, optimizer=OptimizerSettings(name=name), lr=0.01)
     with pytest.raises(FailedWork, match=SAID["gradient"].format(3)):
@@ -195,7 +196,7 @@ def test_a_bug_in_the_next_step_loses_no_line_of_a_good_one(tmp_path: Path, faul
     assert steps(RunFolder(chosen.out)) == list(range(1, last + 1))
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "lamb", "sgd"])
+@pytest.mark.parametrize("name", nightly_beyond(["adamw", "lamb"], ["adamw", "lion", "lamb", "sgd"]))
 def test_fp16_leaves_a_step_out_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any) -> None:
     """Stopped right after the step that was left out, and right before it, it is the undisturbed run."""
     monkeypatch.setattr("clipmill.train.device.precision._FIRST_SCALE", 1024.0)

@@ -15,11 +15,15 @@ from clipmill.train.doctor.accelerator import ask_child
 from clipmill.train.tasks.caption.java import MetricUnavailable
 from tests.conftest import ROOT
 from tests.prep.captions.server import served
+from tests.tiers import nightly_beyond
 from tests.tutorials.made import DATA, Video, make_videos
 from tests.tutorials.page import command_lines, missing_lines, read_page
 from tests.tutorials.running import Runner
 
 PAGES = [ROOT / "docs/start.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
+
+# The first page, which most readers follow to its end, and those with programs: cells, and processes of torchrun.
+EVERY_DAY = ("start", "notebook", "own_loop")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,7 +60,9 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> list[Video]:
     return make_videos(tmp_path_factory.mktemp("shapes") / "videos")
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", nightly_beyond(EVERY_DAY, PAGES, key=lambda path: path.stem), ids=lambda path: path.stem
+)
 def test_a_tutorial_runs(path: Path, videos: list[Video], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = read_page(path)
     assert page.data is not None, f"{path.name} does not say what it is tested with"

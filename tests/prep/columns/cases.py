@@ -3,7 +3,7 @@
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -22,6 +22,7 @@ from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 from tests.prep.captions.server import MODEL, Server
 from tests.prep.running import Ran, contents, manifest, prep_here
+from tests.tiers import nightly_beyond
 
 SERVER = "SERVER"  # in flags: the address of the server that answers
 ROWS = ("long,begins,0,1,train", "long,ends,4,5,train", "short,all of it,0,3,val")
@@ -133,7 +134,15 @@ CASES = (
         difference="every: 2 → 3",
     ),
 )
+# They are columns of chunks as `brightness` is, whose contents have tests of their own beside their packages.
+NIGHTLY = ("scores", "captions")
 OF_CHUNKS = [case for case in CASES if case.is_of_chunks]
+
+
+def with_tiers(cases: Iterable[Case]) -> list[Any]:
+    """Return the cases for `parametrize`: those of columns in `NIGHTLY` are run by `make nightly` alone."""
+    cases = list(cases)
+    return nightly_beyond([case.name for case in cases if case.name not in NIGHTLY], cases, key=str)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from clipmill.prep.sources import probe_processes
 from clipmill.prep.text import tower
 from tests.plugins import example_installed, installed_here
 from tests.prep.captions.server import Server, served
-from tests.prep.columns.cases import CASES, Case, Folder, copied, write_video
+from tests.prep.columns.cases import CASES, Case, Folder, copied, with_tiers, write_video
 from tests.prep.here import Here
 
 # They list columns and datasets when they are imported.
@@ -95,7 +95,7 @@ def folder(made: Path, case: Case, server: Server, tmp_path: Path) -> Iterator[F
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test on every column, if it says nothing else."""
+    """Run a test on every column, if it says nothing else; on those of `NIGHTLY` by `make nightly`."""
     is_parametrized = any("case" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     if "case" in metafunc.fixturenames and not is_parametrized:
-        metafunc.parametrize("case", CASES, ids=str)
+        metafunc.parametrize("case", with_tiers(CASES), ids=str)

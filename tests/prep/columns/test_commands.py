@@ -10,7 +10,7 @@ from clipmill.prep.core import make
 from clipmill.prep.core.recipe import KEPT, marked_fields
 from clipmill.prep.core.variants import stored_request
 from clipmill.shards.reader import Variant
-from tests.prep.columns.cases import CASES, ROWS, Case, Folder
+from tests.prep.columns.cases import CASES, ROWS, Case, Folder, with_tiers
 from tests.prep.latents.video_vaes import saved
 
 VALUES: dict[type, object] = {int: 1000, float: 30.5, str: "1GB"}  # of flags, by their types
@@ -79,7 +79,7 @@ def test_a_retry_repeats_every_flag_that_is_kept(folder: Folder, monkeypatch: py
     assert kept == {name: {**values, **changed}[name] for name in values}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.other], ids=str)
+@pytest.mark.parametrize("case", with_tiers(case for case in CASES if case.other), ids=str)
 def test_a_retry_works_on_the_variant_that_failed_or_on_the_one_that_is_named(folder: Folder, case: Case) -> None:
     folder.read_manifest()
     first = folder.current
@@ -94,7 +94,7 @@ def test_a_retry_works_on_the_variant_that_failed_or_on_the_one_that_is_named(fo
     assert first in missing and failed["variant"] in missing
 
 
-@pytest.mark.parametrize("case", SELECTING, ids=str)
+@pytest.mark.parametrize("case", with_tiers(SELECTING), ids=str)
 def test_a_condition_selects_and_is_repeated_and_another_one_makes_the_rest(folder: Folder, case: Case) -> None:
     whole, variant = folder.stored(), folder.current
     folder.forget_column()

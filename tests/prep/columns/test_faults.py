@@ -12,7 +12,7 @@ from clipmill.prep.core.parts import Part, writing_part
 from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.shards.commits import commit_path
 from clipmill.shards.reader import CommittedShard
-from tests.prep.columns.cases import CASES, Case, Folder, bytes_replaced
+from tests.prep.columns.cases import CASES, NIGHTLY, Case, Folder, bytes_replaced
 from tests.prep.here import Here
 from tests.prep.running import contents, failing, identities, prep_here
 
@@ -49,7 +49,12 @@ OF_EVERY_COLUMN = ("tar", "byte", "commit")  # the others are losses of a shard,
 
 @pytest.mark.parametrize(
     ("case", "loss"),
-    [(case, loss) for case in CASES for loss in LOSSES if case.name == "video" or loss in OF_EVERY_COLUMN],
+    [
+        pytest.param(case, loss, marks=[pytest.mark.nightly] if case.name in NIGHTLY else [])
+        for case in CASES
+        for loss in LOSSES
+        if case.name == "video" or loss in OF_EVERY_COLUMN
+    ],
     ids=str,
 )
 def test_what_is_lost_is_named_and_made_again_with_the_same_bytes(folder: Folder, case: Case, loss: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from clipmill.prep.core.variants import stored_request
 from clipmill.shards.commits import commit_path
-from tests.prep.columns.cases import CASES, OF_CHUNKS, ROWS, Case, Folder, copied, write_video
+from tests.prep.columns.cases import CASES, OF_CHUNKS, ROWS, Case, Folder, copied, with_tiers, write_video
 from tests.prep.running import identities
 
 WITH_OTHER = [case for case in CASES if case.other]
@@ -82,7 +82,7 @@ def test_a_renamed_video_keeps_its_samples_with_the_bytes_of_a_new_run(folder: F
         assert folder.make()["num_chunks"] == 5 and not folder.server.log, "answers are found by content"
 
 
-@pytest.mark.parametrize("case", WITH_OTHER, ids=str)
+@pytest.mark.parametrize("case", with_tiers(WITH_OTHER), ids=str)
 def test_another_setting_makes_another_variant_and_gc_drops_the_old_one(folder: Folder, case: Case) -> None:
     old = folder.current
     before = identities(folder.column / old)
@@ -123,7 +123,7 @@ def test_re_encoded_chunks_make_a_column_of_chunks_stale_until_it_is_made_again(
     assert [path.name for path in folder.column.iterdir()] == [folder.current]
 
 
-@pytest.mark.parametrize("case", OF_CHUNKS, ids=str)
+@pytest.mark.parametrize("case", with_tiers(OF_CHUNKS), ids=str)
 def test_a_column_follows_the_chunks_while_they_are_made(folder: Folder, case: Case) -> None:
     before = folder.stored()
     folder.forget_column()
@@ -148,7 +148,7 @@ def test_a_video_that_leaves_takes_its_samples_along(folder: Folder) -> None:
     assert all(key.startswith("long") for shard in folder.variant.shards() for key in shard.index["key"].to_pylist())
 
 
-@pytest.mark.parametrize("case", OF_CHUNKS, ids=str)
+@pytest.mark.parametrize("case", with_tiers(OF_CHUNKS), ids=str)
 def test_captions_and_records_of_chunks_cost_no_samples(folder: Folder, case: Case) -> None:
     before = folder.stored()
     folder.read_manifest("long,other words,0,1,train", *ROWS[1:])

@@ -33,7 +33,8 @@ import clipmill.manifests.adapters.folder, clipmill.manifests.adapters.reading, 
 import clipmill.prep.commands.manifest_text, clipmill.prep.upkeep.garbage, clipmill.prep.upkeep.texts, pyarrow.dataset
 
 pristine, work, expected = map(Path, sys.argv[1:4])
-command = sys.argv[4:]
+step = int(sys.argv[4])
+command = sys.argv[5:]
 EVENTS = {"os.mkdir", "os.rename", "os.rmdir", "os.remove", "os.truncate"}
 
 def run(left=None):
@@ -62,7 +63,7 @@ def state(folder):
     }
 
 wanted = state(expected)
-for moment in range(400):
+for moment in range(0, 400, step):
     shutil.rmtree(work, ignore_errors=True)
     if pristine.exists():
         shutil.copytree(pristine, work)
@@ -77,10 +78,13 @@ for moment in range(400):
         break
 """
 
+# At every moment, and at every fifth, which is another one of each kind of change.
+STEPS = pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.nightly), 5])
 
-def kill_at_each(pristine: Path, work: Path, *command: object, expected: Path) -> int:
-    """Kills `prep COMMAND` at each change below `work`; the number of moments."""
-    arguments = [sys.executable, "-c", KILL_AT_EACH, pristine, work, expected, *command]
+
+def kill_at_each(pristine: Path, work: Path, *command: object, expected: Path, step: int) -> int:
+    """Kills `prep COMMAND` at each change below `work`, or at each `step`-th; the number of changes, at least."""
+    arguments = [sys.executable, "-c", KILL_AT_EACH, pristine, work, expected, step, *command]
     ran = subprocess.run([*map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return int(ran.stdout.split()[-1])
@@ -99,23 +103,26 @@ def two_variants(made_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return data
 
 
-def test_a_killed_gc_is_finished_by_the_next(prep: Prep, two_variants: Path, tmp_path: Path) -> None:
+@STEPS
+def test_a_killed_gc_is_finished_by_the_next(prep: Prep, two_variants: Path, tmp_path: Path, step: int) -> None:
     done = tmp_path / "done"
     shutil.copytree(two_variants, done)
     prep("gc", "--data", done)
     assert len(list((done / "video").iterdir())) == 1
-    num_moments = kill_at_each(two_variants, tmp_path / "work", "gc", "--data", tmp_path / "work", expected=done)
+    work = tmp_path / "work"
+    num_moments = kill_at_each(two_variants, work, "gc", "--data", work, expected=done, step=step)
     assert num_moments > 10
 
 
+@STEPS
 def test_a_killed_manifest_leaves_no_temporary_file(
-    prep: Prep, write_video: Callable[..., Path], tmp_path: Path
+    prep: Prep, write_video: Callable[..., Path], tmp_path: Path, step: int
 ) -> None:
     videos, done = tmp_path / "videos", tmp_path / "done"
     write_video(videos / "a.mp4", seconds=0.2)
     prep("manifest", "folder", videos, "--data", done)
     arguments = ("manifest", "folder", videos, "--data", tmp_path / "work")
-    assert kill_at_each(tmp_path / "none", tmp_path / "work", *arguments, expected=done) > 10
+    assert kill_at_each(tmp_path / "none", tmp_path / "work", *arguments, expected=done, step=step) > 10
 
 
 def left(data: Path, target: str) -> Path:

@@ -111,15 +111,23 @@ def run(engine: RayEngine, tasks: list[Task], *, notices: list[str] | None = Non
     return {outcome.task.number: outcome for outcome in outcomes}
 
 
+@pytest.mark.nightly
 def test_tasks_are_listed_by_their_names(cluster: Any, tmp_path: Path) -> None:
     from ray.util.state import list_tasks
 
     run(RayEngine(num_workers=None, address=cluster.address), [Task(number, tmp_path) for number in range(3)])
     names = {f"numbered {number:06d}" for number in range(3)}
-    address = f"http://{cluster.head_node.webui_url}"
-    wait_until(lambda: names <= {task.name for task in list_tasks(address=address, limit=1000)})
+    address, listed = f"http://{cluster.head_node.webui_url}", set[str]()
+
+    def are_listed() -> bool:
+        listed.update(task.name for task in list_tasks(address=address, limit=1000))
+        return names <= listed
+
+    wait_until(are_listed)
+    assert {one for one in listed if one.startswith("numbered ")} >= names
 
 
+@pytest.mark.nightly
 def test_workers_that_wait_for_room_tell_an_autoscaler_what_is_missing(cluster: Any, tmp_path: Path) -> None:
     from ray.util.state import list_actors
 
@@ -134,6 +142,7 @@ def test_workers_that_wait_for_room_tell_an_autoscaler_what_is_missing(cluster: 
     assert len(pending) == 1  # the other CPU that there would be room for
 
 
+@pytest.mark.nightly
 def test_gpus_that_are_still_to_come_are_awaited_and_shared(cluster: Any, tmp_path: Path) -> None:
     assert count_cluster_gpus(cluster.address) == 0
     need = Need(0, 0.5, 0)
@@ -179,6 +188,7 @@ def test_a_worker_that_keeps_dying_is_not_tried_for_ever(cluster: Any, tmp_path:
     assert "died" in str(outcomes[1].lost)
 
 
+@pytest.mark.nightly
 def test_a_task_is_not_to_blame_for_the_loss_of_its_node(cluster: Any, tmp_path: Path) -> None:
     node, is_lost = cluster.add_node(num_cpus=2), False
     engine = RayEngine(
@@ -201,6 +211,7 @@ def test_a_task_is_not_to_blame_for_the_loss_of_its_node(cluster: Any, tmp_path:
         cluster.remove_node(node)
 
 
+@pytest.mark.nightly
 def test_all_nodes_probe_the_sources_of_a_run(cluster: Any, leasable: Path, write_video: Callable[..., Path]) -> None:
     """A lease on their only file holds all probes up, so that the processes that wait for it show where they run."""
     videos, data = leasable / "videos", leasable / "data"

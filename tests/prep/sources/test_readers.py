@@ -223,7 +223,7 @@ def test_readers_do_not_outlive_the_driver(leasable: Path, write_video: Callable
         wait_until(lambda: any(map(waits_for_lease, readers(driver.pid))))
         (reader,) = readers(driver.pid)
         driver.kill()
-        driver.wait()
+        assert driver.wait() == -signal.SIGKILL
         wait_until(lambda: _has_ended(reader))
 
 

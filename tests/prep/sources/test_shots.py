@@ -74,7 +74,12 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(
     "found",
-    [detector(), detector(min_scene=1), detector("adaptive"), detector("adaptive", threshold=1.2, min_scene=5)],
+    [
+        detector(),
+        pytest.param(detector(min_scene=1), marks=pytest.mark.nightly),
+        pytest.param(detector("adaptive"), marks=pytest.mark.nightly),
+        detector("adaptive", threshold=1.2, min_scene=5),
+    ],
     ids=str,
 )
 def test_cuts_are_those_of_scenedetect_run_plainly_on_the_same_frames(found: Detector, film: tuple[Path, Path]) -> None:

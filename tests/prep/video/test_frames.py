@@ -30,26 +30,27 @@ SOURCES = [
     Source("ntsc.mp4", Fraction(30000, 1001), 321),
     Source("pal.mp4", Fraction(25), 269),
     Source("fast.mp4", Fraction(60), 641),
-    Source("slow.mp4", Fraction(10), 108),
     Source("variable-slow.mp4", Fraction(12), 130, options={"variable_rate": True}),
-    Source("offset-pal.mp4", Fraction(25), 269, options={"start_offset_s": 0.73}),
     Source("turned-90.mp4", Fraction(30), 321, 120, 160, options={"rotation_degrees": 90}),
     Source("odd.mp4", Fraction(30), 321, 161, 121, options={"pixel_format": "yuv444p"}),
-    Source("ten-bit.mp4", Fraction(30), 321, options={"codec": "libx265", "pixel_format": "yuv420p10le"}),
-    Source("open-hevc.mp4", Fraction(30), 321, options={"codec": "libx265", "open_gop": True, "gop": 50}),
-    Source("one-key.mp4", Fraction(30), 321, options={"gop": 10_000}),
     Source("offset-mkv.mkv", Fraction(30), 321, tick_s=0.001, options={"start_offset_s": 7.3}),
-    Source("offset-webm.webm", Fraction(25), 269, tick_s=0.001, options={"codec": "libvpx-vp9", "start_offset_s": 7.3}),
     Source("offset-wmv.wmv", Fraction(30), 321, tick_s=0.001, options={"codec": "wmv2", "start_offset_s": 7.3}),
-    Source("avi.avi", Fraction(25), 269, options={"codec": "mpeg4"}),
     Source("ts-intra.ts", Fraction(30), 321, tick_s=2e-5, options={"gop": 1}),  # read from 31 or 32 frames before
-    # Slides and screen recordings: one frame is shown from 6 to 10.5 s, or the last one from 8 to 16 s.
-    Source("screen.mp4", Fraction(1, 3), 4, options={"variable_rate": True}),
+    # Slides: the last one is shown from 8 to 16 s.
     Source("slides.mp4", Fraction(1, 8), 2),
     Source("ts-hevc.ts", Fraction(30), 321, tick_s=2e-5, options={"codec": "libx265", "open_gop": True, "gop": 100}),
 ]
-# Each differs from one above only by a rate, a container or an encoder that another one covers.
+# Each differs from one above only by a rate, a container or an encoder that another one covers, there or in
+# test_timelines.py. Of the screen recordings, one frame is shown from 6 to 10.5 s.
 FURTHER_SOURCES = [
+    Source("slow.mp4", Fraction(10), 108),
+    Source("offset-pal.mp4", Fraction(25), 269, options={"start_offset_s": 0.73}),
+    Source("ten-bit.mp4", Fraction(30), 321, options={"codec": "libx265", "pixel_format": "yuv420p10le"}),
+    Source("one-key.mp4", Fraction(30), 321, options={"gop": 10_000}),
+    Source("offset-webm.webm", Fraction(25), 269, tick_s=0.001, options={"codec": "libvpx-vp9", "start_offset_s": 7.3}),
+    Source("avi.avi", Fraction(25), 269, options={"codec": "mpeg4"}),
+    Source("open-hevc.mp4", Fraction(30), 321, options={"codec": "libx265", "open_gop": True, "gop": 50}),
+    Source("screen.mp4", Fraction(1, 3), 4, options={"variable_rate": True}),
     Source("30.mp4", Fraction(30), 321),
     Source("film.mp4", Fraction(24), 257),
     Source("variable.mp4", Fraction(30), 321, options={"variable_rate": True}),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from clipmill.prep.video.estimate import run_trials
 
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
@@ -138,7 +139,9 @@ def test_new_captions_are_written_without_encoding(made: Set) -> None:
     assert made.of_shards(0, 1, 2) == others
 
 
-def test_a_plan_says_in_words_what_happens_to_the_chunks(made: Set, write_video: Callable[..., Path]) -> None:
+def test_a_plan_says_in_words_what_happens_to_the_chunks(
+    made: Set, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def plan() -> list[str]:
         said = prep_here("plan", "--data", made.data, *SETTINGS).stdout
         assert "None" not in said
@@ -172,7 +175,9 @@ def test_a_plan_says_in_words_what_happens_to_the_chunks(made: Set, write_video:
     made.chunk()
     write_video(made.videos / "b.mp4", seconds=12, first_number=5000)
     assert plan()[2] == "to do    24 chunks encoded and 10 copied into 2 shards: 1 video changed"
-    values = json.loads(prep_here("plan", "--data", made.data, *SETTINGS, "--json").stdout)
+    with monkeypatch.context() as patch:  # with trials, which give the range of sizes
+        patch.setattr("clipmill.prep.video.estimate.run_trials", run_trials)
+        values = json.loads(prep_here("plan", "--data", made.data, *SETTINGS, "--json").stdout)
     assert [work["num_copied"] for work in values["work"]] == [0, 10]
     assert values["estimate"]["video_hours"] * 3600 == pytest.approx(12)
     replaced = [commit.size_bytes for shard_id, commit in made.variant.commits.items() if shard_id in (2, 3)]

@@ -11,7 +11,7 @@ from tests.simulated_gpu.inside.runs import train_all
 from tests.simulated_gpu.journal import Journal
 from tests.train.caption.language.tiny_models import save_language_model
 from tests.train.classify.moving import write_moving
-from tests.train.conftest import _arguments_are_made_once, _no_java  # noqa: F401 - for every test
+from tests.train.conftest import _no_java  # noqa: F401 - for every test
 from tests.train.library.small_library import add_open_clip, save_hf, train_tokenizer
 from tests.train.library.test_texts_of_transformers import CONFIGS, save_model, save_tokenizer
 

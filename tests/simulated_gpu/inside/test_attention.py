@@ -26,6 +26,7 @@ from tests.simulated_gpu.inside.runs import DECODER, PIXELS
 from tests.simulated_gpu.inside.steps import run
 from tests.simulated_gpu.journal import Journal
 from tests.simulated_gpu.kernels import CALLS
+from tests.tiers import nightly_beyond
 from tests.train.running import error_of, facts, train
 
 CUDA = torch.device("cuda", 0)
@@ -38,7 +39,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("part", MODELS)
+@pytest.mark.parametrize("part", nightly_beyond(["text"], MODELS))
 def test_heads_without_a_kernel_are_announced_and_computed_by_sdpa(
     part: str, clips_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,7 +60,7 @@ def test_xformers_by_name_is_refused_for_such_heads(
     assert f"no kernel for heads of width {width}" in error_of(capsys) and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("width", [4, 12, 16, 20, 64])
+@pytest.mark.parametrize("width", nightly_beyond([12, 64], [4, 12, 16, 20, 64]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["full", "causal", "packed"])
 def test_every_width_has_the_numbers_and_gradients_of_the_formula(
@@ -91,7 +92,7 @@ CROWDS = {
 }
 
 
-@pytest.mark.parametrize("kind", CROWDS)
+@pytest.mark.parametrize("kind", nightly_beyond(["packed"], CROWDS))
 def test_more_sequences_than_a_grid_has_room_for_are_computed_in_parts(kind: str, journal: Journal) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(3, *CROWDS[kind])
@@ -190,6 +191,7 @@ def test_the_simulation_notices_what_a_gpu_would(journal: Journal) -> None:
     assert journal.races[-1].what.startswith("memory was filled by a copy while another")
 
 
+@pytest.mark.nightly
 def test_the_fastest_backend_of_a_gpu_is_in_the_results_of_its_first_minutes(
     tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import yaml
 from clipmill.train.run.checkpoint import all_checkpoints
 from tests.simulated_gpu.inside.runs import DECODER, LATENTS, NUM_STEPS, PIXELS, SMALL
 from tests.simulated_gpu.inside.steps import LOCAL_RANK, STEADY, run, run_on_cpu, steady
+from tests.tiers import nightly_beyond
 from tests.train.running import losses
 
 PRESETS = Path(__file__).parents[3] / "train" / "presets"
@@ -76,6 +77,16 @@ RUNS = {
     "captions": f"caption {PIXELS} {DECODER} {SINGLE} --towers.kind timesformer --optimizer.schedule linear {IN_LOOP}"
     f" {SHORT}",
 }
+# Of each task one, in which its loss, its evaluation or its library differs most from the others.
+EVERY_DAY = (
+    "mbcl, evaluated",
+    "fastclip-v3",
+    "mae",
+    "videomae",
+    "library, CLIP and T5",
+    "language model, adapted",
+    "captions",
+)
 # transformers reads whether a mask or positions have anything to hide, to choose a kernel for attention, and cannot be
 # told: once for each pass of texts through a tower, and of captions through a language model with checkpointing.
 OF_TRANSFORMERS = {
@@ -98,7 +109,7 @@ def words(
     return [*flags.split(), "--steps", str(NUM_STEPS), "--shards", str(shards)]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", nightly_beyond(EVERY_DAY, RUNS))
 def test_a_steady_step_waits_for_the_numbers_of_the_step_before_alone(
     name: str, words: list[str], tmp_path: Path
 ) -> None:

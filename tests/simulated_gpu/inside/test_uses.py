@@ -32,6 +32,7 @@ from tests.prep.latents.video_vaes import saved
 from tests.prep.text.t5_models import saved_t5
 from tests.simulated_gpu.inside.steps import LOCAL_RANK, run
 from tests.simulated_gpu.journal import Journal
+from tests.tiers import nightly_beyond
 from tests.train.running import train
 
 EVALUATIONS = {
@@ -68,7 +69,7 @@ def _few_regularisations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_classifiers, "choose_l2", partial(choose_l2, grid=GRID[-2:]))
 
 
-@pytest.mark.parametrize("name", EVALUATIONS)
+@pytest.mark.parametrize("name", nightly_beyond(["retrieval", "caption"], EVALUATIONS))
 def test_an_evaluation_has_the_result_of_a_cpu(
     name: str,
     trained: dict[str, Path],

@@ -11,6 +11,7 @@ import pytest
 from clipmill.manifests.store import read_captions, read_videos
 from clipmill.manifests.write import write_manifest
 from clipmill.train.registry import tasks
+from tests.tiers import nightly_beyond
 from tests.train.latents.columns import write_columns
 from tests.train.running import train
 
@@ -67,7 +68,7 @@ def labelled(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("task", [spec.name for spec in tasks()])
+@pytest.mark.parametrize("task", nightly_beyond(["dual-encoder"], [spec.name for spec in tasks()]))
 def test_every_task_is_measured(bench: Bench, labelled: Path, capsys: pytest.CaptureFixture[str], task: str) -> None:
     assert bench(task, "--shards", labelled, "--json") == 0
     result = json.loads(capsys.readouterr().out)

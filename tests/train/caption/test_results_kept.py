@@ -11,6 +11,7 @@ import pytest
 from clipmill.train.report.overview import write_overview
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder
+from tests.tiers import nightly_beyond
 from tests.train.caption.conftest import DECODER, SMALL
 from tests.train.running import train
 
@@ -77,7 +78,7 @@ def test_every_use_unlike_the_training_has_a_result_of_its_own(run: RunFolder, t
     assert "decoding.method sample" in run.page.read_text()
 
 
-@pytest.mark.parametrize(("flags", "spelled_out"), ALIKE, ids=[flags for flags, _ in ALIKE])
+@pytest.mark.parametrize(("flags", "spelled_out"), nightly_beyond(ALIKE[-1:], ALIKE), ids=[flags for flags, _ in ALIKE])
 def test_what_takes_effect_names_a_result_and_its_command(
     run: RunFolder, flags: str, spelled_out: str, tmp_path: Path
 ) -> None:

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import torch
 
 from clipmill.train.run.checkpoint import all_checkpoints
@@ -97,24 +99,35 @@ def test_a_rank_that_dies_before_the_first_collective_is_noticed(columns: Path, 
     assert "Traceback" not in error
 
 
-def children(process: int) -> list[int]:
-    tasks = Path(f"/proc/{process}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+def rank_1_of(out: Path) -> int:
+    """The process that torchrun has started as rank 1 of a run."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            is_of_run = str(out).encode() in (folder / "cmdline").read_bytes().split(b"\0")
+            if is_of_run and b"RANK=1" in (folder / "environ").read_bytes().split(b"\0"):
+                return int(folder.name)
+    raise AssertionError("there is no rank 1")
 
 
-def torchrun(folder: Path, *flags: str, python: Path) -> "subprocess.Popen[str]":
+def torchrun(folder: Path, *flags: str, python: Path, is_installed: bool) -> "subprocess.Popen[str]":
     """Launches `train` as the documents do, from a folder with a train.py of the user's own.
 
-    Rank 0 is the installed program until a rank is killed. The others, which come from `python`, need not prove that.
+    Args:
+        python: What torchrun and the ranks come from.
+        is_installed: True for the installed torchrun, and for the installed program as rank 0 until a rank is killed.
+            The others need not prove that.
     """
     (folder / "train.py").write_text("raise SystemExit('the train.py of the user was run')\n")
     bin_dir, programs = Path(sys.executable).parent, folder / "bin"
     programs.mkdir()
-    installed = f'[[ "$RANK $TORCHELASTIC_RESTART_COUNT" == "0 0" ]] && exec {bin_dir}/train "$@"'
+    installed = (
+        f'[[ "$RANK $TORCHELASTIC_RESTART_COUNT" == "0 0" ]] && exec {bin_dir}/train "$@"' if is_installed else ""
+    )
     (programs / "train").write_text(f'#!/bin/bash\n{installed}\nexec {python} -m clipmill.train.cli "$@"\n')
     (programs / "train").chmod(0o755)
+    launcher = [bin_dir / "torchrun"] if is_installed else [python, "-m", "torch.distributed.run"]
     return subprocess.Popen(
-        [bin_dir / "torchrun", "--no-python", *flags],
+        [*launcher, "--no-python", *flags],
         cwd=folder,
         env={**os.environ, "PATH": os.pathsep.join([str(programs), str(bin_dir), os.environ["PATH"]])},
         text=True,
@@ -123,15 +136,20 @@ def torchrun(folder: Path, *flags: str, python: Path) -> "subprocess.Popen[str]"
     )
 
 
+@pytest.mark.parametrize(
+    "is_installed", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["forked", "installed"]
+)
 def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_happened(
-    columns: Path, tmp_path: Path, forks: Forks
+    columns: Path, tmp_path: Path, forks: Forks, is_installed: bool
 ) -> None:
-    """Of the installed program, beside a train.py of the user's."""
+    """Beside a train.py of the user's."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     flags = [*TRAIN, "--shards", str(columns), "--steps", "12", "--checkpoint-every", "4", "--resume", "auto"]
     launch = ["--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d"]
     launch += ["--rdzv-endpoint", "127.0.0.1:0", "train"]
-    process = torchrun(tmp_path, *launch, *flags, "--out", str(killed), python=forks.python())
+    process = torchrun(
+        tmp_path, *launch, *flags, "--out", str(killed), python=forks.python(), is_installed=is_installed
+    )
     checkpoints = RunFolder(killed).checkpoints
     try:
         # The programs start for seconds.
@@ -141,7 +159,7 @@ def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_
         while process.poll() is None and not (all_checkpoints(checkpoints) and list(checkpoints.glob(".tmp-step_*"))):
             time.sleep(0.005)
         assert process.poll() is None, "it ended before a rank could be killed"
-        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        os.kill(rank_1_of(killed), signal.SIGKILL)
         said, _ = process.communicate(timeout=600)
     finally:
         process.terminate()  # its ranks too

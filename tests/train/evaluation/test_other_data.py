@@ -15,6 +15,7 @@ from clipmill.manifests.write import write_manifest
 from clipmill.train.config.evaluation import EvaluatedData, EvaluationSettings
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderEvaluation
+from tests.tiers import nightly_beyond
 from tests.train.classify.moving import write_moving
 from tests.train.data.test_stream_tars import write_tar
 from tests.train.evaluation.test_commands import scored
@@ -54,7 +55,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data_dir
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", nightly_beyond(["dual-encoder"], TASKS))
 def test_the_loop_finds_on_other_data_what_the_command_finds(
     moving: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:

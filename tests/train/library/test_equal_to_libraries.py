@@ -49,7 +49,7 @@ def unit(rows: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(rows, dim=-1)
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def assert_equal_to_unit(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, unit(theirs), rtol=0, atol=1e-11)
 
 
@@ -62,8 +62,8 @@ def test_both_towers_of_open_clip_are_its_own(models: Path, name: str) -> None:
     tokenize = tokenizer_of(f"open_clip:{name}", tokens.shape[1])
     assert torch.equal(torch.stack([torch.from_numpy(tokenize(text)) for text in TEXTS]), tokens)
     with torch.no_grad():
-        close(ours.embed_video(pictures(2)[:, :, None]), theirs.encode_image(pictures(2)))
-        close(ours.embed_text(tokens), theirs.encode_text(tokens))
+        assert_equal_to_unit(ours.embed_video(pictures(2)[:, :, None]), theirs.encode_image(pictures(2)))
+        assert_equal_to_unit(ours.embed_text(tokens), theirs.encode_text(tokens))
 
 
 @pytest.mark.parametrize("name", ["tiny_siglip", "tiny_pe", "resnet10t"])
@@ -72,7 +72,7 @@ def test_an_image_tower_of_timm_is_its_own(name: str) -> None:
     theirs = timm.create_model(name, **({"num_classes": 0} if name == "resnet10t" else {})).double().eval()
     ours = encoder(theirs.state_dict(), image=f"timm:{name}")
     with torch.no_grad():
-        close(ours.embed_video(pictures(2)[:, :, None]), theirs(pictures(2)))
+        assert_equal_to_unit(ours.embed_video(pictures(2)[:, :, None]), theirs(pictures(2)))
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip", "siglip2"])
@@ -95,8 +95,8 @@ def test_both_halves_of_a_model_of_transformers_are_its_own(tmp_path: Path, kind
         }
     with torch.no_grad():
         found = theirs(input_ids=torch.tensor(padded), **given)
-        close(ours.embed_video(pictures(2)[:, :, None]), found.image_embeds)
-        close(ours.embed_text(tokens), found.text_embeds)
+        assert_equal_to_unit(ours.embed_video(pictures(2)[:, :, None]), found.image_embeds)
+        assert_equal_to_unit(ours.embed_text(tokens), found.text_embeds)
 
 
 def test_an_encoder_of_texts_is_pooled_without_its_padding(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_an_encoder_of_texts_is_pooled_without_its_padding(tmp_path: Path) -> No
             ours.load_state_dict(form.convert(state).tensors, strict=False)
             for row, text_L in enumerate(tokens):
                 alone = theirs(input_ids=text_L[None, : int((text_L != PADDING).sum())]).last_hidden_state
-                close(ours.embed_text(tokens)[row : row + 1], of(alone))
+                assert_equal_to_unit(ours.embed_text(tokens)[row : row + 1], of(alone))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])
@@ -151,7 +151,7 @@ def test_a_clip_is_the_mean_of_its_frames_at_first(tmp_path: Path, pooling: str)
     clips = pictures(6).unflatten(0, (2, 3)).transpose(1, 2)
     with torch.no_grad():
         frames = theirs(pictures(6))
-        close(model.embed_video(clips), frames.pooler_output.unflatten(0, (2, 3)).mean(1))
+        assert_equal_to_unit(model.embed_video(clips), frames.pooler_output.unflatten(0, (2, 3)).mean(1))
         tokens = model.video.tokens(clips)
         torch.testing.assert_close(tokens, frames.last_hidden_state.unflatten(0, (2, 3)).flatten(1, 2))
     if pooling == "attention":

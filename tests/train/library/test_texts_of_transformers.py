@@ -15,6 +15,7 @@ from clipmill.train.config.model import DualEncoderTowers
 from clipmill.train.models.library_towers import context_length_of, library_of, text_tower, tokenizer_of
 from clipmill.train.weights.library import library_format
 from clipmill.train.weights.sources import Init, open_weights
+from tests.tiers import nightly_beyond
 from tests.train.library.small_library import save_hf
 
 TEXTS = ("a dog catches a frisbee", "two people talk", "a", "a dog a cat a dog a cat a dog a cat a dog a cat")
@@ -103,7 +104,7 @@ def poolings_of(kind: str, *, padding: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("is_complete", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["some", "all"])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", nightly_beyond(["bert", "t5", "clip", "llama"], CONFIGS))
 def test_a_text_is_embedded_as_alone_by_every_pooling_and_padding(tmp_path: Path, kind: str, is_complete: bool) -> None:
     for number, (side, pad, config_pad) in enumerate(PADDINGS):
         folder = tmp_path / str(number)

@@ -110,11 +110,12 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled_blocks_are_whole_graphs_that_all_of_them_share() -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+def test_compiled_blocks_are_whole_graphs_that_all_of_them_share(backend: str) -> None:
     towers = Towers(activation_checkpointing=True, temporal="random", **LEFT_OUT)  # type: ignore[arg-type]
     plain, compiled = small_encoder(towers), small_encoder(towers)
     names = list(compiled.state_dict())
-    compile_blocks(compiled, backend="aot_eager", fullgraph=True)
+    compile_blocks(compiled, backend=backend, fullgraph=True)
     assert list(compiled.state_dict()) == names
     for lengths in ((2, 5, 12, 7), (3, 4, 5, 6), (12, 12, 11, 2), (2, 2, 2, 3)):
         found = step(compiled, captions_BL=captions(*lengths))

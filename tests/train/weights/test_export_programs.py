@@ -32,11 +32,10 @@ OPEN = {
 SCRIPT = """
 import sys, numpy
 OPEN
-num_folders = int(sys.argv[1])
-for folder in sys.argv[2:][:num_folders]:
-    run = opened(folder)
-    for number, name in enumerate(sys.argv[2:][num_folders:]):
-        numpy.save(f"{folder}/{number}.out.npy", run(numpy.load(name)))
+folder, *names = sys.argv[1:]
+run = opened(folder)
+for number, name in enumerate(names):
+    numpy.save(f"{folder}/{number}.out.npy", run(numpy.load(name)))
 assert not any(name.partition('.')[0] == 'clipmill' for name in sys.modules)
 """
 
@@ -56,22 +55,16 @@ def classifier(moving: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def exported(run: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """Programs by model and format, with what a fresh process for each format computes of both batches."""
-    folder = tmp_path_factory.mktemp("exported")
+def export_and_run(weights: Path, form: str, folder: Path) -> Path:
+    """Export a model to a folder, with what a fresh process computes of both batches."""
     names = [str(folder / f"{number}.npy") for number in range(len(BATCHES))]
     for name, clips in zip(names, BATCHES, strict=True):
         np.save(name, clips)
-    found: dict[tuple[str, str], Path] = {}
-    for form, models in {"torch": {"run": run, "classifier": classifier}, "onnx": {"run": run}}.items():
-        outs = {name: folder / form / name for name in models}
-        for name, weights in models.items():
-            assert train("export", weights, "--format", form, "--out", outs[name]) == 0
-        command = [sys.executable, "-c", SCRIPT.replace("OPEN", OPEN[form]), str(len(outs)), *map(str, outs.values())]
-        subprocess.run([*command, *names], check=True, cwd=folder, timeout=200)
-        found |= {(name, form): out for name, out in outs.items()}
-    return found
+    out = folder / form
+    assert train("export", weights, "--format", form, "--out", out) == 0
+    command = [sys.executable, "-c", SCRIPT.replace("OPEN", OPEN[form]), str(out), *names]
+    subprocess.run(command, check=True, cwd=folder, timeout=200)
+    return out
 
 
 def outputs(folder: Path) -> list[np.ndarray]:
@@ -79,10 +72,8 @@ def outputs(folder: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("form", ["torch", "onnx"])
-def test_the_video_tower_is_served_without_clipmill(
-    run: Path, exported: dict[tuple[str, str], Path], form: str
-) -> None:
-    out, model = exported["run", form], load_model(run, device="cpu")
+def test_the_video_tower_is_served_without_clipmill(run: Path, tmp_path: Path, form: str) -> None:
+    out, model = export_and_run(run, form, tmp_path), load_model(run, device="cpu")
     for clips, found in zip(BATCHES, outputs(out), strict=True):
         np.testing.assert_allclose(found, model.encode_video(clips).numpy(), atol=1e-5)
     told = json.loads((out / "preprocessing.json").read_text())
@@ -93,8 +84,9 @@ def test_the_video_tower_is_served_without_clipmill(
     assert "[0.42, 0.46, 0.41]" in card and "load_model" not in card
 
 
-def test_a_classifier_is_served_as_its_logits(classifier: Path, exported: dict[tuple[str, str], Path]) -> None:
-    out, model = exported["classifier", "torch"], load_model(classifier, device="cpu").model
+@pytest.mark.nightly
+def test_a_classifier_is_served_as_its_logits(classifier: Path, tmp_path: Path) -> None:
+    out, model = export_and_run(classifier, "torch", tmp_path), load_model(classifier, device="cpu").model
     for clips, found in zip(BATCHES, outputs(out), strict=True):
         with torch.no_grad():
             np.testing.assert_allclose(found, model(torch.from_numpy(clips)).numpy(), atol=1e-5)

@@ -165,7 +165,9 @@ class CachesOfParts:
             cache.keep(rows_r, videos_v)
 
 
-@pytest.mark.parametrize("cuts", [(5,), (2, 7), (6, 8)])
+@pytest.mark.parametrize(
+    "cuts", [pytest.param((5,), marks=pytest.mark.nightly), (2, 7), pytest.param((6, 8), marks=pytest.mark.nightly)]
+)
 def test_parts_of_a_captioner_write_what_the_whole_writes(both: tuple[Any, Captioner], cuts: tuple[int, ...]) -> None:
     _, ours = both
     for settings in (

@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from clipmill.prep.synthetic import FrameNumberVideo
+from tests.tiers import nightly_beyond
 from tests.train.running import facts, losses, steps, train, weights_of
 
 SMALL = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 8 --lr 1e-3 --warmup-steps 2 --device cpu"
@@ -22,7 +23,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=nightly_beyond(["llama"], WAYS))
 def run(request: pytest.FixtureRequest, data_dir: Path, language_models: dict[str, Path]) -> Path:
     """A run of a language model that is trained, adapted or frozen."""
     out = language_models[request.param].parent / f"run_{request.param}"
