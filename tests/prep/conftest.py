@@ -20,7 +20,7 @@ def _no_trials(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plans estimate by averages alone: a trial takes longer than all else that a plan does."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.name not in WITH_TRIALS:
-            patch.setattr("clipmill.prep.video.estimate.run_trials", lambda *_: EncodeTrials())
+            patch.setattr("clipmill.prep.video.plan_report.run_trials", lambda *_: EncodeTrials())
         yield
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from clipmill.prep.video.estimate import run_trials
 
+from clipmill.prep.video.plan_report import run_trials
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 from clipmill.shards.verify import verify_shard
@@ -176,7 +176,7 @@ def test_a_plan_says_in_words_what_happens_to_the_chunks(
     write_video(made.videos / "b.mp4", seconds=12, first_number=5000)
     assert plan()[2] == "to do    24 chunks encoded and 10 copied into 2 shards: 1 video changed"
     with monkeypatch.context() as patch:  # with trials, which give the range of sizes
-        patch.setattr("clipmill.prep.video.estimate.run_trials", run_trials)
+        patch.setattr("clipmill.prep.video.plan_report.run_trials", run_trials)
         values = json.loads(prep_here("plan", "--data", made.data, *SETTINGS, "--json").stdout)
     assert [work["num_copied"] for work in values["work"]] == [0, 10]
     assert values["estimate"]["video_hours"] * 3600 == pytest.approx(12)
