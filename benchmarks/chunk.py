@@ -37,10 +37,10 @@ from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
 from benchmarks.tree import run_watched
 from clipmill.prep.video.codecs import codec_named
+from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.encode import SpanPlan, output_size, span_arguments
 from clipmill.prep.video.ffmpeg import PROGRAM_VARIABLE, find_ffmpeg
 from clipmill.prep.video.plan_inputs import Planned, make_plan
-from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.prep.video.settings import ResolvedRecipe
 
 PREP, BARE = "prep chunk", "bare ffmpeg"

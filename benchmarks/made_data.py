@@ -26,10 +26,10 @@ from clipmill.prep.core.layout import write_layout
 from clipmill.prep.core.selection import make_variant
 from clipmill.prep.core.table_file import write_table_file
 from clipmill.prep.sources.table import PROBES, PROBES_FILE
-from clipmill.prep.video.layout import layout_path
 from clipmill.prep.video.plan import Plan, ShardPlan
 from clipmill.prep.video.plan_inputs import make_plan
 from clipmill.prep.video.settings import ResolvedRecipe
+from clipmill.prep.video.spans import layout_path
 from clipmill.shards.commits import Commit, ShardFiles, write_commit
 from clipmill.shards.dataset import set_current_variant, variant_dir
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE, VIDEO_FIELDS, ShardName

@@ -31,8 +31,8 @@ from pathlib import Path
 from benchmarks.made_data import COLUMN, commit_everything, make_videos
 from benchmarks.measure import Usage, prep_command, run_measured
 from benchmarks.report import parser_for, print_report
+from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.prep.video.settings import ResolvedRecipe
 from clipmill.shards.dataset import variant_dir
 from clipmill.shards.format import COMMIT_TABLE_FILE

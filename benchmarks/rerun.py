@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.made_data import commit_everything, make_videos
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
+from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.prep.video.recipe import Recipe, resolve
 
 LONG_CHUNKS = 40
 

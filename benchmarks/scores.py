@@ -46,10 +46,15 @@ from scenedetect import ContentDetector, detect
 from benchmarks.encoding import forget_column
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
-from clipmill.prep.scores.cuts import MIN_SHOT_FRAMES
-from clipmill.prep.scores.frames import NEIGHBOUR_STEP_S, full_luma, small_luma
-from clipmill.prep.scores.looks import BLACK_LEVEL, BLACK_PIXELS
-from clipmill.prep.scores.motion import optical_flow
+from clipmill.prep.scores.measures import (
+    BLACK_LEVEL,
+    BLACK_PIXELS,
+    MIN_SHOT_FRAMES,
+    NEIGHBOUR_STEP_S,
+    full_luma,
+    optical_flow,
+    small_luma,
+)
 from clipmill.prep.scores.score import ChunkFile, score_chunk
 from clipmill.shards.reader import Variant
 

@@ -37,7 +37,7 @@ _LIGHT = (
         "clipmill.prep.video.worker",
     ),
     *(
-        "clipmill.prep.latents.report",
+        "clipmill.prep.latents.run",
         "clipmill.prep.latents.run",
         "clipmill.prep.text.run",
         "clipmill.prep.text.tower",
@@ -46,9 +46,9 @@ _LIGHT = (
     *(
         "clipmill.prep.video.plan_inputs",
         "clipmill.prep.video.plan_report",
-        "clipmill.prep.video.check",
-        "clipmill.prep.latents.sample",
-        "clipmill.prep.text.check",
+        "clipmill.prep.video.inspection",
+        "clipmill.prep.latents.worker",
+        "clipmill.prep.text.captions",
     ),
     *(
         "clipmill.prep.core.run",
@@ -61,7 +61,7 @@ _LIGHT = (
     *("clipmill.prep.video.work", "clipmill.prep.video.page.write", "clipmill.prep.engines.ray_connection"),
     *(
         "clipmill.prep.core.chunk_column",
-        "clipmill.prep.scores.sample",
+        "clipmill.prep.scores.score",
         "clipmill.prep.scores.work",
         "clipmill.prep.scores.page",
     ),

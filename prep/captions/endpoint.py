@@ -20,8 +20,7 @@ from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import on_one_line
 from clipmill.prep.captions.answers import KEY_VARIABLE, Answer, without_key
-from clipmill.prep.captions.asking import Questions
-from clipmill.prep.captions.frames import jpeg_address
+from clipmill.prep.captions.asking import Questions, jpeg_address
 from clipmill.prep.captions.recipe import CaptionsSettings
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.shard_result import Stop

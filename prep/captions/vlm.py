@@ -11,8 +11,7 @@ from typing import Any, Literal
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.prep.captions.answers import Answer
-from clipmill.prep.captions.asking import Questions
-from clipmill.prep.captions.frames import Picture
+from clipmill.prep.captions.asking import Picture, Questions
 from clipmill.prep.captions.recipe import CaptionsSettings
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.shard_result import Stop

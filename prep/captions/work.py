@@ -1,23 +1,95 @@
 """The `ChunkWork` of the column `captions`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.imported import import_late, import_object
-from clipmill.prep.captions.answers import ANSWER_FILE, ANSWERS_FOLDER
+from clipmill.manifests.pseudo_captions import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
+from clipmill.prep.captions.answers import ANSWER_FILE, ANSWERS_FOLDER, EXTENSION
 from clipmill.prep.captions.recipe import CaptionsSettings, local_weights, resolve, variant_name
-from clipmill.prep.captions.sample import EXTENSION
-from clipmill.prep.captions.table import TABLE_FILE, caption_table_problem, publish_caption_table
 from clipmill.prep.core.chunk_work import ChunkWork
 from clipmill.prep.core.column import data_flags
+from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.prep.core.work import MERGED_TABLE, ExtraFile, ExtraFolder
-from clipmill.shards.columns import CAPTIONS
+from clipmill.shards.chunk_table import read_chunk_rows
+from clipmill.shards.columns import CAPTIONS, VIDEO
 from clipmill.shards.format import CAPTIONS_FIELDS
+from clipmill.shards.moments import order_of
 from clipmill.shards.reader import Variant
 
 if TYPE_CHECKING:
     from clipmill.prep.core.chunk_columns import ChunksPlan
     from clipmill.prep.core.request import Request
+
+
+TABLE_FILE = "captions.parquet"
+SOURCE = "vlm"
+_COLUMNS = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den", "caption_text")
+
+
+def publish_caption_table(variant: Variant) -> Path:
+    """Write the table of a variant.
+
+    Raises:
+        Damaged: a merged table or an index is damaged.
+        OSError: a file cannot be read or written.
+    """
+    rows = read_chunk_rows(variant, columns=_COLUMNS)
+    ids, codes = rows.coded("video_id")
+    starts, frames, fps_num, fps_den = (rows.table[name].to_numpy().astype(np.int64) for name in _COLUMNS[1:5])
+    distinct = ids.dictionary_encode()
+    order = order_of(distinct.indices.to_numpy()[codes], starts)
+    at = pa.array(np.arange(len(codes)) if order is None else order)
+    recipe = variant.recipe
+    count = len(codes)
+    table = pa.table(
+        [
+            ids.take(pa.array(codes)),
+            pa.array(starts / 1000),
+            pa.array(starts / 1000 + frames * fps_den / fps_num),
+            rows.table["caption_text"].combine_chunks(),
+            pa.array([f"{SOURCE}@{recipe_fingerprint(recipe)[:8]}"] * count, pa.string()),
+            pa.nulls(count, pa.float32()),
+            pa.array(np.zeros(count, np.int16)),
+        ],
+        schema=SCHEMA,
+    ).take(at)
+    path = variant.directory / TABLE_FILE
+    write_pseudo_captions(path, [table], record=_record(variant, dict(recipe)))
+    return path
+
+
+def _record(variant: Variant, recipe: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kind": PSEUDO_CAPTIONS,
+        "weights": recipe.pop("model"),
+        "weights_sha256": recipe.pop("model_sha256"),
+        "video_variant": recipe.pop(VIDEO),
+        "captions_variant": variant.directory.name,
+        "commits_sha256": variant.commits.digest.decode(),
+        "settings": {name: value for name, value in recipe.items() if value is not None},
+    }
+
+
+def caption_table_problem(variant: Variant) -> str | None:
+    """Return why the table of a variant cannot be used; None if it can, or if there is nothing to put into it."""
+    if not any(commit.files for commit in variant.commits.values()):
+        return None
+    path = variant.directory / TABLE_FILE
+    try:
+        table = pq.read_table(path, page_checksum_verification=True)
+        record = parse_json((table.schema.metadata or {})[METADATA_KEY])
+        is_current = record["commits_sha256"] == variant.commits.digest.decode()
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
+        return f"{path} is damaged: {error}"
+    return None if is_current else f"{path} is stale: shards of captions have changed since it was written"
 
 
 def _require(settings: CaptionsSettings) -> None:
@@ -50,8 +122,8 @@ WORK = ChunkWork(
     more=import_late("clipmill.prep.captions.run:other_journals"),
     on_plan=_on_plan,
     is_function_of_plan=False,  # the text of an answer is not
-    estimate=import_late("clipmill.prep.captions.report:estimate"),
-    summary=import_late("clipmill.prep.captions.report:summary"),
+    estimate=import_late("clipmill.prep.captions.run:estimate"),
+    summary=import_late("clipmill.prep.captions.run:summary"),
     has_cpu_speed=False,
     # A damaged line of a journal is as if there were none.
     extra_folders=(ExtraFolder(ANSWERS_FOLDER, ANSWER_FILE, lambda path: True),),

@@ -10,14 +10,11 @@ from functools import partial
 from hashlib import blake2b
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.captions.answers import Answer, Budget, Journal, journal_path
-from clipmill.prep.captions.asking import Captioner, Questions
+from clipmill.prep.captions.answers import Answer, Budget, Journal, caption_sample, journal_path
+from clipmill.prep.captions.asking import Captioner, Picture, Questions, decode_pictures
 from clipmill.prep.captions.endpoint import Endpoint
-from clipmill.prep.captions.frames import Picture, decode_pictures
-from clipmill.prep.captions.recipe import CaptionsSettings
-from clipmill.prep.captions.sample import caption_sample
+from clipmill.prep.captions.recipe import CaptionsSettings, find_model
 from clipmill.prep.captions.vlm import Device, LocalCaptioner, open_model
-from clipmill.prep.captions.weights import find_model
 from clipmill.prep.core.chunk_input import Chunk, Chunks, read_chunk
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe

@@ -1,13 +1,40 @@
 """Driver of `latents`: how its workers use their machine, and how much memory they take."""
 
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from itertools import islice
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.progress import Activity
+from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.units import duration_text, range_text, size_text
 from clipmill.prep.core.chunk_columns import ChunksPlan
+from clipmill.prep.core.chunk_shards import ChunkShard
 from clipmill.prep.core.chunk_work import Workers
+from clipmill.prep.core.column import Addition
+from clipmill.prep.core.disk_use import disk_use
+from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.plan import with_work
-from clipmill.prep.engines.choice import threads_per_worker
+from clipmill.prep.core.request import Request
+from clipmill.prep.core.run import Summary
+from clipmill.prep.engines.choice import count_gpus, num_cores, threads_per_worker
+from clipmill.prep.latents.batches import PIECES_AHEAD, cut, read_chunk_video
 from clipmill.prep.latents.column import LatentsRequest
-from clipmill.prep.latents.recipe import Encoding
-from clipmill.prep.latents.trial import run_trial
+from clipmill.prep.latents.frames import segments_of
+from clipmill.prep.latents.recipe import LATENTS, Encoding, LatentsSettings
+from clipmill.prep.latents.vae import Device, open_encoder
+from clipmill.prep.latents.weights import vae_folder
 from clipmill.prep.latents.worker import EncoderUse
+from clipmill.shards.columns import VIDEO, command_for
+from clipmill.shards.damage import Damaged
 
 _WORKER_GB = 3.5  # measured (benchmarks/README.md): Stable Diffusion's VAE, batch of 16 on a CPU: 3.0 GB
 _MARGIN = 1.2
@@ -39,3 +66,221 @@ def worker_memory_gb(plan: ChunksPlan, request: LatentsRequest, *, on_cpu: bool)
         if trial is not None and trial.segment_bytes is not None:
             return _MARGIN * trial.segment_bytes * encoding.units_per_batch(request.batch) / 1e9
     return _WORKER_GB
+
+
+_SPREAD = 1.3  # chunks and machines vary; one chunk says little about the others
+_SECOND = 1 / 3600
+_CPU_FRAMES, _GPU_FRAMES = 2, 16
+
+
+@dataclass(frozen=True)
+class FrameCost:
+    """Cost of a frame: decoding, resizing and the VAE, with one thread on a CPU, or with one GPU.
+
+    Attributes:
+        num_workers: number of cores or GPUs of this machine.
+        segment_bytes: the most memory that a worker takes to encode one segment, libraries, weights and, on a CPU, the
+            segments that are decoded ahead included; None for a VAE of images.
+    """
+
+    device: Device
+    frame_s: float
+    num_workers: int
+    segment_bytes: int | None = None
+
+    def hours(self, num_frames: int) -> tuple[float, float]:
+        """Return the least and the most hours that encoding takes on this machine."""
+        hours = num_frames * self.frame_s / 3600 / self.num_workers
+        load = os.getloadavg()[0] if self.device == "cpu" else 0.0
+        least, most = hours / _SPREAD, hours * _SPREAD * (self.num_workers + load) / self.num_workers
+        return max(least, _SECOND), max(most, _SECOND)
+
+
+def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | None:
+    """Encode a few frames or a segment of a chunk; None if chunks or model cannot be read, which the run reports.
+
+    Args:
+        num_gpus: number of GPUs of this machine; None to count them.
+    """
+    encoding = Encoding.of(plan.recipe)
+    settings, is_video = encoding.settings, encoding.is_video
+    try:
+        with Activity("encoding a few frames for the estimate"):
+            num_gpus = count_gpus() if num_gpus is None else num_gpus
+            device: Device = "cuda" if num_gpus else "cpu"
+            encoding = replace(encoding, vae=replace(encoding.vae, directory=vae_folder(settings.vae)))
+            encoder = open_encoder(encoding, device=device, num_threads=1)
+            crops = next(_crops(plan, encoding))[: _GPU_FRAMES if num_gpus else _CPU_FRAMES]
+            num_frames = encoding.segment_frames if is_video else len(crops)
+            noise = np.zeros((len(crops), *encoding.unit_shape), np.float32)
+            noise_or_none = noise if settings.posterior == "sample" else None
+            pictures = encoder.resized(crops, size=settings.size)
+            if not is_video:  # of a segment, the first frames set up memory and kernels
+                encoder.encode([pictures[:1]], noise=None)
+            begin_s = time.monotonic()
+            decoded: list[NDArray[np.uint8]] = list(islice(_crops(plan, encoding), 1))
+            decode_s = (time.monotonic() - begin_s) / (num_frames if is_video else len(decoded[0]))
+            begin_s = time.monotonic()
+            encoder.encode([encoder.resized(crops, size=settings.size)], noise=noise_or_none)
+            encode_s = (time.monotonic() - begin_s) / num_frames
+    except (UserError, SourceFailure, Damaged, MemoryError, OSError, StopIteration):
+        return None
+    waiting_bytes = 0 if num_gpus else PIECES_AHEAD * crops.nbytes
+    segment_bytes = encoder.peak_bytes + waiting_bytes if is_video else None
+    return FrameCost(device, decode_s + encode_s, num_gpus or num_cores(), segment_bytes)
+
+
+def _crops(plan: ChunksPlan, encoding: Encoding) -> Iterator[NDArray[np.uint8]]:
+    for shard in plan.shards:
+        if shard.has_work:
+            chunks, rows = plan.chunks(shard.shard_id), plan.chunk_shards[shard.shard_id].rows
+            for row in range(len(chunks)) if rows is None else rows:
+                yield from cut(read_chunk_video(chunks[row], encoding))
+
+
+def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
+    """Return how long encoding takes, in words."""
+    if trial is None:
+        return ["         how long it takes is unknown: the model or the chunks cannot be read here"]
+    noun = "GPU" if trial.device == "cuda" else "core"
+    where = f"{count_noun(trial.num_workers, noun)} of this machine"
+    hours = range_text(*(duration_text(3600 * hours) for hours in trial.hours(num_frames)))
+    note = "" if trial.device == "cuda" else "; a GPU is many times faster"
+    lines = [f"         at most {hours} on the {where} ({1 / trial.frame_s:,.1f} frames/s per {noun}{note})"]
+    if trial.segment_bytes is not None:
+        what = "GPU memory" if trial.device == "cuda" else "memory"
+        lines.append(f"         {size_text(trial.segment_bytes)} of {what} per worker to encode one segment at a time")
+    return lines
+
+
+def time_values(trial: FrameCost | None, *, num_frames: int) -> dict[str, Any]:
+    """Return how long encoding takes as JSON values; empty without a trial."""
+    if trial is None:
+        return {}
+    return {"trial": asdict(trial), "wall_hours_range": list(trial.hours(num_frames))}
+
+
+_BYTES_PER_NUMBER = 2
+
+
+@dataclass(frozen=True)
+class Content:
+    """What is encoded of chunks, and of a VAE of videos, what is in no segment.
+
+    Attributes:
+        num_frames: Number of frames to encode at most; unchanged chunks of a changed shard are copied.
+        num_units: Number of frames, or of segments of a VAE of videos.
+        num_without: Number of chunks without a segment, which have no sample.
+        left_out_s: Seconds of video at the ends of chunks, those of these chunks included.
+    """
+
+    num_frames: int
+    num_units: int
+    num_without: int
+    left_out_s: Fraction
+
+
+def content_of(shards: Iterable[ChunkShard], encoding: Encoding) -> Content:
+    """Return what is encoded of the wanted chunks of shards."""
+    num_frames = num_units = num_without = 0
+    left_out_s = Fraction(0)
+    for length, count in (item for shard in shards for item in shard.lengths.items()):
+        segments = segments_of(length, encoding)
+        if not encoding.is_video:
+            num_frames += count * len(segments.frames)
+            continue
+        num_units += count * len(segments.lengths)
+        num_without += 0 if segments.lengths else count
+        encoded_s = len(segments.lengths) * encoding.segment_step / encoding.settings.fps_exact
+        left_out_s += count * max(Fraction(0), length.seconds - encoded_s)
+    if not encoding.is_video:
+        return Content(num_frames, num_frames, 0, left_out_s)
+    return Content(num_units * encoding.segment_frames, num_units, num_without, left_out_s)
+
+
+def require_segments(plan: ChunksPlan, request: Request) -> None:
+    """Check that a VAE of videos finds a segment in a chunk.
+
+    Raises:
+        UserError: all chunks are shorter than a segment.
+    """
+    encoding, lengths = Encoding.of(plan.recipe), [*_lengths(plan)]
+    if not encoding.is_video or not lengths or any(shard.num_chunks for shard in plan.chunk_shards.values()):
+        return
+    settings = encoding.settings
+    (longest_s, has_next), fps, step = max(lengths), settings.fps_exact, encoding.vae.frames_step
+    # Without a next chunk, there is no frame at the end of the last segment.
+    most = (int(longest_s * fps) - (not has_next)) // step * step + 1
+    longer = f"make longer chunks: prep {command_for(VIDEO)} --len"
+    raise UserError(
+        f"--segment {settings.segment} at {settings.fps} fps has {count_noun(encoding.segment_frames, 'frame')} in"
+        f" {float(encoding.segment_step / fps):g} s and the frame after it, and the longest chunk has"
+        f" {float(longest_s):g} s{'' if has_next else ', at the end of its video'}: no chunk holds a segment",
+        hint=f"use --segment {most}f or less, or {longer}" if most > step else f"use a higher --fps, or {longer}",
+    )
+
+
+def _lengths(plan: ChunksPlan) -> Iterable[tuple[Fraction, bool]]:
+    return ((length.seconds, length.has_next) for shard in plan.chunk_shards.values() for length in shard.lengths)
+
+
+def estimate(plan: ChunksPlan) -> Addition:
+    """Return what the latents of a plan cost, and how chunks are divided into segments."""
+    encoding = Encoding.of(plan.recipe)
+    content = content_of((plan.chunk_shards[shard.shard_id] for shard in plan.shards if shard.has_work), encoding)
+    in_all = content_of(plan.chunk_shards.values(), encoding)
+    num_frames = content.num_frames
+    size_bytes = content.num_units * prod(encoding.unit_shape) * _BYTES_PER_NUMBER
+    trial = run_trial(plan) if num_frames else None
+    added_bytes = (float(size_bytes), float(size_bytes))
+    disk = disk_use(plan.data_dir, column=LATENTS, variant=plan.recipe.variant, added_bytes=added_bytes)
+    lines: list[str] = []
+    if num_frames:
+        # Unchanged chunks of a changed shard are copied; how many is known only while the shard is made.
+        lines.append(f"estimate at most {count_noun(num_frames, 'frame')} to encode, {size_text(size_bytes)}")
+        lines += [*time_lines(trial, num_frames=num_frames), *disk.lines()]
+    segments = {"num_segments": content.num_units, "left_out_s": float(in_all.left_out_s)}
+    values = {
+        "segments": segments if encoding.is_video else None,
+        "estimate": {"num_frames": num_frames, "size_bytes": size_bytes, **time_values(trial, num_frames=num_frames)},
+        "disk": disk.values(),
+    }
+    return Addition(lines, values, _segment_lines(plan, encoding, in_all) if encoding.is_video else ())
+
+
+def _segment_lines(plan: ChunksPlan, encoding: Encoding, content: Content) -> list[str]:
+    """Return how the chunks are divided into segments, and what is in none of them."""
+    num_frames, settings = encoding.segment_frames, encoding.settings
+    length = next(iter(plan.chunk_shards.values())).longest_s if plan.chunk_shards else Fraction(0)
+    seconds = encoding.segment_step / settings.fps_exact
+    lines = [
+        f"segments {num_frames} frames at {settings.fps} fps, {float(seconds):g} s, become {encoding.latent_frames}"
+        f" latent frames; a chunk of {float(length):g} s holds {length // seconds}"
+    ]
+    return [*lines, *(f"         {text}" for text in _left_out_texts(content, settings))]
+
+
+def left_out_lines(plan: ChunksPlan) -> list[str]:
+    """Return what a plan leaves out, in words; nothing if every frame is in a segment."""
+    encoding = Encoding.of(plan.recipe)
+    return _left_out_texts(content_of(plan.chunk_shards.values(), encoding), encoding.settings)
+
+
+def _left_out_texts(content: Content, settings: LatentsSettings) -> list[str]:
+    """Return what is in no segment, in words; nothing if everything is."""
+    texts = []
+    if content.left_out_s:
+        texts.append(f"{duration_text(float(content.left_out_s))} at the ends of chunks and videos are in no segment")
+    if content.num_without:
+        tail = ", which --tail repeat completes" if settings.tail == "drop" else ""
+        texts.append(f"{count_noun(content.num_without, 'chunk')} without a segment: too short{tail}")
+    return texts
+
+
+def summary(plan: ChunksPlan, result: Summary, written: Sequence[str]) -> Addition:
+    """Return the VAE of a run, and what is in no segment of the whole plan."""
+    encoding = Encoding.of(plan.recipe)
+    content = content_of(plan.chunk_shards.values(), encoding)
+    left_out = {"num_chunks": content.num_without, "seconds": float(content.left_out_s)}
+    lines = [f"left out {text}" for text in _left_out_texts(content, encoding.settings)]
+    return Addition(lines, {"vae": encoding.settings.vae, "left_out": left_out})

@@ -25,7 +25,7 @@ class Encoder:
     """The encoder of a VAE; for one thread, since some of these models keep a state while they encode.
 
     Args:
-        model: a model of a class in clipmill.prep.latents.classes.
+        model: a model of a class in clipmill.prep.latents.weights.
     """
 
     def __init__(self, model: Any, encoding: Encoding, *, device: Device) -> None:

@@ -37,9 +37,9 @@ WORK = ChunkWork(
     workers=import_late("clipmill.prep.latents.run:choose_workers"),
     reads_next=lambda recipe: Encoding.of(recipe).is_video,
     has_sample=import_late("clipmill.prep.latents.frames:has_segment"),
-    on_plan=import_late("clipmill.prep.latents.report:require_segments"),
-    estimate=import_late("clipmill.prep.latents.report:estimate"),
-    summary=import_late("clipmill.prep.latents.report:summary"),
-    left_out=import_late("clipmill.prep.latents.report:left_out_lines"),
+    on_plan=import_late("clipmill.prep.latents.run:require_segments"),
+    estimate=import_late("clipmill.prep.latents.run:estimate"),
+    summary=import_late("clipmill.prep.latents.run:summary"),
+    left_out=import_late("clipmill.prep.latents.run:left_out_lines"),
     next_command=_next_command,
 )

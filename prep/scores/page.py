@@ -4,29 +4,139 @@ It is self-contained: pictures are JPEG files in it, and its content security po
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import cv2
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.quoting import count_noun
+from clipmill.prep.core.chunk_frames import decode_frames
+from clipmill.prep.core.chunk_input import frame_rate, read_chunk, seconds_of
+from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.pages import PageRequest, publish_page
+from clipmill.prep.core.plan import is_readable
 from clipmill.prep.core.report import Report
-from clipmill.prep.scores.distribution import landmarks
-from clipmill.prep.scores.pictures import Chunks, Thumbnail
 from clipmill.shards.pages.histogram import histogram
-from clipmill.shards.pages.media import evenly_spaced_items
+from clipmill.shards.pages.media import data_uri, evenly_spaced_items
 from clipmill.shards.pages.templates import require_page_path
-from clipmill.shards.reader import Variant
+from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.shards.score_fields import SCORES, Score
 from clipmill.shards.scores import open_scores
 from clipmill.shards.selection import selected_chunks
 from clipmill.shards.where import parse_where
+
+_HEIGHT_PX = 108
+_JPEG_QUALITY = 80
+
+
+@dataclass(frozen=True)
+class Thumbnail:
+    """A picture as a JPEG file in a data URI, or the reason why there is none."""
+
+    source: str | None
+    width: int = 0
+    height: int = 0
+    problem: str | None = None
+
+
+class Chunks:
+    """The rows of the merged table (clipmill.shards.scores), and the chunks behind them.
+
+    Args:
+        table: the merged table.
+        video: the variant of video that was scored.
+    """
+
+    def __init__(self, table: pa.Table, *, video: Variant) -> None:
+        self.table = table
+        self._shards = [shard for shard in video.shards() if is_readable(shard)]
+        self._found: dict[int, tuple[CommittedShard, int] | None] = {}
+
+    def key(self, row: int) -> str:
+        """Return the key of a chunk."""
+        return chunk_key(self.table["video_id"][row].as_py(), self.table["start_ms"][row].as_py())
+
+    def copy_of(self, row: int) -> str | None:
+        """Return the key of the chunk of an earlier video that a chunk looks like; None if there is none."""
+        first = self.table["duplicate_of"][row].as_py()
+        return None if first < 0 else self.key(first)
+
+    def duration_s(self, row: int) -> float | None:
+        """Return the duration of a chunk; None if it is not in the video column, or damaged."""
+        found = self._find(row)
+        if found is None:
+            return None
+        shard, number = found
+        return float(seconds_of(shard.index, number))
+
+    def thumbnails(
+        self,
+        middles: Collection[int],
+        moments_s: Mapping[int, Sequence[float]],
+        *,
+        on_picture: Callable[[int, int], None],
+    ) -> dict[tuple[int, float | None], Thumbnail]:
+        """Return pictures by (row, seconds in the chunk), the seconds None for the middle frame.
+
+        Args:
+            middles: rows whose middle frame is wanted.
+            moments_s: row -> times of further frames.
+        """
+        pictures: dict[tuple[int, float | None], Thumbnail] = {}
+        rows = dict.fromkeys([*middles, *moments_s])
+        for done, row in enumerate(rows, 1):
+            wanted: list[float | None] = [*([None] if row in middles else []), *moments_s.get(row, ())]
+            pictures |= {(row, moment): picture for moment, picture in self._of_chunk(row, wanted).items()}
+            on_picture(done, len(rows))
+        return pictures
+
+    def _of_chunk(self, row: int, wanted: Sequence[float | None]) -> dict[float | None, Thumbnail]:
+        found = self._find(row)
+        if found is None:
+            return dict.fromkeys(wanted, Thumbnail(None, problem="not in the video column, or damaged there"))
+        shard, number = found
+        index, fps = shard.index, frame_rate(shard.index, number)
+        last = index["num_frames"][number].as_py() - 1
+        frames = {
+            moment: (last + 1) // 2 if moment is None else min(last, round(Fraction(moment) * fps)) for moment in wanted
+        }
+        needed = sorted(set(frames.values()))
+        try:
+            decoded = decode_frames(
+                read_chunk(shard, number),
+                needed,
+                fps=fps,
+                packet_frame=index["packet_frame"][number].as_py(),
+                packet_flags=index["packet_flags"][number].as_py(),
+            )
+            pictures = {frame: _thumbnail(picture) for frame, picture in zip(needed, decoded, strict=True)}
+        except SourceFailure as failure:
+            return dict.fromkeys(wanted, Thumbnail(None, problem=f"cannot be shown: {failure.message}"))
+        return {moment: pictures[frame] for moment, frame in frames.items()}
+
+    def _find(self, row: int) -> tuple[CommittedShard, int] | None:
+        if row not in self._found:
+            key = self.key(row)
+            places = ((shard, pc.index(shard.index["key"], key).as_py()) for shard in self._shards)
+            self._found[row] = next(((shard, number) for shard, number in places if number >= 0), None)
+        return self._found[row]
+
+
+def _thumbnail(frame: Any) -> Thumbnail:
+    width = max(2, round(frame.width * _HEIGHT_PX / frame.height))
+    picture = frame.reformat(width=width, height=_HEIGHT_PX, format="bgr24", interpolation="AREA").to_ndarray()
+    _, encoded = cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])
+    return Thumbnail(data_uri(encoded.tobytes(), "image/jpeg"), width, _HEIGHT_PX)
+
 
 NUM_SELECTED = 12  # pictures of chunks that a selection keeps, and of those that it drops
 NUM_CUT_CHUNKS = 8  # chunks whose cuts are shown: those with the most
@@ -170,3 +280,20 @@ def _groups(selection: Selection) -> list[tuple[str, list[int]]]:
         (name, evenly_spaced_items(np.flatnonzero(selection.is_kept == is_kept).tolist(), at_most=NUM_SELECTED))
         for name, is_kept in (("kept", True), ("dropped", False))
     ]
+
+
+V = TypeVar("V")
+_PICKED = (("lowest", 0.0), ("1st quartile", 0.25), ("median", 0.5), ("3rd quartile", 0.75), ("highest", 1.0))
+
+
+def landmarks(values: NDArray[np.float64]) -> list[tuple[str, int]]:
+    """Return (name, row) of the chunks at the lowest, highest and quartile values; NaN marks unknown values.
+
+    Each chunk is named once: few chunks have fewer landmarks.
+    """
+    known = np.flatnonzero(~np.isnan(values))
+    in_order = known[np.argsort(values[known], kind="stable")]
+    found: dict[int, str] = {}
+    for name, share in _PICKED if len(in_order) else ():
+        found.setdefault(int(in_order[round(share * (len(in_order) - 1))]), name)
+    return [(name, row) for row, name in found.items()]

@@ -1,5 +1,6 @@
 """Scoring one chunk: which frames are decoded, and how values are computed from them (defined in docs/columns.md)."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -7,26 +8,41 @@ from typing import Any
 
 import cv2
 import numpy as np
+import pyarrow as pa
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 
+from clipmill.manifests.checked_json import parse_json
 from clipmill.prep.core.chunk_frames import decode_frames
-from clipmill.prep.scores.cuts import Picture, analysis_picture, find_cuts, intervals_to_refine
-from clipmill.prep.scores.frames import Chosen, Luma, choose_frames, full_luma
-from clipmill.prep.scores.looks import (
+from clipmill.prep.core.chunk_input import Chunk
+from clipmill.prep.core.column import CheckedSample, DeepCode
+from clipmill.prep.scores.measures import (
     MIN_FROZEN_S,
     Active,
+    Chosen,
     Lines,
     Look,
+    Luma,
+    Motion,
+    Picture,
     active_part,
+    analysis_picture,
+    choose_frames,
+    find_cuts,
     frozen_frames,
+    full_luma,
+    intervals_to_refine,
+    optical_flow,
     phash,
     sharpness,
     shown_frames,
+    speech_s,
+    split_motion,
+    textured,
 )
-from clipmill.prep.scores.motion import Motion, optical_flow, split_motion, textured
-from clipmill.prep.scores.speech import speech_s
 from clipmill.shards.format import PACKET_KEY
+from clipmill.shards.score_fields import SCORES, SCORES_FIELDS
+from clipmill.shards.writer import Sample
 
 NUM_SHARP = 12  # samples whose sharpness is measured, evenly spaced
 _DECIMALS = 6
@@ -173,3 +189,54 @@ def _speech(chunk: ChunkFile) -> float | None:
 
 def _rounded(value: float) -> float:
     return round(value, _DECIMALS)
+
+
+EXTENSION = "scores.json"
+_HASH_DIGITS = 16
+
+
+def scores_sample(chunk: Chunk, *, cut_threshold: float) -> Sample:
+    """Score a chunk and return its sample.
+
+    Raises:
+        SourceFailure: the chunk is damaged or cannot be decoded, or a value is not finite.
+    """
+    file = ChunkFile(
+        content=chunk.read(),
+        num_frames=chunk["num_frames"],
+        fps=chunk.fps,
+        packet_frame=chunk["packet_frame"],
+        packet_flags=chunk["packet_flags"],
+    )
+    fields = chunk.fields(score_chunk(file, cut_threshold=cut_threshold))
+    shown = {"key": chunk.key, **fields, "phash": f"{fields['phash']:0{_HASH_DIGITS}x}"}
+    text = json.dumps(shown, ensure_ascii=False, separators=(",", ":"))
+    return chunk.sample({EXTENSION: text.encode("utf-8", "replace")}, fields)
+
+
+def check_scores(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
+    """Compare the member of a sample with its index row, and its values with their ranges."""
+    try:
+        stated = parse_json(members[EXTENSION])
+        rounded = pa.Table.from_pylist([{**stated, "phash": _hash(stated["phash"])}], pa.schema(SCORES_FIELDS))
+        found = {"key": stated["key"], **rounded.to_pylist()[0]}
+    except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        return CheckedSample([(DeepCode.JSON_DIFFERS, f"the member cannot be read: {error!r}")], 0)
+    differences = [
+        (DeepCode.JSON_DIFFERS, f"{name}: {found[name]!r} in the member, {row[name]!r} in the index")
+        for name in found
+        if found[name] != row[name]
+    ]
+    differences += [
+        (DeepCode.JSON_DIFFERS, f"{score.name}: {row[score.name]!r} is out of range")
+        for score in SCORES
+        if score.is_number and row[score.name] is not None and not 0 <= row[score.name] <= score.most
+    ]
+    if row["cuts"] != len(row["cut_times_s"] or ()):
+        message = f"cuts: {row['cuts']!r}, but {len(row['cut_times_s'] or ())} cut_times_s"
+        differences.append((DeepCode.JSON_DIFFERS, message))
+    return CheckedSample(differences, 1)
+
+
+def _hash(digits: str | None) -> int | None:
+    return None if digits is None else int(digits, 16)

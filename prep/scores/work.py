@@ -34,7 +34,7 @@ _LIBRARIES = {  # by the names under which they are recorded: distributions, the
 
 
 def _make(chunks: Chunks, recipe: Recipe[ScoresSettings]) -> Iterator[Sample | SourceFailure]:
-    from clipmill.prep.scores.sample import scores_sample  # the libraries that measure take a second to load
+    from clipmill.prep.scores.score import scores_sample  # the libraries that measure take a second to load
 
     return chunks.each(partial(scores_sample, cut_threshold=recipe.settings.cut_threshold))
 

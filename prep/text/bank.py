@@ -22,8 +22,7 @@ from clipmill.manifests.publish import publish_bytes, remove, remove_temporaries
 from clipmill.manifests.storage.mirrors import refresh
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.recipe import Recipe
-from clipmill.prep.text.captions import CaptionReader
-from clipmill.prep.text.digests import DIGEST_BYTES, DIGESTS, digests_of, from_arrow, positions_in
+from clipmill.prep.text.captions import DIGEST_BYTES, DIGESTS, CaptionReader, digests_of, from_arrow, positions_in
 from clipmill.prep.text.recipe import BLOCK_FILE, MEMBER, TextSettings
 from clipmill.shards.damage import Damaged
 from clipmill.shards.npy import data_offset

@@ -1,16 +1,22 @@
 """Reading the captions of some videos in batches, so that ten million captions are never Python objects at once."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import open_captions
+from clipmill.prep.core.column import CheckedSample, DeepCode
+from clipmill.prep.text.recipe import MEMBER
+from clipmill.shards.npy import load_npy
 from clipmill.shards.selection import caption_columns, labelled_captions, selected_captions
 from clipmill.shards.where import Where
 
@@ -94,3 +100,108 @@ class CaptionReader:
                     ids=table["caption_id"].filter(kept).to_numpy(),
                     texts=table["text"].filter(kept).combine_chunks(),
                 )
+
+
+DIGEST_BYTES = 16
+DIGESTS = np.dtype(f"S{DIGEST_BYTES}")
+
+
+def text_digest(text: str) -> bytes:
+    """Return the BLAKE2b-128 digest of the UTF-8 text."""
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def digests_of(texts: Iterable[str]) -> np.ndarray:
+    """Return the digests of texts, DIGESTS [texts]."""
+    return np.frombuffer(b"".join(map(text_digest, texts)), DIGESTS)
+
+
+def from_arrow(array: pa.FixedSizeBinaryArray) -> np.ndarray:
+    """Return the digests in an Arrow array without nulls, DIGESTS [rows]."""
+    return np.frombuffer(array.buffers()[1], DIGESTS)[array.offset : array.offset + len(array)]
+
+
+def positions_in(ordered: np.ndarray, digests: np.ndarray) -> np.ndarray:
+    """Return the position of each of `digests` in the strictly ascending array `ordered`, or -1 if absent; int64."""
+    if not len(ordered):
+        return np.full(len(digests), -1, np.int64)
+    positions = np.minimum(np.searchsorted(ordered, digests), len(ordered) - 1)
+    return np.where(ordered[positions] == digests, positions, -1).astype(np.int64)
+
+
+def owners_of(digests: np.ndarray, *, num_parts: int) -> np.ndarray:
+    """Return which of `num_parts` parts of a run encodes each text, uint64 [digests] from 0."""
+    return np.ascontiguousarray(digests).view(np.uint64)[::2] % np.uint64(num_parts)
+
+
+class DigestSet:
+    """A set of digests; duplicates may be added.
+
+    The digests are partitioned by their leading bits, so that sorting needs memory for only a small part of them.
+    """
+
+    _NUM_PARTS = 16
+    _MAX_WAITING = 1 << 18
+
+    def __init__(self) -> None:
+        self._parts = [np.empty(0, DIGESTS) for _ in range(self._NUM_PARTS)]
+        self._waiting: list[np.ndarray] = []
+        self._num_waiting = 0
+
+    def add(self, digests: np.ndarray) -> None:
+        """Add digests, DIGESTS [any]."""
+        self._waiting.append(digests)
+        self._num_waiting += len(digests)
+        if self._num_waiting > self._MAX_WAITING:
+            self._sort_in()
+
+    def ordered(self) -> np.ndarray:
+        """Return all digests added, ascending and without duplicates; the set is empty afterwards."""
+        self._sort_in()
+        ordered = np.empty(sum(map(len, self._parts)), DIGESTS)
+        begin = 0
+        for number, part in enumerate(self._parts):
+            ordered[begin : begin + len(part)] = part
+            begin += len(part)
+            self._parts[number] = part[:0].copy()
+        return ordered
+
+    def _sort_in(self) -> None:
+        added = np.concatenate([np.empty(0, DIGESTS), *self._waiting])
+        self._waiting, self._num_waiting = [], 0
+        part_of = added.view(np.uint8)[::DIGEST_BYTES] // (256 // self._NUM_PARTS)
+        for number in range(self._NUM_PARTS):
+            self._parts[number] = np.union1d(self._parts[number], added[part_of == number])
+
+
+_MAX_LENGTH_ERROR = 0.01  # far more than the rounding of a unit vector to float16
+
+
+def check_text(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
+    """Load the array of a sample and compare it and the JSON member with the index row."""
+    array = load_npy(members[MEMBER])
+    is_sequence = bool(row["row_tokens"])
+    wanted = (sum(row["row_tokens"]) if is_sequence else row["num_rows"], row["width"])
+    if array is None:
+        return CheckedSample([(DeepCode.ARRAY_DIFFERS, "text.npy cannot be loaded")], 0)
+    if array.shape != wanted or array.dtype.str != "<f2":
+        found = f"text.npy is {array.dtype} {array.shape}, but float16 {wanted} in the index"
+        return CheckedSample([(DeepCode.ARRAY_DIFFERS, found)], 0)
+    differences = []
+    lengths = np.linalg.norm(array.astype(np.float32), axis=1)
+    if not np.isfinite(lengths).all():
+        differences.append("text.npy contains non-finite values")
+    elif not is_sequence and not bool((np.abs(lengths - 1) < _MAX_LENGTH_ERROR).all()):
+        differences.append("text.npy contains rows that do not have unit length")
+    try:
+        described = parse_json(members["json"])
+        digests = [text_digest(text) for text in described["texts"]]
+        rows = described["caption_id"], described["caption_row"], described.get("row_tokens", [])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        differences.append(f"the json member cannot be read: {error!r}")
+    else:
+        if digests != row["text_digest"]:
+            differences.append("the texts in the json member differ from the index")
+        if rows != (row["caption_id"], row["caption_row"], row["row_tokens"]):
+            differences.append("the caption rows in the json member differ from the index")
+    return CheckedSample([(DeepCode.ARRAY_DIFFERS, difference) for difference in differences], len(array))

@@ -33,9 +33,8 @@ from clipmill.prep.core.shard_result import ShardResult, begin_shard, stopped, s
 from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.text.bank import Bank, Block, BlockResult, TowerUse, blocks_of, copy_embeddings, encode_block
-from clipmill.prep.text.captions import CaptionReader
+from clipmill.prep.text.captions import CaptionReader, DigestSet, digests_of, owners_of
 from clipmill.prep.text.column import COLUMN
-from clipmill.prep.text.digests import DigestSet, digests_of, owners_of
 from clipmill.prep.text.plan import TextPlan, text_layout_path
 from clipmill.prep.text.recipe import BANK_FOLDER, MEMBER, TEXT, local_weights
 from clipmill.prep.text.tokens import texts_with_all

@@ -1,18 +1,205 @@
 """The column `video`: the flags of `prep chunk` and `prep plan`, and the `ColumnSpec`."""
 
-from dataclasses import asdict, dataclass
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.settings import Checked, Needs, Range, errors_of
+from clipmill.manifests.units import bitrate_text, parse_bitrate
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.recipe import KEPT, changed_flags
 from clipmill.prep.core.request import PartRequest, PlanRequest, ScratchSize
-from clipmill.prep.sources.detector import DEFAULT_DETECTOR
-from clipmill.prep.video.recipe import NAMED_RECIPES, RECIPE_SCHEMA, Recipe, recipe_of, settings_line
-from clipmill.prep.video.settings import SHOT_SETTINGS
+from clipmill.prep.sources.detector import DEFAULT_DETECTOR, DEFAULT_THRESHOLD, DetectorName, scenedetect_version
+from clipmill.prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
+from clipmill.prep.video.settings import (
+    RECIPE_SCHEMA,
+    SHOT_SETTINGS,
+    SPAN_CHUNKS,
+    Audio,
+    ChunkSettings,
+    Cut,
+    Gop,
+    ResolvedRecipe,
+    Scaler,
+    Tail,
+    canonical_length,
+    default_min_len,
+)
 from clipmill.shards.columns import VIDEO
+
+ENCODING = Parameter(group=Group("Encoding", sort_key=1))
+CUTTING = Parameter(group=Group("Cutting", sort_key=2))
+_OF_SHOTS = Needs("cut", ("shots",))
+
+_STORED = tuple(field.name for field in fields(ChunkSettings))
+
+RecipeName = Literal["balanced", "small", "fast"]
+# docs/encoding.md explains the choices. Settings that a named recipe does not contain come from the codec.
+NAMED_RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
+    "balanced": {"codec": "h264", "crf": 24, "preset": "faster", "gop": "comb", "keyint": 90},
+    "small": {"codec": "av1", "crf": 45, "preset": "9", "gop": "closed", "keyint": 90},
+    "fast": {"codec": "mjpeg", "crf": 8, "gop": "intra"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Checked):
+    """Settings of `prep chunk` that affect the bytes of chunks. Settings that are None come from the named recipe."""
+
+    recipe: Annotated[RecipeName, ENCODING, FIRST_RUN] = "balanced"
+    """Named settings: balanced (H.264), small (AV1) or fast (MJPEG, fast to decode). They provide the values of flags
+    that are not given."""
+
+    len: Annotated[str, ENCODING, FIRST_RUN, Parameter(allow_leading_hyphen=True)] = "15s"
+    """Chunk length with unit, up to 1 hour, such as 15s, 2.5s or 500ms. With --cut shots, the maximum length."""
+
+    codec: Annotated[str | None, ENCODING, FIRST_RUN] = None
+    """Video codec: h264, hevc, av1, vp9, mjpeg, h264_nvenc, hevc_nvenc. If it differs from the recipe's codec, the
+    other settings default to those of the codec. Default: the recipe's."""
+
+    crf: Annotated[int | None, ENCODING, FIRST_RUN] = None
+    """Constant rate factor; lower values give better quality. Range: 1 to 51 for H.264 and HEVC, 1 to 63 for AV1 and
+    VP9; for MJPEG, the quantiser scale, 2 to 31. Default: the recipe's, 24 for balanced."""
+
+    bitrate: Annotated[str | None, ENCODING, FIRST_RUN] = None
+    """Average bitrate in bit/s, such as 800k, 0.8M or 2M. It replaces --crf."""
+
+    preset: Annotated[str | None, ENCODING] = None
+    """Speed preset of the encoder, such as faster for H.264 or 9 for AV1. Default: the recipe's."""
+
+    gop: Annotated[Gop | None, ENCODING] = None
+    """GOP layout. comb: a P frame every 16 frames, and B frames between them that are never references; star: a comb
+    with a single P frame; closed: closed GOPs as the encoder chooses; intra: key frames only. Default: the recipe's."""
+
+    keyint: Annotated[int | None, ENCODING, Range(1, 600)] = None
+    """Key frame interval in frames, 1 to 600. Default: the recipe's, or 90 for comb, 16 for star, 30 for closed."""
+
+    fps: Annotated[str, ENCODING] = "30"
+    """Constant frame rate of the chunks in frames per second, 1 to 240, such as 25 or 30000/1001."""
+
+    short_side: Annotated[int, ENCODING, Range(16, 4320)] = 288
+    """Short side of the frames in pixels, an even number from 16 to 4320. Smaller videos are not upscaled."""
+
+    scaler: Annotated[Scaler, ENCODING] = "bicubic"
+    """Scaling filter."""
+
+    tail: Annotated[Tail, ENCODING] = "keep"
+    """Handling of the remainder of a video that is shorter than a chunk. keep: make a shorter chunk; drop: discard it;
+    merge: append it to the previous chunk."""
+
+    audio: Annotated[Audio, ENCODING] = "drop"
+    """Handling of audio. keep: encode the first audio stream as AAC; drop: no audio."""
+
+    cut: Annotated[Cut, CUTTING] = "even"
+    """Where chunks begin and end. even: every --len; shots: at shot boundaries, which are detected in each source
+    first."""
+
+    detector: Annotated[DetectorName | None, CUTTING, _OF_SHOTS] = None
+    """PySceneDetect detector for --cut shots. adaptive: compares the change between two frames with that of their
+    neighbours, which tolerates camera motion; content: compares it with a fixed threshold. Default: adaptive."""
+
+    threshold: Annotated[float | None, CUTTING, Range(above=0, most=255), _OF_SHOTS] = None
+    """Threshold of --detector, above 0 and up to 255; lower values give more cuts. Default: 3 for adaptive, 27 for
+    content."""
+
+    min_scene_len: Annotated[str | None, CUTTING, _OF_SHOTS] = None
+    """Minimum time between two cuts of --detector, such as 500ms. Default: 500ms."""
+
+    min_len: Annotated[str | None, CUTTING, _OF_SHOTS] = None
+    """Minimum chunk length for --cut shots, at most half of --len. A shorter shot is joined to a neighbour if the
+    result fits into --len, and left out otherwise. Default: 2s, or half of --len if that is less."""
+
+    def rules(self) -> Iterator[UserError]:
+        """Yield two rates, and settings that the codec does not have or that conflict."""
+        if self.crf is not None and self.bitrate is not None:
+            yield UserError(
+                "--crf and --bitrate are mutually exclusive", hint="give one of them", flags=("--crf", "--bitrate")
+            )
+        yield from errors_of(self.settings)
+
+    def settings(self) -> ChunkSettings:
+        """Return the settings with all values filled in and normalised.
+
+        Raises:
+            UserError: the settings conflict.
+        """
+        given = {field.name: getattr(self, field.name) for field in fields(ChunkSettings)}
+        named = NAMED_RECIPES[self.recipe]
+        codec = codec_named(self.codec or named["codec"])
+        of_codec: dict[str, Any] = {
+            "crf": codec.default_crf,
+            "preset": codec.default_preset or None,
+            "gop": codec.gops[0],
+            "codec": named["codec"],
+        }
+        if self.codec in (None, named["codec"]):
+            of_codec |= named
+        if self.bitrate is not None:
+            of_codec["crf"] = None
+        gop = self.gop or of_codec["gop"]
+        if gop != of_codec["gop"] or "keyint" not in of_codec:
+            of_codec["keyint"] = DEFAULT_KEYINT[gop]
+        chosen: dict[str, Any] = {name: of_codec.get(name) if value is None else value for name, value in given.items()}
+        chosen["len"] = canonical_length("--len", self.len)
+        if self.bitrate is not None:
+            chosen["bitrate"] = bitrate_text(parse_bitrate(self.bitrate, flag="--bitrate"))
+        if self.cut == "shots":
+            chosen |= self._shot_settings(chosen["len"])
+        stated = ChunkSettings(**chosen)
+        return replace(stated, fps=str(stated.fps_exact))
+
+    def _shot_settings(self, length: str) -> dict[str, Any]:
+        """Return the settings of --cut shots for chunks of up to `length`, with all values filled in."""
+        detector = self.detector or DEFAULT_DETECTOR
+        return {
+            "detector": detector,
+            "threshold": float(DEFAULT_THRESHOLD[detector] if self.threshold is None else self.threshold),
+            "min_scene_len": canonical_length("--min-scene-len", self.min_scene_len or "500ms"),
+            "min_len": canonical_length("--min-len", self.min_len or default_min_len(length)),
+        }
+
+
+def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
+    """Fill in the settings that `recipe` leaves open, so that the same bytes always have the same description.
+
+    Args:
+        ffmpeg_version: Version line of the program: another build may produce other bytes.
+    """
+    settings = recipe.settings()
+    stored, changed = asdict(settings), changed_arguments(settings.codec, settings.gop)
+    if settings.cut == "even":  # the only way of cutting when schema 1 began
+        for name in ("cut", *SHOT_SETTINGS):
+            del stored[name]
+    values = {
+        "schema": RECIPE_SCHEMA,
+        "ffmpeg": ffmpeg_version,
+        "span_chunks": SPAN_CHUNKS,
+        "threads": 1,
+        **stored,
+        # Another version of PySceneDetect may find other cuts.
+        **({"scenedetect": scenedetect_version()} if settings.cut == "shots" else {}),
+        **({} if changed is None else {"arguments": changed}),
+    }
+    rate = f"crf{settings.crf}" if settings.bitrate is None else settings.bitrate
+    gop = INTRA if settings.gop == INTRA else f"{settings.gop}{settings.keyint}"
+    fps = settings.fps.replace("/", "-")
+    cut = settings.len if settings.cut == "even" else f"{settings.len}-{settings.cut}"
+    return ResolvedRecipe(settings, values, f"{settings.codec}-{settings.short_side}p{fps}-{rate}-{gop}-{cut}")
+
+
+def recipe_of(stored: Mapping[str, Any]) -> Recipe:
+    """Return the settings in a variant's recipe.json, all of them given."""
+    return Recipe(**{name: stored[name] for name in _STORED if name in stored})
+
+
+def settings_line(stored: Mapping[str, Any]) -> str:
+    """Return the relevant settings of a recipe.json on one line."""
+    names = [*_STORED, "ffmpeg", "scenedetect"]
+    return " ".join(f"{name}={stored[name]}" for name in names if stored.get(name) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +239,7 @@ COLUMN = ColumnSpec(
     name=VIDEO,
     package="clipmill.prep.video",
     work="clipmill.prep.video.work:WORK",
-    check_sample="clipmill.prep.video.check:check_video",
+    check_sample="clipmill.prep.video.inspection:check_video",
     settings=Recipe,
     schema=RECIPE_SCHEMA,
     request="clipmill.prep.video.column:ChunkRequest",

@@ -13,7 +13,7 @@ gives each part its own shape within the size of the chunks.
 
 The division of a video into chunks and spans is pure arithmetic on frame counts. With `--cut even`, a video of `F`
 output frames (at the recipe's frame rate) has full chunks of `n` frames and, if F is not a multiple of n, a tail. With
-`--cut shots`, chunks begin and end at shot boundaries (`clipmill.prep.video.cutting`). A span is a run of `span_chunks`
+`--cut shots`, chunks begin and end at shot boundaries (`clipmill.prep.video.spans`). A span is a run of `span_chunks`
 chunks that one encoder pass makes. Its bytes depend on where it begins, so that spans never move: span `s` begins with
 chunk `s * span_chunks`, whatever the length of the video.
 """

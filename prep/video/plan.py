@@ -41,11 +41,18 @@ from clipmill.prep.core.plan import (
 )
 from clipmill.prep.core.table_file import as_array
 from clipmill.prep.sources.access import SourceFacts
-from clipmill.prep.video.cutting import ShotCutting, VideoShots, cutting_of, frames_of
 from clipmill.prep.video.encode import Span, SpanPlan
-from clipmill.prep.video.layout import extend_layout, shards_of_moved_videos, wanted_rows
 from clipmill.prep.video.settings import SPAN_CHUNKS, ResolvedRecipe
 from clipmill.prep.video.span_task import SPAN_COLUMN, StoredTar
+from clipmill.prep.video.spans import (
+    ShotCutting,
+    VideoShots,
+    cutting_of,
+    extend_layout,
+    frames_of,
+    shards_of_moved_videos,
+    wanted_rows,
+)
 from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.damage import Damaged
 from clipmill.shards.index import extensions_of, open_index

@@ -30,10 +30,17 @@ from clipmill.prep.core.table_file import as_array
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.sources.table import failed_sources, probe_sources, probes_of, read_probes
 from clipmill.prep.video.column import COLUMN
-from clipmill.prep.video.cutting import cutting_of, detector_key, frames_of, shots_of
-from clipmill.prep.video.layout import layout_path, video_layout_of_commits, wanted_rows
 from clipmill.prep.video.plan import Plan, ShardChange, Videos, with_changes
 from clipmill.prep.video.settings import ResolvedRecipe
+from clipmill.prep.video.spans import (
+    cutting_of,
+    detector_key,
+    frames_of,
+    layout_path,
+    shots_of,
+    video_layout_of_commits,
+    wanted_rows,
+)
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit
 from clipmill.shards.dataset import variant_dir

@@ -1,6 +1,6 @@
 """The settings of `prep chunk` with all values filled in, as used by the planner, the encoder and the fingerprint.
 
-A task carries them to its worker, which therefore loads nothing of the command line (`clipmill.prep.video.recipe`).
+A task carries them to its worker, which therefore loads nothing of the command line (`clipmill.prep.video.column`).
 """
 
 import math
@@ -32,7 +32,7 @@ SHOT_SETTINGS = ("detector", "threshold", "min_scene_len", "min_len")  # None un
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSettings(Checked):
-    """Every setting that affects the bytes of chunks; see `clipmill.prep.video.recipe.Recipe` for their meaning.
+    """Every setting that affects the bytes of chunks; see `clipmill.prep.video.column.Recipe` for their meaning.
 
     Attributes:
         crf: None if `bitrate` is given.

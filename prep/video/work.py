@@ -19,9 +19,8 @@ from clipmill.prep.core.report import Report, changed_settings, summary_report
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
-from clipmill.prep.video.column import COLUMN
+from clipmill.prep.video.column import COLUMN, Recipe, resolve
 from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
-from clipmill.prep.video.layout import layout_file
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.plan_inputs import (
     Planned,
@@ -32,8 +31,8 @@ from clipmill.prep.video.plan_inputs import (
     pending_chunks,
     with_shots,
 )
-from clipmill.prep.video.recipe import Recipe, resolve
-from clipmill.prep.video.scratch import remove_abandoned
+from clipmill.prep.video.spans import layout_file
+from clipmill.prep.video.worker import remove_abandoned
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant

@@ -10,8 +10,8 @@ import pytest
 from clipmill.prep.synthetic.encode import VideoTrack, encode_video, set_rotation
 from clipmill.prep.synthetic.frame_code import draw_frame_number, read_frame_number
 from clipmill.prep.synthetic.frame_numbers import frame_ticks
+from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.prep.video.recipe import Recipe, resolve
 from tests.prep.here import Here
 from tests.prep.running import prep_here
 

@@ -333,7 +333,7 @@ def test_samples_in_another_order_are_refused(shard_set: ShardSet) -> None:
 @pytest.mark.parametrize(
     "modules",
     [
-        ("clipmill.prep.scores.work", "clipmill.prep.scores.sample"),
+        ("clipmill.prep.scores.work", "clipmill.prep.scores.score"),
         ("clipmill.prep.captions.work", "clipmill.prep.captions.worker"),
         ("clipmill.prep.latents.work", "clipmill.prep.latents.worker"),
         ("clipmill_example.brightness",),

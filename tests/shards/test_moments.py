@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.video.cutting import ShotCutting
+from clipmill.prep.video.spans import ShotCutting
 from clipmill.shards.moments import Moments, order_of
 from clipmill.shards.selection import find_chunks
 from clipmill.train.data.chunk_table import ChunkTable, own_in_order

@@ -18,7 +18,7 @@ from clipmill.manifests.store import read_captions, read_rejected_rows, read_vid
 from clipmill.prep.core.layout import read_layout
 from clipmill.prep.sources.shot_table import read_shots
 from clipmill.prep.text.bank import copy_embeddings
-from clipmill.prep.text.digests import DIGESTS, from_arrow
+from clipmill.prep.text.captions import DIGESTS, from_arrow
 from clipmill.prep.text.recipe import BANK_FOLDER
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant

@@ -1,22 +1,226 @@
 """What a page shows of one chunk: pictures, captions, source, scores, and its clip."""
 
+import io
 import json
+import math
+import re
+import shutil
 import zlib
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, islice
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import av
 import av.error
+from av.video.frame import VideoFrame
 
 from clipmill.manifests.caption_spans import is_of_model
-from clipmill.manifests.units import clock, short_number
-from clipmill.prep.video.page.clips import Clip, ClipFolder, ClipPlan, clip_name
-from clipmill.prep.video.page.pictures import PREVIEW_S, NoPicture, decode_frames, jpeg, preview
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.keys import safe_video_id
+from clipmill.manifests.publish import make_folder, publish_bytes, remove_temporaries
+from clipmill.manifests.units import clock, short_number, size_text
 from clipmill.shards.damage import Damaged
-from clipmill.shards.pages.media import data_uri, evenly_within
+from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.pages.media import CLIP_FPS, data_uri, evenly_within, small_clip
 from clipmill.shards.reader import CommittedShard
 from clipmill.shards.score_fields import SCORES
+
+_JPEG_QUANTISER = 5  # from 2 (best) to 31
+_DECODERS = {"av1": "libdav1d"}  # libav's native av1 decoder requires hardware
+
+
+class NoPicture(Exception):
+    """The decoder did not return a requested frame."""
+
+
+def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int]) -> list[VideoFrame]:
+    """Decode single frames of a chunk.
+
+    Args:
+        content: bytes of the MP4 file.
+        row: row of the index (clipmill.shards.format.VIDEO_FIELDS).
+        frames: presentation indices of the frames.
+
+    Raises:
+        NoPicture: a frame could not be decoded.
+        av.error.FFmpegError: the packets are damaged.
+    """
+    context = av.CodecContext.create(_DECODERS.get(row["codec"], row["codec"]), "r")
+    context.extradata = row["extradata"]
+    context.thread_count = 1
+    position_of = {frame: position for position, frame in enumerate(row["packet_frame"])}
+    pictures = []
+    for wanted in frames:
+        found = None
+        for position in _needed(row["packet_flags"], position_of[wanted]):
+            begin = row["packet_offset"][position]
+            packet = av.Packet(content[begin : begin + row["packet_size"][position]])
+            packet.pts, packet.time_base = row["packet_frame"][position], Fraction(1)
+            found = _pick(context.decode(packet), wanted) or found
+        found = _pick(context.decode(None), wanted) or found
+        context.flush_buffers()
+        if found is None:
+            raise NoPicture(f"frame {wanted} cannot be decoded")
+        pictures.append(found)
+    return pictures
+
+
+def jpeg(frame: VideoFrame, *, height: int) -> bytes:
+    """Encode `frame` as a JPEG, scaled to a height of `height` pixels."""
+    width = max(2, round(frame.width * height / frame.height / 2) * 2)
+    small = frame.reformat(width=width, height=height, format="yuvj420p")
+    context = av.CodecContext.create("mjpeg", "w")
+    context.width, context.height, context.pix_fmt, context.time_base = width, height, "yuvj420p", Fraction(1, 25)
+    context.qmin = context.qmax = _JPEG_QUANTISER
+    small.pts, small.time_base = 0, Fraction(1, 25)
+    return b"".join(bytes(packet) for packet in [*context.encode(small), *context.encode(None)])
+
+
+def _needed(flags: Sequence[int], target: int) -> list[int]:
+    """Return the packets to decode for the packet at `target`: from its key frame on, reference frames only."""
+    begin = max(at for at in range(target + 1) if flags[at] & PACKET_KEY)
+    return [at for at in range(begin, target + 1) if at == target or flags[at] & PACKET_REFERENCE]
+
+
+def _pick(frames: Sequence[Any], wanted: int) -> VideoFrame | None:
+    return next((frame for frame in frames if frame.pts == wanted), None)
+
+
+PREVIEW_S = 20.0  # a preview is of the first seconds of a longer chunk
+
+
+def preview(content: bytes, *, fps: Fraction) -> bytes:
+    """Encode a chunk again as H.264 with a short side of 240 pixels and about 12 frames per second.
+
+    Args:
+        content: bytes of the MP4 file.
+        fps: its frame rate.
+
+    Raises:
+        av.error.FFmpegError: it cannot be decoded.
+    """
+    step = max(1, round(fps / CLIP_FPS))
+    with av.open(io.BytesIO(content), "r", format="mp4") as source:
+        source.streams.video[0].codec_context.thread_count = 1
+        frames = islice(source.decode(video=0), 0, math.ceil(PREVIEW_S * fps), step)
+        return small_clip(frames, fps=fps / step)
+
+
+EMBEDDED_BYTES = 8_000_000
+COPIED_BYTES = 256_000_000
+_PLAYED = ("h264", "vp9", "av1")
+_OURS = re.compile(r"[A-Za-z0-9_-]+-[0-9a-f]{8}(-preview)?\.mp4|page-\d+\.html|all\.html")
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A clip of a page. `address` is a data URI, or the name of a file in the folder of the page."""
+
+    address: str
+    size_bytes: int
+    is_preview: bool
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the clip is in the page."""
+        return self.address.startswith("data:")
+
+
+@dataclass(frozen=True)
+class ClipPlan:
+    """How the clips of a page are made. `why` says it in words."""
+
+    is_preview: bool
+    is_embedded: bool
+    why: str
+
+
+def plan_clips(codec: str, *, total_bytes: int) -> ClipPlan:
+    """Return how the clips of a page are made whose chunks take `total_bytes`; `codec` is libav's name."""
+    if codec not in _PLAYED:
+        names = {"mjpeg": "browsers do not play MJPEG in MP4", "hevc": "only some browsers play HEVC"}
+        return ClipPlan(True, False, names.get(codec, f"browsers may not play {codec}"))
+    if total_bytes > COPIED_BYTES:
+        return ClipPlan(True, False, f"copies of these chunks would take {size_text(total_bytes)}")
+    return ClipPlan(False, total_bytes <= EMBEDDED_BYTES, "copies of the chunks, byte for byte")
+
+
+class ClipFolder:
+    """The folder of a page, `chunks.files/` beside `chunks.html`. Thread-safe.
+
+    Raises:
+        UserError: something else has its name.
+    """
+
+    def __init__(self, page: Path) -> None:
+        self.path = page.with_name(f"{page.stem}.files")
+        self._is_made = False
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self.path} is not a folder, and --html needs one of this name", hint="rename it")
+
+    @property
+    def address(self) -> str:
+        """Relative address for the page."""
+        return f"{quote(self.path.name)}/"
+
+    def make(self) -> None:
+        """Create the folder.
+
+        Raises:
+            UserError: it cannot be created.
+        """
+        try:
+            make_folder(self.path)
+            remove_temporaries(self.path, of=_is_ours)
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written: {error.strerror}", hint="give a file in another folder with --html"
+            ) from None
+
+    def has(self, name: str, *, size_bytes: int | None = None) -> int:
+        """Return the size of a clip that an earlier page has left; 0 if there is none, or one of another size."""
+        with suppress(OSError):
+            found = (self.path / name).stat().st_size
+            return found if size_bytes in (None, found) else 0
+        return 0
+
+    def write(self, name: str, content: bytes) -> None:
+        """Publish a clip.
+
+        Raises:
+            UserError: it cannot be written; a full disk, most likely.
+        """
+        try:
+            publish_bytes(self.path / name, content)
+        except OSError as error:
+            left = shutil.disk_usage(self.path).free
+            raise UserError(
+                f"{self.path / name} cannot be written: {error.strerror}",
+                hint=f"{size_text(left)} are free; show fewer chunks with --chunks, or write to another disk",
+            ) from None
+
+    def sweep(self, kept: Collection[str]) -> None:
+        """Remove clips and pages of earlier runs except `kept`, and the folder if it is empty; other files stay."""
+        with suppress(OSError):
+            for path in list(self.path.iterdir()):
+                if path.name not in kept and _is_ours(path.name):
+                    path.unlink()
+            self.path.rmdir()
+
+
+def clip_name(key: str, crc32: int, *, is_preview: bool) -> str:
+    """Return the file name of a clip, safe in any file system and address."""
+    return f"{safe_video_id(key)}-{crc32:08x}{'-preview' if is_preview else ''}.mp4"
+
+
+def _is_ours(name: str) -> bool:
+    return _OURS.fullmatch(name) is not None
+
 
 _MAX_CAPTIONS = 3  # before the others are folded
 _MAX_FOLDED, _MAX_FOLDED_CHARS = 100, 20_000

@@ -1,11 +1,13 @@
 """Writing the page of `prep inspect --html`: the choice of chunks, their clips, the pages, and what was written."""
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow.compute as pc
@@ -16,29 +18,131 @@ from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import mirror_of, show_addresses
 from clipmill.manifests.storage.urls import mask_secrets
 from clipmill.manifests.store import read_videos
-from clipmill.manifests.units import size_text
+from clipmill.manifests.units import duration_text, short_number, size_text
 from clipmill.prep.core.pages import PageRequest, publish_page
 from clipmill.prep.core.report import Report
 from clipmill.prep.video.codecs import CODECS
-from clipmill.prep.video.page.cards import Card, read_details
-from clipmill.prep.video.page.chunks import Chunks, chosen, read_chunks
-from clipmill.prep.video.page.clips import ClipFolder, ClipPlan, plan_clips
-from clipmill.prep.video.page.header import Header, clips_text, hole_text, settings_words, summary, tiles
-from clipmill.prep.video.page.html import TEMPLATE, Pages, page_values
-from clipmill.prep.video.page.totals import (
+from clipmill.prep.video.column import settings_line
+from clipmill.prep.video.page.cards import PREVIEW_S, Card, ClipFolder, ClipPlan, plan_clips, read_details
+from clipmill.prep.video.page.chunks import (
+    Chunks,
     ChunkScores,
+    Distribution,
+    Hole,
+    SplitTotal,
+    chosen,
     distributions,
     labels_of,
     num_captions,
+    read_chunks,
     scores_of,
     split_totals,
     written_of,
 )
-from clipmill.prep.video.recipe import settings_line
-from clipmill.shards.columns import CAPTIONS, SCORES, VIDEO
+from clipmill.shards.columns import CAPTIONS, VIDEO
+from clipmill.shards.columns import SCORES as SCORES_COLUMN
 from clipmill.shards.dataset import current_variant
-from clipmill.shards.pages.templates import require_page_path
+from clipmill.shards.pages.templates import SEARCH_SCRIPT, require_page_path
 from clipmill.shards.reader import Variant
+from clipmill.shards.score_fields import SCORES
+
+# What is between the key frames, by GOP layout.
+_LAYOUTS = {
+    "comb": " with a P frame every 16 frames and skippable B frames between them",
+    "star": " with one P frame and skippable B frames between them",
+    "closed": "",
+}
+_CODEC_NAMES = {
+    **{"h264": "H.264", "h264_nvenc": "H.264 (NVENC)", "hevc": "HEVC", "hevc_nvenc": "HEVC (NVENC)"},
+    **{"av1": "AV1", "av1_nvenc": "AV1 (NVENC)", "vp9": "VP9", "mjpeg": "MJPEG"},
+}
+_LENGTH = re.compile(r"(\d[\d./]*)(ms|s|m|min|h)")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the first page says of all chunks.
+
+    Attributes:
+        variant: its name.
+        summary: number of chunks, videos and bytes; which of them are shown.
+        settings: settings in words, and all of them as they are stored.
+        notes: what could not be read, or is not shown.
+        holes: shards that cannot be read.
+        clips: how the clips were made.
+    """
+
+    variant: str
+    summary: str
+    settings: tuple[str, str]
+    tiles: Sequence[tuple[str, str]]
+    splits: Sequence[SplitTotal]
+    distributions: Sequence[Distribution]
+    notes: Sequence[str]
+    holes: Sequence[str]
+    clips: str
+
+
+def summary(everything: Chunks, chunks: Chunks, *, num_shown: int, variant: Variant, where: str | None) -> str:
+    """Return how many chunks, videos and bytes there are, and which of the chunks are shown."""
+    num_videos = len(np.unique(chunks.video))
+    kept = f"{len(chunks):,} of {count_noun(len(everything), 'chunk')}, those with {where}," if where else ""
+    size = size_text(int(variant.tar_files.sizes.sum() if where is None else chunks.size_bytes.sum()))
+    total = f"{kept or count_noun(len(chunks), 'chunk')} of {count_noun(num_videos, 'video')}, {size}"
+    shown = "" if num_shown == len(chunks) else f"; showing {num_shown:,} evenly spaced chunks of all splits"
+    holes = f"; {count_noun(len(chunks.holes), 'shard')} missing or damaged" if chunks.holes else ""
+    return f"{total}{shown}{holes}"
+
+
+def tiles(chunks: Chunks, variant: Variant) -> list[tuple[str, str]]:
+    """Return the totals as values with their names."""
+    seconds, size_bytes = float(chunks.duration_s.sum()), int(chunks.size_bytes.sum())
+    found = [
+        (f"{len(np.unique(chunks.video)):,}", "videos"),
+        (f"{len(chunks):,}", "chunks"),
+        (duration_text(seconds), "of video"),
+        (size_text(size_bytes), "of MP4 files"),
+        (f"{short_number(size_bytes * 8e-3 / max(seconds, 1e-3))} kbit/s", "mean bit rate"),
+        (f"{variant.num_shards:,}", "shard" if variant.num_shards == 1 else "shards"),
+    ]
+    failures = sum(len(commit.failures) for commit in variant.commits.values())
+    return [*found, (f"{failures:,}", "failed parts of videos: see prep status")] if failures else found
+
+
+def hole_text(hole: Hole) -> str:
+    """Return which shard cannot be read, and why."""
+    what = "" if hole.num_chunks is None else f" ({hole.split}, {count_noun(hole.num_chunks, 'chunk')})"
+    return f"Shard {hole.shard_id:06d}{what}: {hole.why}"
+
+
+def clips_text(plan: ClipPlan) -> str:
+    """Return how the clips were made."""
+    if not plan.is_preview:
+        return f"Clips are {plan.why}."
+    how = f"encoded again as H.264 with a short side of 240 pixels, up to {PREVIEW_S:.0f} s"
+    return f"Clips are previews, {how}: {plan.why}."
+
+
+def settings_words(recipe: Mapping[str, Any]) -> str:
+    """Return the settings of a recipe.json in words, as far as it has them."""
+    parts = [_CODEC_NAMES.get(str(recipe.get("codec")), str(recipe.get("codec", "")))]
+    for name, text in (
+        ("short_side", "short side {} px"),
+        ("fps", "{} fps"),
+        ("crf", "CRF {}"),
+        ("bitrate", "{}bit/s"),
+    ):
+        if recipe.get(name) is not None:
+            parts.append(text.format(recipe[name]))
+    if (keyint := recipe.get("keyint")) is not None:
+        every, words = f"a key frame every {keyint} frames", _LAYOUTS.get(gop := str(recipe.get("gop")))
+        every = every if words is None else f"{gop}{keyint}: {every}{words}"  # it is so in the name of the variant
+        parts.append("key frames only" if keyint == 1 else every)
+    if (length := recipe.get("len")) is not None:
+        length = _LENGTH.sub(r"\1 \2", str(length))
+        parts.append(f"cut at shots, up to {length}" if recipe.get("cut") == "shots" else f"chunks of {length}")
+    return ", ".join(part for part in parts if part)
+
 
 PAGE_CHUNKS = 150
 _BUCKET_THREADS = 16
@@ -62,7 +166,8 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
         folder.make()
     notes: list[str] = []
     is_current = current_variant(data_dir, VIDEO) == variant.directory.name
-    scores = _or_note(lambda: scores_of(chunks, data_dir), notes) if is_current and _has(data_dir, SCORES) else None
+    has_scores = is_current and _has(data_dir, SCORES_COLUMN)
+    scores = _or_note(lambda: scores_of(chunks, data_dir), notes) if has_scores else None
     written = _or_note(lambda: written_of(chunks, data_dir), notes) if is_current and _has(data_dir, CAPTIONS) else {}
     captions = _or_note(lambda: num_captions(chunks, data_dir), notes)
     labels = {} if captions is None else labels_of(chunks, picked, data_dir)
@@ -238,3 +343,94 @@ def _codec(variant: Variant) -> str:
     """Return libav's name of the codec of a variant."""
     name = str(variant.recipe.get("codec"))
     return CODECS[name].decoder if name in CODECS else name
+
+
+_MAX_OPTIONS = 400
+TEMPLATE = Path(__file__).with_name("chunks.html.j2")
+_SCRIPT = Path(__file__).with_name("chunks.js").read_text()
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages that belong together: number 1, `name`, beside the folder, and the others in it, with a list of all.
+
+    Attributes:
+        folder: address of the folder beside the first page.
+        number: of this page; 0 for the list.
+        num_shown: number of chunks on all pages.
+    """
+
+    name: str
+    folder: str
+    number: int
+    count: int
+    num_shown: int
+
+    @property
+    def is_list(self) -> bool:
+        """Whether this page is the list of all chunks, without pictures."""
+        return self.number == 0
+
+    def address(self, number: int) -> str:
+        """Return the address of a page from this one."""
+        if number == self.number:
+            return ""
+        if number == 1:
+            return f"../{quote(self.name)}"
+        return f"{self.inside}page-{number}.html"
+
+    @property
+    def inside(self) -> str:
+        """Address of the folder from this page."""
+        return self.folder if self.number == 1 else ""
+
+    @property
+    def near(self) -> list[int | None]:
+        """Numbers of the pages that this one links to; None where some are left out."""
+        shown = {1, self.count, *range(max(1, self.number - 2), min(self.count, self.number + 2) + 1)}
+        found: list[int | None] = []
+        last = 0
+        for number in sorted(shown):
+            found += [None, number] if number > last + 1 else [number]
+            last = number
+        return found
+
+
+def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages, *, media: str) -> dict[str, Any]:
+    """Return the values of the template.
+
+    Args:
+        cards: chunks of the page with the number of the page that shows their pictures.
+        media: sources of clips.
+    """
+    part = ", list of chunks" if pages.is_list else "" if pages.number == 1 else f", page {pages.number}"
+    return {
+        "title": f"Chunks{part}",
+        "header": header,
+        "pages": pages,
+        "filters": _filters([card for card, _ in cards]),
+        "orders": _orders([card for card, _ in cards]),
+        "cards": [
+            (card, f"{pages.address(number)}#{quote(card.key)}" if pages.is_list else "") for card, number in cards
+        ],
+        "scripts": [SEARCH_SCRIPT, _SCRIPT],
+        "media": media,
+    }
+
+
+def _filters(cards: Sequence[Card]) -> list[tuple[str, str, list[str]]]:
+    """Return name, label and values of each filter that tells chunks apart."""
+    known = (
+        ("split", "Split", [card.split for card in cards]),
+        ("dataset", "Dataset", [card.dataset for card in cards if card.dataset]),
+        ("video", "Source video", [card.video_id for card in cards]),
+    )
+    distinct = ((name, label, list(dict.fromkeys(values))) for name, label, values in known)
+    return [one for one in distinct if 1 < len(one[2]) <= _MAX_OPTIONS]
+
+
+def _orders(cards: Sequence[Card]) -> list[tuple[str, str]]:
+    orders = [("order", "video and time"), ("length", "longest first"), ("bitrate", "highest bit rate first")]
+    orders += [("captions", "most captions first")] if any(card.captions for card in cards) else []
+    sorting = [(score.name, score.order) for score in SCORES if score.order]
+    return orders + [(name, order) for name, order in sorting if any(name in card.scores for card in cards)]

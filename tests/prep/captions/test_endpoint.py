@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from clipmill.prep.captions.answers import Answer, answers_in
-from clipmill.prep.captions.frames import frames_to_show, read_pictures
+from clipmill.prep.captions.asking import frames_to_show, read_pictures
 from clipmill.prep.core.data_folder import column_lock
 from clipmill.shards.reader import Variant
 from tests.prep.captions.server import MODEL, Reply, Request, Server, completion, described, served

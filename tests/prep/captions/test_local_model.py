@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from clipmill.prep.captions.answers import Answer
-from clipmill.prep.captions.frames import read_pictures
+from clipmill.prep.captions.asking import read_pictures
 from clipmill.prep.captions.recipe import CaptionsSettings
 from clipmill.prep.captions.vlm import open_model
 from clipmill.prep.core.failures import SourceFailure

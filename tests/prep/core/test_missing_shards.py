@@ -13,9 +13,9 @@ import pytest
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.shard_result import ShardResult, stopped
+from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan_inputs import chunk_job, make_plan
-from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.prep.video.worker import ShardTask, make_shard
 from clipmill.shards.commits import commit_path
 from clipmill.shards.dataset import current_variant
@@ -43,9 +43,9 @@ def run(
     per_shard: int = 2,
     lag_limit_s: float = 0.0,
 ) -> Summary:
-    monkeypatch.setattr("clipmill.prep.video.layout.MIN_SHARDS", 1)
-    monkeypatch.setattr("clipmill.prep.video.layout.MAX_SHARD_CHUNKS", per_shard)
-    monkeypatch.setattr("clipmill.prep.video.layout.SPAN_CHUNKS", 1)
+    monkeypatch.setattr("clipmill.prep.video.spans.MIN_SHARDS", 1)
+    monkeypatch.setattr("clipmill.prep.video.spans.MAX_SHARD_CHUNKS", per_shard)
+    monkeypatch.setattr("clipmill.prep.video.spans.SPAN_CHUNKS", 1)
     recipe = resolve(Recipe(len="1s", preset="ultrafast", short_side=32), ffmpeg_version=find_ffmpeg().version)
     job = chunk_job(make_plan(data, recipe))
     return execute(replace(job, make=make, lag_limit_s=lag_limit_s), Here())

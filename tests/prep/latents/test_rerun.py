@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from clipmill.prep.latents.sample import check_latents
+from clipmill.prep.latents.worker import check_latents
 from clipmill.shards.npy import compress_frame, npy_bytes
 from clipmill.shards.reader import Variant
 from tests.prep.latents.conftest import make, recipe

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from clipmill.prep.latents.sample import as_stored, is_finite
+from clipmill.prep.latents.worker import as_stored, is_finite
 
 
 def test_both_types_are_rounded_as_torch_rounds() -> None:

@@ -16,8 +16,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.prep.engines.execution import Execution
 from clipmill.prep.latents.column import LatentsRequest
 from clipmill.prep.latents.frames import video_segments
-from clipmill.prep.latents.run import worker_memory_gb
-from clipmill.prep.latents.trial import run_trial
+from clipmill.prep.latents.run import run_trial, worker_memory_gb
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.commits import commit_path
 from clipmill.shards.reader import Variant
@@ -183,7 +182,7 @@ def test_a_video_in_two_shards_has_the_latents_that_it_has_in_one(
     found = []
     for num_shards in (2, 1):
         if num_shards == 1:
-            monkeypatch.setattr("clipmill.prep.video.layout.MIN_SHARDS", 1)
+            monkeypatch.setattr("clipmill.prep.video.spans.MIN_SHARDS", 1)
         data = tmp_path / str(num_shards)
         manifest(data, tmp_path / "videos")
         chunk(data, "--len", "500ms", "--preset", "ultrafast", "--short-side", 32)

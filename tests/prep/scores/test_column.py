@@ -12,7 +12,7 @@ import pytest
 from clipmill.prep.core.chunk_column import resolve
 from clipmill.prep.core.column import DeepCode
 from clipmill.prep.scores.column import COLUMN, ScoresSettings
-from clipmill.prep.scores.sample import EXTENSION, check_scores
+from clipmill.prep.scores.score import EXTENSION, check_scores
 from clipmill.prep.scores.work import WORK, installed_libraries, version_mismatch
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.commit_table import SCHEMA

@@ -12,12 +12,22 @@ from PIL import Image
 from scenedetect import ContentDetector, detect
 
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.scores.cuts import MIN_SHOT_FRAMES
-from clipmill.prep.scores.frames import choose_frames, full_luma
-from clipmill.prep.scores.looks import Look, frozen_frames, phash, sharpness, shown_frames
-from clipmill.prep.scores.motion import optical_flow, split_motion, textured
+from clipmill.prep.scores.measures import (
+    MIN_SHOT_FRAMES,
+    RATE_HZ,
+    Look,
+    choose_frames,
+    frozen_frames,
+    full_luma,
+    is_speech,
+    optical_flow,
+    phash,
+    sharpness,
+    shown_frames,
+    split_motion,
+    textured,
+)
 from clipmill.prep.scores.score import ChunkFile, score_chunk
-from clipmill.prep.scores.speech import RATE_HZ, is_speech
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.reader import Variant
 from tests.prep.scores.conftest import FPS, texture, voice

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clipmill.prep.scores.distribution import landmarks
+from clipmill.prep.scores.page import landmarks
 from clipmill.shards.pages.histogram import histogram
 from clipmill.shards.pages.media import evenly_spaced_items
 from clipmill.shards.reader import Variant
@@ -83,7 +83,7 @@ def test_requests_that_make_no_page(
 def test_a_chunk_that_is_gone_is_named_in_its_place(
     prep: Prep, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clipmill.prep.scores.pictures.is_readable", lambda shard: False)
+    monkeypatch.setattr("clipmill.prep.scores.page.is_readable", lambda shard: False)
     page = page_of(prep, clips, tmp_path / "page.html")
     assert "not in the video column, or damaged there" in page and "data:image" not in page
     assert Variant.open(clips, column="scores").commits

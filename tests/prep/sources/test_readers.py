@@ -20,9 +20,9 @@ from clipmill.prep.engines.processes import ProcessEngine
 from clipmill.prep.sources import access, probe_processes
 from clipmill.prep.sources.access import SourceFacts, current_fingerprint
 from clipmill.prep.sources.probe import probe
+from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan_inputs import Planned, make_plan, with_shots
-from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.shards.reader import Variant
 from tests.conftest import ROOT
 from tests.prep.running import chunk, manifest, wait_until

@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 
-from clipmill.prep.text.digests import DIGESTS, DigestSet, digests_of, positions_in, text_digest
+from clipmill.prep.text.captions import DIGESTS, DigestSet, digests_of, positions_in, text_digest
 
 
 def test_a_set_keeps_each_digest_once_in_order() -> None:

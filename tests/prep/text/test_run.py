@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from clipmill.prep.core.plan import ShardState
-from clipmill.prep.text.digests import text_digest
+from clipmill.prep.text.captions import text_digest
 from clipmill.prep.text.recipe import BANK_FOLDER
 from clipmill.shards.commits import read_commits
 from clipmill.shards.dataset import current_variant

@@ -12,7 +12,7 @@ import transformers
 
 from clipmill import open_latents
 from clipmill.manifests.errors import UserError
-from clipmill.prep.text.check import check_text
+from clipmill.prep.text.captions import check_text
 from clipmill.prep.text.recipe import TextSettings
 from clipmill.prep.text.t5 import resolve_t5
 from clipmill.shards.reader import Variant

@@ -14,7 +14,7 @@ import pytest
 from clipmill.prep.core.pages import PageRequest
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.prep.video.inspection import gop_line
-from clipmill.prep.video.page.pictures import decode_frames, jpeg
+from clipmill.prep.video.page.cards import decode_frames, jpeg
 from clipmill.prep.video.page.write import PAGE_CHUNKS, write_chunk_page
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.pages.media import evenly_within

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipmill.prep.video.cutting import shot_chunks, shot_cutting
+from clipmill.prep.video.spans import shot_chunks, shot_cutting
 
 
 @st.composite

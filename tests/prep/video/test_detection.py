@@ -11,9 +11,9 @@ from clipmill.prep.engines.processes import ProcessEngine
 from clipmill.prep.sources.access import source_fingerprint
 from clipmill.prep.sources.shot_table import SHOTS, ShotTask, detect_shots, read_shots
 from clipmill.prep.sources.table import PROBES
-from clipmill.prep.video.cutting import detector_key, shots_of
+from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.plan_inputs import chunk_job, make_plan, with_shots
-from clipmill.prep.video.recipe import Recipe, resolve
+from clipmill.prep.video.spans import detector_key, shots_of
 from tests.conftest import ROOT
 from tests.prep.here import Here
 from tests.prep.running import contents, manifest

@@ -13,12 +13,19 @@ import pytest
 
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.prep.sources import remote
-from clipmill.prep.video import estimate as estimate_module
+from clipmill.prep.video import plan_report as estimate_module
 from clipmill.prep.video import staging
-from clipmill.prep.video.estimate import EncodeTrial, Estimate, estimate, estimate_lines, factor_range, with_wall_time
+from clipmill.prep.video.column import Recipe
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Workload
-from clipmill.prep.video.recipe import Recipe
+from clipmill.prep.video.plan_report import (
+    EncodeTrial,
+    Estimate,
+    estimate,
+    estimate_lines,
+    factor_range,
+    with_wall_time,
+)
 from tests.prep.running import Ran
 
 Prep = Callable[..., Ran]

@@ -9,9 +9,8 @@ import pytest
 from clipmill.prep.sources.access import SourceFacts
 from clipmill.prep.video import codecs
 from clipmill.prep.video.codecs import CODECS, changed_arguments
-from clipmill.prep.video.column import COLUMN
+from clipmill.prep.video.column import COLUMN, Recipe, resolve
 from clipmill.prep.video.encode import Span, span_arguments
-from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.prep.video.settings import ResolvedRecipe
 
 SOURCE = SourceFacts(

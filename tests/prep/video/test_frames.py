@@ -12,9 +12,9 @@ import pytest
 
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.sources.probe import probe
+from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.encode import Span, span_arguments
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.prep.video.span_task import read_chunk
 from clipmill.shards.reader import Variant
 from tests.prep.irregular import numbered

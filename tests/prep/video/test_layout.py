@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.core.layout import LAYOUT, read_layout, video_rows_of, write_layout
-from clipmill.prep.video.layout import MAX_SHARD_CHUNKS, extend_layout, shards_of_moved_videos, wanted_rows
 from clipmill.prep.video.settings import SPAN_CHUNKS
+from clipmill.prep.video.spans import MAX_SHARD_CHUNKS, extend_layout, shards_of_moved_videos, wanted_rows
 
 Videos = list[tuple[str, str, int]]  # video_id, split, chunks
 SPLITS = ["train", "val", "test"]

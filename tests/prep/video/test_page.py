@@ -17,12 +17,10 @@ import pytest
 from clipmill.manifests.store import read_videos
 from clipmill.prep.core.pages import PageRequest
 from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.video.page import clips, write
+from clipmill.prep.video.page import cards, write
 from clipmill.prep.video.page.cards import CaptionLine, Card
-from clipmill.prep.video.page.chunks import Chunks, chosen, read_chunks
-from clipmill.prep.video.page.html import TEMPLATE
-from clipmill.prep.video.page.totals import num_captions
-from clipmill.prep.video.page.write import write_chunk_page
+from clipmill.prep.video.page.chunks import Chunks, chosen, num_captions, read_chunks
+from clipmill.prep.video.page.write import TEMPLATE, write_chunk_page
 from clipmill.shards.pages import templates
 from clipmill.shards.pages.histogram import Histogram, histogram
 from clipmill.shards.pages.templates import load_template
@@ -57,7 +55,7 @@ class _Page(HTMLParser):
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clips go to a folder, however few they are."""
-    monkeypatch.setattr(clips, "EMBEDDED_BYTES", 0)
+    monkeypatch.setattr(cards, "EMBEDDED_BYTES", 0)
 
 
 def chunks_of(splits: dict[str, int]) -> Chunks:
@@ -117,11 +115,11 @@ def test_many_chunks_are_pages_that_lead_to_each_other(
 def test_what_browsers_do_not_play_is_encoded_again(
     shard_set: ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = {codec: clips.plan_clips(codec, total_bytes=1000) for codec in ("h264", "av1", "vp9", "hevc", "mjpeg")}
+    made = {codec: cards.plan_clips(codec, total_bytes=1000) for codec in ("h264", "av1", "vp9", "hevc", "mjpeg")}
     assert [plan.is_preview for plan in made.values()] == [False, False, False, True, True]
     assert "browsers do not play MJPEG in MP4" in made["mjpeg"].why
-    assert clips.plan_clips("h264", total_bytes=10**9).is_preview
-    monkeypatch.setattr(clips, "COPIED_BYTES", 0)
+    assert cards.plan_clips("h264", total_bytes=10**9).is_preview
+    monkeypatch.setattr(cards, "COPIED_BYTES", 0)
     report = write_chunk_page(Variant(shard_set.variant), PageRequest(tmp_path / "page.html", num_samples=1))
     assert report.values["clips"] == "preview" and "Clips are previews" in (tmp_path / "page.html").read_text()
     [path] = (tmp_path / "page.files").iterdir()

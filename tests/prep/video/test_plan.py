@@ -14,8 +14,8 @@ from clipmill.manifests.schema import VIDEOS
 from clipmill.prep.core.layout import LAYOUT
 from clipmill.prep.core.plan import ShardState, StoredShards
 from clipmill.prep.sources.table import PROBES
+from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.plan import Plan, Videos
-from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.shards.commits import Commit, Failure
 
 RECIPE = resolve(Recipe(len="1s"), ffmpeg_version="9.0")

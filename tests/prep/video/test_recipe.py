@@ -10,9 +10,8 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.prep.cli import app
 from clipmill.prep.core.column import recipe_differences
-from clipmill.prep.video.column import COLUMN
-from clipmill.prep.video.page.header import settings_words
-from clipmill.prep.video.recipe import NAMED_RECIPES, Recipe, resolve
+from clipmill.prep.video.column import COLUMN, NAMED_RECIPES, Recipe, resolve
+from clipmill.prep.video.page.write import settings_words
 from clipmill.prep.video.settings import ChunkSettings
 
 

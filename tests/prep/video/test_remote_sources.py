@@ -10,9 +10,9 @@ import pytest
 
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.prep.sources import remote
+from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan_inputs import chunk_job, make_plan
-from clipmill.prep.video.recipe import Recipe, resolve
 from clipmill.prep.video.worker import make_shard
 from clipmill.shards.commits import read_commits
 from tests.object_storage.faults import Fault, Faults

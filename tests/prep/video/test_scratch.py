@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.prep.video.scratch import remove_abandoned, scratch_folder
+from clipmill.prep.video.worker import remove_abandoned, scratch_folder
 from tests.conftest import ROOT
 
 HOLD = (
-    "from clipmill.prep.video.scratch import scratch_folder\nwith scratch_folder() as f: print(f, flush=True); input()"
+    "from clipmill.prep.video.worker import scratch_folder\nwith scratch_folder() as f: print(f, flush=True); input()"
 )
 # Ends the process at the n-th call that changes the file system, before it does anything.
 KILLED = """
@@ -29,7 +29,7 @@ def counted(event, arguments):
         left -= 1
         if left < 0:
             os._exit(9)
-from clipmill.prep.video.scratch import scratch_folder
+from clipmill.prep.video.worker import scratch_folder
 sys.addaudithook(counted)
 with scratch_folder() as folder:
     (folder / "sub").mkdir()

@@ -1,0 +1,464 @@
+"""Which frames of a chunk are analysed, and what is kept of each.
+
+    samples      reference frames about half a second apart, which the decoder needs anyway, and the last frame
+    neighbours   the frame a tenth of a second after each sample, for motion
+    middle       the middle frame, for the perceptual hash
+    refined      all frames between two samples that differ by as much as a cut might (clipmill.prep.scores.measures)
+
+All values use full-range luma (0 black, 255 white), whatever the range that the codec stores.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from fractions import Fraction
+from functools import lru_cache
+from io import BytesIO
+from math import ceil, floor
+from statistics import fmean
+from typing import Any
+
+import av
+import av.error
+import cv2
+import numpy as np
+import webrtcvad
+from av.video.frame import VideoFrame
+from av.video.reformatter import ColorRange
+from numpy.typing import NDArray
+from scenedetect import FrameTimecode
+from scenedetect.detectors import ContentDetector
+from scenedetect.scene_manager import compute_downscale_factor
+
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.shards.format import PACKET_REFERENCE
+
+SAMPLE_STEP_S = Fraction(8, 15)  # 16 frames at 30 frames per second: the distance of the P frames in a comb
+NEIGHBOUR_STEP_S = Fraction(1, 10)  # a source of 10 frames per second still moves between the two
+SMALL_SIDE_PX = 128  # long side of the small luma
+Luma = NDArray[np.uint8]  # [H, W]
+
+_FULL_RANGE = np.clip(np.round((np.arange(256) - 16) * (255 / 219)), 0, 255).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Indices of the frames that are decoded in the first pass; ascending.
+
+    Attributes:
+        pairs: (sample, neighbour); empty if the chunk has a single frame.
+    """
+
+    samples: list[int]
+    pairs: list[tuple[int, int]]
+    middle: int
+
+    @property
+    def all(self) -> list[int]:
+        return sorted({*self.samples, *(later for _, later in self.pairs), self.middle})
+
+
+def choose_frames(
+    num_frames: int, *, fps: Fraction, packet_frame: Sequence[int], packet_flags: Sequence[int]
+) -> Chosen:
+    """Choose the frames of a chunk to analyse, from its packet table (clipmill.shards.format.VIDEO_FIELDS).
+
+    The frame after a sample is the last reference frame within SAMPLE_STEP_S; else the first one within twice that
+    time; else the frame at that time, whatever it costs.
+    """
+    step = max(1, int(SAMPLE_STEP_S * fps))
+    references = sorted(
+        frame for frame, flags in zip(packet_frame, packet_flags, strict=True) if flags & PACKET_REFERENCE
+    )
+    samples, last = [0], num_frames - 1
+    while samples[-1] < last:
+        at = samples[-1]
+        after = bisect_right(references, at)
+        within = bisect_right(references, at + step)
+        if within > after:
+            at = references[within - 1]
+        elif after < len(references) and references[after] < at + 2 * step:
+            at = references[after]
+        else:
+            at += step
+        samples.append(min(at, last))
+    gap = min(max(1, round(NEIGHBOUR_STEP_S * fps)), max(last, 1))
+    pairs = [(sample, sample + gap) for sample in samples if sample + gap <= last]
+    return Chosen(samples, pairs, num_frames // 2)
+
+
+def full_luma(frame: VideoFrame) -> Luma:
+    """Return the luma of a frame in full range, [H, W]."""
+    if frame.format.name not in ("yuv420p", "yuvj420p"):
+        frame = frame.reformat(format="yuv420p")
+    plane = frame.planes[0]
+    lines = np.frombuffer(memoryview(plane), np.uint8).reshape(plane.height, plane.line_size)
+    luma = lines[:, : plane.width]
+    if frame.format.name == "yuvj420p" or frame.color_range == ColorRange.JPEG:
+        return luma.copy()  # the plane belongs to the decoder
+    return np.asarray(cv2.LUT(luma, _FULL_RANGE), np.uint8)
+
+
+def small_luma(luma: Luma) -> Luma:
+    """Return the luma with a long side of SMALL_SIDE_PX (never enlarged), each pixel the mean of its area."""
+    height, width = luma.shape
+    scale = min(1.0, SMALL_SIDE_PX / max(width, height))
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    return np.asarray(cv2.resize(luma, size, interpolation=cv2.INTER_AREA), np.uint8)
+
+
+Flow = NDArray[np.float32]  # [H, W, 2]: x and y in pixels
+Mask = NDArray[np.bool_]  # [H, W]
+
+_GRID_PX = 6
+_TEXTURE = 4.0  # mean absolute luma gradient, in levels per pixel, around a textured pixel
+_TEXTURE_WINDOW_PX = 9
+_CELLS = 3  # the picture has 3 x 3 cells
+_MIN_CELLS = 6  # so many of which need texture before a camera is estimated
+_MIN_CELL_POINTS = 2
+_REST_PX = 0.03
+_MIN_SIDE_PX = 16  # DIS needs a few patches of 8 pixels
+
+
+@dataclass(frozen=True)
+class Motion:
+    """Mean displacements over the picture, in the units of the flow."""
+
+    all: float
+    camera: float
+    objects: float
+
+    def times(self, factor: float) -> "Motion":
+        """Return the displacements in another unit."""
+        return Motion(self.all * factor, self.camera * factor, self.objects * factor)
+
+    @classmethod
+    def mean(cls, motions: "Sequence[Motion]") -> "Motion":
+        """Return the mean of one or more."""
+        return cls(*(fmean(values) for values in zip(*map(astuple, motions), strict=True)))
+
+
+def optical_flow(before: Luma, after: Luma) -> Flow | None:
+    """Return the flow from one small luma to another; None if the picture is too small."""
+    if min(before.shape) < _MIN_SIDE_PX:
+        return None
+    dis: Any = cv2.DISOpticalFlow  # its type stub lacks the optional flow to begin with
+    flow = dis.create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM).calc(before, after, None)
+    return np.asarray(flow, np.float32)
+
+
+def textured(luma: Luma) -> Mask:
+    """Return the pixels with texture around them."""
+    gradients = [cv2.convertScaleAbs(cv2.Sobel(luma, cv2.CV_16S, dx, dy, scale=1 / 8)) for dx, dy in ((1, 0), (0, 1))]
+    window = (_TEXTURE_WINDOW_PX, _TEXTURE_WINDOW_PX)
+    return np.asarray(sum(cv2.blur(gradient.astype(np.float32), window) for gradient in gradients) >= _TEXTURE)
+
+
+def split_motion(flow: Flow, texture: Mask) -> Motion:
+    """Tell the camera's motion in a flow from that of objects."""
+    camera = camera_flow(flow, texture)
+    rest = (flow - camera) * texture[..., None]
+    return Motion(_mean_length(camera + rest), _mean_length(camera), _mean_length(rest))
+
+
+def camera_flow(flow: Flow, texture: Mask) -> Flow:
+    """Return the flow that a moving camera alone would cause, [H, W, 2]; zero if it cannot be told."""
+    grid = np.zeros_like(texture)
+    grid[_GRID_PX // 2 :: _GRID_PX, _GRID_PX // 2 :: _GRID_PX] = True
+    rows, columns = np.nonzero(grid & texture)
+    height, width = texture.shape
+    cells = np.bincount(rows * _CELLS // height * _CELLS + columns * _CELLS // width, minlength=_CELLS**2)
+    if (cells >= _MIN_CELL_POINTS).sum() < _MIN_CELLS:
+        return np.zeros_like(flow)
+    points = np.stack([columns, rows], axis=1).astype(np.float32)
+    transform: Any = cv2.estimateAffinePartial2D(points, points + flow[rows, columns], method=cv2.LMEDS)[0]
+    if transform is None:
+        return np.zeros_like(flow)
+    a, b, c, d, e, f = np.asarray(transform, np.float32).ravel()
+    x, y = np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)[:, None]
+    camera = np.stack([(a - 1) * x + (b * y + c), d * x + ((e - 1) * y + f)], axis=2)
+    # A camera at rest is preferred to one that explains the typical point hardly better.
+    moving, still = (_lengths((flow - other)[rows, columns]) for other in (camera, np.zeros_like(flow)))
+    return camera if np.median(still) - np.median(moving) > _REST_PX else np.zeros_like(flow)
+
+
+def _lengths(flow: Flow) -> NDArray[np.float32]:
+    return np.sqrt(flow[..., 0] ** 2 + flow[..., 1] ** 2)  # a third of np.hypot's time
+
+
+def _mean_length(flow: Flow) -> float:
+    return float(_lengths(flow).mean(dtype=np.float64))
+
+
+REFINE_SHARE = 0.5
+MIN_SHOT_FRAMES = 15  # PySceneDetect's default: cuts that are closer are merged
+Picture = NDArray[np.uint8]  # [H, W, 3], BGR
+
+
+def analysis_picture(picture: Picture) -> Picture:
+    """Scale a picture down for the detector, as PySceneDetect does."""
+    height, width = picture.shape[:2]
+    factor = compute_downscale_factor(max(width, height))
+    if factor <= 1:
+        return picture
+    size = (max(1, round(width / factor)), max(1, round(height / factor)))
+    return np.asarray(cv2.resize(picture, size, interpolation=cv2.INTER_LINEAR), np.uint8)
+
+
+def intervals_to_refine(samples: Sequence[tuple[int, Picture]], *, threshold: float) -> list[range]:
+    """Return the frames between neighbouring samples (index, picture) that may hold a cut."""
+    detector = ContentDetector(threshold=REFINE_SHARE * threshold, min_scene_len=0)
+    found = []
+    for before, (frame, picture) in zip([0, *(frame for frame, _ in samples)], samples, strict=False):
+        if detector.process_frame(_timecode(frame), picture) and frame - before > 1:
+            found.append(range(before + 1, frame))
+    return found
+
+
+def find_cuts(frames: Iterable[tuple[int, Picture]], *, threshold: float) -> list[int]:
+    """Return the first frames of new shots, ascending; `frames` are (index, picture) in order, beginning with 0."""
+    detector = ContentDetector(threshold=threshold, min_scene_len=MIN_SHOT_FRAMES)
+    found: list[int] = []
+    for frame, picture in frames:
+        # The chunk may begin in the middle of a shot, so that a cut in its first frames ends no short shot.
+        shown = frame + MIN_SHOT_FRAMES if frame else 0
+        found += [cut.frame_num - MIN_SHOT_FRAMES for cut in detector.process_frame(_timecode(shown), picture)]
+    return found
+
+
+def _timecode(frame: int) -> FrameTimecode:
+    return FrameTimecode(frame, 30.0)  # the detector counts frames: the rate has no effect
+
+
+BLACK_LEVEL = 25  # a pixel is black up to here: 0.10 of the range, as in ffmpeg's blackdetect
+BLACK_PIXELS = 0.98  # share of such pixels in a black frame, as there
+BAR_LEVEL = 9.3  # mean luma of a line of a bar: 24 in limited range, as in ffmpeg's cropdetect
+STILL_DIFFERENCE = 3.0  # mean absolute difference in any block of a frozen picture, in levels; compression makes 0.9
+MAX_ANEW = 2.0  # levels by which all blocks of a still picture may differ behind a key frame, which is encoded anew
+_BLOCK_PX = 8  # of small luma, which has 16 of them along its long side
+MIN_FROZEN_S = 1.0  # shorter standstills do not count
+_HASH_SIDE, _PICTURE_SIDE = 8, 32
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is kept of a decoded frame.
+
+    Attributes:
+        luma: small luma.
+    """
+
+    frame: int
+    luma: Luma
+    is_black: bool
+
+    @classmethod
+    def of(cls, frame: int, luma: Luma) -> "Look":
+        """Reduce the luma of full size of the frame with index `frame`."""
+        num_black = np.count_nonzero(luma <= BLACK_LEVEL)
+        return cls(frame, small_luma(luma), bool(num_black >= BLACK_PIXELS * luma.size))
+
+
+def shown_frames(looks: Sequence[Look], *, num_frames: int) -> NDArray[np.float64]:
+    """Return for how many frames each look stands: up to halfway to its neighbours; the sum is `num_frames`."""
+    frames = np.array([look.frame for look in looks], np.float64)
+    borders = np.concatenate([[0.0], (frames[:-1] + frames[1:] + 1) / 2, [float(num_frames)]])
+    return np.diff(borders)
+
+
+def frozen_frames(looks: Sequence[Look], *, num_frames: int, min_frames: float, key_frames: Sequence[int]) -> float:
+    """Return how many frames belong to standstills of at least `min_frames` frames.
+
+    As in ffmpeg's freezedetect, a standstill lasts while frames look like its first one, so that slow changes end it.
+    Unlike there, a change in a single block ends it too: something small moves. Behind a key frame, where compression
+    changes all blocks, frames are also compared with the first one behind it.
+
+    Args:
+        key_frames: indices of the key frames, ascending.
+    """
+    borders = np.concatenate([[0.0], np.cumsum(shown_frames(looks, num_frames=num_frames))])
+    groups = [bisect_right(key_frames, look.frame) for look in looks]
+    found, begin, first = 0.0, 0, 0  # look with which the standstill begins, and the first one of its last group
+    for number in range(1, len(looks) + 1):
+        if number < len(looks):
+            is_same_group = groups[number] == groups[first]
+            if (not is_same_group or _is_still(looks[first].luma, looks[number].luma)) and (
+                groups[number] == groups[begin] or _is_still(looks[begin].luma, looks[number].luma, is_anew=True)
+            ):
+                first = first if is_same_group else number
+                continue
+        length = float(borders[number] - borders[begin])
+        if number - begin > 1 and length >= min(min_frames, num_frames):
+            found += length
+        begin = first = number
+    return found
+
+
+def _is_still(before: Luma, after: Luma, *, is_anew: bool = False) -> bool:
+    """Return True if nothing has moved between two frames.
+
+    Args:
+        is_anew: there is a key frame between them. The median of all blocks then counts as compression.
+    """
+    difference = cv2.absdiff(before, after).astype(np.float32)
+    size = (max(1, before.shape[1] // _BLOCK_PX), max(1, before.shape[0] // _BLOCK_PX))
+    blocks = cv2.resize(difference, size, interpolation=cv2.INTER_AREA)
+    anew = min(float(np.median(blocks)), MAX_ANEW) if is_anew else 0.0
+    return bool(blocks.max() <= STILL_DIFFERENCE + anew)
+
+
+def sharpness(luma: Luma) -> float:
+    """Return the variance of the Laplacian, a measure of focus (Pech-Pacheco et al., ICPR 2000)."""
+    _, deviation = cv2.meanStdDev(cv2.Laplacian(luma, cv2.CV_16S))
+    return float(deviation[0, 0]) ** 2
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Mean luma of each row, float32 [H], and each column, float32 [W], of a frame."""
+
+    rows: NDArray[np.float32]
+    columns: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, luma: Luma) -> "Lines":
+        rows, columns = (cv2.reduce(luma, axis, cv2.REDUCE_AVG, dtype=cv2.CV_32F) for axis in (1, 0))
+        return cls(np.asarray(rows.ravel(), np.float32), np.asarray(columns.ravel(), np.float32))
+
+
+@dataclass(frozen=True)
+class Active:
+    """The part of the picture inside of the bars, in pixels; the ends are exclusive."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    @property
+    def area(self) -> int:
+        return (self.bottom - self.top) * (self.right - self.left)
+
+    def of(self, luma: Luma) -> Luma:
+        """Return this part of a luma of full size."""
+        return luma[self.top : self.bottom, self.left : self.right]
+
+    def of_small(self, small: Luma, *, height: int, width: int) -> tuple[slice, slice]:
+        """Return the rows and columns of a small luma that are wholly inside; the full size is `height` x `width`."""
+        down, across = small.shape[0] / height, small.shape[1] / width
+        return (
+            slice(ceil(self.top * down), floor(self.bottom * down)),
+            slice(ceil(self.left * across), floor(self.right * across)),
+        )
+
+
+def active_part(lines: Sequence[Lines]) -> Active | None:
+    """Return the part inside of the bars: lines at the border that are black in all frames; None if all lines are."""
+    rows = np.flatnonzero(np.max([line.rows for line in lines], axis=0) > BAR_LEVEL)
+    columns = np.flatnonzero(np.max([line.columns for line in lines], axis=0) > BAR_LEVEL)
+    if not len(rows) or not len(columns):
+        return None
+    return Active(int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1)
+
+
+def phash(rgb: NDArray[np.uint8]) -> int:
+    """Return the 64-bit perceptual hash of a picture [H, W, 3]: ImageHash's `phash`, first bit highest.
+
+    It is the sign of the 8 x 8 lowest frequencies of the 32 x 32 luma's cosine transform against their median. Grey and
+    the Lanczos filter are computed in Pillow's integers, so that the hashes are equal bit for bit.
+    """
+    weights = np.array([19595, 38470, 7471], np.int64)  # Pillow's conversion to L
+    grey = ((rgb.astype(np.int64) @ weights + 0x8000) >> 16).astype(np.int64)
+    for _ in range(2):  # along the width, then along the height
+        coefficients = _lanczos(grey.shape[1])
+        grey = np.clip((grey @ coefficients + (1 << 21)) >> 22, 0, 255).T
+    cosines = _cosines()
+    # Rounding makes frequencies that are zero by symmetry zero, whatever the order of the sums.
+    low = np.round(cosines @ grey.astype(np.float64) @ cosines.T, 6)
+    bits = (low > np.median(low)).ravel()
+    return int.from_bytes(np.packbits(bits).tobytes(), "big")
+
+
+@lru_cache(maxsize=64)
+def _lanczos(length: int) -> NDArray[np.int64]:
+    """Pillow's coefficients [length, 32] for reducing `length` pixels to 32 by Lanczos, in units of 2^-22."""
+    scale = length / _PICTURE_SIDE
+    stretch = max(scale, 1.0)
+    support = 3 * stretch
+    table = np.zeros((length, _PICTURE_SIDE), np.int64)
+    for out in range(_PICTURE_SIDE):
+        centre = (out + 0.5) * scale
+        begin, end = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), length)
+        at = (np.arange(begin, end) - centre + 0.5) / stretch
+        weights = np.where(np.abs(at) < 3, np.sinc(at) * np.sinc(at / 3), 0.0)
+        scaled = weights / weights.sum() * (1 << 22)
+        table[begin:end, out] = np.trunc(scaled + np.where(scaled < 0, -0.5, 0.5))
+    return table
+
+
+@lru_cache(maxsize=1)
+def _cosines() -> NDArray[np.float64]:
+    """The lowest frequencies of the DCT-II, [8, 32], scaled as in scipy.fftpack."""
+    position = (2 * np.arange(_PICTURE_SIDE) + 1) * np.pi / (2 * _PICTURE_SIDE)
+    return np.asarray(2 * np.cos(np.arange(_HASH_SIDE)[:, None] * position))
+
+
+RATE_HZ = 16_000
+WINDOW_MS = 30
+_WINDOW = RATE_HZ * WINDOW_MS // 1000  # samples
+_AGGRESSIVENESS = 3  # of 0 to 3: the fewest false alarms
+_AROUND = 16  # windows before and after a window: about a second
+_MIN_VARIATION_DB = 3.0  # standard deviation; a tone has 0, white noise 0.3
+_FLOOR_DB = -60.0  # of full scale; below, all is silence
+
+
+def speech_s(content: bytes) -> Fraction | None:
+    """Return how many seconds of a chunk's audio are speech; None if there is no audio.
+
+    Raises:
+        SourceFailure: decode_errors.
+    """
+    samples = _decode(content)
+    if samples is None:
+        return None
+    return Fraction(int(is_speech(samples).sum()) * WINDOW_MS, 1000)
+
+
+def is_speech(samples: NDArray[np.int16]) -> NDArray[np.bool_]:
+    """Return for each whole window of 30 ms whether it is speech, bool [windows].
+
+    Args:
+        samples: mono, RATE_HZ.
+    """
+    windows = samples[: len(samples) // _WINDOW * _WINDOW].reshape(-1, _WINDOW)
+    detector = webrtcvad.Vad(_AGGRESSIVENESS)
+    is_voiced = np.array([detector.is_speech(window.tobytes(), RATE_HZ) for window in windows], bool)
+    power = (windows.astype(np.float64) ** 2).mean(axis=1) / 2.0**30
+    loudness_db = 10 * np.log10(np.maximum(power, 10 ** (_FLOOR_DB / 10)))
+    return is_voiced & (_variation(loudness_db) >= _MIN_VARIATION_DB)
+
+
+def _variation(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the standard deviation of the values around each one."""
+    count = np.arange(len(values))
+    begin, end = np.maximum(count - _AROUND, 0), np.minimum(count + _AROUND + 1, len(values))
+    sums, squares = (np.concatenate([[0.0], np.cumsum(terms)]) for terms in (values, values**2))
+    mean = (sums[end] - sums[begin]) / (end - begin)
+    return np.sqrt(np.maximum((squares[end] - squares[begin]) / (end - begin) - mean**2, 0.0))
+
+
+def _decode(content: bytes) -> NDArray[np.int16] | None:
+    """Return the first audio track, mono at RATE_HZ; None if there is none, or it is empty."""
+    parts = []
+    try:
+        with av.open(BytesIO(content), "r", format="mp4") as container:
+            if not container.streams.audio:
+                return None
+            stream = container.streams.audio[0]
+            stream.codec_context.thread_count = 1
+            resampler = av.AudioResampler(format="s16", layout="mono", rate=RATE_HZ)
+            for frame in [*container.decode(stream), None]:
+                parts += [resampled.to_ndarray()[0] for resampled in resampler.resample(frame)]
+    except av.error.FFmpegError as error:
+        raise SourceFailure(FailureCode.DECODE_ERRORS, f"the audio cannot be decoded: {error}") from None
+    return np.concatenate(parts).astype(np.int16, copy=False) if parts else None
