@@ -1,4 +1,4 @@
-"""The column `video`: the flags of `prep chunk` and `prep plan`, and the `ColumnSpec`."""
+"""The column `video`: the settings of `prep chunk` and what they resolve to, its flags, and the `ColumnSpec`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -114,7 +114,7 @@ class Recipe(Checked):
     result fits into --len, and left out otherwise. Default: 2s, or half of --len if that is less."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield two rates, and settings that the codec does not have or that conflict."""
+        """Yield errors of two rates, and of settings that the codec does not support or that conflict."""
         if self.crf is not None and self.bitrate is not None:
             yield UserError(
                 "--crf and --bitrate are mutually exclusive", hint="give one of them", flags=("--crf", "--bitrate")
@@ -148,26 +148,23 @@ class Recipe(Checked):
         if self.bitrate is not None:
             chosen["bitrate"] = bitrate_text(parse_bitrate(self.bitrate, flag="--bitrate"))
         if self.cut == "shots":
-            chosen |= self._shot_settings(chosen["len"])
+            detector = self.detector or DEFAULT_DETECTOR
+            threshold = DEFAULT_THRESHOLD[detector] if self.threshold is None else self.threshold
+            chosen |= {
+                "detector": detector,
+                "threshold": float(threshold),
+                "min_scene_len": canonical_length("--min-scene-len", self.min_scene_len or "500ms"),
+                "min_len": canonical_length("--min-len", self.min_len or default_min_len(chosen["len"])),
+            }
         stated = ChunkSettings(**chosen)
         return replace(stated, fps=str(stated.fps_exact))
 
-    def _shot_settings(self, length: str) -> dict[str, Any]:
-        """Return the settings of --cut shots for chunks of up to `length`, with all values filled in."""
-        detector = self.detector or DEFAULT_DETECTOR
-        return {
-            "detector": detector,
-            "threshold": float(DEFAULT_THRESHOLD[detector] if self.threshold is None else self.threshold),
-            "min_scene_len": canonical_length("--min-scene-len", self.min_scene_len or "500ms"),
-            "min_len": canonical_length("--min-len", self.min_len or default_min_len(length)),
-        }
-
 
 def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
-    """Fill in the settings that `recipe` leaves open, so that the same bytes always have the same description.
+    """Fill in the settings that `recipe` does not contain, so that equal bytes always have equal recipes.
 
     Args:
-        ffmpeg_version: Version line of the program: another build may produce other bytes.
+        ffmpeg_version: version of the program, since another build may produce other bytes.
     """
     settings = recipe.settings()
     stored, changed = asdict(settings), changed_arguments(settings.codec, settings.gop)
@@ -192,7 +189,7 @@ def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
 
 
 def recipe_of(stored: Mapping[str, Any]) -> Recipe:
-    """Return the settings in a variant's recipe.json, all of them given."""
+    """Return the complete settings in a variant's recipe.json."""
     return Recipe(**{name: stored[name] for name in _STORED if name in stored})
 
 
@@ -224,7 +221,7 @@ def _flags(recipe: Recipe) -> list[str]:
     settings = recipe.settings()
     names = [name for name, values in NAMED_RECIPES.items() if values["codec"] == settings.codec]
     name, codec = (names[0], None) if names else (Recipe().recipe, settings.codec)
-    # The defaults that depend on the GOP layout, and the default layout itself.
+    # The defaults depend on the GOP layout; the default layout itself does not.
     defaults = asdict(Recipe(recipe=name, codec=codec, gop=settings.gop).settings())
     by_itself = Recipe(recipe=name, codec=codec).settings()
     defaults |= {"len": settings.len, "gop": by_itself.gop, "codec": by_itself.codec if names else None}

@@ -1,13 +1,13 @@
-"""The plan of `video`: what to do for each shard, and why.
+"""The plan of `video`: the work for each shard, and the reason for it.
 
 The plan is a function of manifest, probes, shots, layout, recipe and commits. Planning opens only the files that it
-needs. With `--cut shots`, a video whose shots have not been detected yet has no chunks in the plan; what was made of it
-before is kept.
-Tables are handled by column, and a shard takes a single hash update, so that planning ten million chunks takes seconds.
+needs. With `--cut shots`, a video whose shots have not been detected yet has no chunks in the plan; its existing chunks
+are kept. Tables are handled by column, and a shard takes a single hash update, so that planning ten million chunks
+takes seconds.
 
-A worker copies the chunks whose encoder pass is unchanged from stored tars: that of the shard, and those of shards that
-videos leave, because they are removed, renamed or moved to another split. Comparing the plan with the indexes tells
-beforehand which these are (`with_changes`).
+A worker copies the chunks whose encoder pass is unchanged from stored tars: the tar of the shard, and the tars of
+shards that videos leave because they are removed, renamed or moved to another split. `with_changes` finds these chunks
+beforehand, by comparing the plan with the indexes.
 """
 
 import hashlib
@@ -82,10 +82,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class ShotsOfVideo:
-    """What a plan with `--cut shots` knows of one video.
+    """Shots of one video in a plan with `--cut shots`.
 
     Attributes:
-        left_out_s: (begin, end) in seconds of everything that is in no chunk; empty if the shots are unknown.
+        is_detected: True if the shots are known.
+        left_out_s: (begin, end) in seconds of each part that is in no chunk; empty if the shots are unknown.
     """
 
     is_detected: bool
@@ -96,16 +97,16 @@ class Videos:
     """The table of videos of a manifest (clipmill.manifests.schema.VIDEOS), open for reading.
 
     Attributes:
-        ids: the ID of each video.
-        splits: the split of each video.
+        ids: ID of each video.
+        splits: split of each video.
     """
 
     def __init__(self, file: pq.ParquetFile, *, path: Path) -> None:
         """Read the IDs and splits.
 
         Args:
-            file: the open table, which stays open as long as this object exists.
-            path: the name of the table in messages.
+            file: open table, which stays open as long as this object exists.
+            path: name of the table in messages.
         """
         self._file, self._path, self._lock = file, path, Lock()
         sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
@@ -135,9 +136,9 @@ class Videos:
             with self._lock:
                 table = self._read_group(group, columns)
             parts.append(table.take(pa.array(rows[groups == group] - begin)))
-        found = pa.concat_tables(parts)
+        table = pa.concat_tables(parts)
         is_ascending = bool((groups[1:] >= groups[:-1]).all())
-        return found if is_ascending else found.take(pa.array(np.argsort(np.argsort(groups, kind="stable"))))
+        return table if is_ascending else table.take(pa.array(np.argsort(np.argsort(groups, kind="stable"))))
 
     def _read(self, group: int, columns: tuple[str, ...]) -> pa.Table:
         return self._file.read_row_group(group, columns=list(columns)).select(columns).replace_schema_metadata()
@@ -148,12 +149,12 @@ class Plan:
 
     Attributes:
         layout: layout with every span assigned; to be written before the work begins.
-        shards: the shards, in order of their ids.
+        shards: shards, in order of their ids.
         unusable: code -> number of videos that cannot be used, according to their probes or to the detection of their
             shots. Videos whose source was readable once but is not any more are not included: their existing chunks
             are kept, and missing chunks will fail with a failure code.
-        shots: how far the shots of the videos are known; None with `--cut even`.
-        cutting: the chunks of all videos.
+        shots: known and missing shots of the videos; None with `--cut even`.
+        cutting: chunks of all videos.
     """
 
     def __init__(
@@ -170,11 +171,11 @@ class Plan:
         """Compute the plan.
 
         Args:
-            videos: those of the manifest.
+            videos: videos of the manifest.
             probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
-            layout: the stored layout (clipmill.prep.core.layout.LAYOUT).
-            stored: the shards of the variant.
-            shots: the known shots of the videos; required by `--cut shots`.
+            layout: stored layout (clipmill.prep.core.layout.LAYOUT).
+            stored: shards of the variant.
+            shots: known shots of the videos; required by `--cut shots`.
             retry_codes: failure codes to try again even if nothing changed.
         """
         self.recipe, self._recipe_fingerprint = recipe, recipe.fingerprint
@@ -229,12 +230,12 @@ class Plan:
         return keys
 
     def shards_of_moved_videos(self, stored: Collection[int]) -> dict[int, bool]:
-        """Return the shards of videos whose split has changed (`layout`); `stored` are those on disk."""
+        """Return the shards of videos whose split has changed, as `clipmill.prep.video.spans` defines them."""
         splits = self._videos.splits
         return shards_of_moved_videos(self.layout, video_rows=self._layout_videos, splits=splits, stored=stored)
 
     def manifest_rows(self, rows: range) -> np.ndarray:
-        """Return the rows of the manifest with the videos of spans, given by their rows in the plan; int64."""
+        """Return the rows of the manifest with the videos of the spans in the given rows of the plan; int64."""
         return self._video_rows[rows.start : rows.stop]
 
     def failed_sources(self) -> Iterator[Failure]:
@@ -246,7 +247,7 @@ class Plan:
                 yield Failure(video["video_id"], None, code, f"{video['path']}: {message}")
 
     def lost_sources(self) -> list[Failure]:
-        """Return a failure for each video whose source was readable once and is not any more."""
+        """Return a failure for each video whose source was readable once and is now unreadable."""
         return list(self._failures_of(np.asarray(pc.is_valid(self._probes["code"])) & ~self._is_unusable))
 
     def _failures_of(self, is_failed: np.ndarray) -> Iterator[Failure]:
@@ -257,19 +258,19 @@ class Plan:
             yield Failure(video["video_id"], None, reason["code"], f"{video['path']}: {reason['message']}")
 
     def notes(self, *, max_videos: int) -> tuple[int, dict[str, list[str]]]:
-        """Return the number of videos with something that may surprise, and the notes of the first few, by ID."""
+        """Return the number of videos with notes on unusual properties, and the notes of the first few, by ID."""
         rows = np.flatnonzero(np.asarray(pc.fill_null(pc.not_equal(self._probes["notes"], ""), False)))
         first = pa.array(rows[:max_videos])
         notes = (text.splitlines() for text in self._probes["notes"].take(first).to_pylist())
         return len(rows), dict(zip(self.video_ids(first.to_pylist()), notes, strict=True))
 
     def notes_of(self, video_id: str) -> list[str]:
-        """Return what may surprise in one video of the manifest."""
+        """Return the notes on unusual properties of one video of the manifest."""
         return (self._probes["notes"][pc.index(self._videos.ids, video_id).as_py()].as_py() or "").splitlines()
 
     @property
     def num_with_audio(self) -> int:
-        """Number of videos with audio, which `--audio drop` leaves out."""
+        """Number of videos with audio, which `--audio drop` omits."""
         return pc.sum(pc.greater(self._probes["num_audio"], 0)).as_py() or 0
 
     def num_videos_of(self, rows: np.ndarray) -> int:
@@ -291,7 +292,7 @@ class Plan:
 
     @property
     def mean_chunk_s(self) -> float:
-        """Mean length of a chunk in seconds; with `--cut even`, that of a full chunk."""
+        """Mean length of a chunk in seconds; with `--cut even`, the length of a full chunk."""
         settings = self.recipe.settings
         if isinstance(self.cutting, ShotCutting) and self.num_chunks:
             return float(self.cutting.chunk_frames.mean() / float(settings.fps_exact))
@@ -302,7 +303,7 @@ class Plan:
         return [str(self._videos.ids[row]) for row in rows]
 
     def shots_of_video(self, video_id: str) -> ShotsOfVideo | None:
-        """Return what is known of the shots of a video in the manifest; None with `--cut even`."""
+        """Return the known shots of a video in the manifest; None with `--cut even`."""
         if self.shots is None or not isinstance(self.cutting, ShotCutting):
             return None
         row = int(pc.index(self._videos.ids, video_id).as_py())
@@ -344,11 +345,12 @@ class Plan:
         unreadable = frozenset(self._videos.ids.take(pa.array(has_code)).to_pylist())
         begins, ends = bounds[:-1], bounds[1:]
         splits = self.layout["split"].take(pa.array(layout_rows[begins])).to_pylist()
-        behind = np.concatenate([[0], np.cumsum(self._span_chunk_counts())])
+        chunks_of_spans = np.minimum(self._num_chunks[self._video_rows] - self._span_index * SPAN_CHUNKS, SPAN_CHUNKS)
+        behind = np.concatenate([[0], np.cumsum(chunks_of_spans)])
         num_chunks = behind[ends] - behind[begins]
         of_all = f"{self._recipe_fingerprint} {self.has_captions}".encode()
 
-        def wanted() -> Iterator[WantedShard]:
+        def required_shards() -> Iterator[WantedShard]:
             columns = (shard_ids[begins], num_chunks, begins, ends)
             of_shards = zip(splits, self._descriptions(bounds), *(column.tolist() for column in columns), strict=True)
             for split, description, shard_id, count, begin, end in of_shards:
@@ -357,7 +359,7 @@ class Plan:
                 yield WantedShard(shard_id, split, digest.hexdigest(), count, range(begin, end))
 
         return plan_shards(
-            wanted(),
+            required_shards(),
             stored,
             what_changed="its videos, their files or their captions",
             orphaned_because="the videos are no longer in the manifest",
@@ -367,7 +369,7 @@ class Plan:
         )
 
     def _held_shards(self) -> frozenset[int]:
-        """Return the shards that hold a wanted video of unknown length or with unknown shots; their content is kept.
+        """Return the shards with a required video of unknown length or unknown shots; their content is kept.
 
         The length is unknown if the source is unreadable and the probe that recorded its length is lost.
         """
@@ -378,9 +380,6 @@ class Plan:
         rows, _ = wanted_rows(self.layout, video_rows=self._layout_videos, splits=splits, num_chunks=unknown)
         return frozenset(np.asarray(self.layout["shard_id"])[rows].tolist())
 
-    def _span_chunk_counts(self) -> np.ndarray:
-        return np.minimum(self._num_chunks[self._video_rows] - self._span_index * SPAN_CHUNKS, SPAN_CHUNKS)
-
     def _descriptions(self, bounds: np.ndarray) -> Iterator[memoryview]:
         """Yield the bytes that represent the spans of each shard in its fingerprint: one line per span.
 
@@ -390,7 +389,7 @@ class Plan:
         names, sources = ("source_id", "dataset", "captions_sha256"), self._probes.select(["fingerprint"])
         first = 0
         while first < len(bounds) - 1:
-            # Many shards at a time, because each call of Arrow costs as much as hundreds of its values.
+            # Many shards at a time, because a call of Arrow costs as much as hundreds of values.
             last = int(np.searchsorted(bounds, bounds[first] + _ROWS_AT_ONCE, side="right")) - 1
             last = max(last, first + 1)
             part = slice(bounds[first], bounds[last])
@@ -419,13 +418,13 @@ def span_fingerprint(recipe_fingerprint: str, source_fingerprint: str, span: Spa
 
 @dataclass(frozen=True)
 class ShardChange:
-    """How a shard differs from the stored one.
+    """Difference between a planned shard and the stored one.
 
     Attributes:
-        rows: rows of the plan with the spans that are encoded; those of the others are copied.
+        rows: rows of the plan with the spans that are encoded; all other spans are copied.
         num_copied: number of chunks that are copied; None if it is unknown how much of a damaged shard is intact.
-        copied_bytes: their size in the tar and the index, about.
-        because: why the shard is written.
+        copied_bytes: estimated size of these chunks in the tar and the index.
+        because: reason for writing the shard.
         others: tars of other shards, or of earlier commits, with chunks that are copied.
     """
 
@@ -451,60 +450,60 @@ class StoredSpans:
 
 
 def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -> dict[int, ShardChange]:
-    """Compare the shards of a plan with the stored ones; return how they differ, by shard ID.
+    """Compare the shards of a plan with the stored ones; return the differences, by shard ID.
 
-    `plan.shards` then have `num_copied`. Shards none of whose chunks are stored are left out, and so are changed ones
-    whose index cannot be read.
+    `plan.shards` then have `num_copied`. Shards without a stored chunk are omitted, and also changed shards whose index
+    cannot be read.
     """
     if not any(shard.has_work for shard in plan.shards):
         return {}
     left = [shard.shard_id for shard in plan.shards if shard.state in (*_COMPARED, ShardState.ORPHANED)]
     stored = stored_spans(variant_dir, commits, compared=left)
-    owned = {tar.commit.shard_id: spans for tar, spans in stored.items() if tar.commit is not None}
+    spans_of_shard = {tar.commit.shard_id: spans for tar, spans in stored.items() if tar.commit is not None}
     tars = {
         fingerprint: (tar, spans.chunk_bytes)
         for tar, spans in reversed(stored.items())
         for _, fingerprint in spans.spans
     }
     moved = plan.shards_of_moved_videos(commits)
-    found: dict[int, ShardChange] = {}
+    changes: dict[int, ShardChange] = {}
     for shard in plan.shards:
         commit = commits.get(shard.shard_id)
         if shard.state in _COMPARED and commit is not None:
-            if commit.files is None or shard.shard_id in owned:
-                own, is_moved = owned.get(shard.shard_id, StoredSpans()), shard.shard_id in moved
-                found[shard.shard_id] = _change(plan, shard, commit, own, tars, has_moved_videos=is_moved)
-        elif shard.has_work and tars and (change := _found_elsewhere(plan, shard, tars)) is not None:
-            found[shard.shard_id] = change
+            if commit.files is None or shard.shard_id in spans_of_shard:
+                stored_here, is_moved = spans_of_shard.get(shard.shard_id, StoredSpans()), shard.shard_id in moved
+                changes[shard.shard_id] = _change(plan, shard, commit, stored_here, tars, has_moved_videos=is_moved)
+        elif shard.has_work and tars and (change := _change_from_others(plan, shard, tars)) is not None:
+            changes[shard.shard_id] = change
     plan.shards = [
-        replace(shard, num_copied=found[shard.shard_id].num_copied) if shard.shard_id in found else shard
+        replace(shard, num_copied=changes[shard.shard_id].num_copied) if shard.shard_id in changes else shard
         for shard in plan.shards
     ]
-    return found
+    return changes
 
 
 def _change(
     plan: Plan,
     shard: ShardPlan,
     commit: Commit,
-    own: StoredSpans,
+    stored: StoredSpans,
     tars: _Tars,
     *,
     has_moved_videos: bool,
 ) -> ShardChange:
-    """Compare a shard with its commit and what it holds.
+    """Compare a shard with its commit and the spans in its tar.
 
     Args:
-        own: what its tar holds.
+        stored: spans in the tar of the shard.
     """
     keys = plan.span_keys(shard.rows)
-    held = {fingerprint for _, fingerprint in own.spans}
+    held = {fingerprint for _, fingerprint in stored.spans}
     lacking = {key for key in keys if key[1] not in held}
     rows = tuple(row for row, key in zip(shard.rows, keys, strict=True) if key in lacking and key[1] not in tars)
-    wanted = {video_id for video_id, _ in keys}
+    planned = {video_id for video_id, _ in keys}
     failed = {failure.video_id for failure in commit.failures}
-    known = {video_id for video_id, _ in own.spans} | failed
-    added, gone = wanted - known, known - wanted
+    known = {video_id for video_id, _ in stored.spans} | failed
+    added, gone = planned - known, known - planned
     encoded = {video_id for video_id, fingerprint in lacking if fingerprint not in tars}
     changed = {video_id for video_id, _ in lacking} & known - failed
     removed = "removed or moved to another split" if has_moved_videos else "removed"
@@ -517,20 +516,19 @@ def _change(
     if shard.state == ShardState.RETRY:
         reasons = [shard.reason]
     elif not reasons:
-        has_captions = plan.has_captions or own.has_captions
+        has_captions = plan.has_captions or stored.has_captions
         reasons = ["captions changed" if has_captions else "names of videos or datasets changed"]
-    found: list[tuple[StoredTar | None, float]] = [(None, own.chunk_bytes) for key in keys if key not in lacking]
-    found += [tars[key[1]] for key in keys if key in lacking and key[1] in tars]
-    others = tuple(dict.fromkeys(tar for tar, _ in found if tar is not None))
-    num_copied = shard.num_chunks - _num_chunks(plan, rows)
-    return ShardChange(rows, num_copied, _copied_bytes(num_copied, found), ", ".join(reasons), others)
+    copied = [tars[key[1]] for key in keys if key in lacking and key[1] in tars]
+    others = tuple(dict.fromkeys(tar for tar, _ in copied))
+    chunk_bytes = [stored.chunk_bytes for key in keys if key not in lacking] + [size for _, size in copied]
+    return ShardChange(rows, *_copied_size(plan, shard, rows, chunk_bytes), ", ".join(reasons), others)
 
 
-def _found_elsewhere(plan: Plan, shard: ShardPlan, tars: _Tars) -> ShardChange | None:
-    """Return what is copied into a shard that is new, missing or damaged; None if no tar has any of it."""
+def _change_from_others(plan: Plan, shard: ShardPlan, tars: _Tars) -> ShardChange | None:
+    """Return the change of a new, missing or damaged shard into which chunks are copied; None if no tar has any."""
     keys = plan.span_keys(shard.rows)
-    found = [tars[fingerprint] for _, fingerprint in keys if fingerprint in tars]
-    others = tuple(dict.fromkeys(tar for tar, _ in found))
+    copied = [tars[fingerprint] for _, fingerprint in keys if fingerprint in tars]
+    others = tuple(dict.fromkeys(tar for tar, _ in copied))
     if not others:
         return None
     rows = tuple(row for row, key in zip(shard.rows, keys, strict=True) if key[1] not in tars)
@@ -538,17 +536,18 @@ def _found_elsewhere(plan: Plan, shard: ShardPlan, tars: _Tars) -> ShardChange |
         return ShardChange(rows, None, 0.0, "", others)
     encoded = {video_id for video_id, fingerprint in keys if fingerprint not in tars}
     because = f"new videos, and {_RETURNED}" if encoded else _RETURNED
-    num_copied = shard.num_chunks - _num_chunks(plan, rows)
-    return ShardChange(rows, num_copied, _copied_bytes(num_copied, found), because, others)
+    return ShardChange(rows, *_copied_size(plan, shard, rows, [size for _, size in copied]), because, others)
 
 
-def _copied_bytes(num_chunks: int, found: Sequence[tuple[StoredTar | None, float]]) -> float:
-    """Return the size of copied chunks, given the mean bytes of a chunk in the tar of each of their spans."""
-    return num_chunks * sum(chunk_bytes for _, chunk_bytes in found) / max(1, len(found))
+def _copied_size(plan: Plan, shard: ShardPlan, rows: Sequence[int], chunk_bytes: Sequence[float]) -> tuple[int, float]:
+    """Return the number of chunks that are copied into a shard, and their size in bytes.
 
-
-def _num_chunks(plan: Plan, rows: Sequence[int]) -> int:
-    return sum(len(span.span.chunk_frames) for span in plan.spans(rows))
+    Args:
+        rows: rows of the plan with the spans that are encoded.
+        chunk_bytes: mean bytes of a chunk in the tar of each copied span.
+    """
+    num_copied = shard.num_chunks - sum(len(span.span.chunk_frames) for span in plan.spans(rows))
+    return num_copied, num_copied * sum(chunk_bytes) / max(1, len(chunk_bytes))
 
 
 def stored_spans(
@@ -559,8 +558,8 @@ def stored_spans(
     In a bucket, tars without a commit are not used, because looking for them costs requests and time.
 
     Args:
-        commits: Commits of the variant, by shard ID.
-        compared: Shards whose tars are opened.
+        commits: commits of the variant, by shard ID.
+        compared: shards whose tars are opened.
     """
     chosen = [commits[shard_id] for shard_id in compared if shard_id in commits]
     tars = [StoredTar(commit.files.tar, commit) for commit in chosen if commit.files is not None]
@@ -570,7 +569,7 @@ def stored_spans(
     if not tars:
         return {}
     comparing = f"comparing {count_noun(len(tars), 'stored shard')}"
-    found: dict[StoredTar, StoredSpans] = {}
+    spans_of_tar: dict[StoredTar, StoredSpans] = {}
     with Activity(comparing) as now, ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
         show = now.counter(comparing)
         for number, (tar, spans) in enumerate(
@@ -578,11 +577,12 @@ def stored_spans(
         ):
             show(number, len(tars))
             if spans is not None:
-                found[tar] = spans
-    return found
+                spans_of_tar[tar] = spans
+    return spans_of_tar
 
 
 def _spans_in(variant_dir: Path, stored: StoredTar) -> StoredSpans | None:
+    """Return the spans in a tar; None if its index cannot be read."""
     tar = variant_dir / stored.tar
     try:
         index = open_index(index_of(tar), columns=_COLUMNS)
