@@ -5,21 +5,8 @@ from pathlib import Path
 from clipmill.manifests.imported import import_late
 from clipmill.manifests.store import num_captions_of
 from clipmill.prep.core.chunk_work import ChunkWork
-from clipmill.prep.core.recipe import Recipe
-from clipmill.prep.latents.recipe import (
-    COMPRESSED,
-    EXTENSION,
-    Encoding,
-    LatentsSettings,
-    local_weights,
-    resolve,
-    variant_name,
-)
+from clipmill.prep.latents.recipe import COMPRESSED, EXTENSION, Encoding, local_weights, resolve, variant_name
 from clipmill.shards.format import LATENTS_FIELDS
-
-
-def _extension(recipe: Recipe[LatentsSettings]) -> str:
-    return EXTENSION if recipe.settings.compression == "none" else COMPRESSED
 
 
 def _next_command(data: Path) -> list[str]:
@@ -29,7 +16,7 @@ def _next_command(data: Path) -> list[str]:
 
 WORK = ChunkWork(
     fields=LATENTS_FIELDS,
-    extension=_extension,
+    extension=lambda recipe: EXTENSION if recipe.settings.compression == "none" else COMPRESSED,
     make=import_late("clipmill.prep.latents.worker:make_latents"),
     resolve=resolve,
     name=variant_name,
