@@ -1,4 +1,8 @@
-"""The classes of VAEs, and a VAE's weights and configuration: location, hash, content. It does not import torch."""
+"""The classes of VAEs, one row each, and a VAE's weights and configuration: location, hash, content.
+
+Defaults of the classes are the defaults of diffusers, since configurations on the Hugging Face Hub lack entries that
+were added later. Factors include patches. This module does not import torch.
+"""
 
 import hashlib
 import json

@@ -1,4 +1,8 @@
-"""Encoding the chunks of one shard in a worker, and their samples: member, index row and check by `verify --deep`."""
+"""Encoding the chunks of one shard in a worker, and their samples: member, index row and check by `verify --deep`.
+
+Chunks are decoded ahead, and batches span chunks. Numbers are stored as float16, or as the bits of bfloat16 in uint16,
+since npy has no bfloat16.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

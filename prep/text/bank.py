@@ -107,7 +107,7 @@ class Bank:
         """Return which of `digests`, DIGESTS [texts], are in the bank; bool [texts]."""
         return self._positions(digests) >= 0
 
-    def missing(self, digests: np.ndarray) -> np.ndarray:
+    def find_missing(self, digests: np.ndarray) -> np.ndarray:
         """Return those of `digests`, DIGESTS [texts], that the bank lacks."""
         return np.asarray(digests[~self.has(digests)])
 

@@ -117,7 +117,7 @@ def _can_make_shards(bank: Bank, texts: "ShardTexts", filled: "Filled", part_run
         part_run.tell(_num_encoded(bank, texts, num_parts)[part_run.part.number - 1])
         return False
     part_run.await_others(lambda: _num_encoded(bank, texts, num_parts))
-    missing = bank.missing(texts.digests)
+    missing = bank.find_missing(texts.digests)
     part_run.unit = "text"
     for owner, count in Counter(owners_of(missing, num_parts=num_parts).tolist()).items():
         part_run.leave_to(owner, count=count)
@@ -247,12 +247,12 @@ def fill_bank(
     num_encoded = num_cut = 0
     not_finite: set[bytes] = set()
     error: tuple[FailureCode, str] | None = None
-    missing = bank.missing(texts.digests)
+    missing = bank.find_missing(texts.digests)
     if len(missing) and copy_embeddings(
         plan.variant_dir, missing=missing, bank_dir=bank.folder, width=plan.recipe.values["width"]
     ):
         bank.refresh()
-        missing = bank.missing(texts.digests)
+        missing = bank.find_missing(texts.digests)
     if not len(missing):
         return Filled(0, 0, frozenset(), None)
     blocks = blocks_of(reader, texts.video_ids, missing=missing, bank_dir=bank.folder, tower=tower)
@@ -279,7 +279,7 @@ def fill_bank(
 
 def _is_filled(bank: Bank, texts: ShardTexts, not_finite: frozenset[bytes]) -> bool:
     bank.refresh()
-    return len(bank.missing(texts.digests)) <= len(not_finite)
+    return len(bank.find_missing(texts.digests)) <= len(not_finite)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
-"""The column `video`: the settings of `prep chunk` and what they resolve to, its flags, and the `ColumnSpec`."""
+"""The column `video`: the settings of `prep chunk` and what they resolve to, its flags, and the `ColumnSpec`.
+
+In a `Recipe`, settings that the user did not give are None and take their values from a named recipe or from the codec.
+`resolve` fills them in and adds the ffmpeg build. The resolved recipe is fingerprinted, stored beside the shards and
+compared when a run is repeated; the name of the named recipe is not part of it.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace

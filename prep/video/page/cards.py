@@ -1,4 +1,14 @@
-"""A chunk on the page: pictures, captions, source, scores, and its clip, which is embedded, copied or encoded again."""
+"""A chunk on the page: pictures, captions, source, scores, and its clip.
+
+Clips of up to EMBEDDED_BYTES in all are in the page, which is then a single file. Otherwise `chunks.html` has them in
+`chunks.files/`. A clip is a copy of the chunk, byte for byte, if browsers play the codec and all copies together take
+at most COPIED_BYTES; otherwise it is a preview, a small H.264 encode. MJPEG in MP4 plays in no browser, HEVC only in
+some.
+
+The name of a clip has the checksum of its chunk, so that a page that is written again keeps its clips, and an open page
+never plays another chunk. Clips are written first, then the pages that name them; clips that no page names any more are
+removed last.
+"""
 
 import io
 import json
