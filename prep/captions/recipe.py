@@ -136,7 +136,21 @@ class CaptionsSettings(Checked):
             )
         yield from errors_of(_require_prompt, self.prompt, flag="--prompt")
         if self.endpoint is not None:
-            yield from errors_of(_require_address, self.endpoint)
+            flags = ("--endpoint",)
+            try:
+                parts = urlsplit(self.endpoint)
+                is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            except ValueError:
+                is_address = False
+            if not is_address or _CONTROL.search(self.endpoint) or " " in self.endpoint:
+                hint = "give an address such as http://localhost:8000/v1"
+                yield UserError("--endpoint is not an address", hint=hint, flags=flags)
+            elif parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+                yield UserError(
+                    "--endpoint has a password, a query or a fragment, which would be recorded",
+                    hint="put the key into the environment variable OPENAI_API_KEY",
+                    flags=flags,
+                )
         yield from errors_of(check_where, self.where)
 
     def with_prompt(self) -> "CaptionsSettings":
@@ -170,26 +184,6 @@ def _require_prompt(text: str, *, flag: str, of: str = "") -> None:
             f"{flag}{of} has a control character: character {match.start() + 1} is U+{ord(match[0]):04X}",
             hint="use only text, spaces, tabs and line feeds",
             flags=(flag,),
-        )
-
-
-def _require_address(address: str) -> None:
-    try:
-        parts = urlsplit(address)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_address = False
-    if not is_address or _CONTROL.search(address) or " " in address:
-        raise UserError(
-            "--endpoint is not an address",
-            hint="give an address such as http://localhost:8000/v1",
-            flags=("--endpoint",),
-        )
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        raise UserError(
-            "--endpoint has a password, a query or a fragment, which would be recorded",
-            hint="put the key into the environment variable OPENAI_API_KEY",
-            flags=("--endpoint",),
         )
 
 

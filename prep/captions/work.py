@@ -106,11 +106,6 @@ def _on_plan(plan: "ChunksPlan", request: "Request") -> None:
         import_object("clipmill.prep.captions.run:run_trial")(plan, request)
 
 
-def _next_command(data: Path) -> list[str]:
-    table = Variant.open(data, column=CAPTIONS).directory / TABLE_FILE
-    return ["prep", "manifest", "captions", str(table), *data_flags(data)]
-
-
 WORK = ChunkWork(
     fields=CAPTIONS_FIELDS,
     extension=EXTENSION,
@@ -130,5 +125,9 @@ WORK = ChunkWork(
     extra_folders=(ExtraFolder(ANSWERS_FOLDER, ANSWER_FILE, lambda path: True),),
     extra_files=(MERGED_TABLE, ExtraFile(TABLE_FILE, caption_table_problem, publish_caption_table)),
     sample_facts=import_late("clipmill.prep.captions.run:sample_facts"),
-    next_command=_next_command,
+    next_command=lambda data: [
+        *("prep", "manifest", "captions"),
+        str(Variant.open(data, column=CAPTIONS).directory / TABLE_FILE),
+        *data_flags(data),
+    ],
 )

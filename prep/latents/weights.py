@@ -211,7 +211,19 @@ def find_vae(name: str) -> Vae:
     if name == TINY:
         return _make_vae(name, name, None, _TINY_SHA256, TINY_CONFIG)
     folder, directory = _find_folders(name)
-    config = _read_config(directory)
+    config_path = directory / CONFIG_FILE
+    try:
+        config = parse_json(config_path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{config_path} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
+    except ValueError as error:
+        raise UserError(f"{config_path} is damaged: {error}", hint=_SUGGESTION) from None
+    kind = config.get("_class_name") if isinstance(config, dict) else None
+    if kind not in CLASSES:
+        raise UserError(
+            f"{config_path} describes {kind or 'no model'}, not a VAE that prep latents knows",
+            hint=f"{_SUGGESTION}; classes of diffusers: {', '.join(CLASSES)}",
+        )
     weights = directory / WEIGHTS_FILE
     if not weights.is_file():
         raise UserError(
@@ -245,23 +257,6 @@ def _find_folders(name: str) -> tuple[Path, Path]:
     """Return the folder of a model, and the folder in it with the files of the VAE."""
     folder = model_folder(name, files=_WANTED, what="VAE", asked="--vae", hint=_SUGGESTION)
     return folder, folder / "vae" if (folder / "vae" / CONFIG_FILE).is_file() else folder
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG_FILE
-    try:
-        config = parse_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}", hint=_SUGGESTION) from None
-    kind = config.get("_class_name") if isinstance(config, dict) else None
-    if kind not in CLASSES:
-        raise UserError(
-            f"{path} describes {kind or 'no model'}, not a VAE that prep latents knows",
-            hint=f"{_SUGGESTION}; classes of diffusers: {', '.join(CLASSES)}",
-        )
-    return dict(config)
 
 
 def _require_weights(path: Path) -> None:

@@ -1,18 +1,10 @@
 """The `ChunkWork` of the column `latents`."""
 
-from pathlib import Path
-
 from clipmill.manifests.imported import import_late
 from clipmill.manifests.store import num_captions_of
 from clipmill.prep.core.chunk_work import ChunkWork
 from clipmill.prep.latents.recipe import COMPRESSED, EXTENSION, Encoding, local_weights, resolve, variant_name
 from clipmill.shards.format import LATENTS_FIELDS
-
-
-def _next_command(data: Path) -> list[str]:
-    task = "dual-encoder" if num_captions_of(data) else "mae"
-    return ["train", task, "--shards", str(data), "--input", "latents", "--out", "runs/latents"]
-
 
 WORK = ChunkWork(
     fields=LATENTS_FIELDS,
@@ -28,5 +20,8 @@ WORK = ChunkWork(
     estimate=import_late("clipmill.prep.latents.run:estimate"),
     summary=import_late("clipmill.prep.latents.run:summary"),
     left_out=import_late("clipmill.prep.latents.run:left_out_lines"),
-    next_command=_next_command,
+    next_command=lambda data: [
+        *("train", "dual-encoder" if num_captions_of(data) else "mae", "--shards", str(data)),
+        *("--input", "latents", "--out", "runs/latents"),
+    ],
 )

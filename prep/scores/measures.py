@@ -342,15 +342,6 @@ class Active:
     left: int
     right: int
 
-    @property
-    def area(self) -> int:
-        """Area in pixels."""
-        return (self.bottom - self.top) * (self.right - self.left)
-
-    def of(self, luma: Luma) -> Luma:
-        """Return this part of a luma of full size."""
-        return luma[self.top : self.bottom, self.left : self.right]
-
     def of_small(self, small: Luma, *, height: int, width: int) -> tuple[slice, slice]:
         """Return the rows and columns of a small luma that are entirely inside; `height` x `width` is the full size."""
         down, across = small.shape[0] / height, small.shape[1] / width

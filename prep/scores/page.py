@@ -247,7 +247,15 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
             }
             for score in SHOWN
         ],
-        "cut": [_cuts(chunks, row, pictures=pictures) for row in cut],
+        "cut": [
+            {
+                "key": chunks.key(row),
+                "times_s": times_s,
+                "seconds": chunks.duration_s(row) or max(times_s),
+                "pictures": [(time_s, pictures[row, time_s]) for time_s in _cut_frames_s(chunks, row)],
+            }
+            for row, times_s in ((row, chunks.table["cut_times_s"][row].as_py()) for row in cut)
+        ],
     }
 
 
@@ -258,16 +266,6 @@ def _distribution(score: Score, values: NDArray[np.float64], *, selection: Selec
         is_kept = None if selection is None else selection.is_kept[is_known]
         known = histogram(values[is_known], bounds=score.bounds, is_count=score.is_count, is_kept=is_kept)
     return {"histogram": known, "num_unknown": int((~is_known).sum())}
-
-
-def _cuts(chunks: Chunks, row: int, *, pictures: Mapping[tuple[int, float | None], Thumbnail]) -> dict[str, Any]:
-    times_s = chunks.table["cut_times_s"][row].as_py()
-    return {
-        "key": chunks.key(row),
-        "times_s": times_s,
-        "seconds": chunks.duration_s(row) or max(times_s),
-        "pictures": [(time_s, pictures[row, time_s]) for time_s in _cut_frames_s(chunks, row)],
-    }
 
 
 def _cut_frames_s(chunks: Chunks, row: int) -> list[float]:

@@ -129,15 +129,20 @@ def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
         )
         frozen = num_frozen / chunk.num_frames
     speech = speech_s(chunk.content)
+    sharp, letterbox = seen.sharp, None
+    if active is not None:
+        sharp = [luma[active.top : active.bottom, active.left : active.right] for luma in seen.sharp]
+        area = (active.bottom - active.top) * (active.right - active.left)
+        letterbox = 1 - area / (seen.size[0] * seen.size[1])
     values = {
         "motion": motion and motion.all,
         "camera_motion": motion and motion.camera,
         "object_motion": motion and motion.objects,
-        "sharpness": float(np.mean([sharpness(active.of(luma) if active else luma) for luma in seen.sharp])),
+        "sharpness": float(np.mean([sharpness(luma) for luma in sharp])),
         "brightness": float((luma * shown).sum() / chunk.num_frames / 255),
         "black": float(shown[is_black].sum() / chunk.num_frames),
         "frozen": frozen,
-        "letterbox": active and 1 - active.area / (seen.size[0] * seen.size[1]),
+        "letterbox": letterbox,
         "cuts": len(cuts),
         "cut_times_s": [round(float(cut / chunk.fps), _DECIMALS) for cut in cuts],
         "speech": None if speech is None else min(1.0, float(speech * chunk.fps / chunk.num_frames)),

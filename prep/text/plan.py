@@ -120,7 +120,12 @@ def make_text_plan(
     video_ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
     known = stored_or_rebuilt_layout(
         text_layout_path(data_dir),
-        lambda: text_layout_of_commits(data_dir, video_ids=video_ids),
+        lambda: layout_of_commits(
+            list(variants_of(data_dir, TEXT)),
+            video_ids,
+            spans=lambda index: [(video_id, 0) for video_id in index["video_id"].to_pylist()],
+            span_of_failure=lambda failure: (failure.video_id, 0),
+        ),
         video_ids=video_ids,
         splits=splits,
     )
@@ -231,16 +236,6 @@ def wanted_text_rows(
     """
     rows = video_rows_of(layout, video_ids)
     return wanted_spans(layout, video_rows=rows, splits=splits, num_spans=(num_captions > 0).astype(np.int64))
-
-
-def text_layout_of_commits(data_dir: Path, *, video_ids: pa.Array) -> pa.Table:
-    """Rebuild the layout (schema LAYOUT) of `text` from the commits; each video is a single span."""
-    return layout_of_commits(
-        list(variants_of(data_dir, TEXT)),
-        video_ids,
-        spans=lambda index: [(video_id, 0) for video_id in index["video_id"].to_pylist()],
-        span_of_failure=lambda failure: (failure.video_id, 0),
-    )
 
 
 def _pack_shards(num_captions: np.ndarray) -> np.ndarray:

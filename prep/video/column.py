@@ -193,11 +193,6 @@ def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
     return ResolvedRecipe(settings, values, f"{settings.codec}-{settings.short_side}p{fps}-{rate}-{gop}-{cut}")
 
 
-def recipe_of(stored: Mapping[str, Any]) -> Recipe:
-    """Return the complete settings in a variant's recipe.json."""
-    return Recipe(**{name: stored[name] for name in _STORED if name in stored})
-
-
 def settings_line(stored: Mapping[str, Any]) -> str:
     """Return the relevant settings of a recipe.json on one line."""
     names = [*_STORED, "ffmpeg", "scenedetect"]
@@ -264,7 +259,7 @@ COLUMN = ColumnSpec(
     checked_noun="decoded frame",
     page="chunks that play in place, with totals, distributions, search and filters; clips that take "
     "more than 8 MB go to a folder beside it; --where leaves out the other chunks",
-    read_settings=lambda stored, weights: recipe_of(stored),
+    read_settings=lambda stored, weights: Recipe(**{name: stored[name] for name in _STORED if name in stored}),
     write_flags=_flags,
     settings_line=settings_line,
 )

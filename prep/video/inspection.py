@@ -49,7 +49,11 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
         extension: dict(zip(("offset", "size"), shard.member_range(number, extension), strict=True))
         for extension in shard.extensions
     }
-    path = _source_path(data_dir, row["video_id"])
+    path = None
+    if has_manifest(data_dir):
+        videos = read_videos(data_dir)
+        video_row = pc.index(videos["video_id"], row["video_id"]).as_py()
+        path = None if video_row < 0 else str(videos["path"][video_row].as_py())
     gop = gop_line(row["packet_frame"], row["packet_flags"])
     captions = description["captions"]
     caption_lines = []
@@ -111,21 +115,33 @@ def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
     return " + ".join(parts[:_MAX_PATTERNS]) + more
 
 
-def _source_path(data_dir: Path, video_id: str) -> str | None:
-    if not has_manifest(data_dir):
-        return None
-    videos = read_videos(data_dir)
-    row = pc.index(videos["video_id"], video_id).as_py()
-    return None if row < 0 else str(videos["path"][row].as_py())
-
-
 def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
     """Decode every frame of a chunk and compare it and its JSON member with the index row.
 
     Only one frame is in memory at a time.
     """
-    differences, num_decoded = _check_stream(members["mp4"], row)
-    return CheckedSample([*differences, *_check_description(row, members, split=split)], num_decoded)
+    content, in_json = members["mp4"], _check_description(row, members, split=split)
+    try:
+        facts = read_chunk(content, fps=Fraction(row["fps_num"], row["fps_den"]))
+        check_chunk(
+            facts,
+            num_frames=row["num_frames"],
+            size=(row["width"], row["height"]),
+            codec=row["codec"],
+            size_bytes=len(content),
+        )
+    except SourceFailure as failure:
+        return CheckedSample([(DeepCode.PACKETS_DIFFER, failure.message), *in_json], 0)
+    differences = [
+        (DeepCode.PACKETS_DIFFER, f"{name} in the index differs from the demuxed packets")
+        for name, value in asdict(facts).items()
+        if row[name] != value
+    ]
+    try:
+        num_decoded, difference = _decode(content, row)
+    except av.error.FFmpegError as error:
+        return CheckedSample([*differences, (DeepCode.DECODE_ERRORS, str(error)), *in_json], 0)
+    return CheckedSample([*differences, *([] if difference is None else [difference]), *in_json], num_decoded)
 
 
 def _check_description(row: dict[str, Any], members: dict[str, bytes], *, split: str) -> list[tuple[DeepCode, str]]:
@@ -157,33 +173,6 @@ def _check_description(row: dict[str, Any], members: dict[str, bytes], *, split:
     if "txt" in members and members["txt"] != "\n".join(captions).encode("utf-8", "replace"):
         differences.append((DeepCode.JSON_DIFFERS, "the txt member differs from the captions in the json member"))
     return differences
-
-
-def _check_stream(content: bytes, row: dict[str, Any]) -> tuple[list[tuple[DeepCode, str]], int]:
-    """Return the problems of the video stream and the number of frames decoded."""
-    try:
-        facts = read_chunk(content, fps=Fraction(row["fps_num"], row["fps_den"]))
-        check_chunk(
-            facts,
-            num_frames=row["num_frames"],
-            size=(row["width"], row["height"]),
-            codec=row["codec"],
-            size_bytes=len(content),
-        )
-    except SourceFailure as failure:
-        return [(DeepCode.PACKETS_DIFFER, failure.message)], 0
-    differences = [
-        (DeepCode.PACKETS_DIFFER, f"{name} in the index differs from the demuxed packets")
-        for name, value in asdict(facts).items()
-        if row[name] != value
-    ]
-    try:
-        num_decoded, difference = _decode(content, row)
-    except av.error.FFmpegError as error:
-        return [*differences, (DeepCode.DECODE_ERRORS, str(error))], 0
-    if difference is not None:
-        differences.append(difference)
-    return differences, num_decoded
 
 
 def _decode(content: bytes, row: dict[str, Any]) -> tuple[int, tuple[DeepCode, str] | None]:

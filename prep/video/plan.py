@@ -155,6 +155,9 @@ class Plan:
             are kept, and missing chunks will fail with a failure code.
         shots: known and missing shots of the videos; None with `--cut even`.
         cutting: chunks of all videos.
+        probes: probes of the videos, one row per video.
+        num_frames: number of output frames of each video, int64; 0 if it is unusable.
+        video_rows: row in the manifest of the video of each span of the plan, int64.
     """
 
     def __init__(
@@ -179,15 +182,15 @@ class Plan:
             retry_codes: failure codes to try again even if nothing changed.
         """
         self.recipe, self._recipe_fingerprint = recipe, recipe.fingerprint
-        self._videos, self._probes = videos, probes
+        self._videos, self.probes = videos, probes
         self._is_unusable = np.asarray(pc.is_null(probes["fingerprint"]))
-        self._num_frames = frames_of(recipe, probes)
+        self.num_frames = frames_of(recipe, probes)
         self.shots = shots
-        self.cutting = cutting_of(recipe.settings, self._num_frames, shots)
+        self.cutting = cutting_of(recipe.settings, self.num_frames, shots)
         self._num_chunks = self.cutting.num_chunks
         extended = extend_layout(layout, video_ids=videos.ids, splits=videos.splits, num_chunks=self._num_chunks)
         self.layout, self._layout_videos, rows = extended.table, extended.video_rows, extended.wanted
-        self._video_rows = self._layout_videos[rows]
+        self.video_rows = self._layout_videos[rows]
         self._span_index = np.asarray(self.layout["span_index"])[rows]
         self.unusable = Counter(probes["code"].filter(pa.array(self._is_unusable)).to_pylist())
         if shots is not None:
@@ -211,9 +214,9 @@ class Plan:
 
     def spans(self, rows: Sequence[int]) -> Iterator[SpanPlan]:
         """Yield the spans in the given rows of the plan."""
-        video_rows = self._video_rows[np.asarray(rows, np.int64)]
+        video_rows = self.video_rows[np.asarray(rows, np.int64)]
         videos = self._videos.take(video_rows, "video_id", "source_id", "dataset", "path").to_pylist()
-        facts = self._probes.select(list(SourceFacts.__dataclass_fields__)).take(pa.array(video_rows)).to_pylist()
+        facts = self.probes.select(list(SourceFacts.__dataclass_fields__)).take(pa.array(video_rows)).to_pylist()
         for row, video_row, video, fact in zip(rows, video_rows.tolist(), videos, facts, strict=True):
             source, span = SourceFacts(**fact), self.cutting.span(video_row, int(self._span_index[row]))
             fingerprint = span_fingerprint(self._recipe_fingerprint, source.fingerprint, span)
@@ -221,11 +224,11 @@ class Plan:
 
     def span_keys(self, rows: range) -> list[tuple[str, str]]:
         """Return the video ID and the fingerprint of the encoder pass of each span in the given rows."""
-        videos = pa.array(self._video_rows[rows.start : rows.stop])
-        ids, sources = self._videos.ids.take(videos), self._probes.select(["fingerprint"]).take(videos)[0]
+        videos = pa.array(self.video_rows[rows.start : rows.stop])
+        ids, sources = self._videos.ids.take(videos), self.probes.select(["fingerprint"]).take(videos)[0]
         keys = []
         for row, video_id, source in zip(rows, ids.to_pylist(), sources.to_pylist(), strict=True):
-            span = self.cutting.span(int(self._video_rows[row]), int(self._span_index[row]))
+            span = self.cutting.span(int(self.video_rows[row]), int(self._span_index[row]))
             keys.append((video_id, span_fingerprint(self._recipe_fingerprint, source, span)))
         return keys
 
@@ -233,10 +236,6 @@ class Plan:
         """Return the shards of videos whose split has changed, as `clipmill.prep.video.spans` defines them."""
         splits = self._videos.splits
         return shards_of_moved_videos(self.layout, video_rows=self._layout_videos, splits=splits, stored=stored)
-
-    def manifest_rows(self, rows: range) -> np.ndarray:
-        """Return the rows of the manifest with the videos of the spans in the given rows of the plan; int64."""
-        return self._video_rows[rows.start : rows.stop]
 
     def failed_sources(self) -> Iterator[Failure]:
         """Yield a failure for each unusable video."""
@@ -248,47 +247,37 @@ class Plan:
 
     def lost_sources(self) -> list[Failure]:
         """Return a failure for each video whose source was readable once and is now unreadable."""
-        return list(self._failures_of(np.asarray(pc.is_valid(self._probes["code"])) & ~self._is_unusable))
+        return list(self._failures_of(np.asarray(pc.is_valid(self.probes["code"])) & ~self._is_unusable))
 
     def _failures_of(self, is_failed: np.ndarray) -> Iterator[Failure]:
         """Yield the failures of the probes of some videos, bool [videos]."""
         rows = np.flatnonzero(is_failed)
-        reasons = self._probes.select(["code", "message"]).take(pa.array(rows)).to_pylist()
+        reasons = self.probes.select(["code", "message"]).take(pa.array(rows)).to_pylist()
         for reason, video in zip(reasons, self._videos.take(rows, "video_id", "path").to_pylist(), strict=True):
             yield Failure(video["video_id"], None, reason["code"], f"{video['path']}: {reason['message']}")
 
     def notes(self, *, max_videos: int) -> tuple[int, dict[str, list[str]]]:
         """Return the number of videos with notes on unusual properties, and the notes of the first few, by ID."""
-        rows = np.flatnonzero(np.asarray(pc.fill_null(pc.not_equal(self._probes["notes"], ""), False)))
+        rows = np.flatnonzero(np.asarray(pc.fill_null(pc.not_equal(self.probes["notes"], ""), False)))
         first = pa.array(rows[:max_videos])
-        notes = (text.splitlines() for text in self._probes["notes"].take(first).to_pylist())
+        notes = (text.splitlines() for text in self.probes["notes"].take(first).to_pylist())
         return len(rows), dict(zip(self.video_ids(first.to_pylist()), notes, strict=True))
 
     def notes_of(self, video_id: str) -> list[str]:
         """Return the notes on unusual properties of one video of the manifest."""
-        return (self._probes["notes"][pc.index(self._videos.ids, video_id).as_py()].as_py() or "").splitlines()
+        return (self.probes["notes"][pc.index(self._videos.ids, video_id).as_py()].as_py() or "").splitlines()
 
     @property
     def num_with_audio(self) -> int:
         """Number of videos with audio, which `--audio drop` omits."""
-        return pc.sum(pc.greater(self._probes["num_audio"], 0)).as_py() or 0
-
-    def num_videos_of(self, rows: np.ndarray) -> int:
-        """Return the number of videos with the spans in the given rows."""
-        return len(np.unique(self._video_rows[rows]))
+        return pc.sum(pc.greater(self.probes["num_audio"], 0)).as_py() or 0
 
     def workload(self, rows: np.ndarray) -> Workload:
         """Return the encoding work of the spans in the given rows."""
-        videos = self._video_rows[rows]
+        videos = self.video_rows[rows]
         frames = self.cutting.span_frames(videos, self._span_index[rows])
-        columns = (np.asarray(self._probes[name])[videos] for name in ("width", "height", "fps"))
+        columns = (np.asarray(self.probes[name])[videos] for name in ("width", "height", "fps"))
         return Workload(frames / float(self.recipe.settings.fps_exact), *columns)
-
-    def source_bytes_per_s(self, rows: np.ndarray) -> np.ndarray:
-        """Return the bytes per second of the sources of the spans in the given rows, float64."""
-        videos = self._video_rows[rows]
-        size_bytes, end_s = (np.asarray(self._probes[name])[videos] for name in ("size_bytes", "end_s"))
-        return np.asarray(size_bytes / end_s)
 
     @property
     def mean_chunk_s(self) -> float:
@@ -310,7 +299,7 @@ class Plan:
         if not self.shots.is_known[row]:
             return ShotsOfVideo(False, [])
         fps = float(self.recipe.settings.fps_exact)
-        left_out = self.cutting.left_out(row, num_frames=int(self._num_frames[row]))
+        left_out = self.cutting.left_out(row, num_frames=int(self.num_frames[row]))
         return ShotsOfVideo(True, [(first / fps, behind / fps) for first, behind in left_out])
 
     def detection_tasks(self) -> "Iterator[ShotTask]":
@@ -321,19 +310,12 @@ class Plan:
         seen = set()
         paths = self._videos.take(self.shots.undetected, "path")["path"].to_pylist()
         for row, path in zip(self.shots.undetected.tolist(), paths, strict=True):
-            fingerprint = self._probes["fingerprint"][row].as_py()
+            fingerprint = self.probes["fingerprint"][row].as_py()
             if fingerprint not in seen:
                 seen.add(fingerprint)
-                num_frames = int(self._num_frames[row])
-                timeline = self._probes["timeline"][row].as_py() or ""
+                num_frames = int(self.num_frames[row])
+                timeline = self.probes["timeline"][row].as_py() or ""
                 yield ShotTask(path, fingerprint, num_frames, self.recipe.settings.shot_detector, timeline)
-
-    def detection_work(self) -> Workload:
-        """Return the videos whose shots have to be detected."""
-        assert self.shots is not None
-        videos = self.shots.undetected
-        columns = (np.asarray(self._probes[name])[videos] for name in ("width", "height", "fps"))
-        return Workload(self._num_frames[videos] / float(self.recipe.settings.fps_exact), *columns)
 
     def _plan_shards(
         self, layout_rows: np.ndarray, stored: StoredShards, retry_codes: frozenset[str]
@@ -341,11 +323,11 @@ class Plan:
         shard_ids = np.asarray(self.layout["shard_id"])[layout_rows]
         # The layout grows in shard order, so the rows of a shard are contiguous.
         bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)) if len(shard_ids) else np.zeros(1, int)
-        has_code = np.flatnonzero(pc.is_valid(self._probes["code"]))
+        has_code = np.flatnonzero(pc.is_valid(self.probes["code"]))
         unreadable = frozenset(self._videos.ids.take(pa.array(has_code)).to_pylist())
         begins, ends = bounds[:-1], bounds[1:]
         splits = self.layout["split"].take(pa.array(layout_rows[begins])).to_pylist()
-        chunks_of_spans = np.minimum(self._num_chunks[self._video_rows] - self._span_index * SPAN_CHUNKS, SPAN_CHUNKS)
+        chunks_of_spans = np.minimum(self._num_chunks[self.video_rows] - self._span_index * SPAN_CHUNKS, SPAN_CHUNKS)
         behind = np.concatenate([[0], np.cumsum(chunks_of_spans)])
         num_chunks = behind[ends] - behind[begins]
         of_all = f"{self._recipe_fingerprint} {self.has_captions}".encode()
@@ -386,14 +368,14 @@ class Plan:
         Args:
             bounds: first row of each shard, and the number of all rows.
         """
-        names, sources = ("source_id", "dataset", "captions_sha256"), self._probes.select(["fingerprint"])
+        names, sources = ("source_id", "dataset", "captions_sha256"), self.probes.select(["fingerprint"])
         first = 0
         while first < len(bounds) - 1:
             # Many shards at a time, because a call of Arrow costs as much as hundreds of values.
             last = int(np.searchsorted(bounds, bounds[first] + _ROWS_AT_ONCE, side="right")) - 1
             last = max(last, first + 1)
             part = slice(bounds[first], bounds[last])
-            video_rows = self._video_rows[part]
+            video_rows = self.video_rows[part]
             rows, videos = pa.array(video_rows), self._videos.take(video_rows, *names)
             source_ids, datasets, captions = (as_array(column) for column in videos.columns)
             texts = [self._videos.ids.take(rows), source_ids, datasets, self._videos.splits.take(rows), captions]

@@ -302,7 +302,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
             old_commit=planned.commits.get(shard.shard_id),
             others=planned.changes[shard.shard_id].others if shard.shard_id in planned.changes else (),
             captions_file=captions_file,
-            caption_groups=() if groups is None else groups.of(plan.manifest_rows(shard.rows)),
+            caption_groups=() if groups is None else groups.of(plan.video_rows[shard.rows.start : shard.rows.stop]),
             scratch_bytes=scratch_bytes,
         )
 

@@ -121,7 +121,9 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> EncodeTrials:
     """
     order = np.argsort(work.width * work.height * work.fps, kind="stable")
     scale = np.minimum(1.0, plan.recipe.settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
-    heaviest = int(np.argmax(plan.source_bytes_per_s(rows) * scale**2))
+    videos = plan.video_rows[rows]
+    size_bytes, end_s = (np.asarray(plan.probes[name])[videos] for name in ("size_bytes", "end_s"))
+    heaviest = int(np.argmax(size_bytes / end_s * scale**2))
     by_size = (int(order[(2 * part + 1) * len(order) // (2 * _NUM_VIDEOS)]) for part in range(_NUM_VIDEOS))
     chosen = sorted({heaviest, *by_size})
     trials, lacking = [], []
@@ -147,11 +149,11 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> EncodeTrials:
             (short_s, short_core_s, short_bytes), (long_s, long_core_s, long_bytes) = costs
             if long_s > short_s:
                 more_s = long_s - short_s
-                core_s, size_bytes = (long_core_s - short_core_s) / more_s, (long_bytes - short_bytes) / more_s
+                core_s, bytes_per_s = (long_core_s - short_core_s) / more_s, (long_bytes - short_bytes) / more_s
                 if core_s <= 0:  # the clock cannot distinguish them, so the start of the encoder is included
                     core_s = long_core_s / long_s
-                if core_s > 0 and size_bytes > 0:
-                    trials.append(EncodeTrial(index, core_s, size_bytes))
+                if core_s > 0 and bytes_per_s > 0:
+                    trials.append(EncodeTrial(index, core_s, bytes_per_s))
     return EncodeTrials(tuple(trials), tuple(lacking))
 
 
@@ -450,11 +452,13 @@ def _undetected_shots(plan: Plan) -> Addition:
     """Return the videos whose shots a run detects first, for the report; empty with `--cut even`."""
     if plan.shots is None:
         return Addition([], {})
-    work = plan.detection_work()
-    source_megapixels = work.seconds * work.width * work.height * work.fps / 1e6
-    core_s = source_megapixels * _DECODE_S_PER_MEGAPIXEL + work.seconds * work.fps * _DETECT_S_PER_FRAME
-    num_videos, seconds, core_hours = len(work.seconds), float(work.seconds.sum()), float(core_s.sum()) / 3600
-    first = plan.video_ids(plan.shots.undetected[:MAX_NAMED].tolist())
+    videos = plan.shots.undetected
+    width, height, fps = (np.asarray(plan.probes[name])[videos] for name in ("width", "height", "fps"))
+    lengths_s = plan.num_frames[videos] / float(plan.recipe.settings.fps_exact)
+    source_megapixels = lengths_s * width * height * fps / 1e6
+    core_s = source_megapixels * _DECODE_S_PER_MEGAPIXEL + lengths_s * fps * _DETECT_S_PER_FRAME
+    num_videos, seconds, core_hours = len(videos), float(lengths_s.sum()), float(core_s.sum()) / 3600
+    first = plan.video_ids(videos[:MAX_NAMED].tolist())
     values = {
         "num_undetected_videos": num_videos,
         "undetected_s": seconds,
@@ -500,7 +504,16 @@ def explanation(planned: Planned, name: str) -> Report:
     if not plan.has_video(video_id) and plan.has_video(name):
         video_id = name
     if not plan.has_video(video_id):
-        video_id = _id_of_source(planned.data_dir, name)
+        # Messages and caption tables name the source, with or without an extension.
+        sources = (name, name.rpartition(".")[0])
+        videos = read_videos(planned.data_dir).to_pylist()
+        video_ids = [str(video["video_id"]) for video in videos if video["source_id"] in sources]
+        if len(video_ids) != 1:
+            raise UserError(
+                f'{len(video_ids) or "no"} videos "{name}" in the manifest',
+                hint="give a key or video ID as shown by `prep inspect`, or the name in the table of captions",
+            )
+        video_id = video_ids[0]
     shards = [shard for shard in plan.shards if any(span.video_id == video_id for span in plan.spans(shard.rows))]
     failed = [failure for failure in plan.failed_sources() if failure.video_id == video_id]
     missing = [
@@ -536,15 +549,3 @@ def explanation(planned: Planned, name: str) -> Report:
         ]
         lines += [] if shots.is_detected else ["unknown  shots not detected yet"]
     return Report("\n".join(lines), values)
-
-
-def _id_of_source(data_dir: Path, name: str) -> str:
-    """Return the ID of the video that messages and caption tables call `name`, with or without an extension."""
-    videos = read_videos(data_dir).to_pylist()
-    video_ids = [video["video_id"] for video in videos if video["source_id"] in (name, name.rpartition(".")[0])]
-    if len(video_ids) != 1:
-        raise UserError(
-            f'{len(video_ids) or "no"} videos "{name}" in the manifest',
-            hint="give a key or video ID as shown by `prep inspect`, or the name in the table of captions",
-        )
-    return str(video_ids[0])

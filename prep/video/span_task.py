@@ -187,9 +187,17 @@ def make_span(
     """
     for tries_left in reversed(range(_TRIES)):
         try:
-            path, source = sources.continuous(
-                _open_source(plan, sources=sources), plan.source, with_sound=recipe.settings.audio == "keep"
-            )
+            try:
+                original = sources.path_of(plan.path)
+                fingerprint = current_fingerprint(original)
+            except SourceFailure as failure:
+                raise SourceFailure(failure.code, f"{plan.path}: {failure.message}") from None
+            if fingerprint != plan.source.fingerprint:
+                sources.release(is_damaged=True)
+                message = f"{plan.path}: the file has changed since the run was planned"
+                raise SourceFailure(FailureCode.SOURCE_CHANGED, message)
+            with_sound = recipe.settings.audio == "keep"
+            path, source = sources.continuous(original, plan.source, with_sound=with_sound)
             encoded = encode_span(
                 path,
                 source=source,
@@ -247,19 +255,6 @@ def _read_segments(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedReci
     ]
 
 
-def _open_source(plan: SpanPlan, *, sources: StagedSources) -> Path:
-    """Return the path of the source, or of its copy, after comparing it with the plan."""
-    try:
-        path = sources.path_of(plan.path)
-        fingerprint = current_fingerprint(path)
-    except SourceFailure as failure:
-        raise SourceFailure(failure.code, f"{plan.path}: {failure.message}") from None
-    if fingerprint != plan.source.fingerprint:
-        sources.release(is_damaged=True)
-        raise SourceFailure(FailureCode.SOURCE_CHANGED, f"{plan.path}: the file has changed since the run was planned")
-    return path
-
-
 @dataclass(frozen=True)
 class SpanChunks:
     """Chunks of one span: all of them, or only the chunks that are still intact.
@@ -271,10 +266,6 @@ class SpanChunks:
 
     chunks: dict[int, ReadyChunk]
     num_chunks: int
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.chunks) == self.num_chunks
 
 
 @dataclass(frozen=True)
@@ -322,7 +313,12 @@ class OldChunks:
         if commit is not None:
             self._unpack(StoredTar("", commit).rows(variant_dir, fingerprints), fingerprints)
         for other in others:
-            if lacking := {fingerprint for fingerprint in fingerprints if not self._is_complete(fingerprint)}:
+            complete = {
+                fingerprint
+                for fingerprint, chunks in self._stored.items()
+                if any(len(chunks) == description["span_chunks"] for _, description in chunks.values())
+            }
+            if lacking := fingerprints - complete:
                 self._unpack(other.rows(variant_dir, lacking), lacking)
 
     def _unpack(self, samples: "Iterable[SalvagedSample]", fingerprints: Collection[str]) -> None:
@@ -334,10 +330,6 @@ class OldChunks:
                 path = self._folder / f"{description['key']}.mp4"
                 path.write_bytes(sample.members["mp4"])
                 chunks[begin_ms] = path, description
-
-    def _is_complete(self, fingerprint: str) -> bool:
-        chunks = self._stored.get(fingerprint, {})
-        return any(len(chunks) == description["span_chunks"] for _, description in chunks.values())
 
     def span(self, plan: SpanPlan, *, recipe: ResolvedRecipe) -> SpanChunks:
         """Return the intact chunks of one span, each read back and compared with the plan."""
@@ -455,32 +447,22 @@ def check_chunk(facts: ChunkFacts, *, num_frames: int, size: tuple[int, int], co
 
 def _reference_test(codec: str, extradata: bytes) -> "Callable[[Packet], bool]":
     """Return a test for packets that other frames may need; it is always True if the codec does not mark them."""
-    if codec == "h264" and len(extradata) > 4 and extradata[0] == 1:
-        length_bytes = (extradata[4] & 3) + 1
-        return lambda packet: _h264_is_reference(memoryview(packet), length_bytes)
-    if codec == "hevc" and len(extradata) > 21:
-        length_bytes = (extradata[21] & 3) + 1
-        return lambda packet: _hevc_is_reference(memoryview(packet), length_bytes)
-    return lambda packet: True
+    is_h264 = codec == "h264" and len(extradata) > 4 and extradata[0] == 1
+    if not is_h264 and not (codec == "hevc" and len(extradata) > 21):
+        return lambda packet: True
+    length_bytes = (extradata[4 if is_h264 else 21] & 3) + 1
 
+    def is_reference(packet: "Packet") -> bool:
+        """Return what the NAL unit header of the packet's first slice says; True if it has no slice."""
+        payload, position = memoryview(packet), 0
+        while position + length_bytes < len(payload):
+            header = payload[position + length_bytes]
+            unit_type = header & 31 if is_h264 else header >> 1 & 63
+            if is_h264 and unit_type in _H264_SLICE_TYPES:
+                return header >> 5 & 3 != 0  # nal_ref_idc (H.264 7.3.1)
+            if not is_h264 and unit_type <= _HEVC_LAST_SLICE_TYPE:
+                return unit_type > _HEVC_LAST_SUBLAYER_TYPE or unit_type % 2 == 1
+            position += length_bytes + int.from_bytes(payload[position : position + length_bytes], "big")
+        return True
 
-def _h264_is_reference(payload: memoryview, length_bytes: int) -> bool:
-    """Return True if nal_ref_idc of the packet's first slice is not 0 (H.264 7.3.1)."""
-    header = _first_slice(payload, length_bytes, lambda byte: byte & 31 in _H264_SLICE_TYPES)
-    return header is None or header >> 5 & 3 != 0
-
-
-def _hevc_is_reference(payload: memoryview, length_bytes: int) -> bool:
-    header = _first_slice(payload, length_bytes, lambda byte: byte >> 1 & 63 <= _HEVC_LAST_SLICE_TYPE)
-    unit_type = None if header is None else header >> 1 & 63
-    return unit_type is None or unit_type > _HEVC_LAST_SUBLAYER_TYPE or unit_type % 2 == 1
-
-
-def _first_slice(payload: memoryview, length_bytes: int, is_slice: Callable[[int], bool]) -> int | None:
-    position = 0
-    while position + length_bytes < len(payload):
-        header = payload[position + length_bytes]
-        if is_slice(header):
-            return header
-        position += length_bytes + int.from_bytes(payload[position : position + length_bytes], "big")
-    return None
+    return is_reference

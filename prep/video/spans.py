@@ -9,7 +9,7 @@ spans are assigned to new shards, in manifest order, one split after another.
 """
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,7 +68,11 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
         cuts: first frame of every shot but the first, ascending.
         min_frames: at most half of `max_frames`, rounded up, so that the parts of a long shot are long enough.
     """
-    parts = list(_parts(cuts, num_frames, max_frames=max_frames))
+    parts: list[tuple[int, int]] = []  # first frame and number of frames of each shot, or of a part of a long shot
+    for shot_begin, shot_end in zip([0, *cuts], [*cuts, num_frames], strict=True):
+        length, num_parts = shot_end - shot_begin, -(-(shot_end - shot_begin) // max_frames)
+        borders = [shot_begin + length * part // num_parts for part in range(num_parts + 1)]
+        parts += [(first, behind - first) for first, behind in pairwise(borders)]
     chunks: list[tuple[int, int]] = []
     num_left_out, number = 0, 0
     while number < len(parts):
@@ -91,14 +95,6 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
         else:
             num_left_out += number - begin
     return ShotChunks(chunks, num_left_out)
-
-
-def _parts(cuts: Sequence[int], num_frames: int, *, max_frames: int) -> Iterator[tuple[int, int]]:
-    """Yield (first frame, number of frames) of each shot, and of each part of a shot that is too long."""
-    for begin, end in zip([0, *cuts], [*cuts, num_frames], strict=True):
-        num_parts = -(-(end - begin) // max_frames)
-        borders = [begin + (end - begin) * part // num_parts for part in range(num_parts + 1)]
-        yield from ((first, behind - first) for first, behind in pairwise(borders))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.imported import import_late
 from clipmill.manifests.quoting import count_noun
@@ -97,7 +99,8 @@ def other_settings_lines(planned: Planned) -> list[str]:
     lines = [f"setting  {difference}" for difference in against]
     if len(rows) or any(shard.has_work for shard in plan.shards):
         chunks = count_noun(sum(len(span.span.chunk_frames) for span in plan.spans(rows.tolist())), "chunk")
-        videos, length = count_noun(plan.num_videos_of(rows), "video"), duration_text(plan.workload(rows).seconds.sum())
+        videos = count_noun(len(np.unique(plan.video_rows[rows])), "video")
+        length = duration_text(plan.workload(rows).seconds.sum())
         lines.append(f"variant  {variant}: {chunks} of {videos} to encode, {length} of video")
         plan_line = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir).replace("chunk", "plan", 1)
         lines.append(f"         `{plan_line}` estimates time and disk")

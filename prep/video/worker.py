@@ -137,7 +137,7 @@ def _make(task: ShardTask) -> ShardResult:
 
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 span = old.span(plan, recipe=task.recipe)
-                is_new = not span.is_whole
+                is_new = len(span.chunks) != span.num_chunks
                 if is_new:
                     try:
                         made = make_span(

@@ -50,7 +50,6 @@ _OURS = re.compile(r"[A-Za-z0-9_-]+-[0-9a-f]{8}(-preview)?\.mp4|page-\d+\.html|a
 _MAX_CAPTIONS = 3  # before the others are folded
 _MAX_FOLDED, _MAX_FOLDED_CHARS = 100, 20_000
 _MAX_CAPTION_CHARS = 1000
-_MAX_LABELS = 20
 _PICTURES = 4
 _PICTURE_HEIGHT_PX = 108
 
@@ -311,39 +310,19 @@ class Card:
         return f"Play {self.key}, {'first seconds, ' if is_part else ''}{self.times} of {self.video_id}"
 
     @property
-    def names(self) -> str:
-        """Name of the video in its dataset, and the dataset; the key has the video's ID."""
-        return " · ".join(filter(None, (self.source_id or self.video_id, self.dataset)))
-
-    @property
     def properties(self) -> str:
         """Codec and frame size, duration, bit rate, and place in the data folder."""
         numbers = (f"{self.seconds:.4g} s", f"{short_number(self.kbit_s)} kbit/s")
         return " · ".join(filter(None, (self.facts, *numbers, self.place)))
 
     @property
-    def labels_line(self) -> str:
-        """The labels, shortened if they are many."""
-        more = len(self.labels) - _MAX_LABELS
-        return ", ".join(self.labels[:_MAX_LABELS]) + (f" and {more} more" if more > 0 else "")
-
-    @property
-    def first_captions(self) -> tuple[CaptionLine, ...]:
-        """The first three captions."""
-        return self.captions[:_MAX_CAPTIONS]
-
-    @property
-    def num_folded(self) -> int:
-        """Number of captions after the first three."""
-        return max(0, len(self.captions) - _MAX_CAPTIONS)
-
-    @property
-    def folded_captions(self) -> tuple[CaptionLine, ...]:
-        """Captions after the first three, as far as they are listed."""
-        folded = self.captions[_MAX_CAPTIONS:][:_MAX_FOLDED]
+    def caption_groups(self) -> tuple[Sequence[CaptionLine], Sequence[CaptionLine], int]:
+        """First captions, captions that are folded, and the number of captions that are not listed."""
+        rest = self.captions[_MAX_CAPTIONS:]
+        folded = rest[:_MAX_FOLDED]
         chars = accumulate(len(caption.short_text) for caption in folded)
         num_listed = next((number for number, sum_ in enumerate(chars, 1) if sum_ >= _MAX_FOLDED_CHARS), len(folded))
-        return folded[:num_listed]
+        return self.captions[:_MAX_CAPTIONS], folded[:num_listed], len(rest) - num_listed
 
 
 def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: ClipFolder) -> dict[str, Any]:

@@ -78,11 +78,6 @@ class Chunks:
     def __len__(self) -> int:
         return len(self.video)
 
-    @property
-    def bits_per_s(self) -> NDArray[np.float64]:
-        """Bit rate of each chunk."""
-        return self.size_bytes * 8 / np.maximum(self.duration_s, 1e-3)
-
     def key(self, number: int) -> str:
         """Return the key of a chunk."""
         return chunk_key(self.video_ids[int(self.video[number])].as_py(), int(self.start_ms[number]))
@@ -193,25 +188,21 @@ def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
     percent is included.
     """
     sizes = np.bincount(chunks.split, minlength=len(chunks.splits))
-    shares = _shares(sizes, min(num_chunks, len(chunks)))
+    total = min(num_chunks, len(chunks))
+    evenly = np.minimum(sizes, total // (2 * max(1, int(np.count_nonzero(sizes)))))
+    left = sizes - evenly
+    exact = left * (total - int(evenly.sum())) / max(1, int(left.sum()))
+    shares = evenly + np.floor(exact).astype(np.int64)
+    # Splits with the largest remainders get the chunks that rounding down has left.
+    by_remainder = np.argsort(np.floor(exact) - exact, kind="stable")
+    shares[by_remainder[: total - int(shares.sum())]] += 1
     picked = [
         np.flatnonzero(chunks.split == split)[
             np.array(evenly_within(range(int(sizes[split])), at_most=share), np.int64)
         ]
-        for split, share in enumerate(shares)
+        for split, share in enumerate(shares.tolist())
     ]
     return np.sort(np.concatenate(picked))
-
-
-def _shares(sizes: NDArray[np.int64], total: int) -> list[int]:
-    """Return the number of chunks to take from each split; the sum is `total`, at most the sum of `sizes`."""
-    alike = np.minimum(sizes, total // (2 * max(1, int(np.count_nonzero(sizes)))))
-    left = sizes - alike
-    exact = left * (total - int(alike.sum())) / max(1, int(left.sum()))
-    shares = alike + np.floor(exact).astype(np.int64)
-    by_remainder = np.argsort(np.floor(exact) - exact, kind="stable")
-    shares[by_remainder[: total - int(shares.sum())]] += 1
-    return [int(share) for share in shares]
 
 
 @dataclass(frozen=True)
@@ -247,11 +238,6 @@ class ChunkScores:
         row = int(self.rows[number])
         values = {name: self.table[name][row].as_py() for name in BRIEF} if row >= 0 else {}
         return {name: float(value) for name, value in values.items() if value is not None}
-
-    def known_values(self, name: str) -> NDArray[np.float64]:
-        """Return the known values of a score."""
-        values = self.table[name].to_numpy()[self.rows[self.rows >= 0]].astype(np.float64)
-        return values[~np.isnan(values)]
 
 
 def split_totals(chunks: Chunks) -> list[SplitTotal]:
@@ -339,15 +325,20 @@ def distributions(
     chunks: Chunks, *, captions: NDArray[np.int64] | None, scores: ChunkScores | None
 ) -> list[Distribution]:
     """Return the distributions that are known."""
+    kbit_s = chunks.size_bytes * 8 / np.maximum(chunks.duration_s, 1e-3) / 1000
     known = [
         Distribution("Length", "s", "seconds of video in each chunk", histogram(chunks.duration_s)),
-        Distribution("Bit rate", "kbit/s", "size of each MP4 file by its length", histogram(chunks.bits_per_s / 1000)),
+        Distribution("Bit rate", "kbit/s", "size of each MP4 file by its length", histogram(kbit_s)),
     ]
     if captions is not None and captions.any():
         about = "captions of the manifest that overlap each chunk"
         known.append(Distribution("Captions", "", about, histogram(captions.astype(np.float64), is_count=True)))
     for score in SCORES:
-        if scores is not None and score.order and len(values := scores.known_values(score.name)):
+        if scores is None or not score.order:
+            continue
+        values = scores.table[score.name].to_numpy()[scores.rows[scores.rows >= 0]].astype(np.float64)
+        values = values[~np.isnan(values)]
+        if len(values):
             about = f"score of {count_noun(len(values), 'chunk')}, {score.meaning}"
             shown = histogram(values, bounds=score.bounds, is_count=score.is_count)
             known.append(Distribution(score.title, "", about, shown))
