@@ -116,6 +116,7 @@ def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | N
             pictures = encoder.resize(crops, size=settings.size)
             if not is_video:  # a first call sets up memory and kernels; in a segment, its first frames do
                 encoder.encode([pictures[:1]], noise=None)
+            # Decoding yields a full piece and encoding takes a few of its frames, so each is timed per frame.
             begin_s = time.monotonic()
             decoded: list[NDArray[np.uint8]] = list(islice(_crops(plan, encoding), 1))
             decode_s = (time.monotonic() - begin_s) / (num_frames if is_video else len(decoded[0]))

@@ -178,7 +178,19 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
             f"--html shows the current variant of scores, {scores.variant.directory.name}", hint="omit --variant"
         )
     chunks = Chunks(scores.table, video=Variant.open(data_dir))
-    selection = None if request.where is None else _select(request.where, scores.table, data_dir=data_dir)
+    selection = None
+    if request.where is not None:
+        where = parse_where(request.where)
+        where.require(("chunk", "video", "label"), because="the page shows chunks")
+        coded = scores.table["video_id"].chunk(0)
+        is_kept = selected_chunks(
+            where,
+            data_dir,
+            video_ids=coded.dictionary,
+            video_row=coded.indices.to_numpy(),
+            start_ms=scores.table["start_ms"].to_numpy(),
+        )
+        selection = Selection(where.text, is_kept)
     publish_page(
         request.path,
         Path(__file__).with_name("scores.html.j2"),
@@ -193,20 +205,6 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
     message = f"--where keeps {num_kept:,} of {count_noun(num_chunks, 'chunk')}"
     message += "" if num_kept else "; see the distributions on the page for values that occur"
     return Report(f"{html}: {message}", {"html": html, "num_chunks": num_chunks, "num_kept": num_kept})
-
-
-def _select(text: str, table: pa.Table, *, data_dir: Path) -> Selection:
-    where = parse_where(text)
-    where.require(("chunk", "video", "label"), because="the page shows chunks")
-    coded = table["video_id"].chunk(0)
-    is_kept = selected_chunks(
-        where,
-        data_dir,
-        video_ids=coded.dictionary,
-        video_row=coded.indices.to_numpy(),
-        start_ms=table["start_ms"].to_numpy(),
-    )
-    return Selection(where.text, is_kept)
 
 
 def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[int, int], None]) -> dict[str, Any]:

@@ -107,6 +107,7 @@ def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
     colours = VideoReformatter()  # one for all frames: setting it up costs more than converting a frame
     seen = _first_pass(chunk, chosen, colours)
     looks, pictures = dict(seen.looks), dict(seen.pictures)
+    # A second pass decodes all frames between samples that may hold a cut. Most chunks have few or none.
     intervals = intervals_to_refine(sorted(pictures.items()), threshold=cut_threshold)
     for frame, picture in chunk.decode([frame for interval in intervals for frame in interval]):
         looks[frame] = Look.of(frame, full_luma(picture))
@@ -114,6 +115,7 @@ def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
     cuts = find_cuts(sorted(pictures.items()), threshold=cut_threshold)
     active = active_part(seen.lines) if seen.lines else None
     motion = _mean_motion(seen, chosen, cuts=cuts, active=active, fps=chunk.fps)
+    # Looks are denser where frames were refined, so each is weighted by the frames that it represents.
     in_order = [look for _, look in sorted(looks.items())]
     shown = shown_frames(in_order, num_frames=chunk.num_frames)
     is_black = np.array([look.is_black for look in in_order])

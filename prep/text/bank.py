@@ -108,7 +108,7 @@ class Bank:
         return self._positions(digests) >= 0
 
     def find_missing(self, digests: np.ndarray) -> np.ndarray:
-        """Return those of `digests`, DIGESTS [texts], that the bank lacks."""
+        """Return the `digests`, DIGESTS [texts], that the bank lacks."""
         return np.asarray(digests[~self.has(digests)])
 
     def rows(self, digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,6 @@
 """CLIP's byte-pair encoding in bounded time, for captions of any length.
 
-open_clip's `SimpleTokenizer` encodes the whole text although a tower reads only 77 tokens of it, and its time is
+open_clip's `SimpleTokenizer` encodes the complete text although a tower reads only 77 tokens of it, and its time is
 quadratic in the length of a word: a word of 100,000 letters takes minutes. Here, encoding stops at the first token that
 no tower reads, and long words are merged with a heap. The resulting tokens are identical.
 """

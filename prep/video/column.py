@@ -64,7 +64,7 @@ class Recipe(Checked):
 
     codec: Annotated[str | None, ENCODING, FIRST_RUN] = None
     """Video codec: h264, hevc, av1, vp9, mjpeg, h264_nvenc, hevc_nvenc. If it differs from the recipe's codec, the
-    other settings default to those of the codec. Default: the recipe's."""
+    other settings default to the values of the codec. Default: the recipe's."""
 
     crf: Annotated[int | None, ENCODING, FIRST_RUN] = None
     """Constant rate factor; lower values give better quality. Range: 1 to 51 for H.264 and HEVC, 1 to 63 for AV1 and
@@ -100,12 +100,12 @@ class Recipe(Checked):
     """Handling of audio. keep: encode the first audio stream as AAC; drop: no audio."""
 
     cut: Annotated[Cut, CUTTING] = "even"
-    """Where chunks begin and end. even: every --len; shots: at shot boundaries, which are detected in each source
+    """Positions of chunk boundaries. even: every --len; shots: at shot boundaries, which are detected in each source
     first."""
 
     detector: Annotated[DetectorName | None, CUTTING, _OF_SHOTS] = None
-    """PySceneDetect detector for --cut shots. adaptive: compares the change between two frames with that of their
-    neighbours, which tolerates camera motion; content: compares it with a fixed threshold. Default: adaptive."""
+    """PySceneDetect detector for --cut shots. adaptive: compares the change between two frames with the changes around
+    it, which tolerates camera motion; content: compares it with a fixed threshold. Default: adaptive."""
 
     threshold: Annotated[float | None, CUTTING, Range(above=0, most=255), _OF_SHOTS] = None
     """Threshold of --detector, above 0 and up to 255; lower values give more cuts. Default: 3 for adaptive, 27 for
@@ -116,7 +116,7 @@ class Recipe(Checked):
 
     min_len: Annotated[str | None, CUTTING, _OF_SHOTS] = None
     """Minimum chunk length for --cut shots, at most half of --len. A shorter shot is joined to a neighbour if the
-    result fits into --len, and left out otherwise. Default: 2s, or half of --len if that is less."""
+    result fits into --len, and omitted otherwise. Default: 2s, or half of --len if that is less."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield errors of two rates, and of settings that the codec does not support or that conflict."""
@@ -258,7 +258,7 @@ COLUMN = ColumnSpec(
     """,
     checked_noun="decoded frame",
     page="chunks that play in place, with totals, distributions, search and filters; clips that take "
-    "more than 8 MB go to a folder beside it; --where leaves out the other chunks",
+    "more than 8 MB go to a folder beside it; --where omits the other chunks",
     read_settings=lambda stored, weights: Recipe(**{name: stored[name] for name in _STORED if name in stored}),
     write_flags=_flags,
     settings_line=settings_line,

@@ -62,7 +62,7 @@ class Span:
         first_frame: first frame of its first chunk, in output frames from the start of the video.
         chunk_frames: number of frames of each chunk, in order.
         is_last: True for the last span of a video.
-        gaps: number of frames left out before each chunk, 0 for the first; empty if there are none.
+        gaps: number of frames omitted before each chunk, 0 for the first; empty if no frame is omitted.
     """
 
     index: int
@@ -347,7 +347,7 @@ def _scaled_frames(
     unit = f"1/{2 * fps.numerator * max(1, _MAX_TICKS_PER_S // (2 * fps.numerator))}"
     begin_s = timeline.start + span.first_frame / fps
     rate: list[Filter] = [
-        # Repeat the last frame until the end of the span; the fps filter alone may drop it.
+        # Repeat the last frame until the end of the span; without it, the fps filter may drop that frame.
         ("tpad", {"stop": "-1", "stop_mode": "clone"}),
         ("fps", {"fps": settings.fps, "start_time": _microseconds(begin_s), "round": "near"}),
     ]

@@ -340,6 +340,16 @@ class Plan:
                 digest.update(description)
                 yield WantedShard(shard_id, split, digest.hexdigest(), count, range(begin, end))
 
+        # The content of shards with a video of unknown length or unknown shots is kept. The length is unknown if the
+        # source is unreadable and the probe that recorded its length is lost.
+        held: frozenset[int] = frozenset()
+        is_unknown = self._is_unusable if self.shots is None else self._is_unusable | ~self.shots.is_known
+        if is_unknown.any():
+            unknown = np.where(is_unknown, np.iinfo(np.int64).max, 0)
+            rows, _ = wanted_rows(
+                self.layout, video_rows=self._layout_videos, splits=self._videos.splits, num_chunks=unknown
+            )
+            held = frozenset(np.asarray(self.layout["shard_id"])[rows].tolist())
         return plan_shards(
             required_shards(),
             stored,
@@ -347,20 +357,8 @@ class Plan:
             orphaned_because="the videos are no longer in the manifest",
             retry_codes=retry_codes,
             unreadable=unreadable,
-            held=HeldShards(self._held_shards(), _HELD if self.shots is None else _HELD_SHOTS),
+            held=HeldShards(held, _HELD if self.shots is None else _HELD_SHOTS),
         )
-
-    def _held_shards(self) -> frozenset[int]:
-        """Return the shards with a required video of unknown length or unknown shots; their content is kept.
-
-        The length is unknown if the source is unreadable and the probe that recorded its length is lost.
-        """
-        is_unknown = self._is_unusable if self.shots is None else self._is_unusable | ~self.shots.is_known
-        if not is_unknown.any():
-            return frozenset()
-        splits, unknown = self._videos.splits, np.where(is_unknown, np.iinfo(np.int64).max, 0)
-        rows, _ = wanted_rows(self.layout, video_rows=self._layout_videos, splits=splits, num_chunks=unknown)
-        return frozenset(np.asarray(self.layout["shard_id"])[rows].tolist())
 
     def _descriptions(self, bounds: np.ndarray) -> Iterator[memoryview]:
         """Yield the bytes that represent the spans of each shard in its fingerprint: one line per span.
@@ -442,6 +440,7 @@ def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -
     left = [shard.shard_id for shard in plan.shards if shard.state in (*_COMPARED, ShardState.ORPHANED)]
     stored = stored_spans(variant_dir, commits, compared=left)
     spans_of_shard = {tar.commit.shard_id: spans for tar, spans in stored.items() if tar.commit is not None}
+    # If several tars have a span, tars with a commit are preferred: they stand first, and the last entry wins.
     tars = {
         fingerprint: (tar, spans.chunk_bytes)
         for tar, spans in reversed(stored.items())
@@ -478,6 +477,7 @@ def _change(
     Args:
         stored: spans in the tar of the shard.
     """
+    # A span can be copied if any tar has its fingerprint, whatever the name of its video was then.
     keys = plan.span_keys(shard.rows)
     held = {fingerprint for _, fingerprint in stored.spans}
     lacking = {key for key in keys if key[1] not in held}
@@ -485,6 +485,7 @@ def _change(
     planned = {video_id for video_id, _ in keys}
     failed = {failure.video_id for failure in commit.failures}
     known = {video_id for video_id, _ in stored.spans} | failed
+    # The reasons in the report name videos, because users know videos and not spans.
     added, gone = planned - known, known - planned
     encoded = {video_id for video_id, fingerprint in lacking if fingerprint not in tars}
     changed = {video_id for video_id, _ in lacking} & known - failed

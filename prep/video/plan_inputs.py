@@ -324,7 +324,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
 
 @dataclass(frozen=True)
 class CaptionGroups:
-    """The row groups of a table of captions that hold captions of each video; a worker reads only its own.
+    """The row groups of a table of captions with captions of each video, so that workers read no other groups.
 
     Attributes:
         begins: first entry of each video in `groups`, and the number of all entries, int64 [videos + 1].

@@ -222,6 +222,7 @@ def estimate(
     Args:
         bytes_per_second: bytes per second of video, measured on shards of the same variant; None if there are none yet.
     """
+    # The model of a machine on which the constants were measured, in core-seconds per second of video.
     codec = codec_named(settings.codec)
     scale = np.minimum(1.0, settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
     source_megapixels_per_s = work.width * work.height * work.fps / 1e6
@@ -230,6 +231,7 @@ def estimate(
         source_megapixels_per_s * _DECODE_S_PER_MEGAPIXEL + output_megapixels_per_s * codec.encode_s_per_megapixel
     )
     bytes_per_s = output_megapixels_per_s * (1e6 * codec.bits_per_pixel / 8)
+    # Trials correct the model by the ratio of measured to expected costs.
     core_factors = size_factors = _NO_RANGE
     if trials:
         core_factors = factor_range([trial.core_s for trial in trials], [core_s_per_s[trial.row] for trial in trials])
@@ -348,6 +350,7 @@ def plan_report(planned: Planned) -> Report:
         captions_path(planned.data_dir)  # verified, because a run needs them
     plan, cost, against = planned.plan, estimate_of(planned), settings_against_current(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
+    # The generic reasons of a state are replaced by what the plan knows of the shards' videos.
     moved = plan.shards_of_moved_videos(planned.commits)
     if planned.commits:
         why_new = "new videos, or videos that have become longer"

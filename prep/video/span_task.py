@@ -187,6 +187,7 @@ def make_span(
     """
     for tries_left in reversed(range(_TRIES)):
         try:
+            # The file may have changed since the plan, and its chunks would then not have the planned fingerprint.
             try:
                 original = sources.path_of(plan.path)
                 fingerprint = current_fingerprint(original)

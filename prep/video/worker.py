@@ -132,9 +132,11 @@ def _make(task: ShardTask) -> ShardResult:
         for plan in task.spans:
             done, starts = shard.num_samples, plan.span.chunk_starts()
 
+            # Progress counts chunks, and an encoder pass reports frames.
             def show(frames: int, done: int = done, starts: list[int] = starts) -> None:
                 shard.show(done + max(0, bisect_right(starts, starts[0] + frames) - 1))
 
+            # A folder for each span, so that scratch space holds the new files of a single span.
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 span = old.span(plan, recipe=task.recipe)
                 is_new = len(span.chunks) != span.num_chunks

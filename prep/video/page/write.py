@@ -200,7 +200,7 @@ def _publish(
 ) -> Report:
     """Write the pages, remove clips of earlier pages, and return the report."""
     count = -(-num_shown // PAGE_CHUNKS)
-    media = "data:" if plan.is_embedded else "'self' file:"
+    media = "data:" if plan.is_embedded else "'self' file:"  # sources that the content security policy permits
     pages = [Pages(path.name, folder.address, number, count, num_shown) for number in range(1, count + 1)]
     kept: set[str] = set()
     listed: list[tuple[Card, int]] = []
@@ -215,6 +215,7 @@ def _publish(
         clips = [card.clip for card in mine if card.clip is not None]
         clip_bytes += sum(clip.size_bytes for clip in clips)
         kept |= {clip.address for clip in clips if not plan.is_embedded}
+        # The list of all chunks holds no pictures, so that it can be searched even for thousands of chunks.
         listed += [(replace(card, pictures=(), clip=None), page.number) for card in mine]
         if page.number == 1:
             first = mine  # published last, when the pages and clips that it names exist
