@@ -403,18 +403,6 @@ _MIN_VARIATION_DB = 3.0  # standard deviation; a tone has 0, white noise 0.3
 _FLOOR_DB = -60.0  # relative to full scale; anything below is silence
 
 
-def speech_s(content: bytes) -> Fraction | None:
-    """Return the seconds of speech in a chunk's audio; None if there is no audio.
-
-    Raises:
-        SourceFailure: decode_errors.
-    """
-    samples = _decode(content)
-    if samples is None:
-        return None
-    return Fraction(int(is_speech(samples).sum()) * WINDOW_MS, 1000)
-
-
 def is_speech(samples: NDArray[np.int16]) -> NDArray[np.bool_]:
     """Return which complete windows of 30 ms are speech, bool [windows].
 
@@ -438,8 +426,12 @@ def _variation(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.sqrt(np.maximum((squares[end] - squares[begin]) / (end - begin) - mean**2, 0.0))
 
 
-def _decode(content: bytes) -> NDArray[np.int16] | None:
-    """Return the first audio track, mono at RATE_HZ; None if there is none, or it is empty."""
+def decode_audio(content: bytes) -> NDArray[np.int16] | None:
+    """Return the first audio track, mono at RATE_HZ; None if there is none, or it is empty.
+
+    Raises:
+        SourceFailure: decode_errors.
+    """
     parts = []
     try:
         with av.open(BytesIO(content), "r", format="mp4") as container:

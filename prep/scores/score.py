@@ -19,6 +19,7 @@ from clipmill.prep.core.chunk_input import Chunk
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.scores.measures import (
     MIN_FROZEN_S,
+    WINDOW_MS,
     Active,
     Chosen,
     Lines,
@@ -29,15 +30,16 @@ from clipmill.prep.scores.measures import (
     active_part,
     analysis_picture,
     choose_frames,
+    decode_audio,
     find_cuts,
     frozen_frames,
     full_luma,
     intervals_to_refine,
+    is_speech,
     optical_flow,
     phash,
     sharpness,
     shown_frames,
-    speech_s,
     split_motion,
     texture_mask,
 )
@@ -130,7 +132,10 @@ def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
             key_frames=sorted(frame for frame, flag in flags if flag & PACKET_KEY),
         )
         frozen = num_frozen / chunk.num_frames
-    speech = speech_s(chunk.content)
+    samples, speech = decode_audio(chunk.content), None
+    if samples is not None:
+        speech_s = Fraction(int(is_speech(samples).sum()) * WINDOW_MS, 1000)
+        speech = min(1.0, float(speech_s * chunk.fps / chunk.num_frames))
     sharp, letterbox = seen.sharp, None
     if active is not None:
         sharp = [luma[active.top : active.bottom, active.left : active.right] for luma in seen.sharp]
@@ -147,7 +152,7 @@ def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
         "letterbox": letterbox,
         "cuts": len(cuts),
         "cut_times_s": [round(float(cut / chunk.fps), _DECIMALS) for cut in cuts],
-        "speech": None if speech is None else min(1.0, float(speech * chunk.fps / chunk.num_frames)),
+        "speech": speech,
         "phash": seen.phash,
     }
     return {name: round(value, _DECIMALS) if isinstance(value, float) else value for name, value in values.items()}

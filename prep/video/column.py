@@ -14,7 +14,7 @@ from cyclopts import Group, Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.settings import Checked, Needs, Range, errors_of
-from clipmill.manifests.units import bitrate_text, parse_bitrate
+from clipmill.manifests.units import bitrate_text, parse_bitrate, parse_length
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.recipe import KEPT, changed_flags
 from clipmill.prep.core.request import PartRequest, PlanRequest, ScratchSize
@@ -32,7 +32,6 @@ from clipmill.prep.video.settings import (
     Scaler,
     Tail,
     canonical_length,
-    default_min_len,
 )
 from clipmill.shards.columns import VIDEO
 
@@ -155,11 +154,12 @@ class Recipe(Checked):
         if self.cut == "shots":
             detector = self.detector or DEFAULT_DETECTOR
             threshold = DEFAULT_THRESHOLD[detector] if self.threshold is None else self.threshold
+            half_ms = int(parse_length(chosen["len"], flag="--len") * 1000) // 2
             chosen |= {
                 "detector": detector,
                 "threshold": float(threshold),
                 "min_scene_len": canonical_length("--min-scene-len", self.min_scene_len or "500ms"),
-                "min_len": canonical_length("--min-len", self.min_len or default_min_len(chosen["len"])),
+                "min_len": canonical_length("--min-len", self.min_len or f"{min(2000, half_ms)}ms"),
             }
         stated = ChunkSettings(**chosen)
         return replace(stated, fps=str(stated.fps_exact))

@@ -199,9 +199,3 @@ def canonical_length(flag: str, length: str) -> str:
     """
     length_s = _seconds(flag, length)
     return f"{length_s}s" if length_s.denominator == 1 else f"{int(length_s * 1000)}ms"
-
-
-def default_min_len(length: str) -> str:
-    """Return the default of `--min-len` for chunks of up to `length`: 2 s, or half of it if that is less."""
-    half_ms = int(_seconds("--len", length) * 1000) // 2
-    return f"{min(2000, half_ms)}ms"
