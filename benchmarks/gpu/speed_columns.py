@@ -46,7 +46,7 @@ def measure_latents(setup: Setup) -> Result:
         furthest = float(np.abs(found[0] - found[1].astype(np.float32)).max())
 
         def by_prep(encoder: Encoder = encoder) -> None:
-            encoder.encode([encoder.resized(pictures, size=size_px)], noise=None)
+            encoder.encode([encoder.resize(pictures, size=size_px)], noise=None)
 
         def by_loop(model: torch.nn.Module = plain) -> None:
             encode_pictures(model, _resized(torch.from_numpy(pictures).to(setup.device), size_px=size_px))

@@ -1,12 +1,12 @@
-"""Answers of a model, and the journal that keeps each of them from the moment at which it arrives.
+"""Answers of a model, the journal that keeps each answer from the moment it arrives, and the samples made of them.
 
     <variant>/answers/000003.jsonl   the answers about chunks of shard 3: a line for each, `<CRC-32, 8 digits> <JSON>`
     <variant>/answers/spent          the tokens of the current run, 8 bytes for each answer (`Budget`)
 
-A line is on disk before the next request of its place in the queue is sent, so that a killed run loses what was in
-flight, and nothing that was paid for. A line that a kill has cut short, or that is damaged, is ignored. The last line
-about a chunk counts. The journal is kept: it has what the shard has not, such as the seconds of each answer. A line
-names its chunk by the fingerprint of the content, so that an answer is found when the chunk has moved to another shard.
+A line is on disk before the next request of its place in the queue is sent, so that a killed run loses only requests in
+flight, and no answer that was paid for. A truncated or damaged line is ignored. The last line about a chunk counts. The
+journal is kept, because it has values that the shard lacks, such as the seconds of each answer. A line names its chunk
+by the fingerprint of the content, so that an answer is found when the chunk has moved to another shard.
 """
 
 import json
@@ -34,30 +34,31 @@ ANSWER_FILE = re.compile(r"\d{6,}\.jsonl|spent")
 KEY_VARIABLE = "OPENAI_API_KEY"
 _SPENT_FILE = "spent"
 _LENGTH, _FILTERED = "length", "content_filter"
-# How servers say that the model ended the answer by itself: OpenAI's word, and those of Together, TGI and Anthropic.
-# All other words, also unknown ones, mean that the text may be cut off.
+# Finish reasons of complete answers: the words of OpenAI, Together, TGI and Anthropic. All other words, even unknown
+# ones, mean that the text may be cut off.
 _COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")
 _RECORD_BYTES = 8
 _FINGERPRINT = re.compile(rb'"chunk_fingerprint": "([0-9a-f]{32})"')
-_MAX_TOKENS = (1 << 31) - 1  # of one answer; the index has 32 bits
-_MIN_SECRET_CHARS = 8  # of keys that are hidden within words too
-# Characters that show nothing, besides those of the category of format characters: joiners, fillers, selectors.
+_MAX_TOKENS = (1 << 31) - 1  # maximum for one answer, since the index has 32 bits
+_MIN_SECRET_CHARS = 8  # minimum length of keys that are also hidden within words
+# Invisible characters that Unicode does not classify as format characters: joiners, fillers, selectors.
 _INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0000-\U000e0fff]"
 )
+EXTENSION = "caption.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer of a model to the question about a chunk. Its strings lose lone surrogates, which no file can hold.
+    """Answer of a model to the question about a chunk. Its strings lose lone surrogates, which files cannot hold.
 
     Attributes:
-        text: Text as it came.
-        finish_reason: Reason why the model ended: stop, length, content_filter; None if the server gave none.
-        refusal: Reason why the model declines to answer, in a field of its own.
-        tokens_in, tokens_out: Number of tokens of pictures and prompt, and of the answer; None if the server gave none.
-        seconds: Time from the request to the answer, retries included; of a batch, its share.
-        model: Name under which the model answered.
+        text: text as received.
+        finish_reason: reason why the model ended: stop, length, content_filter; None if the server gave none.
+        refusal: reason why the model declines to answer, as a separate field.
+        tokens_in, tokens_out: number of tokens of pictures and prompt, and of the answer; None if the server gave none.
+        seconds: time in seconds from the request to the answer, retries included; for a batch, its share.
+        model: name under which the model answered.
     """
 
     text: str
@@ -79,19 +80,23 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """Tokens in and out, as far as they are known."""
+        """Number of tokens in and out, as far as it is known."""
         return (self.tokens_in or 0) + (self.tokens_out or 0)
 
     @property
     def is_counted(self) -> bool:
-        """True if the server said how many tokens it took."""
+        """True if the server reported both numbers of tokens."""
         return None not in (self.tokens_in, self.tokens_out)
 
     @property
     def caption(self) -> str:
-        """The text on one line, without control characters and words that show nothing."""
+        """Text on one line, without control characters and invisible words."""
         text = "".join(" " if unicodedata.category(char) == "Cc" else char for char in self.text)
-        return " ".join(word for word in text.split() if not all(map(_shows_nothing, word)))
+        return " ".join(
+            word
+            for word in text.split()
+            if not all(unicodedata.category(char) == "Cf" or _INVISIBLE.fullmatch(char) for char in word)
+        )
 
     def problem(self, model: str) -> SourceFailure | None:
         """Return why the answer is not a caption by `model`, or None; the message does not contain the key.
@@ -117,10 +122,10 @@ class Answer:
 
 
 def without_key(message: str) -> str:
-    """Return a message in which `***` stands for the key of the server; some servers repeat it in their errors.
+    """Return a message in which `***` replaces the key of the server; some servers repeat it in their errors.
 
-    Only messages are changed, never answers. A short key, such as the EMPTY of a server that needs none, is replaced
-    only where it is a word of its own.
+    Only messages are changed, never answers. A short key, such as EMPTY for a server that needs none, is replaced only
+    where it is a separate word.
     """
     key = os.environ.get(KEY_VARIABLE)
     if not key:
@@ -141,15 +146,11 @@ def _storable(text: object) -> str:
 
 
 def _token_count(given: object) -> int | None:
-    """Return the number of tokens that a server reports; None for what cannot be one."""
+    """Return the number of tokens that a server reports; None for an impossible value."""
     if isinstance(given, float) and given.is_integer():
         given = int(given)
     is_count = isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= _MAX_TOKENS
     return given if is_count else None  # type: ignore[return-value]
-
-
-def _shows_nothing(char: str) -> bool:
-    return unicodedata.category(char) == "Cf" or _INVISIBLE.fullmatch(char) is not None
 
 
 def journal_path(variant_dir: Path, shard_id: int) -> Path:
@@ -163,18 +164,19 @@ def read_answers(path: Path) -> dict[str, Answer]:
 
 
 def answered_chunks(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield the id of each shard with a journal, and the fingerprints of chunks that its lines name, damaged or not."""
+    """Yield the ID of each shard with a journal, and the fingerprints of chunks in its lines, even damaged ones."""
     for path in sorted(folder.glob("*.jsonl")):
         yield int(path.stem), _FINGERPRINT.findall(path.read_bytes())
 
 
 def answers_in(folder: Path) -> Iterator[Answer]:
-    """Yield all answers in the journals of a variant, also those about chunks that were asked about again."""
+    """Yield all answers in the journals of a variant, including several answers about one chunk."""
     for path in sorted(folder.glob("*.jsonl")):
         yield from (answer for _, answer in _lines(path))
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Answer]]:
+    """Yield the fingerprint of the chunk and the answer in each intact line of a journal."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -184,17 +186,17 @@ def _lines(path: Path) -> Iterator[tuple[str, Answer]]:
         if line and digits == b"%08x" % zlib.crc32(text):
             try:
                 record: dict[str, Any] = parse_json(text)
-                found = record.pop("chunk_fingerprint"), Answer(**record)
-            except (ValueError, LookupError, TypeError, AttributeError):  # of another version
+                entry = record.pop("chunk_fingerprint"), Answer(**record)
+            except (ValueError, LookupError, TypeError, AttributeError):  # written by another version
                 continue
-            yield found
+            yield entry
 
 
 class Journal:
-    """The journal of a shard while a worker adds to it; threads may share it. A context manager.
+    """Context manager for the journal of a shard while a worker adds to it; threads may share it.
 
     Args:
-        others: Journals of shards that held chunks of this one before; its own answers count first.
+        others: journals of shards that held chunks of this shard before; the answers of this journal take precedence.
     """
 
     def __init__(self, path: Path, others: Sequence[Path] = ()) -> None:
@@ -214,13 +216,13 @@ class Journal:
     def add(self, fingerprint: str, answer: Answer) -> None:
         """Keep an answer about the chunk with this fingerprint; on return it is on disk."""
         text = json.dumps({"chunk_fingerprint": fingerprint, **asdict(answer)}, sort_keys=True).encode()
-        # The empty line ends one that a kill has cut short.
+        # The line feed at the beginning ends a line that a kill has cut short.
         line = b"\n%08x %s\n" % (zlib.crc32(text), text)
         with self._lock:
             self.answers[fingerprint] = answer
             written = os.write(self._descriptor, line)
             if written < len(line):
-                os.write(self._descriptor, line[written:])  # raises the error that cut the first one short
+                os.write(self._descriptor, line[written:])  # raises the error that cut the first write short
         os.fsync(self._descriptor)
 
 
@@ -237,7 +239,7 @@ class Budget:
         self._num_read = 0
 
     def begin(self) -> None:
-        """Forget the tokens of an earlier run, whose answers are in the journals; the driver calls it."""
+        """Forget the tokens of an earlier run, whose answers are in the journals; only the driver calls this."""
         self._path.unlink(missing_ok=True)
 
     def add(self, tokens: int) -> None:
@@ -247,7 +249,7 @@ class Budget:
                 file.write(tokens.to_bytes(_RECORD_BYTES, "little"))
 
     def is_spent(self) -> bool:
-        """Return True if the answers that have arrived took the tokens that there are."""
+        """Return True once the answers have taken all tokens of the limit."""
         if self._limit is None:
             return False
         try:
@@ -256,15 +258,13 @@ class Budget:
                 new = file.read()
         except FileNotFoundError:
             new = b""
-        whole = len(new) // _RECORD_BYTES * _RECORD_BYTES
-        self._num_read += whole
+        # Another worker may be writing the last record.
+        size_bytes = len(new) // _RECORD_BYTES * _RECORD_BYTES
+        self._num_read += size_bytes
         self._spent += sum(
-            int.from_bytes(new[at : at + _RECORD_BYTES], "little") for at in range(0, whole, _RECORD_BYTES)
+            int.from_bytes(new[at : at + _RECORD_BYTES], "little") for at in range(0, size_bytes, _RECORD_BYTES)
         )
         return self._spent >= self._limit
-
-
-EXTENSION = "caption.json"
 
 
 def caption_sample(chunk: Chunk, answer: Answer) -> Sample:
@@ -287,13 +287,13 @@ def check_caption(row: dict[str, Any], members: dict[str, bytes], split: str) ->
     """Compare the member of a sample with its index row, and the caption with its rules."""
     try:
         stated = parse_json(members[EXTENSION])
-        found = {name: stated[name] for name in ("key", *(field.name for field in CAPTIONS_FIELDS))}
+        in_member = {name: stated[name] for name in ("key", *(field.name for field in CAPTIONS_FIELDS))}
     except (ValueError, KeyError, TypeError) as error:
         return CheckedSample([(DeepCode.JSON_DIFFERS, f"the member cannot be read: {error!r}")], 0)
     differences = [
-        (DeepCode.JSON_DIFFERS, f"{name}: {found[name]!r} in the member, {row[name]!r} in the index")
-        for name in found
-        if found[name] != row[name]
+        (DeepCode.JSON_DIFFERS, f"{name}: {value!r} in the member, {row[name]!r} in the index")
+        for name, value in in_member.items()
+        if value != row[name]
     ]
     text = row["caption_text"]
     if not text or text != " ".join(text.split()) or len(text.split()) != row["caption_words"]:

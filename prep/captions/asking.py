@@ -1,4 +1,4 @@
-"""The interface between a worker and what answers it: a model in its process, or a server."""
+"""The interface between a worker and a model in its process, or a server; the frames of a chunk that they receive."""
 
 import base64
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.prep.captions.answers import Answer
-from clipmill.prep.core.chunk_input import decode_frames, frame_rate, read_chunk
+from clipmill.prep.core.chunk_input import decode_frames, frame_rate
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.shard_result import Stop
 from clipmill.shards.reader import CommittedShard
@@ -20,19 +20,10 @@ Picture = NDArray[np.uint8]  # [H, W, 3], RGB
 
 
 def frames_to_show(num_frames: int, *, count: int) -> list[int]:
-    """Return the frames in the middle of `count` parts of equal length, ascending; all of them if there are fewer."""
+    """Return the frames in the middle of `count` parts of equal length, ascending; all frames if there are fewer."""
     if num_frames <= count:
         return list(range(num_frames))
     return [(2 * number + 1) * num_frames // (2 * count) for number in range(count)]
-
-
-def read_pictures(video: CommittedShard, row: int, *, count: int, size: int) -> list[Picture]:
-    """Read and decode frames of a chunk of a `video` shard.
-
-    Raises:
-        SourceFailure: the chunk is damaged or cannot be decoded.
-    """
-    return decode_pictures(read_chunk(video, row), video, row, count=count, size=size)
 
 
 def decode_pictures(content: bytes, video: CommittedShard, row: int, *, count: int, size: int) -> list[Picture]:
@@ -49,16 +40,16 @@ def decode_pictures(content: bytes, video: CommittedShard, row: int, *, count: i
         packet_frame=index["packet_frame"][row].as_py(),
         packet_flags=index["packet_flags"][row].as_py(),
     )
-    return [_resized(np.asarray(frame.to_ndarray(format="rgb24", threads=1), np.uint8), size) for frame in frames]
-
-
-def _resized(picture: Picture, size: int) -> Picture:
-    height, width = picture.shape[:2]
-    scale = size / max(height, width)
-    if scale >= 1:
-        return picture
-    shape = (max(1, round(width * scale)), max(1, round(height * scale)))
-    return np.asarray(cv2.resize(picture, shape, interpolation=cv2.INTER_AREA), np.uint8)
+    pictures = []
+    for frame in frames:
+        picture = np.asarray(frame.to_ndarray(format="rgb24", threads=1), np.uint8)
+        height, width = picture.shape[:2]
+        scale = size / max(height, width)
+        if scale < 1:
+            shape = (max(1, round(width * scale)), max(1, round(height * scale)))
+            picture = np.asarray(cv2.resize(picture, shape, interpolation=cv2.INTER_AREA), np.uint8)
+        pictures.append(picture)
+    return pictures
 
 
 def jpeg_address(picture: Picture) -> str:
@@ -75,12 +66,14 @@ class Questions:
     """Chunks to be captioned.
 
     Attributes:
-        rows: the rows of the shard to ask about.
-        stop: return why nothing more may be asked, or None; called before each request.
-        read: return the file of a row; may raise SourceFailure. Threads may call it.
-        pictures: decode the pictures of a row from its file; likewise.
-        keep: keep the answer about a row, or why there is none; on return, an answer is on disk. Threads may call it.
-        seed: return the random seed of a row.
+        rows: rows of the shard to ask about.
+        stop: function that returns the reason to stop asking, or None; called before each request.
+        read: function that returns the file of a row; it may raise SourceFailure, and threads may call it.
+        pictures: function that decodes the pictures of a row from its file; it may raise SourceFailure, and threads may
+            call it.
+        keep: function that keeps the answer about a row, or the reason why there is none; on return, an answer is on
+            disk. Threads may call it.
+        seed: function that returns the random seed of a row.
     """
 
     rows: Iterator[int]
@@ -92,8 +85,8 @@ class Questions:
 
 
 class Captioner(Protocol):
-    """Answers questions."""
+    """A model or a server."""
 
     def answer(self, questions: Questions) -> Stop | None:
-        """Answer all questions; return why the rest could not be asked, or None."""
+        """Answer all questions; return the reason why some could not be asked, or None."""
         ...

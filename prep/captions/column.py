@@ -17,12 +17,12 @@ from clipmill.prep.core.request import EXECUTION, ModelRequest, PlanRequest
 from clipmill.shards.columns import CAPTIONS
 
 BATCH = 1
-_SHOWN_CHARS = 80  # of a prompt
+_SHOWN_CHARS = 80  # maximum length of a prompt in messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionsRequest(ModelRequest):
-    """The flags of `prep captions` that are not settings: how a model or a server is asked."""
+    """The flags of `prep captions` that are not settings: options of requests to a model or a server."""
 
     workers: Annotated[
         int | None,
@@ -56,7 +56,7 @@ class CaptionsRequest(ModelRequest):
         Range(0, 1000),
         Parameter(
             help="Number of times that a request is repeated after 429, 5xx, a broken connection or --timeout, after "
-            "pauses that grow to 8 s, or when the server says; 10: about a minute."
+            "pauses that grow to 8 s, or after the time that the server requests; 10: about a minute."
         ),
     ] = 10
     timeout: Annotated[
@@ -73,8 +73,8 @@ class CaptionsRequest(ModelRequest):
         FIRST_RUN,
         Range(least=1),
         Parameter(
-            help="Number of tokens, in and out, that all answers of this variant may take, those of earlier runs "
-            "included. Then no request is sent any more; those in flight are still answered. Default: no limit."
+            help="Maximum number of tokens, in and out, of all answers of this variant, including earlier runs. Then "
+            "no further request is sent; requests in flight are still answered. Default: no limit."
         ),
     ] = None
 
@@ -82,7 +82,7 @@ class CaptionsRequest(ModelRequest):
         yield from super().rules()
         if self.max_tokens_total is not None and self.part is not None:
             yield UserError(
-                "--max-tokens-total does not apply to --part: the parts do not know of each other's tokens",
+                "--max-tokens-total does not apply to --part: a part does not know the tokens of the other parts",
                 hint="run one command with more --in-flight, or omit --max-tokens-total",
                 flags=("--max-tokens-total", "--part"),
             )

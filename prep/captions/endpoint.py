@@ -1,11 +1,11 @@
-"""The single interface to `openai`: captions by a server with OpenAI's interface, many requests at a time.
+"""The only interface to `openai`: captions by a server with OpenAI's interface, many requests at a time.
 
     row ──► thread: read ──► decode, JPEG, JSON ──► request, one of `in_flight` ──► thread: journal
 
-Rows beyond the requests in flight are prepared, so that one is ready when a request ends. What needs the CPU is done by
-a single thread, because there are as many workers as cores, and threads that take turns cost a third more. The client
-repeats requests that fail (429, 5xx, time limit, broken connection) after growing pauses with jitter, or when
-Retry-After says. It sends and returns bytes: converting its classes of messages takes as long as decoding.
+Rows beyond the requests in flight are prepared, so that a row is ready when a request ends. A single thread does all
+work of the CPU, because there are as many workers as cores, and threads that take turns cost a third more. The client
+repeats requests that fail (429, 5xx, time limit, broken connection) after growing pauses with jitter, or after the time
+in Retry-After. It sends and returns bytes: converting its classes of messages takes as long as decoding.
 """
 
 import asyncio
@@ -28,23 +28,23 @@ from clipmill.prep.core.shard_result import Stop
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-_NO_KEY = "none"  # servers on one's own machine need none, but the client does
-_MAX_UNUSABLE = 3  # answers to one request that are not answers
-_MAX_FAILED = 8  # requests in a row that fail for good, before the rest of the shard is left
+_NO_KEY = "none"  # local servers need no key, but the client does
+_MAX_UNUSABLE = 3  # responses to one request that are not answers
+_MAX_FAILED = 8  # consecutive requests that fail despite retries, before the rest of the shard is given up
 _MAX_AHEAD = 16  # rows that are prepared while others wait for the server
-# Status codes that say nothing about the single request: no credit is left, or there is another program at the address.
+# Status codes that concern all requests: no credit is left, or there is another program at the address.
 _OF_ALL_REQUESTS = (401, 402, 403, 404, 405)
-_TRANSIENT = (408, 409, 429)  # which the client repeats, like 5xx
+_TRANSIENT = (408, 409, 429)  # the client repeats these requests, like 5xx
 
 
 class Endpoint:
     """A server.
 
     Args:
-        settings: with the text of the prompt.
+        settings: settings with the text of the prompt.
         in_flight: number of requests at a time.
         retries: number of times that a request is repeated.
-        timeout_s: time limit of each.
+        timeout_s: time limit of each request in seconds.
 
     Raises:
         UserError: see `require_client`.
@@ -59,7 +59,7 @@ class Endpoint:
         self._num_failed = 0  # requests since the last answer
 
     def answer(self, questions: Questions) -> Stop | None:
-        """See `clipmill.prep.captions.asking.Captioner`. Requests in flight end before it returns."""
+        """Answer all questions (see `Captioner` of `asking.py`); requests in flight end before it returns."""
         self._stop, self._num_failed = None, 0
         asyncio.run(self._answer_all(questions))
         return self._stop
@@ -73,7 +73,7 @@ class Endpoint:
             api_key=self._key,
             max_retries=self._retries,
             timeout=self._timeout_s,
-            http_client=DefaultAioHttpClient(),  # less CPU time for each request than by the default, httpx
+            http_client=DefaultAioHttpClient(),  # takes less CPU time for each request than the default, httpx
         ) as client:
             num_places = self._in_flight + min(self._in_flight, _MAX_AHEAD)
             places = (self._answer_some(questions, client, free) for _ in range(num_places))
@@ -92,12 +92,12 @@ class Endpoint:
                 if self._has_to_stop(questions):
                     return
                 try:
-                    found: Answer | SourceFailure = await self._asked(client, request)
+                    result: Answer | SourceFailure = await self._ask(client, request)
                 except SourceFailure as failure:
-                    found = failure
-                # Before the next request: the answer is on disk, and its tokens count.
+                    result = failure
+                # Before the next request, the answer must be on disk, and its tokens counted.
                 try:
-                    await asyncio.to_thread(questions.keep, row, found)
+                    await asyncio.to_thread(questions.keep, row, result)
                 except OSError as error:  # the other requests in flight are still answered
                     self._stop = self._stop or Stop(FailureCode.IO_ERROR, str(error))
                     raise
@@ -126,7 +126,7 @@ class Endpoint:
         }
         return json.dumps(body).encode()
 
-    async def _asked(self, client: "AsyncOpenAI", request: bytes) -> Answer:
+    async def _ask(self, client: "AsyncOpenAI", request: bytes) -> Answer:
         """Ask about the pictures of a chunk.
 
         Raises:
@@ -145,7 +145,7 @@ class Endpoint:
                     if wrong is not None and wrong.code == FailureCode.OTHER_MODEL:
                         self._stop = self._stop or Stop(wrong.code, wrong.message)
                     return answer
-            failure = SourceFailure(FailureCode.ENDPOINT_FAILED, "what the server sent is not an answer")
+            failure = SourceFailure(FailureCode.ENDPOINT_FAILED, "the server's response is not an answer")
         except openai.APIConnectionError as error:
             failure = SourceFailure(FailureCode.ENDPOINT_FAILED, self._words(error))
         except openai.APIStatusError as error:
@@ -161,7 +161,7 @@ class Endpoint:
         raise failure
 
     def _answer_in(self, content: bytes, *, begin_s: float) -> Answer | None:
-        """Return the answer in what a server sent; None if it has none: half a body, or a page of a proxy."""
+        """Return the answer in a response; None if it has none, for example a truncated body or a page of a proxy."""
         try:
             completion = parse_json(content)
             choice, usage = completion["choices"][0], completion.get("usage")
@@ -177,12 +177,12 @@ class Endpoint:
             )
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
-        # Some servers never give a reason. Then the number of tokens alone tells that the text is cut off.
+        # Some servers never give a reason. Then only the number of tokens shows that the text is cut off.
         is_cut = answer.finish_reason is None and (answer.tokens_out or 0) >= self._settings.max_tokens
         return replace(answer, finish_reason="length") if is_cut else answer
 
     def _words(self, error: Exception) -> str:
-        """Return what an error says on one line, or its cause: the transport reports a closed port as a time limit."""
+        """Return the message of an error, or of its cause, on one line: a closed port is reported as a time limit."""
         cause = error.__cause__
         text = str(error) if cause is None else str(cause) or f"{error}: {type(cause).__name__}"
         return on_one_line(without_key(text))
@@ -199,5 +199,5 @@ def require_client() -> None:
     key = os.environ.get(KEY_VARIABLE, "")
     if not (key.isascii() and key.isprintable()):
         raise UserError(
-            f"{KEY_VARIABLE} has a line feed or another character that no key has", hint="set it to the key alone"
+            f"{KEY_VARIABLE} has a line feed or another character that keys never have", hint="set it only to the key"
         )

@@ -1,4 +1,7 @@
-"""The settings of `prep captions`, and the values of the recipe that they give."""
+"""The settings of `prep captions`, the values that they add to the recipe, and the model with the hash of its files.
+
+This module does not import torch.
+"""
 
 import hashlib
 import re
@@ -23,15 +26,22 @@ _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 _SUGGESTION = (
     "give a folder written by save_pretrained of model and processor, or a name such as Qwen/Qwen3-VL-2B-Instruct"
 )
+CAPTIONS_SCHEMA = 2  # incremented when the same settings begin to send other pictures, or other words
+MODEL = Parameter(group=Group("Captions", sort_key=1))
+PROMPT = "Describe this video clip in one sentence."
+_MAX_PROMPT_CHARS = 100_000
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
+_SAMPLING = Needs("temperature", use="1")  # with 0, the most likely token is taken at each step
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model that was found.
+    """An image-text-to-text model of transformers on this machine.
 
     Attributes:
         name: name given by the user; for a folder only its last component.
-        source: name or absolute path, with which another machine finds it.
+        source: name or absolute path, with which another machine finds the model.
         sha256: hash of configuration, processor, tokenizer and weights.
     """
 
@@ -66,15 +76,6 @@ def find_model(name: str) -> Model:
     )
 
 
-CAPTIONS_SCHEMA = 2  # incremented when the same settings begin to send other pictures, or other words
-MODEL = Parameter(group=Group("Captions", sort_key=1))
-PROMPT = "Describe this video clip in one sentence."
-_MAX_PROMPT_CHARS = 100_000
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
-_SAMPLING = Needs("temperature", use="1")  # with 0, the most likely token is taken at each step
-
-
 @dataclass(frozen=True, kw_only=True)
 class CaptionsSettings(Checked):
     """Settings of `prep captions`: all but the address of the server and `where` affect the captions."""
@@ -98,7 +99,7 @@ class CaptionsSettings(Checked):
     """Number of frames of each chunk that the model sees, evenly spaced, 1 to 256."""
 
     size: Annotated[int, MODEL, FIRST_RUN, Range(16, 4096)] = 448
-    """Longer side of these pictures in pixels at most, 16 to 4096. Smaller frames are not enlarged."""
+    """Maximum length of the longer side of these frames in pixels, 16 to 4096. Smaller frames are not enlarged."""
 
     max_tokens: Annotated[int, MODEL, Range(1, 100_000)] = 256
     """Maximum number of tokens of an answer, 1 to 100000. An answer that reaches it is a failure (answer_truncated)."""
@@ -110,7 +111,7 @@ class CaptionsSettings(Checked):
     """Nucleus sampling, from the most likely tokens whose probabilities add up to this, above 0 to 1."""
 
     seed: Annotated[int | None, MODEL, Range(0, (1 << 31) - 1), _SAMPLING] = None
-    """Random seed of sampling. Default: 0, or with --endpoint that of the server."""
+    """Random seed of sampling. Default: 0, or with --endpoint the seed of the server."""
 
     precision: Annotated[Literal["float32", "float16", "bfloat16"], MODEL] = "bfloat16"
     """Precision of a model that runs here."""
@@ -135,7 +136,21 @@ class CaptionsSettings(Checked):
             )
         yield from errors_of(_require_prompt, self.prompt, flag="--prompt")
         if self.endpoint is not None:
-            yield from errors_of(_require_address, self.endpoint)
+            flags = ("--endpoint",)
+            try:
+                parts = urlsplit(self.endpoint)
+                is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            except ValueError:
+                is_address = False
+            if not is_address or _CONTROL.search(self.endpoint) or " " in self.endpoint:
+                hint = "give an address such as http://localhost:8000/v1"
+                yield UserError("--endpoint is not an address", hint=hint, flags=flags)
+            elif parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+                yield UserError(
+                    "--endpoint has a password, a query or a fragment, which would be recorded",
+                    hint="put the key into the environment variable OPENAI_API_KEY",
+                    flags=flags,
+                )
         yield from errors_of(check_where, self.where)
 
     def with_prompt(self) -> "CaptionsSettings":
@@ -150,7 +165,9 @@ class CaptionsSettings(Checked):
             text = self.prompt_file.read_text("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
-            raise UserError(f"--prompt-file {self.prompt_file} cannot be read: {reason}", hint="give a text") from None
+            raise UserError(
+                f"--prompt-file {self.prompt_file} cannot be read: {reason}", hint="give a text file"
+            ) from None
         _require_prompt(text, flag="--prompt-file", of=f" {self.prompt_file}")
         return replace(self, prompt=text, prompt_file=None)
 
@@ -170,26 +187,8 @@ def _require_prompt(text: str, *, flag: str, of: str = "") -> None:
         )
 
 
-def _require_address(address: str) -> None:
-    try:
-        parts = urlsplit(address)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_address = False
-    if not is_address or _CONTROL.search(address) or " " in address:
-        raise UserError(
-            "--endpoint is not an address", hint="give one such as http://localhost:8000/v1", flags=("--endpoint",)
-        )
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        raise UserError(
-            "--endpoint has a password, a query or a fragment, which would be recorded",
-            hint="put the key into the environment variable OPENAI_API_KEY",
-            flags=("--endpoint",),
-        )
-
-
 def resolve(settings: CaptionsSettings) -> tuple[CaptionsSettings, dict[str, Any]]:
-    """Read the prompt and find the model; return the settings with both, and the values of the recipe that they give.
+    """Read the prompt and find the model; return the settings with both, and the values that they add to the recipe.
 
     Raises:
         UserError: there is no such prompt or model.
@@ -197,13 +196,13 @@ def resolve(settings: CaptionsSettings) -> tuple[CaptionsSettings, dict[str, Any
     settings = settings.with_prompt()
     if settings.endpoint is not None:
         return settings, {"model_sha256": None, "precision": None}
-    found = find_model(settings.model)
+    model = find_model(settings.model)
     of_sampling = {"seed": settings.seed or 0} if settings.temperature else {}
-    return replace(settings, model=found.source), {"model": found.name, "model_sha256": found.sha256, **of_sampling}
+    return replace(settings, model=model.source), {"model": model.name, "model_sha256": model.sha256, **of_sampling}
 
 
 def local_weights(recipe: Recipe[CaptionsSettings]) -> str | None:
-    """Return the absolute path of a model in a folder on this machine; None for another."""
+    """Return the absolute path of a model in a folder on this machine; None for any other model."""
     model = recipe.settings.model
     return model if model != recipe.values["model"] else None
 

@@ -1,7 +1,7 @@
-"""Driver of `captions`: how its workers ask, answers in the journals of other shards, and the trial of a plan."""
+"""The driver of `captions`: options of its workers, journals of other shards, the trial of a plan, cost and reports."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,13 @@ from clipmill.shards.columns import CAPTIONS
 from clipmill.shards.reader import Variant
 
 _SERVED_WORKERS = 4
-_SERVER_GB, _MODEL_GB = 1.0, 8.0  # memory of a worker; of a model, a guess: bfloat16 weights of 3 B parameters
+_SERVER_GB, _MODEL_GB = 1.0, 8.0  # memory of a worker; for a model, a guess: bfloat16 weights of 3 B parameters
+_MAX_ANSWERS = 10_000  # read for an estimate
+_NUM_SHOWN = 3  # answers in the report of a plan
 
 
 def choose_workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
-    """Return how the workers of a run ask, and forget the tokens of the run before it."""
+    """Return the number, the resources and the options of the workers, and forget the tokens of the previous run."""
     workers = _workers(plan, request)
     if workers.use.max_tokens_total is not None:
         Budget(plan.variant_dir, limit=workers.use.max_tokens_total, spent=workers.use.spent).begin()
@@ -53,10 +55,11 @@ def _workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
     gpus = 0.0 if is_served else request.gpus_per_worker(has_work=bool(work))
     workers, num_threads = request.workers, None
     if is_served:
-        # While a worker ends a shard, its share of the requests is not used: several share them, also on few cores.
+        # A worker that ends a shard does not use its share of the requests, so several workers share them even on few
+        # cores.
         workers = max(1, min(workers or max(_SERVED_WORKERS, num_cores()), request.in_flight, len(work)))
     elif not gpus and workers is None and request.cluster is None:
-        workers, num_threads = 1, num_cores()  # a model on a CPU uses all cores; replicas take its memory again
+        workers, num_threads = 1, num_cores()  # a model on a CPU uses all cores, and each replica takes its memory
     else:
         num_threads = threads_per_worker(
             workers, gpus_per_worker=gpus, address=request.cluster, execution=request.execution
@@ -79,7 +82,7 @@ def _workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
 
 
 def other_journals(plan: ChunksPlan) -> Callable[[int], tuple[Path, ...]]:
-    """Return a function of a shard: the journals of other shards with answers about chunks that it holds now."""
+    """Return a function that finds, for a shard ID, the journals of other shards with answers about its chunks."""
     answered = Holders(answered_chunks(plan.variant_dir / ANSWERS_FOLDER))
 
     def journals(shard_id: int) -> tuple[Path, ...]:
@@ -104,19 +107,21 @@ def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
             chunks, _ = open_chunks(job.task(shard))
             with Journal(journal_path(plan.variant_dir, shard.shard_id), chunks.more) as journal:
                 inquiry = Inquiry(chunks, plan.recipe, journal)
-                num_open = len(inquiry.unanswered())
+                num_open = len(inquiry.open_rows())
                 stop = inquiry.ask(open_captioner(plan.recipe, asking), limit=left, on_answer=lambda row: None)
                 failure = next(iter(inquiry.failed.values()), None)
             if stop is not None or failure is not None:
                 why = stop.message if stop is not None else failure.message if failure is not None else ""
-                raise UserError(f"the trial failed: {why}", hint="answers so far are kept; correct it, and try again")
+                raise UserError(
+                    f"the trial failed: {why}", hint="fix the cause and try again; the answers so far are kept"
+                )
             left -= min(left, num_open)
             if not left:
                 return
 
 
 def sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
-    """Return how long the answer about a chunk took, and which model gave it, as far as the journal has it."""
+    """Return the duration and the model of the answer about a chunk, as far as the journal has them."""
     variant = Variant.open(data_dir, column=CAPTIONS)
     for shard in variant.shards():
         row = pc.index(shard.index["key"], key).as_py()
@@ -129,16 +134,12 @@ def sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
     return {}
 
 
-_MAX_ANSWERS = 10_000  # that an estimate looks at
-_NUM_SHOWN = 3  # of them, in words
-
-
 @dataclass(frozen=True)
 class Cost:
-    """What the answers of a variant took: tokens in and out, and seconds.
+    """The cost of the answers of a variant: tokens in and out, and seconds.
 
     Attributes:
-        num_uncounted: answers of which the server did not say how many tokens they took.
+        num_uncounted: number of answers for which the server did not report the tokens.
     """
 
     num_answers: int
@@ -150,15 +151,13 @@ class Cost:
     @classmethod
     def of(cls, answers: list[Answer]) -> "Cost":
         """Add up the cost of answers."""
-        tokens_in, tokens_out = (
-            sum(getattr(one, name) or 0 for one in answers) for name in ("tokens_in", "tokens_out")
+        return cls(
+            num_answers=len(answers),
+            num_uncounted=sum(not answer.is_counted for answer in answers),
+            tokens_in=sum(answer.tokens_in or 0 for answer in answers),
+            tokens_out=sum(answer.tokens_out or 0 for answer in answers),
+            seconds=sum(answer.seconds for answer in answers),
         )
-        num_uncounted = sum(not one.is_counted for one in answers)
-        return cls(len(answers), num_uncounted, tokens_in, tokens_out, sum(one.seconds for one in answers))
-
-    def values(self) -> dict[str, Any]:
-        """Return the JSON values."""
-        return {**vars(self)}
 
     def line(self) -> str:
         """Return the cost in words."""
@@ -170,20 +169,20 @@ class Cost:
 
 
 def cost_of(variant_dir: Path) -> Cost:
-    """Return what the answers of a variant took."""
+    """Return the cost of the answers of a variant."""
     return Cost.of(list(answers_in(variant_dir / ANSWERS_FOLDER)))
 
 
 def estimate(plan: ChunksPlan) -> Addition:
-    """Return what the captions of a plan cost, from the answers so far."""
+    """Return the estimated cost of the captions of a plan, from the answers so far."""
     settings = plan.recipe.settings
     num_chunks = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
     answers = list(islice(answers_in(plan.variant_dir / ANSWERS_FOLDER), _MAX_ANSWERS))
-    cost, counted_cost = Cost.of(answers), Cost.of([one for one in answers if one.is_counted])
+    cost, counted_cost = Cost.of(answers), Cost.of([answer for answer in answers if answer.is_counted])
     values: dict[str, Any] = {"num_chunks": num_chunks}
     lines: list[str] = []
     if num_chunks:
-        # Unchanged chunks of a changed shard, and those with an answer, are not asked about again.
+        # "At most": unchanged chunks of a changed shard, and chunks with an answer, are not asked about again.
         lines.append(
             f"estimate at most {count_noun(num_chunks, 'chunk')} to caption, "
             f"{count_noun(settings.frames, 'frame')} each"
@@ -202,14 +201,12 @@ def estimate(plan: ChunksPlan) -> Addition:
                 code = "" if problem is None else f"{problem.code}: "
                 lines.append(f"answer   {code}{on_one_line(answer.caption)}")
         else:
-            lines.append(
-                "         tokens and time are unknown: --trial 3 describes three chunks, and keeps the answers"
-            )
-    return Addition(lines, {"estimate": values, "answers": cost.values()})
+            lines.append("         tokens and time are unknown: --trial 3 captions three chunks, and keeps the answers")
+    return Addition(lines, {"estimate": values, "answers": asdict(cost)})
 
 
 def summary(plan: ChunksPlan, result: Summary, written: Sequence[str]) -> Addition:
-    """Return what all answers of the variant cost, and its table."""
+    """Return the cost of all answers of the variant, and its table."""
     cost, table = cost_of(plan.variant_dir), plan.variant_dir / TABLE_FILE
     lines = [f"cost     {cost.line()}, in all runs of the variant"] if cost.num_answers else []
-    return Addition([*lines, *([f"table    {table}"] if table.is_file() else [])], {"answers": cost.values()})
+    return Addition([*lines, *([f"table    {table}"] if table.is_file() else [])], {"answers": asdict(cost)})

@@ -1,4 +1,4 @@
-"""The single interface to torch and transformers: captions by an image-text-to-text model in this process."""
+"""The only interface to torch and transformers: captions by an image-text-to-text model in this process."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ class LocalModel:
     def captions(
         self, pictures: Sequence[Sequence[Picture]], *, settings: CaptionsSettings, seed: int
     ) -> list[Answer | SourceFailure]:
-        """Return the answer about each chunk, given its pictures.
+        """Return the answer about each chunk, given its pictures, or the reason why there is none.
 
         Raises:
             MemoryError: the GPU does not have enough memory for the batch.
@@ -48,13 +48,21 @@ class LocalModel:
         begin_s = time.monotonic()
         inputs = self._inputs(pictures, prompt=settings.prompt)
         lengths = inputs["attention_mask"].sum(1).tolist()
-        found: list[Answer | SourceFailure | None] = [self._too_long(length, settings) for length in lengths]
-        fitting = [number for number, problem in enumerate(found) if problem is None]
-        if len(fitting) < len(pictures):
-            made = self.captions([pictures[one] for one in fitting], settings=settings, seed=seed) if fitting else []
-            for number, answer in zip(fitting, made, strict=True):
-                found[number] = answer
-            return [one for one in found if one is not None]
+        fits = [length + settings.max_tokens <= self._context for length in lengths]
+        if not all(fits):
+            # The chunks that fit form a batch without the others, whose padding would change their answers.
+            rest = [chunk for chunk, does_fit in zip(pictures, fits, strict=True) if does_fit]
+            answered = iter(self.captions(rest, settings=settings, seed=seed) if rest else [])
+            return [
+                next(answered)
+                if does_fit
+                else SourceFailure(
+                    FailureCode.PROMPT_TOO_LONG,
+                    f"{length} tokens of pictures and prompt and {settings.max_tokens} of the answer exceed the context"
+                    f" of {self._context} tokens",
+                )
+                for does_fit, length in zip(fits, lengths, strict=True)
+            ]
         torch.manual_seed(seed)
         try:
             with torch.inference_mode():
@@ -68,14 +76,14 @@ class LocalModel:
                 )
         except torch.OutOfMemoryError:
             raise MemoryError(
-                f"a batch of {count_noun(len(pictures), 'chunk')} does not fit in GPU memory: use a smaller "
-                "--batch, or "
-                "fewer --frames"
+                f"a batch of {count_noun(len(pictures), 'chunk')} does not fit in GPU memory: use a smaller --batch, or"
+                " fewer --frames"
             ) from None
         seconds = (time.monotonic() - begin_s) / len(pictures)
         answers = tokens[:, inputs["input_ids"].shape[1] :].tolist()
         return [
-            self._answer(one, tokens_in=length, seconds=seconds) for one, length in zip(answers, lengths, strict=True)
+            self._answer(answer, tokens_in=length, seconds=seconds)
+            for answer, length in zip(answers, lengths, strict=True)
         ]
 
     def _inputs(self, pictures: Sequence[Sequence[Picture]], *, prompt: str) -> Any:
@@ -84,7 +92,7 @@ class LocalModel:
                 {
                     "role": "user",
                     "content": [
-                        *({"type": "image", "image": one} for one in of_chunk),
+                        *({"type": "image", "image": picture} for picture in of_chunk),
                         {"type": "text", "text": prompt},
                     ],
                 }
@@ -101,20 +109,10 @@ class LocalModel:
         )
         return inputs.to(self._device, dtype=self._model.dtype)
 
-    def _too_long(self, length: int, settings: CaptionsSettings) -> SourceFailure | None:
-        if length + settings.max_tokens <= self._context:
-            return None
-        message = (
-            f"{length} tokens of pictures and prompt and {settings.max_tokens} of the answer exceed the context of "
-            f"{self._context} tokens"
-        )
-        return SourceFailure(FailureCode.PROMPT_TOO_LONG, message)
-
     def _answer(self, tokens: list[int], *, tokens_in: int, seconds: float) -> Answer:
         end = next((number for number, token in enumerate(tokens) if token in self._ends), None)
-        own = tokens if end is None else tokens[:end]
         return Answer(
-            text=self._processor.decode(own, skip_special_tokens=True),
+            text=self._processor.decode(tokens if end is None else tokens[:end], skip_special_tokens=True),
             finish_reason="length" if end is None else "stop",
             tokens_in=tokens_in,
             tokens_out=len(tokens) if end is None else end + 1,
@@ -124,32 +122,33 @@ class LocalModel:
 
 
 class LocalCaptioner:
-    """Answers questions with a model, `batch` chunks at a time.
+    """Captioner that runs a model in this process, `batch` chunks at a time.
 
-    Batches are those of rows of a shard that follow each other, whichever of them are still to be captioned, so that a
-    killed run and its rerun have the same batches.
+    Batches consist of consecutive rows of a shard, whichever of them are still to be captioned, so that a killed run
+    and its rerun have the same batches.
     """
 
     def __init__(self, model: LocalModel, settings: CaptionsSettings, *, batch: int) -> None:
         self._model, self._settings, self._batch = model, settings, batch
 
     def answer(self, questions: Questions) -> Stop | None:
-        """See `clipmill.prep.captions.asking.Captioner`."""
+        """Answer all questions (`clipmill.prep.captions.asking.Captioner`)."""
         with ThreadPoolExecutor(_DECODE_THREADS) as pool:
             decode = partial(_pictures_or_failure, questions)
             for rows, waiting in _ahead(
-                self._batches(questions.rows), lambda rows: [pool.submit(decode, one) for one in rows]
+                self._batches(questions.rows), lambda rows: [pool.submit(decode, row) for row in rows]
             ):
                 if (stop := questions.stop()) is not None:
                     return stop
                 decoded = [(row, future.result()) for row, future in zip(rows, waiting, strict=True)]
-                shown = [(row, found) for row, found in decoded if not isinstance(found, SourceFailure)]
-                for row, found in decoded:
-                    if isinstance(found, SourceFailure):
-                        questions.keep(row, found)
+                shown = [(row, pictures) for row, pictures in decoded if not isinstance(pictures, SourceFailure)]
+                for row, result in decoded:
+                    if isinstance(result, SourceFailure):
+                        questions.keep(row, result)
                 if shown:
                     seed = questions.seed(shown[0][0])
-                    answers = self._model.captions([found for _, found in shown], settings=self._settings, seed=seed)
+                    pictures_of_rows = [pictures for _, pictures in shown]
+                    answers = self._model.captions(pictures_of_rows, settings=self._settings, seed=seed)
                     for (row, _), answer in zip(shown, answers, strict=True):
                         questions.keep(row, answer)
         return None
@@ -166,7 +165,7 @@ class LocalCaptioner:
 
 
 def _ahead(batches: Iterator[list[int]], begin: Callable[[list[int]], Any]) -> Iterator[tuple[list[int], Any]]:
-    """Yield each batch with what `begin` returned for it, which is called one batch ahead."""
+    """Yield each batch with the result of `begin`, which is called one batch ahead."""
     running = [(batch, begin(batch)) for batch in islice(batches, 1)]
     while running:
         running += [(batch, begin(batch)) for batch in islice(batches, 1)]
@@ -185,7 +184,8 @@ def open_model(directory: Path, *, name: str, device: Device, precision: str, nu
     """Load a model with its processor, once per process.
 
     Raises:
-        UserError: torch or transformers is missing, or the folder does not have both, of a kind that transformers has.
+        UserError: torch or transformers is missing, or the folder does not have a model and a processor that
+            transformers can load.
     """
     try:
         import torch

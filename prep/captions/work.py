@@ -1,7 +1,10 @@
-"""The `ChunkWork` of the column `captions`."""
+"""The `ChunkWork` of `captions`, and `<variant>/captions.parquet`, the table that `prep manifest captions` takes.
+
+The table is derived from the shards, and written at the end of a run.
+"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -44,27 +47,10 @@ def publish_caption_table(variant: Variant) -> Path:
     distinct = ids.dictionary_encode()
     order = order_of(distinct.indices.to_numpy()[codes], starts)
     at = pa.array(np.arange(len(codes)) if order is None else order)
-    recipe = variant.recipe
+    source = f"{SOURCE}@{recipe_fingerprint(variant.recipe)[:8]}"
+    recipe = dict(variant.recipe)
     count = len(codes)
-    table = pa.table(
-        [
-            ids.take(pa.array(codes)),
-            pa.array(starts / 1000),
-            pa.array(starts / 1000 + frames * fps_den / fps_num),
-            rows.table["caption_text"].combine_chunks(),
-            pa.array([f"{SOURCE}@{recipe_fingerprint(recipe)[:8]}"] * count, pa.string()),
-            pa.nulls(count, pa.float32()),
-            pa.array(np.zeros(count, np.int16)),
-        ],
-        schema=SCHEMA,
-    ).take(at)
-    path = variant.directory / TABLE_FILE
-    write_pseudo_captions(path, [table], record=_record(variant, dict(recipe)))
-    return path
-
-
-def _record(variant: Variant, recipe: dict[str, Any]) -> dict[str, Any]:
-    return {
+    record = {
         "kind": PSEUDO_CAPTIONS,
         "weights": recipe.pop("model"),
         "weights_sha256": recipe.pop("model_sha256"),
@@ -73,10 +59,25 @@ def _record(variant: Variant, recipe: dict[str, Any]) -> dict[str, Any]:
         "commits_sha256": variant.commits.digest.decode(),
         "settings": {name: value for name, value in recipe.items() if value is not None},
     }
+    table = pa.table(
+        [
+            ids.take(pa.array(codes)),
+            pa.array(starts / 1000),
+            pa.array(starts / 1000 + frames * fps_den / fps_num),
+            rows.table["caption_text"].combine_chunks(),
+            pa.array([source] * count, pa.string()),
+            pa.nulls(count, pa.float32()),
+            pa.array(np.zeros(count, np.int16)),
+        ],
+        schema=SCHEMA,
+    ).take(at)
+    path = variant.directory / TABLE_FILE
+    write_pseudo_captions(path, [table], record=record)
+    return path
 
 
 def caption_table_problem(variant: Variant) -> str | None:
-    """Return why the table of a variant cannot be used; None if it can, or if there is nothing to put into it."""
+    """Return why the table of a variant cannot be used; None if it can, or if the variant has no captions."""
     if not any(commit.files for commit in variant.commits.values()):
         return None
     path = variant.directory / TABLE_FILE
@@ -104,11 +105,6 @@ def _on_plan(plan: "ChunksPlan", request: "Request") -> None:
         import_object("clipmill.prep.captions.run:run_trial")(plan, request)
 
 
-def _next_command(data: Path) -> list[str]:
-    table = Variant.open(data, column=CAPTIONS).directory / TABLE_FILE
-    return ["prep", "manifest", "captions", str(table), *data_flags(data)]
-
-
 WORK = ChunkWork(
     fields=CAPTIONS_FIELDS,
     extension=EXTENSION,
@@ -120,13 +116,17 @@ WORK = ChunkWork(
     workers=import_late("clipmill.prep.captions.run:choose_workers"),
     more=import_late("clipmill.prep.captions.run:other_journals"),
     on_plan=_on_plan,
-    is_function_of_plan=False,  # the text of an answer is not
+    is_function_of_plan=False,  # a model may answer differently
     estimate=import_late("clipmill.prep.captions.run:estimate"),
     summary=import_late("clipmill.prep.captions.run:summary"),
     has_cpu_speed=False,
-    # A damaged line of a journal is as if there were none.
+    # Damaged lines of a journal are ignored, so a journal is never damaged.
     extra_folders=(ExtraFolder(ANSWERS_FOLDER, ANSWER_FILE, lambda path: True),),
     extra_files=(MERGED_TABLE, ExtraFile(TABLE_FILE, caption_table_problem, publish_caption_table)),
     sample_facts=import_late("clipmill.prep.captions.run:sample_facts"),
-    next_command=_next_command,
+    next_command=lambda data: [
+        *("prep", "manifest", "captions"),
+        str(Variant.open(data, column=CAPTIONS).directory / TABLE_FILE),
+        *data_flags(data),
+    ],
 )

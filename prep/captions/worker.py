@@ -1,7 +1,7 @@
 """Captioning the chunks of one shard in a worker.
 
-The captions that the journal has are taken from there; the model is asked about all other chunks. Until no question is
-left, answers are in the journal alone. A chunk without a caption does not affect the others.
+Captions in the journal are used; the model is asked about all other chunks. Until no question is left, answers are only
+in the journal. A chunk without a caption does not affect the others.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,14 +25,15 @@ from clipmill.shards.writer import Sample
 
 @dataclass(frozen=True)
 class Asking:
-    """How models are asked, without effect on their answers.
+    """Options of requests to models that do not affect their answers.
 
     Attributes:
-        batch: chunks at a time of a model in the worker.
-        num_threads: of that model; None for what the engine has assigned to the worker.
-        in_flight, retries, timeout_s: requests of the worker at a time, repetitions and time limit of each.
-        max_tokens_total, spent: tokens that the variant may take, and that answers of earlier runs took.
-        retry_codes: codes of answers that were no captions, which are asked for again.
+        batch: batch size of a model in the worker, in chunks.
+        num_threads: number of threads of that model; None for the number that the engine has assigned to the worker.
+        in_flight, retries, timeout_s: number of requests of the worker at a time, and number of repetitions and time
+            limit in seconds of each.
+        max_tokens_total, spent: limit of the tokens of the variant, and tokens of the answers of earlier runs.
+        retry_codes: codes of answers that are not captions, for which the model is asked again.
     """
 
     device: Device
@@ -47,14 +48,14 @@ class Asking:
 
 
 def make_captions(chunks: Chunks, recipe: Recipe[CaptionsSettings]) -> Iterator[Sample | SourceFailure | Stop]:
-    """Yield the sample of each chunk, or why there is none; a `Stop` if not all could be asked about."""
+    """Yield the sample of each chunk, or the reason why there is none; a `Stop` if some could not be asked about."""
     with Journal(journal_path(chunks.variant_dir, chunks.shard_id), chunks.more) as journal:
         inquiry = Inquiry(chunks, recipe, journal)
-        asked = inquiry.unanswered()
-        chunks.known.update(set(chunks.rows) - set(asked))
-        if asked:
+        open_rows = inquiry.open_rows()
+        chunks.known.update(set(chunks.rows) - set(open_rows))
+        if open_rows:
             done: list[int] = []
-            num_known = len(chunks.wanted) - len(asked)
+            num_known = len(chunks.wanted) - len(open_rows)
 
             def show(row: int) -> None:
                 done.append(row)
@@ -72,7 +73,7 @@ class Inquiry:
     """State of the chunks of a shard that have no sample yet.
 
     Attributes:
-        failed: Reason why a row has no answer, by row.
+        failed: reason why a row has no answer, by row.
     """
 
     chunks: Chunks
@@ -80,18 +81,19 @@ class Inquiry:
     journal: Journal
     failed: dict[int, SourceFailure] = field(default_factory=dict)
 
-    def unanswered(self) -> list[int]:
-        """Return the rows to ask about."""
-        return [row for row in self.chunks.rows if self._is_open(self.chunks.fingerprints[row])]
-
-    def _is_open(self, fingerprint: str) -> bool:
-        answer = self.journal.answers.get(fingerprint)
-        problem = None if answer is None else answer.problem(self.recipe.values["model"])
+    def open_rows(self) -> list[int]:
+        """Return the rows to ask about: rows without an answer, or whose answer is to be asked for again."""
         again = self.chunks.use.retry_codes | {FailureCode.OTHER_MODEL}
-        return answer is None or (problem is not None and problem.code in again)
+        rows = []
+        for row in self.chunks.rows:
+            answer = self.journal.answers.get(self.chunks.fingerprints[row])
+            problem = None if answer is None else answer.problem(self.recipe.values["model"])
+            if answer is None or (problem is not None and problem.code in again):
+                rows.append(row)
+        return rows
 
     def ask(self, captioner: Captioner, *, limit: int | None = None, on_answer: Callable[[int], None]) -> Stop | None:
-        """Ask about the open rows, at most `limit`; return why the rest could not be asked, or None."""
+        """Ask about the open rows, at most `limit`; return the reason why some could not be asked, or None."""
         chunks, asking, settings = self.chunks, self.chunks.use, self.recipe.settings
         budget = Budget(chunks.variant_dir, limit=asking.max_tokens_total, spent=asking.spent)
 
@@ -99,12 +101,12 @@ class Inquiry:
             message = f"the answers took the {asking.max_tokens_total or 0:,} tokens of --max-tokens-total"
             return Stop(FailureCode.BUDGET_SPENT, message) if budget.is_spent() else None
 
-        def keep(row: int, found: Answer | SourceFailure) -> None:
-            if isinstance(found, SourceFailure):
-                self.failed[row] = found
+        def keep(row: int, result: Answer | SourceFailure) -> None:
+            if isinstance(result, SourceFailure):
+                self.failed[row] = result
                 return
-            self.journal.add(chunks.fingerprints[row], found)
-            budget.add(found.tokens)
+            self.journal.add(chunks.fingerprints[row], result)
+            budget.add(result.tokens)
             on_answer(row)
 
         def seed(row: int) -> int:
@@ -114,12 +116,12 @@ class Inquiry:
         def pictures(content: bytes, row: int) -> list[Picture]:
             return decode_pictures(content, chunks.video, row, count=settings.frames, size=settings.size)
 
-        rows, read = self.unanswered()[:limit], partial(read_chunk, chunks.video)
+        rows, read = self.open_rows()[:limit], partial(read_chunk, chunks.video)
         questions = Questions(rows=iter(rows), stop=stop, read=read, pictures=pictures, keep=keep, seed=seed)
         return captioner.answer(questions) if rows else None
 
     def outcome(self, chunk: Chunk) -> Sample | SourceFailure:
-        """Return the sample of a chunk, or why there is none."""
+        """Return the sample of a chunk, or the reason why there is none."""
         if chunk.row in self.failed:
             return self.failed[chunk.row]
         answer = self.journal.answers[chunk.fingerprint]
@@ -130,17 +132,17 @@ def open_captioner(recipe: Recipe[CaptionsSettings], asking: Asking) -> Captione
     """Open the model or the server that answers.
 
     Raises:
-        UserError: it cannot be opened here, or its weights are not those of the plan.
+        UserError: it cannot be opened here, or its weights differ from the planned ones.
     """
     settings = recipe.settings
     if settings.endpoint is not None:
         return Endpoint(settings, in_flight=asking.in_flight, retries=asking.retries, timeout_s=asking.timeout_s)
-    found = find_model(settings.model)
-    if found.sha256 != recipe.values["model_sha256"]:
-        raise UserError(f"the files of {found.name} on this node differ from those of the plan", hint="copy them again")
+    files = find_model(settings.model)
+    if files.sha256 != recipe.values["model_sha256"]:
+        raise UserError(f"the files of {files.name} on this node differ from the planned ones", hint="copy them again")
     model = open_model(
-        found.directory,
-        name=found.name,
+        files.directory,
+        name=files.name,
         device=asking.device,
         precision=settings.precision,
         num_threads=worker_threads() if asking.num_threads is None else asking.num_threads,

@@ -1,6 +1,6 @@
-"""Decoding ahead of the model: threads decode chunks and crop the frames, with a bounded number of frames in memory.
+"""From chunks to batches: threads decode chunks ahead of the model and crop the frames; batches span chunks.
 
-    chunk ──► thread: decode, crop ──► one short queue per chunk ──► consumer, which takes the chunks in order
+    chunk ──► thread: decode, crop ──► one short queue per chunk ──► batches, in the order of the chunks ──► model
 
 The thread of a chunk blocks while its queue is full, so that memory use depends neither on the length of a chunk nor on
 the speed of the model.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import chain, islice, repeat
 from queue import Full, Queue
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from clipmill.prep.latents.frames import Square, frames_on_screen, segment_squar
 from clipmill.prep.latents.recipe import Encoding
 
 PIECE_FRAMES = 16
-PIECES_AHEAD = 4  # queue length per chunk: with 60 frames, the whole chunk; of a video VAE, four segments
+PIECES_AHEAD = 4  # queue length per chunk: all of a chunk of 60 frames; with a video VAE, four segments
 _RETRY_S = 0.2
 
 C = TypeVar("C")
@@ -33,7 +33,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class WantedFrames:
-    """Frames to decode of an MP4 file: `wanted` has their indices, ascending; one may occur several times."""
+    """Frames to decode of an MP4 file: `wanted` has their indices, ascending; an index may occur several times."""
 
     content: bytes
     fps: Fraction
@@ -48,20 +48,20 @@ class WantedFrames:
             self.content, [*counts], fps=self.fps, packet_frame=self.packet_frame, packet_flags=self.packet_flags
         )
         for decoded, count in zip(frames, counts.values(), strict=True):
-            # One thread: to start others takes longer than to convert a picture of this size.
+            # One thread: starting more takes longer than converting a picture of this size.
             yield from repeat(np.asarray(decoded.to_ndarray(format="rgb24", threads=1), np.uint8), count)
 
 
 @dataclass(frozen=True)
 class ChunkVideo:
-    """What to decode of a chunk.
+    """The frames and crops of a chunk that are decoded.
 
     Attributes:
-        sources: the chunk, and perhaps the next one for a single frame.
-        num_repeated: how often the last frame is repeated.
+        sources: frames of the chunk, and a frame of the next chunk if a segment ends there.
+        num_repeated: number of repetitions of the last frame.
         segment_frames: number of frames in a segment.
         squares: crop of each segment.
-        is_video: whether segments are encoded as a whole.
+        is_video: True if each segment is encoded as a unit.
     """
 
     sources: list[WantedFrames]
@@ -87,7 +87,7 @@ def pieces_in_order(chunks: Iterable[C], *, read: Callable[[C], ChunkVideo], num
     """Yield the pieces of all `chunks` in order; `num_threads` chunks are decoded in parallel.
 
     Args:
-        read: read a chunk and return what to decode of it; may raise SourceFailure.
+        read: read a chunk and return its frames and crops; may raise SourceFailure.
 
     Raises:
         Exception: any other exception that `read` raises.
@@ -151,7 +151,7 @@ class _Decoding(Generic[C]):
 def cut(video: ChunkVideo) -> Iterator[NDArray[np.uint8]]:
     """Yield the crops of the wanted frames: uint8 [N, S, S, 3] with N up to PIECE_FRAMES, or segment by segment.
 
-    S is the same for the whole chunk.
+    S is the same for all crops of a chunk.
     """
     crops: list[NDArray[np.uint8]] = []
     size = video.segment_frames if video.is_video else PIECE_FRAMES
@@ -176,15 +176,15 @@ def _pictures(video: ChunkVideo) -> Iterator[NDArray[np.uint8]]:
 
 
 def read_chunk_video(chunk: Chunk, encoding: Encoding) -> ChunkVideo:
-    """Read a chunk, and determine which frames and crops of it are encoded.
+    """Read a chunk, and determine its frames and crops to encode.
 
     Raises:
-        SourceFailure: chunk_damaged, if its bytes or those of the next chunk differ from those committed.
+        SourceFailure: chunk_damaged, if its bytes or the bytes of the next chunk differ from the committed ones.
     """
     segments, fps = segments_of(chunk.length, encoding), encoding.settings.fps_exact
     sources = [_wanted_frames(chunk, segments.frames)]
     if segments.has_border and chunk.next is not None:
-        # The moment after the last one that this chunk shows, in the time of the next.
+        # The moment after the last moment that this chunk shows, in the time of the next chunk.
         num_shown = len(frames_on_screen(chunk["num_frames"], chunk_fps=chunk.fps, fps=fps))
         later_s = num_shown / fps - Fraction(chunk.next["start_ms"] - chunk["start_ms"], 1000)
         sources.append(_wanted_frames(chunk.next, [int(max(Fraction(0), later_s) * chunk.next.fps)]))
@@ -209,25 +209,14 @@ def chunk_squares(chunk: Chunk, encoding: Encoding) -> list[Square]:
     return segment_squares(num_segments, content=chunk.content, settings=encoding.settings, **size)
 
 
-def _wanted_frames(chunk: Chunk, wanted: list[int]) -> WantedFrames:
+def _wanted_frames(chunk: Chunk, frames: list[int]) -> WantedFrames:
     return WantedFrames(
         content=chunk.read(),
         fps=chunk.fps,
         packet_frame=chunk["packet_frame"],
         packet_flags=chunk["packet_flags"],
-        wanted=wanted,
+        wanted=frames,
     )
-
-
-P = TypeVar("P", bound="Pictures")
-
-
-class Pictures(Protocol):
-    """Pictures of the same size, or segments of equally many of them, in memory or on a device."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, part: slice, /) -> Self: ...
 
 
 @dataclass(frozen=True)
@@ -250,38 +239,42 @@ class _Growing(Generic[C]):
 
 
 @dataclass(frozen=True)
-class PicturesOfChunk(Generic[C, P]):
-    """The pictures in a batch that belong to one chunk, starting with its number `first`."""
+class PicturesOfChunk(Generic[C]):
+    """The pictures in a batch that belong to one chunk, from its picture number `first` on.
+
+    Attributes:
+        pictures: array or tensor of N pictures of the same size, or of N segments, in memory or on a device.
+    """
 
     owner: _Growing[C]
     first: int
-    pictures: P
+    pictures: Any
 
     @property
     def chunk(self) -> C:
         return self.owner.chunk
 
 
-Encode = Callable[[list[PicturesOfChunk[C, P]]], NDArray[np.float32]]
+Encode = Callable[[list[PicturesOfChunk[C]]], NDArray[np.float32]]
 
 
 def encoded_chunks(
     pieces: Iterable[Piece[C]],
     *,
-    resized: Callable[[NDArray[np.uint8]], P],
-    encode: Encode[C, P],
+    resize: Callable[[NDArray[np.uint8]], Any],
+    encode: Encode[C],
     batch: int,
 ) -> Iterator[EncodedChunk[C]]:
     """Run the model over the pieces of many chunks, `batch` pictures at a time, and yield the chunks in order.
 
     Args:
         pieces: pieces of one chunk after another; the last piece of each chunk has no crops.
-        resized: convert crops [N, S, S, 3] to N pictures of the same size for all chunks, or [N, F, S, S, 3] to N
+        resize: convert crops [N, S, S, 3] to N pictures of the same size for all chunks, or [N, F, S, S, 3] to N
             segments.
         encode: return the latents of the pictures of all parts, concatenated.
     """
     growing: deque[_Growing[C]] = deque()
-    waiting: list[PicturesOfChunk[C, P]] = []
+    waiting: list[PicturesOfChunk[C]] = []
     for piece in pieces:
         if not growing or growing[-1].is_ended:
             growing.append(_Growing(piece.chunk))
@@ -289,7 +282,7 @@ def encoded_chunks(
         if piece.crops is None:
             owner.is_ended, owner.failure = True, piece.failure
         else:
-            pictures = resized(piece.crops)
+            pictures = resize(piece.crops)
             while len(pictures):
                 room = batch - sum(len(part.pictures) for part in waiting)
                 part = PicturesOfChunk(owner, owner.num_decoded, pictures[:room])
@@ -298,23 +291,26 @@ def encoded_chunks(
                 owner.num_waiting += len(part.pictures)
                 pictures = pictures[room:]
                 if len(part.pictures) == room:
-                    _run(waiting, encode)
+                    _encode_batch(waiting, encode)
                     waiting = []
-        yield from _finished(growing)
+        yield from _pop_complete(growing)
     if waiting:
-        _run(waiting, encode)
-    yield from _finished(growing)
+        _encode_batch(waiting, encode)
+    yield from _pop_complete(growing)
 
 
-def _run(parts: list[PicturesOfChunk[C, P]], encode: Encode[C, P]) -> None:
+def _encode_batch(parts: list[PicturesOfChunk[C]], encode: Encode[C]) -> None:
+    """Encode a batch, and give each chunk its latents."""
     latents = encode(parts)
     for part in parts:
-        own, latents = latents[: len(part.pictures)], latents[len(part.pictures) :]
-        part.owner.latents.append(own)
-        part.owner.num_waiting -= len(own)
+        num_pictures = len(part.pictures)
+        part.owner.latents.append(latents[:num_pictures])
+        part.owner.num_waiting -= num_pictures
+        latents = latents[num_pictures:]
 
 
-def _finished(growing: deque[_Growing[C]]) -> Iterator[EncodedChunk[C]]:
+def _pop_complete(growing: deque[_Growing[C]]) -> Iterator[EncodedChunk[C]]:
+    """Remove the first chunks from the queue while all their pictures are encoded, and yield them."""
     while growing and growing[0].is_ended and not growing[0].num_waiting:
         done = growing.popleft()
         if done.failure is not None or not done.latents:

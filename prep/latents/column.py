@@ -29,7 +29,7 @@ class LatentsRequest(ModelRequest):
 def _read_settings(stored: Mapping[str, Any], weights: str | None) -> LatentsSettings:
     settings = settings_from(stored, LatentsSettings, column=LATENTS, schema=LATENTS_SCHEMA)
     settings = settings if weights is None else replace(settings, vae=weights)
-    vae_of(stored, source=settings.vae)  # a recipe that lacks its values makes no plan
+    vae_of(stored, source=settings.vae)  # raises if the recipe lacks values of the VAE
     return settings
 
 

@@ -1,4 +1,4 @@
-"""Which part of a chunk is encoded: choosing the frames of its segments, and a square crop for each of them.
+"""The part of a chunk that is encoded: the frames of its segments, and a square crop for each segment.
 
 The crops are a function of settings, key and frame size; all randomness comes from `generator`.
 """
@@ -30,9 +30,9 @@ class SegmentFrames:
 
     Attributes:
         frames: index of each frame in the chunk, ascending; a frame on the border of two segments is in both.
-        has_border: whether the frame at the beginning of the next chunk follows them.
-        num_repeated: how often the last frame is repeated to complete the last segment.
-        lengths: how many frames of the video each segment has; the others of a full segment are repeated.
+        has_border: True if the first frame of the next chunk follows them.
+        num_repeated: number of repetitions of the last frame that complete the last segment.
+        lengths: number of frames of the video in each segment; the other frames of a full segment are repetitions.
     """
 
     frames: list[int]
@@ -44,10 +44,9 @@ class SegmentFrames:
 def video_segments(shown: list[int], *, segment_frames: int, has_next: bool, tail: str) -> SegmentFrames:
     """Cut the frames `shown` of a chunk (`frames_on_screen`) into segments for a VAE of videos.
 
-    Segments have `segment_frames` frames, and the last one of a segment is the first one of the next. At the end of a
-    chunk it comes from the next chunk. At the end of a video, where `has_next` is false, a segment that lacks frames is
-    left out by the tail `drop`, and completed by the tail `repeat`. What is shorter than a segment at the end of
-    another chunk is left out.
+    Segments have `segment_frames` frames, and the last frame of a segment is the first frame of the next. At the end of
+    a chunk it comes from the next chunk. At the end of a video, where `has_next` is false, a segment that lacks frames
+    is omitted by the tail `drop`, and completed by the tail `repeat`. At the end of any other chunk, it is omitted.
     """
     step = segment_frames - 1
     count, rest = divmod(len(shown), step)
@@ -65,7 +64,7 @@ def video_segments(shown: list[int], *, segment_frames: int, has_next: bool, tai
 
 
 def segments_of(length: ChunkLength, encoding: Encoding) -> SegmentFrames:
-    """Return the frames of a chunk that are encoded; of a VAE of pictures, all that it shows at the sampling rate."""
+    """Return the frames of a chunk that are encoded; for a VAE of pictures, all frames at the sampling rate."""
     shown = frames_on_screen(length.num_frames, chunk_fps=length.fps, fps=encoding.settings.fps_exact)
     if not encoding.is_video:
         return SegmentFrames(shown)
@@ -75,7 +74,7 @@ def segments_of(length: ChunkLength, encoding: Encoding) -> SegmentFrames:
 
 
 def has_segment(recipe: Recipe[LatentsSettings], length: ChunkLength) -> bool:
-    """Return True if something of a chunk is encoded: a VAE of videos encodes complete segments only."""
+    """Return True if a part of a chunk is encoded: a VAE of videos encodes only complete segments."""
     encoding = Encoding.of(recipe)
     return not encoding.is_video or bool(segments_of(length, encoding).lengths)
 
@@ -113,7 +112,7 @@ def segment_squares(
 
 
 def generator(seed: int, content: str, purpose: str) -> np.random.Generator:
-    """Return a random generator that depends on these values alone."""
+    """Return a random generator that depends only on these values."""
     digest = hashlib.blake2b(f"{seed}/{content}/{purpose}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 

@@ -19,7 +19,7 @@ from clipmill.shards.where_flag import check_where
 LATENTS = "latents"
 Precision = Literal["float32", "float16", "bfloat16"]
 MODEL = Parameter(group=Group("Latents", sort_key=1))
-EXTENSION = "latents.npy"  # of the member of each sample
+EXTENSION = "latents.npy"  # member of each sample
 COMPRESSED = f"{EXTENSION}.zst"
 LATENTS_SCHEMA = 2  # incremented when the same settings begin to produce different bytes
 SEED = Range(0, (1 << 63) - 1, hint="use a whole number from 0 to 2^63 - 1")
@@ -54,8 +54,8 @@ class LatentsSettings(Checked):
     81f."""
 
     tail: Annotated[Literal["drop", "repeat"], MODEL, STORED_IF_CHANGED] = "drop"
-    """Segments of a VAE of videos that lack frames at the end of a video. drop: they are left out; repeat: the last
-    frame is repeated."""
+    """Handling of segments of a VAE of videos that lack frames at the end of a video. drop: omit them; repeat: repeat
+    the last frame."""
 
     seed: Annotated[int, MODEL, SEED] = 0
     """Random seed of --crop random, --crop exact and --posterior sample, 0 or more."""
@@ -82,11 +82,11 @@ class LatentsSettings(Checked):
 
     where: Annotated[str | None, MODEL, NOT_STORED] = None
     """Condition that selects the chunks to encode, on their scores and videos, such as 'motion > 0.2 and not
-    duplicate'. It is not part of the variant: another condition encodes what is missing, and drops what it does not
-    select. Default: all chunks."""
+    duplicate'. It is not part of the variant: a run with another condition encodes missing chunks, and drops chunks
+    that are not selected. Default: all chunks."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an empty VAE, wrong lengths and rates, and an invalid condition."""
+        """Yield errors of an empty VAE, wrong lengths and rates, and an invalid condition."""
         if not self.vae:
             yield UserError(
                 "--vae is empty",
@@ -131,7 +131,7 @@ class LatentsSettings(Checked):
 
 @dataclass(frozen=True)
 class Encoding:
-    """How pictures become latents: the settings of `prep latents`, and the VAE that they name."""
+    """The conversion of pictures to latents: the settings of `prep latents`, and the VAE that they name."""
 
     settings: LatentsSettings
     vae: Vae
@@ -143,7 +143,7 @@ class Encoding:
 
     @property
     def is_video(self) -> bool:
-        """True if the VAE encodes whole segments; False if it encodes single pictures."""
+        """True if the VAE encodes segments; False if it encodes single pictures."""
         return self.vae.temporal_factor is not None
 
     @property
@@ -153,40 +153,58 @@ class Encoding:
 
     @property
     def segment_step(self) -> int:
-        """Number of frames from the beginning of a segment to that of the next, which shares a video VAE's last one."""
+        """Number of frames between the beginnings of segments; two segments of a video VAE share a frame."""
         return self.segment_frames - self.is_video
 
     @property
     def latent_frames(self) -> int | None:
-        """T', the number of latent frames of a segment; None for a VAE of images."""
+        """Number of latent frames of a segment, T'; None for a VAE of images."""
         factor = self.vae.temporal_factor
         return None if factor is None else self.segment_step // factor + 1
 
     @property
     def latent_fps(self) -> Fraction:
-        """Latent frames per second."""
+        """Rate of latent frames per second."""
         fps = self.settings.fps_exact
         return fps if self.latent_frames is None else fps * self.latent_frames / self.segment_step
 
     @property
     def unit_shape(self) -> tuple[int, ...]:
-        """Shape of what the VAE makes of a frame, [C, h, w], or of a segment, [C, T', h, w]."""
+        """Shape of the latents of a frame, [C, h, w], or of a segment, [C, T', h, w]."""
         side = self.settings.size // self.vae.factor
         frames = () if self.latent_frames is None else (self.latent_frames,)
         return (self.vae.channels, *frames, side, side)
 
     def units_per_batch(self, batch: int) -> int:
-        """Return how many frames, or segments of a VAE of videos, are encoded at once for `batch` frames; 1 or more."""
+        """Return the number of frames, or segments of a video VAE, encoded at once for `batch` frames; 1 or more."""
         return batch if self.latent_frames is None else max(1, batch // self.segment_frames)
 
     def require_consistency(self) -> None:
-        """Check that the VAE can do what the settings want.
+        """Check that the VAE supports the settings: all frames of a segment, tiles, samples, the size.
 
         Raises:
-            UserError: it cannot.
+            UserError: it does not, or it lacks the statistics to normalise a segment.
         """
         if self.is_video:
-            self._require_segments()
+            num_frames, step, vae = self.segment_frames, self.vae.frames_step, self.vae
+            counts = ((num_frames - 1) // step, -(-(num_frames - 1) // step))
+            lower, upper = (max(1, count) * step + 1 for count in counts)
+            if num_frames != lower:
+                fps, lengths = self.settings.fps_exact, dict.fromkeys((lower, upper))
+                near = [f"--segment {length}f ({float((length - 1) / fps):g}s)" for length in lengths]
+                held = [str(15 * fps // (length - 1)) for length in lengths]
+                raise UserError(
+                    f"{vae.kind} encodes segments of {step}k + 1 frames; --segment {self.settings.segment} at"
+                    f" {self.settings.fps} fps has {count_noun(num_frames, 'frame')}",
+                    hint=f"use {' or '.join(near)}; a chunk of 15 s holds {' or '.join(held)} of them",
+                )
+            known = len(vae.latents_mean or ()) // vae.channels
+            if known > 1 and (self.latent_frames or 0) > known and vae.temporal_factor is not None:
+                raise UserError(
+                    f"{vae.name} has statistics of {known} latent frames; --segment {self.settings.segment} has"
+                    f" {self.latent_frames}",
+                    hint=f"use --segment {(known - 1) * vae.temporal_factor + 1}f or less",
+                )
         if self.settings.tiling and not self.vae.row.can_tile:
             raise UserError(f"{self.vae.kind} does not encode in tiles", hint="omit --tiling, or use a smaller --size")
         if self.settings.posterior == "sample" and not self.vae.row.has_posterior:
@@ -199,35 +217,14 @@ class Encoding:
                 hint=f"use {self.settings.size // self.vae.factor * self.vae.factor or self.vae.factor}",
             )
 
-    def _require_segments(self) -> None:
-        """Raise UserError unless the VAE encodes all frames of a segment, and has the statistics to normalise them."""
-        num_frames, step, vae = self.segment_frames, self.vae.frames_step, self.vae
-        lower, upper = (max(1, count) * step + 1 for count in ((num_frames - 1) // step, -(-(num_frames - 1) // step)))
-        if num_frames != lower:
-            fps = self.settings.fps_exact
-            near = dict.fromkeys(f"--segment {one}f ({float((one - 1) / fps):g}s)" for one in (lower, upper))
-            raise UserError(
-                f"{vae.kind} encodes segments of {step}k + 1 frames; --segment {self.settings.segment} at"
-                f" {self.settings.fps} fps has {count_noun(num_frames, 'frame')}",
-                hint=f"use {' or '.join(near)}; a chunk of 15 s holds"
-                f" {' or '.join(str(15 * fps // (one - 1)) for one in dict.fromkeys((lower, upper)))} of them",
-            )
-        known = len(vae.latents_mean or ()) // vae.channels
-        if known > 1 and (self.latent_frames or 0) > known and vae.temporal_factor is not None:
-            raise UserError(
-                f"{vae.name} has statistics of {known} latent frames; --segment {self.settings.segment} has"
-                f" {self.latent_frames}",
-                hint=f"use --segment {(known - 1) * vae.temporal_factor + 1}f or less",
-            )
-
 
 def resolve(settings: LatentsSettings) -> tuple[LatentsSettings, dict[str, Any]]:
-    """Find the VAE; return the settings with its folder, and the values of the recipe that both give.
+    """Find the VAE; return the settings with its folder, and the values that settings and VAE add to the recipe.
 
     Settings that cannot affect the bytes are null, such as the seed if nothing is random.
 
     Raises:
-        UserError: there is no such VAE, or it does not go with the settings.
+        UserError: there is no such VAE, or it does not support the settings.
     """
     vae = find_vae(settings.vae)
     settings = replace(settings, vae=vae.source)
@@ -253,7 +250,7 @@ def resolve(settings: LatentsSettings) -> tuple[LatentsSettings, dict[str, Any]]
 
 
 def local_weights(recipe: Recipe[LatentsSettings]) -> str | None:
-    """Return the absolute path of a VAE in a folder on this machine; None for another."""
+    """Return the absolute path of a VAE in a folder on this machine; None for any other VAE."""
     source = recipe.settings.vae
     return source if source != recipe.values["vae"] else None
 
@@ -270,8 +267,8 @@ def vae_of(values: Mapping[str, Any], *, source: str) -> Vae:
     """Return the VAE of a recipe, without its folder.
 
     Args:
-        values: Content of recipe.json.
-        source: Name or folder of the VAE.
+        values: content of recipe.json.
+        source: name or folder of the VAE.
 
     Raises:
         UserError: the recipe lacks a value.

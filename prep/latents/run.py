@@ -1,4 +1,4 @@
-"""Driver of `latents`: how its workers use their machine, and how much memory they take."""
+"""The driver of `latents`: resources of its workers, a trial for the estimate, and the reports of plans and runs."""
 
 import os
 import time
@@ -35,10 +35,14 @@ from clipmill.shards.opening import Damaged
 
 _WORKER_GB = 3.5  # measured (benchmarks/README.md): Stable Diffusion's VAE, batch of 16 on a CPU: 3.0 GB
 _MARGIN = 1.2
+_SPREAD = 1.3  # chunks and machines vary, and a trial measures only one chunk
+_SECOND = 1 / 3600
+_CPU_FRAMES, _GPU_FRAMES = 2, 16
+_BYTES_PER_NUMBER = 2
 
 
 def choose_workers(plan: ChunksPlan, request: LatentsRequest) -> Workers:
-    """Return how the workers of a run encode."""
+    """Return the number, the resources and the options of the workers of a run."""
     gpus = request.gpus_per_worker(has_work=bool(with_work(plan.shards)))
     num_threads = threads_per_worker(
         request.workers, gpus_per_worker=gpus, address=request.cluster, execution=request.execution
@@ -54,7 +58,7 @@ def choose_workers(plan: ChunksPlan, request: LatentsRequest) -> Workers:
 def worker_memory_gb(plan: ChunksPlan, request: LatentsRequest, *, on_cpu: bool) -> float:
     """Return the memory that a worker reserves on a cluster.
 
-    For a VAE of videos on CPUs it is what the segments of a batch take in a trial on this machine, with a margin.
+    For a VAE of videos on CPUs it is measured in a trial on this machine, for the segments of a batch, with a margin.
     """
     encoding, has_work = Encoding.of(plan.recipe), bool(with_work(plan.shards))
     is_asked = request.cluster is not None and request.execution.task_memory is None
@@ -65,19 +69,14 @@ def worker_memory_gb(plan: ChunksPlan, request: LatentsRequest, *, on_cpu: bool)
     return _WORKER_GB
 
 
-_SPREAD = 1.3  # chunks and machines vary; one chunk says little about the others
-_SECOND = 1 / 3600
-_CPU_FRAMES, _GPU_FRAMES = 2, 16
-
-
 @dataclass(frozen=True)
 class FrameCost:
     """Cost of a frame: decoding, resizing and the VAE, with one thread on a CPU, or with one GPU.
 
     Attributes:
         num_workers: number of cores or GPUs of this machine.
-        segment_bytes: the most memory that a worker takes to encode one segment, libraries, weights and, on a CPU, the
-            segments that are decoded ahead included; None for a VAE of images.
+        segment_bytes: peak memory of a worker that encodes one segment, including libraries, weights and, on a CPU, the
+            segments that are decoded ahead; None for a VAE of images.
     """
 
     device: Device
@@ -86,7 +85,7 @@ class FrameCost:
     segment_bytes: int | None = None
 
     def hours(self, num_frames: int) -> tuple[float, float]:
-        """Return the least and the most hours that encoding takes on this machine."""
+        """Return the lowest and the highest estimate of the hours of encoding on this machine."""
         hours = num_frames * self.frame_s / 3600 / self.num_workers
         load = os.getloadavg()[0] if self.device == "cpu" else 0.0
         least, most = hours / _SPREAD, hours * _SPREAD * (self.num_workers + load) / self.num_workers
@@ -94,7 +93,7 @@ class FrameCost:
 
 
 def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | None:
-    """Encode a few frames or a segment of a chunk; None if chunks or model cannot be read, which the run reports.
+    """Encode a few frames or a segment of a chunk; return None if chunks or model cannot be read, as the run reports.
 
     Args:
         num_gpus: number of GPUs of this machine; None to count them.
@@ -111,14 +110,15 @@ def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | N
             num_frames = encoding.segment_frames if is_video else len(crops)
             noise = np.zeros((len(crops), *encoding.unit_shape), np.float32)
             noise_or_none = noise if settings.posterior == "sample" else None
-            pictures = encoder.resized(crops, size=settings.size)
-            if not is_video:  # of a segment, the first frames set up memory and kernels
+            pictures = encoder.resize(crops, size=settings.size)
+            if not is_video:  # a first call sets up memory and kernels; in a segment, its first frames do
                 encoder.encode([pictures[:1]], noise=None)
+            # Decoding yields a full piece and encoding takes a few of its frames, so each is timed per frame.
             begin_s = time.monotonic()
             decoded: list[NDArray[np.uint8]] = list(islice(_crops(plan, encoding), 1))
             decode_s = (time.monotonic() - begin_s) / (num_frames if is_video else len(decoded[0]))
             begin_s = time.monotonic()
-            encoder.encode([encoder.resized(crops, size=settings.size)], noise=noise_or_none)
+            encoder.encode([encoder.resize(crops, size=settings.size)], noise=noise_or_none)
             encode_s = (time.monotonic() - begin_s) / num_frames
     except (UserError, SourceFailure, Damaged, MemoryError, OSError, StopIteration):
         return None
@@ -136,9 +136,9 @@ def _crops(plan: ChunksPlan, encoding: Encoding) -> Iterator[NDArray[np.uint8]]:
 
 
 def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
-    """Return how long encoding takes, in words."""
+    """Return the duration of encoding as lines of a report."""
     if trial is None:
-        return ["         how long it takes is unknown: the model or the chunks cannot be read here"]
+        return ["         the duration is unknown: the model or the chunks cannot be read here"]
     noun = "GPU" if trial.device == "cuda" else "core"
     where = f"{count_noun(trial.num_workers, noun)} of this machine"
     hours = range_text(*(duration_text(3600 * hours) for hours in trial.hours(num_frames)))
@@ -150,25 +150,15 @@ def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
     return lines
 
 
-def time_values(trial: FrameCost | None, *, num_frames: int) -> dict[str, Any]:
-    """Return how long encoding takes as JSON values; empty without a trial."""
-    if trial is None:
-        return {}
-    return {"trial": asdict(trial), "wall_hours_range": list(trial.hours(num_frames))}
-
-
-_BYTES_PER_NUMBER = 2
-
-
 @dataclass(frozen=True)
 class Content:
-    """What is encoded of chunks, and of a VAE of videos, what is in no segment.
+    """The encoded part of chunks and, for a VAE of videos, the part that is in no segment.
 
     Attributes:
-        num_frames: Number of frames to encode at most; unchanged chunks of a changed shard are copied.
-        num_units: Number of frames, or of segments of a VAE of videos.
-        num_without: Number of chunks without a segment, which have no sample.
-        left_out_s: Seconds of video at the ends of chunks, those of these chunks included.
+        num_frames: maximum number of frames to encode; unchanged chunks of a changed shard are copied.
+        num_units: number of frames, or of segments of a VAE of videos.
+        num_without: number of chunks without a segment, which have no sample.
+        left_out_s: seconds of video at the ends of chunks, including the chunks without a segment.
     """
 
     num_frames: int
@@ -178,7 +168,7 @@ class Content:
 
 
 def content_of(shards: Iterable[ChunkShard], encoding: Encoding) -> Content:
-    """Return what is encoded of the wanted chunks of shards."""
+    """Return the encoded part of the selected chunks of shards."""
     num_frames = num_units = num_without = 0
     left_out_s = Fraction(0)
     for length, count in (item for shard in shards for item in shard.lengths.items()):
@@ -201,7 +191,8 @@ def require_segments(plan: ChunksPlan, request: Request) -> None:
     Raises:
         UserError: all chunks are shorter than a segment.
     """
-    encoding, lengths = Encoding.of(plan.recipe), [*_lengths(plan)]
+    encoding = Encoding.of(plan.recipe)
+    lengths = [(length.seconds, length.has_next) for shard in plan.chunk_shards.values() for length in shard.lengths]
     if not encoding.is_video or not lengths or any(shard.num_chunks for shard in plan.chunk_shards.values()):
         return
     settings = encoding.settings
@@ -217,12 +208,8 @@ def require_segments(plan: ChunksPlan, request: Request) -> None:
     )
 
 
-def _lengths(plan: ChunksPlan) -> Iterable[tuple[Fraction, bool]]:
-    return ((length.seconds, length.has_next) for shard in plan.chunk_shards.values() for length in shard.lengths)
-
-
 def estimate(plan: ChunksPlan) -> Addition:
-    """Return what the latents of a plan cost, and how chunks are divided into segments."""
+    """Return the cost of the latents of a plan, and the division of chunks into segments."""
     encoding = Encoding.of(plan.recipe)
     content = content_of((plan.chunk_shards[shard.shard_id] for shard in plan.shards if shard.has_work), encoding)
     in_all = content_of(plan.chunk_shards.values(), encoding)
@@ -233,38 +220,39 @@ def estimate(plan: ChunksPlan) -> Addition:
     disk = disk_use(plan.data_dir, column=LATENTS, variant=plan.recipe.variant, added_bytes=added_bytes)
     lines: list[str] = []
     if num_frames:
-        # Unchanged chunks of a changed shard are copied; how many is known only while the shard is made.
+        # "At most": unchanged chunks of a changed shard are copied, but their number is unknown until it is made.
         lines.append(f"estimate at most {count_noun(num_frames, 'frame')} to encode, {size_text(size_bytes)}")
         lines += [*time_lines(trial, num_frames=num_frames), *disk.lines()]
+    of_trial: dict[str, Any] = {}
+    if trial is not None:
+        of_trial = {"trial": asdict(trial), "wall_hours_range": list(trial.hours(num_frames))}
     segments = {"num_segments": content.num_units, "left_out_s": float(in_all.left_out_s)}
     values = {
         "segments": segments if encoding.is_video else None,
-        "estimate": {"num_frames": num_frames, "size_bytes": size_bytes, **time_values(trial, num_frames=num_frames)},
+        "estimate": {"num_frames": num_frames, "size_bytes": size_bytes, **of_trial},
         "disk": disk.values(),
     }
-    return Addition(lines, values, _segment_lines(plan, encoding, in_all) if encoding.is_video else ())
-
-
-def _segment_lines(plan: ChunksPlan, encoding: Encoding, content: Content) -> list[str]:
-    """Return how the chunks are divided into segments, and what is in none of them."""
-    num_frames, settings = encoding.segment_frames, encoding.settings
+    if not encoding.is_video:
+        return Addition(lines, values, ())
+    settings = encoding.settings
     length = next(iter(plan.chunk_shards.values())).longest_s if plan.chunk_shards else Fraction(0)
     seconds = encoding.segment_step / settings.fps_exact
-    lines = [
-        f"segments {num_frames} frames at {settings.fps} fps, {float(seconds):g} s, become {encoding.latent_frames}"
-        f" latent frames; a chunk of {float(length):g} s holds {length // seconds}"
+    segment_lines = [
+        f"segments {encoding.segment_frames} frames at {settings.fps} fps, {float(seconds):g} s, become"
+        f" {encoding.latent_frames} latent frames; a chunk of {float(length):g} s holds {length // seconds}"
     ]
-    return [*lines, *(f"         {text}" for text in _left_out_texts(content, settings))]
+    segment_lines += [f"         {text}" for text in _left_out_texts(in_all, settings)]
+    return Addition(lines, values, segment_lines)
 
 
 def left_out_lines(plan: ChunksPlan) -> list[str]:
-    """Return what a plan leaves out, in words; nothing if every frame is in a segment."""
+    """Return the part of a plan that is in no segment, in words; empty if every frame is in a segment."""
     encoding = Encoding.of(plan.recipe)
     return _left_out_texts(content_of(plan.chunk_shards.values(), encoding), encoding.settings)
 
 
 def _left_out_texts(content: Content, settings: LatentsSettings) -> list[str]:
-    """Return what is in no segment, in words; nothing if everything is."""
+    """Return the part of chunks that is in no segment, in words; empty if every frame is in a segment."""
     texts = []
     if content.left_out_s:
         texts.append(f"{duration_text(float(content.left_out_s))} at the ends of chunks and videos are in no segment")
@@ -275,7 +263,7 @@ def _left_out_texts(content: Content, settings: LatentsSettings) -> list[str]:
 
 
 def summary(plan: ChunksPlan, result: Summary, written: Sequence[str]) -> Addition:
-    """Return the VAE of a run, and what is in no segment of the whole plan."""
+    """Return the VAE of a run, and the part of the complete plan that is in no segment."""
     encoding = Encoding.of(plan.recipe)
     content = content_of(plan.chunk_shards.values(), encoding)
     left_out = {"num_chunks": content.num_without, "seconds": float(content.left_out_s)}

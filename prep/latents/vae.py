@@ -1,4 +1,4 @@
-"""The single interface to torch and diffusers: a VAE on a device that turns pictures or segments into latents."""
+"""The only interface to torch and diffusers: a VAE on a device that turns pictures or segments into latents."""
 
 import logging
 from functools import lru_cache
@@ -22,7 +22,7 @@ _TINY_EPS = 0.1
 
 
 class Encoder:
-    """The encoder of a VAE; for one thread, since some of these models keep a state while they encode.
+    """The encoder of a VAE, for a single thread: some of these models keep state while they encode.
 
     Args:
         model: a model of a class in clipmill.prep.latents.weights.
@@ -50,7 +50,7 @@ class Encoder:
             )
             self._shift, self._scale = mean, vae.scaling_factor / std
 
-    def resized(self, crops: NDArray[np.uint8], *, size: int) -> "torch.Tensor":
+    def resize(self, crops: NDArray[np.uint8], *, size: int) -> "torch.Tensor":
         """Resize square pictures [..., S, S, 3] to uint8 [..., 3, size, size] on the device (antialiased, bilinear)."""
         import torch
         from torch.nn import functional
@@ -63,13 +63,13 @@ class Encoder:
         return pictures.unflatten(0, crops.shape[:-3]).to(self._device)
 
     def encode(self, parts: "list[torch.Tensor]", *, noise: NDArray[np.float32] | None) -> NDArray[np.float32]:
-        """Return the latents of the N pictures uint8 [3, H, W] in all parts, or segments [F, 3, H, W], normalised.
+        """Return the normalised latents of the N pictures, uint8 [3, H, W], or segments, [F, 3, H, W], in all parts.
 
         Args:
-            noise: standard normal to sample the posterior, of the shape of the result; None for its mean.
+            noise: standard normal noise to sample the posterior, of the shape of the result; None for its mean.
 
         Returns:
-            [N, C, h, w] or [N, C, T', h, w].
+            Latents [N, C, h, w] or [N, C, T', h, w].
 
         Raises:
             MemoryError: the GPU does not have enough memory for the batch.
@@ -77,6 +77,7 @@ class Encoder:
         """
         import torch
 
+        noun = "frames" if len(self._unit_shape) == 3 else f"segments of {self._segment_frames} frames"
         with torch.inference_mode():
             num_units = sum(map(len, parts))
             try:
@@ -85,30 +86,23 @@ class Encoder:
                     scaled = scaled.transpose(1, 2)
                 posterior = self._model.encode(scaled.contiguous()).latent_dist
             except torch.OutOfMemoryError:
-                raise MemoryError(self._too_much(num_units)) from None
+                remedy = "a smaller --batch" if num_units > 1 else "--tiling or a smaller --size"
+                raise MemoryError(f"a batch of {num_units} {noun} does not fit in GPU memory: use {remedy}") from None
             latents = posterior.mode().float()
             if latents.shape != (num_units, *self._unit_shape):
                 raise UserError(
-                    f"the VAE gave latents of {tuple(latents.shape[1:])} for {self._noun}, where its configuration"
-                    f" promises {self._unit_shape}",
+                    f"the VAE returned latents of shape {tuple(latents.shape[1:])} for {noun}, but its configuration"
+                    f" implies {self._unit_shape}",
                     hint="give a VAE whose config.json belongs to its weights",
                 )
             if noise is not None:
                 latents = latents + posterior.std.float() * torch.from_numpy(noise).to(self._device)
-            found: NDArray[np.float32] = ((latents - self._shift) * self._scale).cpu().numpy()
-            return found
-
-    def _too_much(self, num_units: int) -> str:
-        asked = "a smaller --batch" if num_units > 1 else "--tiling or a smaller --size"
-        return f"a batch of {num_units} {self._noun} does not fit in GPU memory: use {asked}"
-
-    @property
-    def _noun(self) -> str:
-        return "frames" if len(self._unit_shape) == 3 else f"segments of {self._segment_frames} frames"
+            normalised: NDArray[np.float32] = ((latents - self._shift) * self._scale).cpu().numpy()
+            return normalised
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that this process has taken so far, on the GPU if it encodes there."""
+        """Peak memory of this process so far in bytes, on the GPU if it encodes there."""
         import resource
 
         import torch

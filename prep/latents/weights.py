@@ -1,4 +1,8 @@
-"""The VAE's weights: their location and hash, and the VAE's configuration. This module does not import torch."""
+"""The classes of VAEs, one row each, and a VAE's weights and configuration: location, hash, content.
+
+Defaults of the classes are the defaults of diffusers, since configurations on the Hugging Face Hub lack entries that
+were added later. Factors include patches. This module does not import torch.
+"""
 
 import hashlib
 import json
@@ -20,17 +24,17 @@ class VaeClass:
     """A class of diffusers.
 
     Attributes:
-        channels: the entry of the configuration with the number of latent channels, and its default.
-        spatial: the factor by which each side shrinks.
-        temporal: the factor by which the number of frames after the first one shrinks; None for a VAE of images, which
+        channels: name of the configuration entry with the number of latent channels, and its default.
+        spatial: factor by which each side shrinks.
+        temporal: factor by which the number of frames after the first one shrinks; None for a VAE of images, which
             encodes frame by frame.
-        frames_step: segments have k x frames_step + 1 frames; None: the temporal factor.
-        in_channels: number of channels that the encoder takes for pictures in RGB.
+        frames_step: step of the segment lengths, k x frames_step + 1 frames; None for the temporal factor.
+        in_channels: number of input channels of the encoder for pictures in RGB.
         scaling_factor: default of the entry of this name.
-        statistics: where the mean and standard deviation of each channel are, by which latents are normalised: in the
-            configuration, or as tensors beside the weights; None: latents are scaled by one factor.
-        has_posterior: whether the encoder gives a distribution to sample; otherwise it gives the latents themselves.
-        can_tile: whether the encoder takes a frame apart into tiles when asked to.
+        statistics: location of the mean and standard deviation of each channel, by which latents are normalised: in the
+            configuration, or as tensors beside the weights; None if latents are scaled by one factor.
+        has_posterior: True if the encoder returns a distribution to sample, False if it returns the latents themselves.
+        can_tile: True if the encoder can divide a frame into tiles.
     """
 
     name: str
@@ -45,17 +49,17 @@ class VaeClass:
     can_tile: bool = True
 
 
-def _doubled(entry: str, default: int) -> Callable[[Config], int]:
-    """2 to the number of entries of a list but one: every block but the last halves the sides."""
+def _block_factor(entry: str, default: int) -> Callable[[Config], int]:
+    """Return a function for 2^(blocks - 1): every block in the list `entry` except the last halves the sides."""
     return lambda config: 2 ** (len(config[entry]) - 1 if entry in config else default)
 
 
-def _given(entry: str, default: int) -> Callable[[Config], int]:
+def _entry_or(entry: str, default: int) -> Callable[[Config], int]:
     return lambda config: int(config.get(entry) or default)
 
 
-def _ltx(entry: str, patch: str, patch_size: int) -> Callable[[Config], int]:
-    """LTX's factors: those of the configuration, or of its patches and of the blocks that halve space and time."""
+def _ltx_factor(entry: str, patch: str, patch_size: int) -> Callable[[Config], int]:
+    """Return a function for LTX's factors: from `entry`, or from patches and the blocks that halve space and time."""
 
     def factor(config: Config) -> int:
         halving = sum(config.get("spatio_temporal_scaling", (True, True, True, False)))
@@ -72,52 +76,52 @@ CLASSES = {
         VaeClass(
             name="AutoencoderKL",
             channels=("latent_channels", 4),
-            spatial=_doubled("block_out_channels", 0),
+            spatial=_block_factor("block_out_channels", 0),
             scaling_factor=0.18215,
         ),
         VaeClass(  # 2.1, and 2.2 with patches of 2 x 2
             name="AutoencoderKLWan",
             channels=("z_dim", 16),
-            spatial=lambda config: _doubled("dim_mult", 3)(config) * _given("patch_size", 1)(config),
+            spatial=lambda config: _block_factor("dim_mult", 3)(config) * _entry_or("patch_size", 1)(config),
             temporal=lambda config: 2 ** sum(config.get("temperal_downsample", (False, True, True))),
-            in_channels=lambda config: 3 * _given("patch_size", 1)(config) ** 2,
+            in_channels=lambda config: 3 * _entry_or("patch_size", 1)(config) ** 2,
             statistics=IN_CONFIG,
         ),
         VaeClass(
             name="AutoencoderKLLTXVideo",
             channels=("latent_channels", 128),
-            spatial=_ltx("spatial_compression_ratio", "patch_size", 4),
-            temporal=_ltx("temporal_compression_ratio", "patch_size_t", 1),
+            spatial=_ltx_factor("spatial_compression_ratio", "patch_size", 4),
+            temporal=_ltx_factor("temporal_compression_ratio", "patch_size_t", 1),
             statistics=IN_WEIGHTS,
         ),
         VaeClass(
             name="AutoencoderKLHunyuanVideo",
             channels=("latent_channels", 16),
-            spatial=_given("spatial_compression_ratio", 8),
-            temporal=_given("temporal_compression_ratio", 4),
+            spatial=_entry_or("spatial_compression_ratio", 8),
+            temporal=_entry_or("temporal_compression_ratio", 4),
             scaling_factor=0.476986,
         ),
         VaeClass(
             name="AutoencoderKLHunyuanVideo15",
             channels=("latent_channels", 32),
-            spatial=_given("spatial_compression_ratio", 16),
-            temporal=_given("temporal_compression_ratio", 4),
+            spatial=_entry_or("spatial_compression_ratio", 16),
+            temporal=_entry_or("temporal_compression_ratio", 4),
             scaling_factor=1.03682,
         ),
         VaeClass(
             name="AutoencoderKLCogVideoX",
             channels=("latent_channels", 16),
-            spatial=_doubled("block_out_channels", 3),
-            temporal=_given("temporal_compression_ratio", 4),
-            # It encodes eight frames at a time, and what does not divide goes into the first batch.
+            spatial=_block_factor("block_out_channels", 3),
+            temporal=_entry_or("temporal_compression_ratio", 4),
+            # It encodes eight frames at a time, and the remainder goes into the first batch.
             frames_step=8,
             scaling_factor=1.15258426,
         ),
         VaeClass(
             name="AutoencoderKLCosmos",
             channels=("latent_channels", 16),
-            spatial=_given("spatial_compression_ratio", 8),
-            temporal=_given("temporal_compression_ratio", 8),
+            spatial=_entry_or("spatial_compression_ratio", 8),
+            temporal=_entry_or("temporal_compression_ratio", 8),
             statistics=IN_CONFIG,
             has_posterior=False,
             can_tile=False,
@@ -154,21 +158,22 @@ TINY_CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Vae:
-    """A VAE that was found.
+    """A VAE that `find_vae` has found, or that a recipe names.
 
     Attributes:
         name: name given by the user; for a folder only its last component, since moving a folder does not change the
             weights.
         source: name or absolute path of the folder, with which another machine finds the VAE.
-        directory: folder of its files; None for `tiny`, and if only the recipe is known.
+        directory: folder of the files; None for `tiny`, and if only the recipe is known.
         sha256: hash of configuration and weights.
         channels: number of latent channels.
         factor: factor by which the VAE downsamples each side.
         scaling_factor, shift_factor: stored latents are (latents - shift_factor) x scaling_factor.
-        kind: class of diffusers, a row of clipmill.prep.latents.weights.
-        temporal_factor: a segment of k x temporal_factor + 1 frames has k + 1 latent frames; None for a VAE of images.
-        latents_mean, latents_std: of each channel, or of each channel and latent frame in turn. With them, stored
-            latents are (latents - latents_mean) x (scaling_factor / latents_std).
+        kind: class of diffusers, a row of CLASSES.
+        temporal_factor: temporal factor: a segment of k x temporal_factor + 1 frames has k + 1 latent frames; None for
+            a VAE of images.
+        latents_mean, latents_std: statistics of each channel, or of each channel and latent frame in turn. With them,
+            stored latents are (latents - latents_mean) x (scaling_factor / latents_std).
     """
 
     name: str
@@ -186,30 +191,39 @@ class Vae:
 
     @property
     def row(self) -> VaeClass:
-        """What its class has in common."""
+        """Properties of its class."""
         return CLASSES[self.kind]
 
     @property
     def frames_step(self) -> int:
-        """Segments have k x frames_step + 1 frames; 1 for a VAE of images."""
+        """Step of the segment lengths, which are k x frames_step + 1 frames; 1 for a VAE of images."""
         return self.row.frames_step or self.temporal_factor or 1
 
 
 def find_vae(name: str) -> Vae:
     """Return the VAE called `name`: `tiny`, a folder, or a model on the Hugging Face Hub, which is downloaded once.
 
-    A folder may be that of the VAE itself, or that of a pipeline with the VAE in `vae/`.
+    A folder may contain the VAE itself, or a pipeline with the VAE in `vae/`.
 
     Raises:
         UserError: it does not exist, or is not a VAE of CLASSES with three input channels and safetensors weights.
     """
     if name == TINY:
-        return _described(name, name, None, _TINY_SHA256, TINY_CONFIG)
-    local = Path(name).expanduser()
-    folder = _model_folder(name)
-    source = str(folder) if local.is_dir() else name
-    directory = _with_files(folder)
-    config = _config(directory)
+        return _make_vae(name, name, None, _TINY_SHA256, TINY_CONFIG)
+    folder, directory = _find_folders(name)
+    config_path = directory / CONFIG_FILE
+    try:
+        config = parse_json(config_path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{config_path} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
+    except ValueError as error:
+        raise UserError(f"{config_path} is damaged: {error}", hint=_SUGGESTION) from None
+    kind = config.get("_class_name") if isinstance(config, dict) else None
+    if kind not in CLASSES:
+        raise UserError(
+            f"{config_path} describes {kind or 'no model'}, not a VAE that prep latents knows",
+            hint=f"{_SUGGESTION}; classes of diffusers: {', '.join(CLASSES)}",
+        )
     weights = directory / WEIGHTS_FILE
     if not weights.is_file():
         raise UserError(
@@ -224,8 +238,10 @@ def find_vae(name: str) -> Vae:
     except OSError as error:
         raise UserError(f"{weights} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
     _require_weights(weights)
-    shown = _name_of(Path(source)) if local.is_dir() else name
-    return _described(shown, source, directory, digest.hexdigest(), config)
+    if not Path(name).expanduser().is_dir():
+        return _make_vae(name, name, directory, digest.hexdigest(), config)
+    short_name = f"{folder.parent.name}-vae" if folder.name == "vae" else folder.name
+    return _make_vae(short_name, str(folder), directory, digest.hexdigest(), config)
 
 
 def vae_folder(name: str) -> Path | None:
@@ -234,40 +250,17 @@ def vae_folder(name: str) -> Path | None:
     Raises:
         UserError: it does not exist.
     """
-    return None if name == TINY else _with_files(_model_folder(name))
+    return None if name == TINY else _find_folders(name)[1]
 
 
-def _model_folder(name: str) -> Path:
-    return model_folder(name, files=_WANTED, what="VAE", asked="--vae", hint=_SUGGESTION)
-
-
-def _with_files(folder: Path) -> Path:
-    return folder / "vae" if (folder / "vae" / CONFIG_FILE).is_file() else folder
-
-
-def _name_of(folder: Path) -> str:
-    return f"{folder.parent.name}-vae" if folder.name == "vae" else folder.name
-
-
-def _config(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG_FILE
-    try:
-        config = parse_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}", hint=_SUGGESTION) from None
-    kind = config.get("_class_name") if isinstance(config, dict) else None
-    if kind not in CLASSES:
-        raise UserError(
-            f"{path} describes {kind or 'no model'}, not a VAE that prep latents knows",
-            hint=f"{_SUGGESTION}; classes of diffusers: {', '.join(CLASSES)}",
-        )
-    return dict(config)
+def _find_folders(name: str) -> tuple[Path, Path]:
+    """Return the folder of a model, and the folder in it with the files of the VAE."""
+    folder = model_folder(name, files=_WANTED, what="VAE", asked="--vae", hint=_SUGGESTION)
+    return folder, folder / "vae" if (folder / "vae" / CONFIG_FILE).is_file() else folder
 
 
 def _require_weights(path: Path) -> None:
-    """Raise UserError unless the file is a safetensors file that contains an encoder; called before any work begins."""
+    """Check before the work begins that the file is a safetensors file with an encoder; raises UserError."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -281,7 +274,12 @@ def _require_weights(path: Path) -> None:
         raise UserError(f"{path} does not contain a VAE encoder", hint=_SUGGESTION)
 
 
-def _described(name: str, source: str, directory: Path | None, sha256: str, config: dict[str, Any]) -> Vae:
+def _make_vae(name: str, source: str, directory: Path | None, sha256: str, config: dict[str, Any]) -> Vae:
+    """Return the VAE of a configuration.
+
+    Raises:
+        UserError: an entry is wrong or missing.
+    """
     row = CLASSES[config["_class_name"]]
     if (channels := config.get("in_channels", 3)) != row.in_channels(config):
         raise UserError(f"the VAE {name} expects {channels} input channels, but videos have 3", hint=_SUGGESTION)
@@ -319,13 +317,13 @@ def _statistics(
     if row.statistics == IN_CONFIG:
         mean, std = (config.get(name, "") for name in _STATISTICS)
         if mean is None and std is None:
-            return None, None  # as the configuration says
+            return None, None  # the configuration has no statistics, explicitly
     elif row.statistics == IN_WEIGHTS and directory is not None:
         from safetensors import safe_open
 
         with safe_open(directory / WEIGHTS_FILE, framework="numpy") as file:
-            there = file.keys()
-            mean, std = (file.get_tensor(name).tolist() if name in there else "" for name in _STATISTICS)
+            names = file.keys()
+            mean, std = (file.get_tensor(name).tolist() if name in names else "" for name in _STATISTICS)
     else:
         return None, None
     if not mean or not std:
@@ -335,6 +333,6 @@ def _statistics(
         raise ValueError(
             f"its latents_mean has {len(mean)} values, latents_std {len(std)}, for {num_channels} channels"
         )
-    if not all(0 < one < math.inf for one in std):
+    if not all(0 < value < math.inf for value in std):
         raise ValueError("its latents_std is not positive")
     return mean, std

@@ -1,35 +1,14 @@
 """The `ChunkWork` of the column `latents`."""
 
-from pathlib import Path
-
 from clipmill.manifests.plugins import import_late
 from clipmill.manifests.store import num_captions_of
 from clipmill.prep.core.chunk_work import ChunkWork
-from clipmill.prep.core.recipe import Recipe
-from clipmill.prep.latents.recipe import (
-    COMPRESSED,
-    EXTENSION,
-    Encoding,
-    LatentsSettings,
-    local_weights,
-    resolve,
-    variant_name,
-)
+from clipmill.prep.latents.recipe import COMPRESSED, EXTENSION, Encoding, local_weights, resolve, variant_name
 from clipmill.shards.format import LATENTS_FIELDS
-
-
-def _extension(recipe: Recipe[LatentsSettings]) -> str:
-    return EXTENSION if recipe.settings.compression == "none" else COMPRESSED
-
-
-def _next_command(data: Path) -> list[str]:
-    task = "dual-encoder" if num_captions_of(data) else "mae"
-    return ["train", task, "--shards", str(data), "--input", "latents", "--out", "runs/latents"]
-
 
 WORK = ChunkWork(
     fields=LATENTS_FIELDS,
-    extension=_extension,
+    extension=lambda recipe: EXTENSION if recipe.settings.compression == "none" else COMPRESSED,
     make=import_late("clipmill.prep.latents.worker:make_latents"),
     resolve=resolve,
     name=variant_name,
@@ -41,5 +20,8 @@ WORK = ChunkWork(
     estimate=import_late("clipmill.prep.latents.run:estimate"),
     summary=import_late("clipmill.prep.latents.run:summary"),
     left_out=import_late("clipmill.prep.latents.run:left_out_lines"),
-    next_command=_next_command,
+    next_command=lambda data: [
+        *("train", "dual-encoder" if num_captions_of(data) else "mae", "--shards", str(data)),
+        *("--input", "latents", "--out", "runs/latents"),
+    ],
 )

@@ -1,4 +1,8 @@
-"""Encoding the chunks of one shard in a worker: chunks are decoded ahead, and batches span chunks."""
+"""Encoding the chunks of one shard in a worker, and their samples: member, index row and check by `verify --deep`.
+
+Chunks are decoded ahead, and batches span chunks. Numbers are stored as float16, or as the bits of bfloat16 in uint16,
+since npy has no bfloat16.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,15 +34,19 @@ from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.npy import compress_frame, decompress_frame, load_npy, npy_bytes
 from clipmill.shards.writer import Sample
 
+_BFLOAT16_EXPONENT = 0x7F80
+_ITEM_BYTES = 2  # of both data types; the header of such a small array takes one block (clipmill.shards.npy)
+_STORED = {"float16": "<f2", "bfloat16": "<u2"}
+
 
 @dataclass(frozen=True)
 class EncoderUse:
-    """How workers encode, without effect on what is stored.
+    """Options of workers that do not affect the stored values.
 
     Attributes:
-        batch: Batch size of the model in frames; a VAE of videos encodes one segment at least.
-        num_threads: Number of the model's threads, and of chunks decoded in parallel; None for what the engine has
-            assigned to the worker.
+        batch: batch size of the model in frames; a VAE of videos encodes at least one segment.
+        num_threads: number of the model's threads, and of chunks decoded in parallel; None for the number that the
+            engine has assigned to the worker.
     """
 
     device: Device
@@ -47,16 +55,16 @@ class EncoderUse:
 
 
 def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sample | SourceFailure]:
-    """Yield the sample of each chunk, or why there is none."""
+    """Yield the sample of each chunk, or the reason why there is none."""
     use: EncoderUse = chunks.use
     settings, num_threads = recipe.settings, worker_threads() if use.num_threads is None else use.num_threads
     vae = find_vae(settings.vae)
     if vae.sha256 != recipe.values["vae_sha256"]:
-        raise UserError(f"the weights of {vae.name} on this node differ from those of the plan", hint="copy them again")
+        raise UserError(f"the weights of {vae.name} on this node differ from the planned ones", hint="copy them again")
     encoding = Encoding(settings, vae)
     encoder = open_encoder(encoding, device=use.device, num_threads=num_threads)
 
-    def encode(parts: list[PicturesOfChunk[Chunk, Any]]) -> NDArray[np.float32]:
+    def encode(parts: list[PicturesOfChunk[Chunk]]) -> NDArray[np.float32]:
         noise = None
         if settings.posterior == "sample":
             # The noise is drawn frame by frame or segment by segment, so that it does not depend on the batch.
@@ -72,7 +80,7 @@ def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sa
     read = partial(read_chunk_video, encoding=encoding)
     for done in encoded_chunks(
         pieces_in_order(chunks, read=read, num_threads=num_threads),
-        resized=partial(encoder.resized, size=settings.size),
+        resize=partial(encoder.resize, size=settings.size),
         encode=encode,
         batch=encoding.units_per_batch(use.batch),
     ):
@@ -85,11 +93,6 @@ def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sa
         else:
             message = f"the latents contain non-finite values in {settings.dtype}"
             yield SourceFailure(FailureCode.NOT_FINITE, message)
-
-
-_BFLOAT16_EXPONENT = 0x7F80
-_ITEM_BYTES = 2  # of both types; the header of so small an array is one block (clipmill.shards.npy)
-_STORED = {"float16": "<f2", "bfloat16": "<u2"}
 
 
 def latents_sample(chunk: Chunk, stored: NDArray[np.generic], *, encoding: Encoding) -> Sample:
@@ -112,7 +115,10 @@ def latents_sample(chunk: Chunk, stored: NDArray[np.generic], *, encoding: Encod
 
 
 def as_stored(latents: NDArray[np.float32], *, dtype: Literal["float16", "bfloat16"]) -> NDArray[np.generic]:
-    """Round to nearest, ties to even. Values out of range become infinite, which `is_finite` detects."""
+    """Round latents to a stored data type, to nearest, ties to even.
+
+    Values out of range become infinite, which `is_finite` detects.
+    """
     if dtype == "float16":
         with np.errstate(over="ignore", invalid="ignore"):
             return latents.astype(np.float16)
@@ -133,20 +139,20 @@ def is_finite(stored: NDArray[np.generic]) -> bool:
 def check_latents(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
     """Load the array of a sample and compare it with its index row."""
     num_frames, *picture = (row[name] for name in ("num_frames", "channels", "height", "width"))
-    wanted = (num_frames, *picture)
+    shape = (num_frames, *picture)
     if num_segments := len(row["source_frames"]):
-        wanted = (num_segments, picture[0], num_frames // num_segments, *picture[1:])
+        shape = (num_segments, picture[0], num_frames // num_segments, *picture[1:])
     ((extension, payload),) = members.items()
     if extension == COMPRESSED:
         try:
-            payload = decompress_frame(payload, size_bytes=BLOCK_BYTES + prod(wanted) * _ITEM_BYTES)
+            payload = decompress_frame(payload, size_bytes=BLOCK_BYTES + prod(shape) * _ITEM_BYTES)
         except ValueError as error:
             return CheckedSample([(DeepCode.ARRAY_DIFFERS, f"{extension} cannot be decompressed: {error}")], 0)
     array = load_npy(payload)
     if array is None:
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, f"{extension} cannot be loaded")], 0)
-    if array.shape != wanted or array.dtype.str != _STORED.get(row["dtype"]):
-        found = f"{extension} is {array.dtype} {array.shape}, but {row['dtype']} {wanted} in the index"
-        return CheckedSample([(DeepCode.ARRAY_DIFFERS, found)], 0)
+    if array.shape != shape or array.dtype.str != _STORED.get(row["dtype"]):
+        message = f"{extension} is {array.dtype} {array.shape}, but {row['dtype']} {shape} in the index"
+        return CheckedSample([(DeepCode.ARRAY_DIFFERS, message)], 0)
     not_finite = (DeepCode.ARRAY_DIFFERS, f"{extension} contains non-finite values")
     return CheckedSample([] if is_finite(array) else [not_finite], len(array))

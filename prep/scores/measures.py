@@ -1,21 +1,39 @@
-"""Which frames of a chunk are analysed, and what is kept of each.
+"""The measures of a chunk: choice of frames, motion, cuts, focus, black, frozen, bars, perceptual hash, speech.
+
+Frames that are analysed:
 
     samples      reference frames about half a second apart, which the decoder needs anyway, and the last frame
     neighbours   the frame a tenth of a second after each sample, for motion
     middle       the middle frame, for the perceptual hash
-    refined      all frames between two samples that differ by as much as a cut might (clipmill.prep.scores.measures)
+    refined      all frames between two samples that differ by as much as a cut might
 
 All values use full-range luma (0 black, 255 white), whatever the range that the codec stores.
+
+Motion: the flow between a sample and its neighbour is DIS (Kroeger et al., Fast Optical Flow using Dense Inverse
+Search, ECCV 2016) in OpenCV's implementation, on small luma. The camera's part is the similarity transform
+(translation, rotation, zoom) that explains the flow at the textured points of a grid, by least median of squares;
+everything else is the motion of objects. Flow cannot be observed where there is no texture, so such pixels follow the
+camera. If the texture covers too little of the picture to distinguish a moving camera from a moving object, the camera
+counts as still.
+
+Cuts: PySceneDetect's ContentDetector compares each frame with the frame that it received before. It receives all
+samples. Between two samples whose difference is below `REFINE_SHARE` of the threshold, it receives no other frame;
+between all others it receives every frame, so that a cut is found at its exact frame. It misses a short shot between
+two samples that look alike, and a cut between pictures that differ too little as samples but enough as neighbours.
+
+Speech: WebRTC's voice activity detector decides for each window of 30 ms whether it is loud in the bands of speech, as
+tones and noise are, too. Speech also changes its loudness with every syllable, about four times a second (Scheirer and
+Slaney, Construction and Evaluation of a Robust Multifeature Speech/Music Discriminator, ICASSP 1997). Windows therefore
+count only where the loudness varies within the second around them.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from io import BytesIO
 from math import ceil, floor
-from statistics import fmean
 from typing import Any
 
 import av
@@ -34,7 +52,7 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.shards.format import PACKET_REFERENCE
 
 SAMPLE_STEP_S = Fraction(8, 15)  # 16 frames at 30 frames per second: the distance of the P frames in a comb
-NEIGHBOUR_STEP_S = Fraction(1, 10)  # a source of 10 frames per second still moves between the two
+NEIGHBOUR_STEP_S = Fraction(1, 10)  # even a source of 10 frames per second moves in this time
 SMALL_SIDE_PX = 128  # long side of the small luma
 Luma = NDArray[np.uint8]  # [H, W]
 
@@ -63,8 +81,8 @@ def choose_frames(
 ) -> Chosen:
     """Choose the frames of a chunk to analyse, from its packet table (clipmill.shards.format.VIDEO_FIELDS).
 
-    The frame after a sample is the last reference frame within SAMPLE_STEP_S; else the first one within twice that
-    time; else the frame at that time, whatever it costs.
+    The next sample is the last reference frame within SAMPLE_STEP_S of a sample; else the first reference frame within
+    twice that time; else the frame at that time, whatever it costs.
     """
     step = max(1, int(SAMPLE_STEP_S * fps))
     references = sorted(
@@ -114,7 +132,7 @@ _GRID_PX = 6
 _TEXTURE = 4.0  # mean absolute luma gradient, in levels per pixel, around a textured pixel
 _TEXTURE_WINDOW_PX = 9
 _CELLS = 3  # the picture has 3 x 3 cells
-_MIN_CELLS = 6  # so many of which need texture before a camera is estimated
+_MIN_CELLS = 6  # number of cells that need texture before a camera is estimated
 _MIN_CELL_POINTS = 2
 _REST_PX = 0.03
 _MIN_SIDE_PX = 16  # DIS needs a few patches of 8 pixels
@@ -128,26 +146,17 @@ class Motion:
     camera: float
     objects: float
 
-    def times(self, factor: float) -> "Motion":
-        """Return the displacements in another unit."""
-        return Motion(self.all * factor, self.camera * factor, self.objects * factor)
-
-    @classmethod
-    def mean(cls, motions: "Sequence[Motion]") -> "Motion":
-        """Return the mean of one or more."""
-        return cls(*(fmean(values) for values in zip(*map(astuple, motions), strict=True)))
-
 
 def optical_flow(before: Luma, after: Luma) -> Flow | None:
     """Return the flow from one small luma to another; None if the picture is too small."""
     if min(before.shape) < _MIN_SIDE_PX:
         return None
-    dis: Any = cv2.DISOpticalFlow  # its type stub lacks the optional flow to begin with
+    dis: Any = cv2.DISOpticalFlow  # the type stub lacks the optional initial flow
     flow = dis.create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM).calc(before, after, None)
     return np.asarray(flow, np.float32)
 
 
-def textured(luma: Luma) -> Mask:
+def texture_mask(luma: Luma) -> Mask:
     """Return the pixels with texture around them."""
     gradients = [cv2.convertScaleAbs(cv2.Sobel(luma, cv2.CV_16S, dx, dy, scale=1 / 8)) for dx, dy in ((1, 0), (0, 1))]
     window = (_TEXTURE_WINDOW_PX, _TEXTURE_WINDOW_PX)
@@ -155,14 +164,14 @@ def textured(luma: Luma) -> Mask:
 
 
 def split_motion(flow: Flow, texture: Mask) -> Motion:
-    """Tell the camera's motion in a flow from that of objects."""
+    """Separate the camera's motion in a flow from the motion of objects."""
     camera = camera_flow(flow, texture)
     rest = (flow - camera) * texture[..., None]
     return Motion(_mean_length(camera + rest), _mean_length(camera), _mean_length(rest))
 
 
 def camera_flow(flow: Flow, texture: Mask) -> Flow:
-    """Return the flow that a moving camera alone would cause, [H, W, 2]; zero if it cannot be told."""
+    """Return the flow that is caused by a moving camera, [H, W, 2]; zero if it cannot be estimated."""
     grid = np.zeros_like(texture)
     grid[_GRID_PX // 2 :: _GRID_PX, _GRID_PX // 2 :: _GRID_PX] = True
     rows, columns = np.nonzero(grid & texture)
@@ -177,7 +186,7 @@ def camera_flow(flow: Flow, texture: Mask) -> Flow:
     a, b, c, d, e, f = np.asarray(transform, np.float32).ravel()
     x, y = np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)[:, None]
     camera = np.stack([(a - 1) * x + (b * y + c), d * x + ((e - 1) * y + f)], axis=2)
-    # A camera at rest is preferred to one that explains the typical point hardly better.
+    # A camera at rest is preferred unless a moving one explains the typical point clearly better.
     moving, still = (_lengths((flow - other)[rows, columns]) for other in (camera, np.zeros_like(flow)))
     return camera if np.median(still) - np.median(moving) > _REST_PX else np.zeros_like(flow)
 
@@ -192,6 +201,7 @@ def _mean_length(flow: Flow) -> float:
 
 REFINE_SHARE = 0.5
 MIN_SHOT_FRAMES = 15  # PySceneDetect's default: cuts that are closer are merged
+_DETECTOR_FPS = 30.0  # the detector counts frames, so the rate has no effect
 Picture = NDArray[np.uint8]  # [H, W, 3], BGR
 
 
@@ -208,45 +218,41 @@ def analysis_picture(picture: Picture) -> Picture:
 def intervals_to_refine(samples: Sequence[tuple[int, Picture]], *, threshold: float) -> list[range]:
     """Return the frames between neighbouring samples (index, picture) that may hold a cut."""
     detector = ContentDetector(threshold=REFINE_SHARE * threshold, min_scene_len=0)
-    found = []
+    intervals = []
     for before, (frame, picture) in zip([0, *(frame for frame, _ in samples)], samples, strict=False):
-        if detector.process_frame(_timecode(frame), picture) and frame - before > 1:
-            found.append(range(before + 1, frame))
-    return found
+        if detector.process_frame(FrameTimecode(frame, _DETECTOR_FPS), picture) and frame - before > 1:
+            intervals.append(range(before + 1, frame))
+    return intervals
 
 
 def find_cuts(frames: Iterable[tuple[int, Picture]], *, threshold: float) -> list[int]:
     """Return the first frames of new shots, ascending; `frames` are (index, picture) in order, beginning with 0."""
     detector = ContentDetector(threshold=threshold, min_scene_len=MIN_SHOT_FRAMES)
-    found: list[int] = []
+    cuts: list[int] = []
     for frame, picture in frames:
-        # The chunk may begin in the middle of a shot, so that a cut in its first frames ends no short shot.
-        shown = frame + MIN_SHOT_FRAMES if frame else 0
-        found += [cut.frame_num - MIN_SHOT_FRAMES for cut in detector.process_frame(_timecode(shown), picture)]
-    return found
+        # The chunk may begin in the middle of a shot, so a cut in its first frames does not end a short shot.
+        time = FrameTimecode(frame + MIN_SHOT_FRAMES if frame else 0, _DETECTOR_FPS)
+        cuts += [cut.frame_num - MIN_SHOT_FRAMES for cut in detector.process_frame(time, picture)]
+    return cuts
 
 
-def _timecode(frame: int) -> FrameTimecode:
-    return FrameTimecode(frame, 30.0)  # the detector counts frames: the rate has no effect
-
-
-BLACK_LEVEL = 25  # a pixel is black up to here: 0.10 of the range, as in ffmpeg's blackdetect
-BLACK_PIXELS = 0.98  # share of such pixels in a black frame, as there
+BLACK_LEVEL = 25  # maximum luma of a black pixel: 0.10 of the range, as in ffmpeg's blackdetect
+BLACK_PIXELS = 0.98  # share of black pixels in a black frame, as in blackdetect
 BAR_LEVEL = 9.3  # mean luma of a line of a bar: 24 in limited range, as in ffmpeg's cropdetect
 STILL_DIFFERENCE = 3.0  # mean absolute difference in any block of a frozen picture, in levels; compression makes 0.9
-MAX_ANEW = 2.0  # levels by which all blocks of a still picture may differ behind a key frame, which is encoded anew
-_BLOCK_PX = 8  # of small luma, which has 16 of them along its long side
+MAX_AGAIN = 2.0  # levels by which all blocks of a still picture may differ after a key frame, which encodes them again
+_BLOCK_PX = 8  # of small luma, whose long side has 16 blocks
 MIN_FROZEN_S = 1.0  # shorter standstills do not count
 _HASH_SIDE, _PICTURE_SIDE = 8, 32
+# The lowest frequencies of the DCT-II, [8, 32], scaled as in scipy.fftpack.
+_COSINES = 2 * np.cos(
+    np.arange(_HASH_SIDE)[:, None] * ((2 * np.arange(_PICTURE_SIDE) + 1) * np.pi / (2 * _PICTURE_SIDE))
+)
 
 
 @dataclass(frozen=True)
 class Look:
-    """What is kept of a decoded frame.
-
-    Attributes:
-        luma: small luma.
-    """
+    """The small luma of a decoded frame, and whether the frame is black."""
 
     frame: int
     luma: Luma
@@ -260,51 +266,52 @@ class Look:
 
 
 def shown_frames(looks: Sequence[Look], *, num_frames: int) -> NDArray[np.float64]:
-    """Return for how many frames each look stands: up to halfway to its neighbours; the sum is `num_frames`."""
+    """Return the number of frames that each look represents, halfway to its neighbours; the sum is `num_frames`."""
     frames = np.array([look.frame for look in looks], np.float64)
     borders = np.concatenate([[0.0], (frames[:-1] + frames[1:] + 1) / 2, [float(num_frames)]])
     return np.diff(borders)
 
 
 def frozen_frames(looks: Sequence[Look], *, num_frames: int, min_frames: float, key_frames: Sequence[int]) -> float:
-    """Return how many frames belong to standstills of at least `min_frames` frames.
+    """Return the number of frames in standstills of at least `min_frames` frames.
 
-    As in ffmpeg's freezedetect, a standstill lasts while frames look like its first one, so that slow changes end it.
-    Unlike there, a change in a single block ends it too: something small moves. Behind a key frame, where compression
-    changes all blocks, frames are also compared with the first one behind it.
+    As in ffmpeg's freezedetect, a standstill lasts while frames look like its first frame, so that slow changes end it.
+    Unlike in freezedetect, a change in a single block ends it too, because a small object moves. After a key frame,
+    where compression changes all blocks, frames are also compared with the first frame after it.
 
     Args:
         key_frames: indices of the key frames, ascending.
     """
     borders = np.concatenate([[0.0], np.cumsum(shown_frames(looks, num_frames=num_frames))])
     groups = [bisect_right(key_frames, look.frame) for look in looks]
-    found, begin, first = 0.0, 0, 0  # look with which the standstill begins, and the first one of its last group
+    # `begin` is the first look of the standstill, `first` the first look of its last group between key frames.
+    num_frozen, begin, first = 0.0, 0, 0
     for number in range(1, len(looks) + 1):
         if number < len(looks):
             is_same_group = groups[number] == groups[first]
             if (not is_same_group or _is_still(looks[first].luma, looks[number].luma)) and (
-                groups[number] == groups[begin] or _is_still(looks[begin].luma, looks[number].luma, is_anew=True)
+                groups[number] == groups[begin] or _is_still(looks[begin].luma, looks[number].luma, has_key_frame=True)
             ):
                 first = first if is_same_group else number
                 continue
         length = float(borders[number] - borders[begin])
         if number - begin > 1 and length >= min(min_frames, num_frames):
-            found += length
+            num_frozen += length
         begin = first = number
-    return found
+    return num_frozen
 
 
-def _is_still(before: Luma, after: Luma, *, is_anew: bool = False) -> bool:
+def _is_still(before: Luma, after: Luma, *, has_key_frame: bool = False) -> bool:
     """Return True if nothing has moved between two frames.
 
     Args:
-        is_anew: there is a key frame between them. The median of all blocks then counts as compression.
+        has_key_frame: True if there is a key frame between them. The median of all blocks then counts as compression.
     """
     difference = cv2.absdiff(before, after).astype(np.float32)
     size = (max(1, before.shape[1] // _BLOCK_PX), max(1, before.shape[0] // _BLOCK_PX))
     blocks = cv2.resize(difference, size, interpolation=cv2.INTER_AREA)
-    anew = min(float(np.median(blocks)), MAX_ANEW) if is_anew else 0.0
-    return bool(blocks.max() <= STILL_DIFFERENCE + anew)
+    compression = min(float(np.median(blocks)), MAX_AGAIN) if has_key_frame else 0.0
+    return bool(blocks.max() <= STILL_DIFFERENCE + compression)
 
 
 def sharpness(luma: Luma) -> float:
@@ -328,23 +335,15 @@ class Lines:
 
 @dataclass(frozen=True)
 class Active:
-    """The part of the picture inside of the bars, in pixels; the ends are exclusive."""
+    """The part of the picture inside the bars, in pixels; the ends are exclusive."""
 
     top: int
     bottom: int
     left: int
     right: int
 
-    @property
-    def area(self) -> int:
-        return (self.bottom - self.top) * (self.right - self.left)
-
-    def of(self, luma: Luma) -> Luma:
-        """Return this part of a luma of full size."""
-        return luma[self.top : self.bottom, self.left : self.right]
-
     def of_small(self, small: Luma, *, height: int, width: int) -> tuple[slice, slice]:
-        """Return the rows and columns of a small luma that are wholly inside; the full size is `height` x `width`."""
+        """Return the rows and columns of a small luma that are entirely inside; `height` x `width` is the full size."""
         down, across = small.shape[0] / height, small.shape[1] / width
         return (
             slice(ceil(self.top * down), floor(self.bottom * down)),
@@ -353,7 +352,7 @@ class Active:
 
 
 def active_part(lines: Sequence[Lines]) -> Active | None:
-    """Return the part inside of the bars: lines at the border that are black in all frames; None if all lines are."""
+    """Return the part inside the bars, which are border lines that are black in all frames; None if all lines are."""
     rows = np.flatnonzero(np.max([line.rows for line in lines], axis=0) > BAR_LEVEL)
     columns = np.flatnonzero(np.max([line.columns for line in lines], axis=0) > BAR_LEVEL)
     if not len(rows) or not len(columns):
@@ -372,16 +371,15 @@ def phash(rgb: NDArray[np.uint8]) -> int:
     for _ in range(2):  # along the width, then along the height
         coefficients = _lanczos(grey.shape[1])
         grey = np.clip((grey @ coefficients + (1 << 21)) >> 22, 0, 255).T
-    cosines = _cosines()
-    # Rounding makes frequencies that are zero by symmetry zero, whatever the order of the sums.
-    low = np.round(cosines @ grey.astype(np.float64) @ cosines.T, 6)
+    # Rounding makes frequencies that are zero by symmetry exactly zero, whatever the order of the sums.
+    low = np.round(_COSINES @ grey.astype(np.float64) @ _COSINES.T, 6)
     bits = (low > np.median(low)).ravel()
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
 
 
 @lru_cache(maxsize=64)
 def _lanczos(length: int) -> NDArray[np.int64]:
-    """Pillow's coefficients [length, 32] for reducing `length` pixels to 32 by Lanczos, in units of 2^-22."""
+    """Return Pillow's coefficients [length, 32] for reducing `length` pixels to 32 by Lanczos, in units of 2^-22."""
     scale = length / _PICTURE_SIDE
     stretch = max(scale, 1.0)
     support = 3 * stretch
@@ -396,39 +394,20 @@ def _lanczos(length: int) -> NDArray[np.int64]:
     return table
 
 
-@lru_cache(maxsize=1)
-def _cosines() -> NDArray[np.float64]:
-    """The lowest frequencies of the DCT-II, [8, 32], scaled as in scipy.fftpack."""
-    position = (2 * np.arange(_PICTURE_SIDE) + 1) * np.pi / (2 * _PICTURE_SIDE)
-    return np.asarray(2 * np.cos(np.arange(_HASH_SIDE)[:, None] * position))
-
-
 RATE_HZ = 16_000
 WINDOW_MS = 30
 _WINDOW = RATE_HZ * WINDOW_MS // 1000  # samples
-_AGGRESSIVENESS = 3  # of 0 to 3: the fewest false alarms
+_AGGRESSIVENESS = 3  # from 0 to 3: the fewest false alarms
 _AROUND = 16  # windows before and after a window: about a second
 _MIN_VARIATION_DB = 3.0  # standard deviation; a tone has 0, white noise 0.3
-_FLOOR_DB = -60.0  # of full scale; below, all is silence
-
-
-def speech_s(content: bytes) -> Fraction | None:
-    """Return how many seconds of a chunk's audio are speech; None if there is no audio.
-
-    Raises:
-        SourceFailure: decode_errors.
-    """
-    samples = _decode(content)
-    if samples is None:
-        return None
-    return Fraction(int(is_speech(samples).sum()) * WINDOW_MS, 1000)
+_FLOOR_DB = -60.0  # relative to full scale; anything below is silence
 
 
 def is_speech(samples: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """Return for each whole window of 30 ms whether it is speech, bool [windows].
+    """Return which complete windows of 30 ms are speech, bool [windows].
 
     Args:
-        samples: mono, RATE_HZ.
+        samples: mono samples at RATE_HZ.
     """
     windows = samples[: len(samples) // _WINDOW * _WINDOW].reshape(-1, _WINDOW)
     detector = webrtcvad.Vad(_AGGRESSIVENESS)
@@ -439,7 +418,7 @@ def is_speech(samples: NDArray[np.int16]) -> NDArray[np.bool_]:
 
 
 def _variation(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the standard deviation of the values around each one."""
+    """Return the standard deviation of the values around each value."""
     count = np.arange(len(values))
     begin, end = np.maximum(count - _AROUND, 0), np.minimum(count + _AROUND + 1, len(values))
     sums, squares = (np.concatenate([[0.0], np.cumsum(terms)]) for terms in (values, values**2))
@@ -447,8 +426,12 @@ def _variation(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.sqrt(np.maximum((squares[end] - squares[begin]) / (end - begin) - mean**2, 0.0))
 
 
-def _decode(content: bytes) -> NDArray[np.int16] | None:
-    """Return the first audio track, mono at RATE_HZ; None if there is none, or it is empty."""
+def decode_audio(content: bytes) -> NDArray[np.int16] | None:
+    """Return the first audio track, mono at RATE_HZ; None if there is none, or it is empty.
+
+    Raises:
+        SourceFailure: decode_errors.
+    """
     parts = []
     try:
         with av.open(BytesIO(content), "r", format="mp4") as container:

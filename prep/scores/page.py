@@ -1,6 +1,6 @@
 """The page of `prep inspect --column scores --html`: the distribution of each score, and pictures along it.
 
-It is self-contained: pictures are JPEG files in it, and its content security policy forbids everything else.
+It is self-contained: it embeds its pictures as JPEG files, and its content security policy forbids everything else.
 """
 
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import cv2
 import numpy as np
@@ -33,6 +33,11 @@ from clipmill.shards.where import parse_where
 
 _HEIGHT_PX = 108
 _JPEG_QUALITY = 80
+NUM_SELECTED = 12  # pictures of chunks that a selection keeps, and of chunks that it drops
+NUM_CUT_CHUNKS = 8  # chunks whose cuts are shown: the chunks with the most cuts
+NUM_CUT_PICTURES = 6
+SHOWN = tuple(score for score in SCORES if score.title)
+_PICKED = (("lowest", 0.0), ("1st quartile", 0.25), ("median", 0.5), ("3rd quartile", 0.75), ("highest", 1.0))
 
 
 @dataclass(frozen=True)
@@ -49,31 +54,28 @@ class Chunks:
     """The rows of the merged table (clipmill.shards.scores), and the chunks behind them.
 
     Args:
-        table: the merged table.
-        video: the variant of video that was scored.
+        table: merged table.
+        video: variant of video that was scored.
     """
 
     def __init__(self, table: pa.Table, *, video: Variant) -> None:
         self.table = table
         self._shards = [shard for shard in video.shards() if is_readable(shard)]
-        self._found: dict[int, tuple[CommittedShard, int] | None] = {}
+        self._places: dict[int, tuple[CommittedShard, int] | None] = {}
 
     def key(self, row: int) -> str:
         """Return the key of a chunk."""
         return chunk_key(self.table["video_id"][row].as_py(), self.table["start_ms"][row].as_py())
 
     def copy_of(self, row: int) -> str | None:
-        """Return the key of the chunk of an earlier video that a chunk looks like; None if there is none."""
+        """Return the key of the chunk of an earlier video that a chunk duplicates; None if there is none."""
         first = self.table["duplicate_of"][row].as_py()
         return None if first < 0 else self.key(first)
 
     def duration_s(self, row: int) -> float | None:
         """Return the duration of a chunk; None if it is not in the video column, or damaged."""
-        found = self._find(row)
-        if found is None:
-            return None
-        shard, number = found
-        return float(seconds_of(shard.index, number))
+        place = self._find(row)
+        return None if place is None else float(seconds_of(place[0].index, place[1]))
 
     def thumbnails(
         self,
@@ -82,68 +84,63 @@ class Chunks:
         *,
         on_picture: Callable[[int, int], None],
     ) -> dict[tuple[int, float | None], Thumbnail]:
-        """Return pictures by (row, seconds in the chunk), the seconds None for the middle frame.
+        """Return pictures by (row, seconds in the chunk); the middle frame has None in place of seconds.
 
         Args:
-            middles: rows whose middle frame is wanted.
+            middles: rows whose middle frame is shown.
             moments_s: row -> times of further frames.
         """
         pictures: dict[tuple[int, float | None], Thumbnail] = {}
         rows = dict.fromkeys([*middles, *moments_s])
         for done, row in enumerate(rows, 1):
-            wanted: list[float | None] = [*([None] if row in middles else []), *moments_s.get(row, ())]
-            pictures |= {(row, moment): picture for moment, picture in self._of_chunk(row, wanted).items()}
+            moments: list[float | None] = [*([None] if row in middles else []), *moments_s.get(row, ())]
+            pictures |= {(row, moment): picture for moment, picture in self._of_chunk(row, moments).items()}
             on_picture(done, len(rows))
         return pictures
 
-    def _of_chunk(self, row: int, wanted: Sequence[float | None]) -> dict[float | None, Thumbnail]:
-        found = self._find(row)
-        if found is None:
-            return dict.fromkeys(wanted, Thumbnail(None, problem="not in the video column, or damaged there"))
-        shard, number = found
+    def _of_chunk(self, row: int, moments: Sequence[float | None]) -> dict[float | None, Thumbnail]:
+        """Return the pictures of a chunk, which is decoded once, or the reason why there are none."""
+        place = self._find(row)
+        if place is None:
+            return dict.fromkeys(moments, Thumbnail(None, problem="not in the video column, or damaged"))
+        shard, number = place
         index, fps = shard.index, frame_rate(shard.index, number)
         last = index["num_frames"][number].as_py() - 1
-        frames = {
-            moment: (last + 1) // 2 if moment is None else min(last, round(Fraction(moment) * fps)) for moment in wanted
+        frame_of = {
+            moment: (last + 1) // 2 if moment is None else min(last, round(Fraction(moment) * fps))
+            for moment in moments
         }
-        needed = sorted(set(frames.values()))
+        frames = sorted(set(frame_of.values()))
+        pictures: dict[int, Thumbnail] = {}
         try:
             decoded = decode_frames(
                 read_chunk(shard, number),
-                needed,
+                frames,
                 fps=fps,
                 packet_frame=index["packet_frame"][number].as_py(),
                 packet_flags=index["packet_flags"][number].as_py(),
             )
-            pictures = {frame: _thumbnail(picture) for frame, picture in zip(needed, decoded, strict=True)}
+            for frame, picture in zip(frames, decoded, strict=True):
+                width = max(2, round(picture.width * _HEIGHT_PX / picture.height))
+                small = picture.reformat(width=width, height=_HEIGHT_PX, format="bgr24", interpolation="AREA")
+                _, encoded = cv2.imencode(".jpg", small.to_ndarray(), [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])
+                pictures[frame] = Thumbnail(data_uri(encoded.tobytes(), "image/jpeg"), width, _HEIGHT_PX)
         except SourceFailure as failure:
-            return dict.fromkeys(wanted, Thumbnail(None, problem=f"cannot be shown: {failure.message}"))
-        return {moment: pictures[frame] for moment, frame in frames.items()}
+            return dict.fromkeys(moments, Thumbnail(None, problem=f"cannot be shown: {failure.message}"))
+        return {moment: pictures[frame] for moment, frame in frame_of.items()}
 
     def _find(self, row: int) -> tuple[CommittedShard, int] | None:
-        if row not in self._found:
+        """Return the shard of a chunk, and its row in the shard's index; None if there is none."""
+        if row not in self._places:
             key = self.key(row)
             places = ((shard, pc.index(shard.index["key"], key).as_py()) for shard in self._shards)
-            self._found[row] = next(((shard, number) for shard, number in places if number >= 0), None)
-        return self._found[row]
-
-
-def _thumbnail(frame: Any) -> Thumbnail:
-    width = max(2, round(frame.width * _HEIGHT_PX / frame.height))
-    picture = frame.reformat(width=width, height=_HEIGHT_PX, format="bgr24", interpolation="AREA").to_ndarray()
-    _, encoded = cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])
-    return Thumbnail(data_uri(encoded.tobytes(), "image/jpeg"), width, _HEIGHT_PX)
-
-
-NUM_SELECTED = 12  # pictures of chunks that a selection keeps, and of those that it drops
-NUM_CUT_CHUNKS = 8  # chunks whose cuts are shown: those with the most
-NUM_CUT_PICTURES = 6
-SHOWN = tuple(score for score in SCORES if score.title)
+            self._places[row] = next(((shard, number) for shard, number in places if number >= 0), None)
+        return self._places[row]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What an expression keeps: bool [chunks], in the order of the table."""
+    """The chunks that an expression keeps, bool [chunks], in the order of the table."""
 
     expression: str
     is_kept: NDArray[np.bool_]
@@ -160,11 +157,11 @@ class Selection:
 
 
 def write_scores_page(variant: Variant, request: PageRequest) -> Report:
-    """Publish the page of the current variant; with an expression it also shows what that keeps and drops.
+    """Publish the page of the current variant; with an expression it also shows the chunks kept and dropped.
 
     Raises:
         UserError: the page cannot be written, `variant` is not the current one, its merged table is missing or stale,
-            or the request is not one for this page.
+            or the page does not support the request.
     """
     require_page_path(request.path, flag="--html")
     if request.num_samples is not None:
@@ -178,7 +175,19 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
             f"--html shows the current variant of scores, {scores.variant.directory.name}", hint="omit --variant"
         )
     chunks = Chunks(scores.table, video=Variant.open(data_dir))
-    selection = None if request.where is None else _select(request.where, scores.table, data_dir=data_dir)
+    selection = None
+    if request.where is not None:
+        where = parse_where(request.where)
+        where.require(("chunk", "video", "label"), because="the page shows chunks")
+        coded = scores.table["video_id"].chunk(0)
+        is_kept = selected_chunks(
+            where,
+            data_dir,
+            video_ids=coded.dictionary,
+            video_row=coded.indices.to_numpy(),
+            start_ms=scores.table["start_ms"].to_numpy(),
+        )
+        selection = Selection(where.text, is_kept)
     publish_page(
         request.path,
         Path(__file__).with_name("scores.html.j2"),
@@ -190,37 +199,35 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
     if selection is None:
         return Report(f"{html}: {count_noun(num_chunks, 'chunk')}", {"html": html, "num_chunks": num_chunks})
     num_kept = selection.num_kept
-    said = f"--where keeps {num_kept:,} of {count_noun(num_chunks, 'chunk')}"
-    said += "" if num_kept else "; see the distributions on the page for values that occur"
-    return Report(f"{html}: {said}", {"html": html, "num_chunks": num_chunks, "num_kept": num_kept})
-
-
-def _select(text: str, table: pa.Table, *, data_dir: Path) -> Selection:
-    where = parse_where(text)
-    where.require(("chunk", "video", "label"), because="the page shows chunks")
-    coded = table["video_id"].chunk(0)
-    is_kept = selected_chunks(
-        where,
-        data_dir,
-        video_ids=coded.dictionary,
-        video_row=coded.indices.to_numpy(),
-        start_ms=table["start_ms"].to_numpy(),
-    )
-    return Selection(where.text, is_kept)
+    message = f"--where keeps {num_kept:,} of {count_noun(num_chunks, 'chunk')}"
+    message += "" if num_kept else "; see the distributions on the page for values that occur"
+    return Report(f"{html}: {message}", {"html": html, "num_chunks": num_chunks, "num_kept": num_kept})
 
 
 def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[int, int], None]) -> dict[str, Any]:
     """Return the values of the template."""
-    columns = {score.name: _values(chunks.table[score.name]) for score in SHOWN}
+    # Unknown values are NaN.
+    columns = {
+        score.name: np.asarray(chunks.table[score.name].cast(pa.float64()).to_numpy(), np.float64) for score in SHOWN
+    }
     picked = {score.name: landmarks(columns[score.name]) for score in SHOWN}
-    cut = _most_cut(columns["cuts"])
-    groups = [] if selection is None else _groups(selection)
+    num_cuts = columns["cuts"]
+    most_cut = np.argsort(-np.nan_to_num(num_cuts), kind="stable")[:NUM_CUT_CHUNKS].tolist()
+    cut = [row for row in most_cut if num_cuts[row] > 0]
+    groups = (
+        []
+        if selection is None
+        else [
+            (name, evenly_spaced_items(np.flatnonzero(selection.is_kept == is_kept).tolist(), at_most=NUM_SELECTED))
+            for name, is_kept in (("kept", True), ("dropped", False))
+        ]
+    )
     middles = [*(row for marks in picked.values() for _, row in marks), *(row for _, rows in groups for row in rows)]
     pictures = chunks.thumbnails(middles, {row: _cut_frames_s(chunks, row) for row in cut}, on_picture=on_picture)
 
     def mark(row: int, name: str = "", value: float | None = None) -> dict[str, Any]:
-        found = {"picture": pictures[row, None], "key": chunks.key(row), "copy_of": chunks.copy_of(row)}
-        return {**found, "name": name, "value": value}
+        chunk = {"picture": pictures[row, None], "key": chunks.key(row), "copy_of": chunks.copy_of(row)}
+        return {**chunk, "name": name, "value": value}
 
     num_videos = len(set(chunks.table["video_id"].chunk(0).indices.to_pylist()))
     return {
@@ -235,62 +242,39 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
             }
             for score in SHOWN
         ],
-        "cut": [_cuts(chunks, row, pictures=pictures) for row in cut],
+        "cut": [
+            {
+                "key": chunks.key(row),
+                "times_s": times_s,
+                "seconds": chunks.duration_s(row) or max(times_s),
+                "pictures": [(time_s, pictures[row, time_s]) for time_s in _cut_frames_s(chunks, row)],
+            }
+            for row, times_s in ((row, chunks.table["cut_times_s"][row].as_py()) for row in cut)
+        ],
     }
 
 
 def _distribution(score: Score, values: NDArray[np.float64], *, selection: Selection | None) -> dict[str, Any]:
     is_known = ~np.isnan(values)
-    found = None
+    known = None
     if is_known.any():
         is_kept = None if selection is None else selection.is_kept[is_known]
-        found = histogram(values[is_known], bounds=score.bounds, is_count=score.is_count, is_kept=is_kept)
-    return {"histogram": found, "num_unknown": int((~is_known).sum())}
-
-
-def _cuts(chunks: Chunks, row: int, *, pictures: Mapping[tuple[int, float | None], Thumbnail]) -> dict[str, Any]:
-    times_s = chunks.table["cut_times_s"][row].as_py()
-    return {
-        "key": chunks.key(row),
-        "times_s": times_s,
-        "seconds": chunks.duration_s(row) or max(times_s),
-        "pictures": [(time_s, pictures[row, time_s]) for time_s in _cut_frames_s(chunks, row)],
-    }
-
-
-def _values(column: pa.ChunkedArray) -> NDArray[np.float64]:
-    """Return a column as float64, NaN where unknown."""
-    return np.asarray(column.cast(pa.float64()).to_numpy(), np.float64)
-
-
-def _most_cut(cuts: NDArray[np.float64]) -> list[int]:
-    in_order = np.argsort(-np.nan_to_num(cuts), kind="stable")[:NUM_CUT_CHUNKS]
-    return [row for row in in_order.tolist() if cuts[row] > 0]
+        known = histogram(values[is_known], bounds=score.bounds, is_count=score.is_count, is_kept=is_kept)
+    return {"histogram": known, "num_unknown": int((~is_known).sum())}
 
 
 def _cut_frames_s(chunks: Chunks, row: int) -> list[float]:
     return evenly_spaced_items(chunks.table["cut_times_s"][row].as_py(), at_most=NUM_CUT_PICTURES)
 
 
-def _groups(selection: Selection) -> list[tuple[str, list[int]]]:
-    return [
-        (name, evenly_spaced_items(np.flatnonzero(selection.is_kept == is_kept).tolist(), at_most=NUM_SELECTED))
-        for name, is_kept in (("kept", True), ("dropped", False))
-    ]
-
-
-V = TypeVar("V")
-_PICKED = (("lowest", 0.0), ("1st quartile", 0.25), ("median", 0.5), ("3rd quartile", 0.75), ("highest", 1.0))
-
-
 def landmarks(values: NDArray[np.float64]) -> list[tuple[str, int]]:
     """Return (name, row) of the chunks at the lowest, highest and quartile values; NaN marks unknown values.
 
-    Each chunk is named once: few chunks have fewer landmarks.
+    Each chunk is named once, so that a few chunks have fewer landmarks.
     """
     known = np.flatnonzero(~np.isnan(values))
     in_order = known[np.argsort(values[known], kind="stable")]
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, share in _PICKED if len(in_order) else ():
-        found.setdefault(int(in_order[round(share * (len(in_order) - 1))]), name)
-    return [(name, row) for row, name in found.items()]
+        names.setdefault(int(in_order[round(share * (len(in_order) - 1))]), name)
+    return [(name, row) for row, name in names.items()]

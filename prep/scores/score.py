@@ -1,9 +1,10 @@
-"""Scoring one chunk: which frames are decoded, and how values are computed from them (defined in docs/columns.md)."""
+"""The scores of one chunk (defined in docs/columns.md), and its sample: member, index row and `verify --deep`."""
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from fractions import Fraction
+from statistics import fmean
 from typing import Any
 
 import cv2
@@ -17,6 +18,7 @@ from clipmill.prep.core.chunk_input import Chunk, decode_frames
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.scores.measures import (
     MIN_FROZEN_S,
+    WINDOW_MS,
     Active,
     Chosen,
     Lines,
@@ -27,17 +29,18 @@ from clipmill.prep.scores.measures import (
     active_part,
     analysis_picture,
     choose_frames,
+    decode_audio,
     find_cuts,
     frozen_frames,
     full_luma,
     intervals_to_refine,
+    is_speech,
     optical_flow,
     phash,
     sharpness,
     shown_frames,
-    speech_s,
     split_motion,
-    textured,
+    texture_mask,
 )
 from clipmill.shards.format import PACKET_KEY
 from clipmill.shards.score_fields import SCORES, SCORES_FIELDS
@@ -45,11 +48,13 @@ from clipmill.shards.writer import Sample
 
 NUM_SHARP = 12  # samples whose sharpness is measured, evenly spaced
 _DECIMALS = 6
+EXTENSION = "scores.json"
+_HASH_DIGITS = 16
 
 
 @dataclass(frozen=True)
 class ChunkFile:
-    """A chunk: the bytes of the MP4 file, and what its index row says of it (clipmill.shards.format.VIDEO_FIELDS)."""
+    """A chunk: the bytes of the MP4 file, and values of its index row (clipmill.shards.format.VIDEO_FIELDS)."""
 
     content: bytes
     num_frames: int
@@ -57,22 +62,27 @@ class ChunkFile:
     packet_frame: list[int]
     packet_flags: list[int]
 
-    def decoded(self, wanted: Sequence[int]) -> Iterator[tuple[int, VideoFrame]]:
-        """Yield (index, frame) of the `wanted` frames, ascending; raises SourceFailure if one cannot be decoded."""
+    def decode(self, indices: Sequence[int]) -> Iterator[tuple[int, VideoFrame]]:
+        """Yield (index, frame) of the frames with these indices, ascending.
+
+        Raises:
+            SourceFailure: a frame cannot be decoded.
+        """
         frames = decode_frames(
-            self.content, wanted, fps=self.fps, packet_frame=self.packet_frame, packet_flags=self.packet_flags
+            self.content, indices, fps=self.fps, packet_frame=self.packet_frame, packet_flags=self.packet_flags
         )
-        return zip(wanted, frames, strict=True)
+        return zip(indices, frames, strict=True)
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What is kept of the frames of the first pass.
+    """Data of the frames of the first pass.
 
     Attributes:
-        looks, pictures: by frame; pictures of the samples only.
+        looks, pictures: looks of all frames, and pictures of the samples, by frame.
         sharp: luma of full size of the samples whose sharpness is measured.
-        lines: of all samples that are not black.
+        lines: mean luma of the lines of all samples that are not black.
+        size: (height, width) of the frames.
     """
 
     looks: dict[int, Look]
@@ -80,7 +90,7 @@ class _Seen:
     sharp: list[Luma]
     lines: list[Lines]
     phash: int
-    size: tuple[int, int]  # height, width
+    size: tuple[int, int]
 
 
 def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
@@ -98,40 +108,62 @@ def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
     colours = VideoReformatter()  # one for all frames: setting it up costs more than converting a frame
     seen = _first_pass(chunk, chosen, colours)
     looks, pictures = dict(seen.looks), dict(seen.pictures)
+    # A second pass decodes all frames between samples that may hold a cut. Most chunks have few or none.
     intervals = intervals_to_refine(sorted(pictures.items()), threshold=cut_threshold)
-    for frame, picture in chunk.decoded([frame for interval in intervals for frame in interval]):
+    for frame, picture in chunk.decode([frame for interval in intervals for frame in interval]):
         looks[frame] = Look.of(frame, full_luma(picture))
         pictures[frame] = _picture(picture, colours)
     cuts = find_cuts(sorted(pictures.items()), threshold=cut_threshold)
     active = active_part(seen.lines) if seen.lines else None
     motion = _mean_motion(seen, chosen, cuts=cuts, active=active, fps=chunk.fps)
+    # Looks are denser where frames were refined, so each is weighted by the frames that it represents.
     in_order = [look for _, look in sorted(looks.items())]
     shown = shown_frames(in_order, num_frames=chunk.num_frames)
     is_black = np.array([look.is_black for look in in_order])
     luma = np.array([look.luma.mean(dtype=np.float64) for look in in_order])
+    frozen = None
+    if chunk.num_frames > 1:
+        flags = zip(chunk.packet_frame, chunk.packet_flags, strict=True)
+        num_frozen = frozen_frames(
+            in_order,
+            num_frames=chunk.num_frames,
+            min_frames=MIN_FROZEN_S * float(chunk.fps),
+            key_frames=sorted(frame for frame, flag in flags if flag & PACKET_KEY),
+        )
+        frozen = num_frozen / chunk.num_frames
+    samples, speech = decode_audio(chunk.content), None
+    if samples is not None:
+        speech_s = Fraction(int(is_speech(samples).sum()) * WINDOW_MS, 1000)
+        speech = min(1.0, float(speech_s * chunk.fps / chunk.num_frames))
+    sharp, letterbox = seen.sharp, None
+    if active is not None:
+        sharp = [luma[active.top : active.bottom, active.left : active.right] for luma in seen.sharp]
+        area = (active.bottom - active.top) * (active.right - active.left)
+        letterbox = 1 - area / (seen.size[0] * seen.size[1])
     values = {
         "motion": motion and motion.all,
         "camera_motion": motion and motion.camera,
         "object_motion": motion and motion.objects,
-        "sharpness": float(np.mean([sharpness(active.of(luma) if active else luma) for luma in seen.sharp])),
+        "sharpness": float(np.mean([sharpness(luma) for luma in sharp])),
         "brightness": float((luma * shown).sum() / chunk.num_frames / 255),
         "black": float(shown[is_black].sum() / chunk.num_frames),
-        "frozen": _frozen(in_order, chunk),
-        "letterbox": active and 1 - active.area / (seen.size[0] * seen.size[1]),
+        "frozen": frozen,
+        "letterbox": letterbox,
         "cuts": len(cuts),
-        "cut_times_s": [_rounded(float(cut / chunk.fps)) for cut in cuts],
-        "speech": _speech(chunk),
+        "cut_times_s": [round(float(cut / chunk.fps), _DECIMALS) for cut in cuts],
+        "speech": speech,
         "phash": seen.phash,
     }
-    return {name: _rounded(value) if isinstance(value, float) else value for name, value in values.items()}
+    return {name: round(value, _DECIMALS) if isinstance(value, float) else value for name, value in values.items()}
 
 
 def _first_pass(chunk: ChunkFile, chosen: Chosen, colours: VideoReformatter) -> _Seen:
+    """Decode the chosen frames once, one at a time, and keep what the measures need."""
     samples = set(chosen.samples)
     spread = np.linspace(0, len(chosen.samples) - 1, min(NUM_SHARP, len(chosen.samples))).round().astype(int)
     sharp_frames = {chosen.samples[number] for number in spread.tolist()}
-    looks, pictures, sharp, lines, found_hash, size = {}, {}, [], [], 0, (0, 0)
-    for number, frame in chunk.decoded(chosen.all):
+    looks, pictures, sharp, lines, middle_hash, size = {}, {}, [], [], 0, (0, 0)
+    for number, frame in chunk.decode(chosen.all):
         luma = full_luma(frame)
         looks[number] = look = Look.of(number, luma)
         size = luma.shape[0], luma.shape[1]
@@ -142,8 +174,8 @@ def _first_pass(chunk: ChunkFile, chosen: Chosen, colours: VideoReformatter) -> 
         if number in sharp_frames:
             sharp.append(luma)
         if number == chosen.middle:
-            found_hash = phash(np.asarray(frame.to_ndarray(format="rgb24", threads=1), np.uint8))
-    return _Seen(looks, pictures, sharp, lines, found_hash, size)
+            middle_hash = phash(np.asarray(frame.to_ndarray(format="rgb24", threads=1), np.uint8))
+    return _Seen(looks, pictures, sharp, lines, middle_hash, size)
 
 
 def _picture(frame: VideoFrame, colours: VideoReformatter) -> Picture:
@@ -153,8 +185,8 @@ def _picture(frame: VideoFrame, colours: VideoReformatter) -> Picture:
 def _mean_motion(
     seen: _Seen, chosen: Chosen, *, cuts: list[int], active: Active | None, fps: Fraction
 ) -> Motion | None:
-    """Return the mean over all pairs that no cut separates, in frame heights per second; None if there is none."""
-    found = []
+    """Return the mean over all pairs without a cut between them, in frame heights per second; None if there is none."""
+    motions = []
     for before, after in chosen.pairs:
         if any(before < cut <= after for cut in cuts):
             continue
@@ -165,33 +197,11 @@ def _mean_motion(
             lumas = [np.ascontiguousarray(luma[part]) for luma in lumas]
         flow = optical_flow(*lumas)
         if flow is not None:
-            motion = split_motion(flow, textured(lumas[0]))
             # Bars do not move, and count as a part of the picture.
             share = lumas[0].size / seen.looks[before].luma.size
-            found.append(motion.times(share * float(fps) / (after - before) / height))
-    return Motion.mean(found) if found else None
-
-
-def _frozen(looks: list[Look], chunk: ChunkFile) -> float | None:
-    if chunk.num_frames == 1:
-        return None
-    min_frames = MIN_FROZEN_S * float(chunk.fps)
-    keys = [frame for frame, flags in zip(chunk.packet_frame, chunk.packet_flags, strict=True) if flags & PACKET_KEY]
-    found = frozen_frames(looks, num_frames=chunk.num_frames, min_frames=min_frames, key_frames=sorted(keys))
-    return found / chunk.num_frames
-
-
-def _speech(chunk: ChunkFile) -> float | None:
-    found_s = speech_s(chunk.content)
-    return None if found_s is None else min(1.0, float(found_s * chunk.fps / chunk.num_frames))
-
-
-def _rounded(value: float) -> float:
-    return round(value, _DECIMALS)
-
-
-EXTENSION = "scores.json"
-_HASH_DIGITS = 16
+            factor = share * float(fps) / (after - before) / height
+            motions.append([value * factor for value in astuple(split_motion(flow, texture_mask(lumas[0])))])
+    return Motion(*(fmean(values) for values in zip(*motions, strict=True))) if motions else None
 
 
 def scores_sample(chunk: Chunk, *, cut_threshold: float) -> Sample:
@@ -217,14 +227,17 @@ def check_scores(row: dict[str, Any], members: dict[str, bytes], split: str) -> 
     """Compare the member of a sample with its index row, and its values with their ranges."""
     try:
         stated = parse_json(members[EXTENSION])
-        rounded = pa.Table.from_pylist([{**stated, "phash": _hash(stated["phash"])}], pa.schema(SCORES_FIELDS))
-        found = {"key": stated["key"], **rounded.to_pylist()[0]}
+        digits = stated["phash"]
+        stated["phash"] = None if digits is None else int(digits, 16)
+        # The index has 32 bits for some numbers, to which the values of the member are rounded.
+        rounded = pa.Table.from_pylist([stated], pa.schema(SCORES_FIELDS))
+        in_member = {"key": stated["key"], **rounded.to_pylist()[0]}
     except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
         return CheckedSample([(DeepCode.JSON_DIFFERS, f"the member cannot be read: {error!r}")], 0)
     differences = [
-        (DeepCode.JSON_DIFFERS, f"{name}: {found[name]!r} in the member, {row[name]!r} in the index")
-        for name in found
-        if found[name] != row[name]
+        (DeepCode.JSON_DIFFERS, f"{name}: {value!r} in the member, {row[name]!r} in the index")
+        for name, value in in_member.items()
+        if value != row[name]
     ]
     differences += [
         (DeepCode.JSON_DIFFERS, f"{score.name}: {row[score.name]!r} is out of range")
@@ -235,7 +248,3 @@ def check_scores(row: dict[str, Any], members: dict[str, bytes], split: str) -> 
         message = f"cuts: {row['cuts']!r}, but {len(row['cut_times_s'] or ())} cut_times_s"
         differences.append((DeepCode.JSON_DIFFERS, message))
     return CheckedSample(differences, 1)
-
-
-def _hash(digits: str | None) -> int | None:
-    return None if digits is None else int(digits, 16)

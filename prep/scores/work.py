@@ -1,6 +1,7 @@
-"""What the column `scores` makes of a chunk, and of what else its recipe and its records consist."""
+"""The `ChunkWork` of `scores`: samples, the libraries in its recipe, and the merged table."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,7 +26,7 @@ from clipmill.shards.score_fields import SCORES_FIELDS
 from clipmill.shards.writer import Sample
 
 _KEY = ("video_id", "start_ms")
-_LIBRARIES = {  # by the names under which they are recorded: distributions, the first that is installed counts
+_LIBRARIES = {  # name in the recipe -> distributions; the first that is installed counts
     "av": ("av",),
     "opencv": ("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless", "opencv-contrib-python"),
     "scenedetect": ("scenedetect-headless", "scenedetect"),
@@ -39,35 +40,30 @@ def _make(chunks: Chunks, recipe: Recipe[ScoresSettings]) -> Iterator[Sample | S
     return chunks.each(partial(scores_sample, cut_threshold=recipe.settings.cut_threshold))
 
 
-def _resolve(settings: ScoresSettings) -> tuple[ScoresSettings, dict[str, Any]]:
-    return settings, {"libraries": installed_libraries()}
-
-
 def installed_libraries() -> str:
-    """Return the versions of the libraries whose methods make the scores, on one line.
+    """Return the versions of the libraries that compute the scores, on one line.
 
     Raises:
-        UserError: one of them is not installed.
+        UserError: a library is not installed.
     """
-    return ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES)
-
-
-def _version(name: str) -> str:
-    for distribution in _LIBRARIES[name]:
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    raise UserError(f"{_LIBRARIES[name][0]} is not installed", hint="install clipmill[prep]")
+    parts = []
+    for name, distributions in _LIBRARIES.items():
+        for distribution in distributions:
+            with suppress(PackageNotFoundError):
+                parts.append(f"{name} {version(distribution)}")
+                break
+        else:
+            raise UserError(f"{distributions[0]} is not installed", hint="install clipmill[prep]")
+    return ", ".join(parts)
 
 
 def version_mismatch(planned: str) -> str | None:
     """Return why this machine must not score chunks of a plan with the libraries `planned`, or None."""
     try:
-        found = installed_libraries()
+        available = installed_libraries()
     except UserError as error:
         return str(error)
-    return None if found == planned else f"its libraries are {found}; the plan requires {planned}"
+    return None if available == planned else f"its libraries are {available}; the plan requires {planned}"
 
 
 def _table_problem(variant: Variant) -> str | None:
@@ -95,7 +91,7 @@ WORK = ChunkWork(
     fields=SCORES_FIELDS,
     extension="scores.json",
     make=_make,
-    resolve=_resolve,
+    resolve=lambda settings: (settings, {"libraries": installed_libraries()}),
     name=lambda recipe: f"cut{recipe.settings.cut_threshold:g}".replace("+", ""),
     needs=("clipmill.prep.scores.work:version_mismatch", "libraries"),
     memory_gb=0.5,  # measured (benchmarks/README.md): 0.16 GB

@@ -30,8 +30,8 @@ from clipmill.shards.reader import CommittedShard, Variant
 
 _BLOCK_BYTES = 1 << 25
 MAX_BLOCK_TEXTS = 2048
-_MAX_BLOCK_SEQUENCES = 64  # of 512 tokens of width 4096: 268 MB
-_MAX_BLOCK_CHARS = 1 << 20  # limits what is sent to a worker, since some texts may be very long
+_MAX_BLOCK_SEQUENCES = 64  # 268 MB for 512 tokens of width 4096
+_MAX_BLOCK_CHARS = 1 << 20  # limits the size of a task, since some texts may be very long
 
 
 def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> None:
@@ -45,23 +45,27 @@ def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np
     """
     ends = np.concatenate([[0], np.cumsum(lengths)]) * rows.shape[1] * rows.itemsize
     buffers = [None, pa.py_buffer(ends.astype(np.int64).tobytes()), pa.py_buffer(np.ascontiguousarray(rows).tobytes())]
-    columns = [_fixed(digests, size=DIGEST_BYTES), pa.Array.from_buffers(pa.large_binary(), len(digests), buffers)]
+    digest_buffers = [None, pa.py_buffer(np.ascontiguousarray(digests).tobytes())]
+    columns = [
+        pa.Array.from_buffers(pa.binary(DIGEST_BYTES), len(digests), digest_buffers),
+        pa.Array.from_buffers(pa.large_binary(), len(digests), buffers),
+    ]
     table = pa.table(columns, names=["digest", "row"])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     content = sink.getvalue()
     folder.mkdir(exist_ok=True)
-    publish_bytes(folder / _name(content), content)
+    publish_bytes(folder / f"{hashlib.sha256(content).hexdigest()[:32]}.arrow", content)
 
 
 class Bank:
-    """The content of the bank; used by one run, or by the parts of one. Damaged blocks are removed when they are found.
+    """The content of the bank, for one run or the parts of one run. Damaged blocks are removed.
 
     Args:
         folder: folder of the bank; it need not exist.
         width: embedding dimension.
-        is_alone: whether no other process is writing to the bank.
+        is_alone: True if no other process is writing to the bank.
     """
 
     def __init__(self, folder: Path, *, width: int, is_alone: bool = True) -> None:
@@ -87,7 +91,7 @@ class Bank:
         for path in sorted(self.folder.glob("*.arrow")):
             if path.name in known or not BLOCK_FILE.fullmatch(path.name):
                 continue
-            if not is_whole_block(path):
+            if not is_intact_block(path):
                 remove(path)
                 continue
             with map_arrow_file(path) as file:
@@ -103,6 +107,10 @@ class Bank:
         """Return which of `digests`, DIGESTS [texts], are in the bank; bool [texts]."""
         return self._positions(digests) >= 0
 
+    def find_missing(self, digests: np.ndarray) -> np.ndarray:
+        """Return the `digests`, DIGESTS [texts], that the bank lacks."""
+        return np.asarray(digests[~self.has(digests)])
+
     def rows(self, digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the embeddings or sequences of texts.
 
@@ -110,45 +118,47 @@ class Bank:
             digests: digests of the texts, DIGESTS [texts].
 
         Returns:
-            float16 [sum of lengths, width], and the number of rows of each text, int64 [texts]; 0 if the bank does not
-            contain it.
+            Rows, float16 [sum of lengths, width], and the number of rows of each text, int64 [texts]; 0 if the bank
+            does not contain it.
         """
         positions = self._positions(digests)
         lengths = np.zeros(len(digests), np.int64)
-        wanted = np.flatnonzero(positions >= 0)
-        blocks = np.searchsorted(self._begins, positions[wanted], side="right") - 1
-        found = []
+        stored = np.flatnonzero(positions >= 0)
+        blocks = np.searchsorted(self._begins, positions[stored], side="right") - 1
+        parts = []
         for block in np.unique(blocks).tolist():
-            here = wanted[blocks == block]
-            values, lengths[here] = self._read(self._files[block], positions[here] - self._begins[block])
-            found.append((here, values))
+            in_block = stored[blocks == block]
+            values, lengths[in_block] = self._read(self._files[block], positions[in_block] - self._begins[block])
+            parts.append((in_block, values))
+        # Blocks give texts in their order; the result has the order of `digests`.
         embedded = np.empty((int(lengths.sum()), self._width), np.float16)
         begins = np.cumsum(lengths) - lengths
-        for here, values in found:
-            own = lengths[here]
-            within = np.arange(len(values)) - np.repeat(np.cumsum(own) - own, own)
-            embedded[np.repeat(begins[here], own) + within] = values
+        for in_block, values in parts:
+            part_lengths = lengths[in_block]
+            within = np.arange(len(values)) - np.repeat(np.cumsum(part_lengths) - part_lengths, part_lengths)
+            embedded[np.repeat(begins[in_block], part_lengths) + within] = values
         return embedded, lengths
 
     def _positions(self, digests: np.ndarray) -> np.ndarray:
         if not len(self._digests):
             return np.full(len(digests), -1, np.int64)
-        found = np.searchsorted(self._digests, digests, sorter=self._order)
-        positions = self._order[np.minimum(found, len(self._order) - 1)].astype(np.int64)
+        ranks = np.searchsorted(self._digests, digests, sorter=self._order)
+        positions = self._order[np.minimum(ranks, len(self._order) - 1)].astype(np.int64)
         return np.where(self._digests[positions] == digests, positions, -1)
 
     def remove(self) -> None:
-        """Remove the bank: its rows are in committed shards or not wanted any more."""
+        """Remove the bank, whose rows are in committed shards or no longer needed."""
         if not self.folder.is_dir():
             return
         remove_temporaries(self.folder)
         for path in self.folder.iterdir():
             if BLOCK_FILE.fullmatch(path.name):
                 remove(path)
-        with suppress(OSError):  # the folder holds files that are not ours
+        with suppress(OSError):  # the folder holds files of other programs
             self.folder.rmdir()
 
     def _read(self, path: Path, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the values of some texts of a block, and the number of rows of each text."""
         with map_arrow_file(path) as file:
             taken = pa.ipc.open_file(file).read_all()["row"].combine_chunks().take(pa.array(rows))
             _, offsets, values = taken.buffers()
@@ -157,16 +167,7 @@ class Bank:
             return stored, np.diff(ends) // (self._width * stored.itemsize)
 
 
-def _fixed(array: np.ndarray, *, size: int) -> pa.Array:
-    buffer = pa.py_buffer(np.ascontiguousarray(array).tobytes())
-    return pa.Array.from_buffers(pa.binary(size), len(array), [None, buffer])
-
-
-def _name(content: pa.Buffer) -> str:
-    return f"{hashlib.sha256(content).hexdigest()[:32]}.arrow"
-
-
-def is_whole_block(path: Path) -> bool:
+def is_intact_block(path: Path) -> bool:
     """Return True if the content of a block matches the hash in its name."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem
@@ -178,7 +179,7 @@ def copy_embeddings(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, w
     Members with a wrong checksum and shards with damaged files are skipped; their texts are computed again.
 
     Returns:
-        the number of texts copied.
+        Number of texts copied.
     """
     is_missing = np.ones(len(missing), bool)
     digests: list[np.ndarray] = []
@@ -194,10 +195,11 @@ def copy_embeddings(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, w
 
     for shard in Variant(variant_dir).shards():
         try:
-            for found, embedded, own in _wanted_rows(shard, missing=missing, is_missing=is_missing, width=width):
-                digests.append(found)
+            for sample in _missing_rows(shard, missing=missing, is_missing=is_missing, width=width):
+                sample_digests, embedded, sample_lengths = sample
+                digests.append(sample_digests)
                 rows.append(embedded)
-                lengths.append(own)
+                lengths.append(sample_lengths)
                 num_bytes += embedded.nbytes
                 if num_bytes >= _BLOCK_BYTES:
                     flush()
@@ -208,16 +210,16 @@ def copy_embeddings(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, w
     return int(np.count_nonzero(~is_missing))
 
 
-def _wanted_rows(
+def _missing_rows(
     shard: CommittedShard, *, missing: np.ndarray, is_missing: np.ndarray, width: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield digests, rows and lengths of wanted texts, one sample after another."""
+    """Yield digests, rows and lengths of the missing texts in a shard, one sample after another."""
     column = shard.index["text_digest"].combine_chunks()
     offsets, stored = column.offsets.to_numpy(), from_arrow(column.values)
     positions = positions_in(missing, stored)
-    is_wanted = positions >= 0
-    is_wanted[is_wanted] = is_missing[positions[is_wanted]]
-    samples = np.unique(np.searchsorted(offsets, np.flatnonzero(is_wanted), side="right") - 1)
+    is_needed = positions >= 0
+    is_needed[is_needed] = is_missing[positions[is_needed]]
+    samples = np.unique(np.searchsorted(offsets, np.flatnonzero(is_needed), side="right") - 1)
     checksums = shard.index[f"{MEMBER}_crc32"]
     for sample in samples.tolist():
         payload = shard.read(sample, MEMBER)
@@ -227,20 +229,20 @@ def _wanted_rows(
         lengths = np.array(shard.index["row_tokens"][sample].as_py() or np.ones(end - begin), np.int64)
         embedded = np.frombuffer(payload, np.float16, offset=data_offset(payload)).reshape(-1, width)
         # Another sample may have provided the same text already.
-        own = positions[begin:end]
-        wanted = (own >= 0) & is_missing[own]
-        if wanted.any():
-            is_missing[own[wanted]] = False
-            yield stored[begin:end][wanted].astype(DIGESTS), embedded[np.repeat(wanted, lengths)], lengths[wanted]
+        of_sample = positions[begin:end]
+        taken = (of_sample >= 0) & is_missing[of_sample]
+        if taken.any():
+            is_missing[of_sample[taken]] = False
+            yield stored[begin:end][taken].astype(DIGESTS), embedded[np.repeat(taken, lengths)], lengths[taken]
 
 
 @dataclass(frozen=True)
 class TowerUse:
-    """Which text tower the workers load, and how they use it.
+    """The text tower that workers load, and its options.
 
     Attributes:
-        recipe: Recipe of the plan.
-        batch: Batch size in texts.
+        recipe: recipe of the plan.
+        batch: batch size in texts.
         device: cuda or cpu.
     """
 
@@ -265,9 +267,9 @@ class BlockResult:
 
     Attributes:
         num_encoded: number of texts encoded.
-        num_cut: number of these longer than the tower's context length.
-        not_finite: digests of texts whose embedding contains NaN or infinity; they are not in the bank.
-        stopped: (code, reason) why nothing was stored, or None.
+        num_cut: number of encoded texts longer than the tower's context length.
+        not_finite: digests of texts whose embedding contains NaN or infinity; the bank does not contain them.
+        stopped: (code, reason) if no embedding was stored, or None.
     """
 
     num_encoded: int = 0
@@ -312,9 +314,9 @@ def blocks_of(
     texts: list[str] = []
     num_chars = num_blocks = 0
     for piece in reader.pieces(video_ids):
-        found = piece.texts.to_pylist()
-        positions = positions_in(missing, digests_of(found))
-        for text, position in zip(found, positions.tolist(), strict=True):
+        in_piece = piece.texts.to_pylist()
+        positions = positions_in(missing, digests_of(in_piece))
+        for text, position in zip(in_piece, positions.tolist(), strict=True):
             if position < 0 or not is_waiting[position]:
                 continue
             is_waiting[position] = False

@@ -1,4 +1,9 @@
-"""Reading the captions of some videos in batches, so that ten million captions are never Python objects at once."""
+"""The captions of some videos, read in batches; the digests of their texts; the deep check of stored texts.
+
+Batches keep ten million captions from being Python objects at once. Digests identify texts in shards, in the bank, and
+from one run to the next. They are held in a NumPy array of 16-byte strings, sorted if it is searched: ten million take
+160 MB. When NumPy converts such a string to a Python object it strips trailing zero bytes; `tobytes` returns all bytes.
+"""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -25,12 +30,12 @@ _COLUMNS = ["caption_id", "video_id", "text"]
 
 @dataclass(frozen=True)
 class CaptionPiece:
-    """Captions of wanted videos from one row group of the table.
+    """Captions of the requested videos from one row group of the table.
 
     Attributes:
-        videos: int64 [captions], position of each caption's video among the wanted ones.
-        ids: int64 [captions], caption ids.
-        texts: string [captions].
+        videos: position of each caption's video among the requested videos, int64 [captions].
+        ids: caption ids, int64 [captions].
+        texts: texts, string [captions].
     """
 
     row_group: int
@@ -42,10 +47,10 @@ class CaptionPiece:
 class CaptionReader:
     """Context manager that reads the manifest's captions.
 
-    It keeps reading the same manifest even if a new one is written meanwhile.
+    It keeps reading the same manifest even if a new manifest is written meanwhile.
 
     Args:
-        where: conditions on captions and their videos; captions that it does not select are skipped.
+        where: conditions on captions and their videos; captions that are not selected are skipped.
     """
 
     def __init__(self, data_dir: Path, *, where: Where | None = None) -> None:
@@ -130,7 +135,7 @@ def positions_in(ordered: np.ndarray, digests: np.ndarray) -> np.ndarray:
 
 
 def owners_of(digests: np.ndarray, *, num_parts: int) -> np.ndarray:
-    """Return which of `num_parts` parts of a run encodes each text, uint64 [digests] from 0."""
+    """Return the part of a run, of `num_parts`, that encodes each text, uint64 [digests] from 0."""
     return np.ascontiguousarray(digests).view(np.uint64)[::2] % np.uint64(num_parts)
 
 
@@ -155,8 +160,8 @@ class DigestSet:
         if self._num_waiting > self._MAX_WAITING:
             self._sort_in()
 
-    def ordered(self) -> np.ndarray:
-        """Return all digests added, ascending and without duplicates; the set is empty afterwards."""
+    def pop_sorted(self) -> np.ndarray:
+        """Return all digests, ascending and without duplicates, and empty the set."""
         self._sort_in()
         ordered = np.empty(sum(map(len, self._parts)), DIGESTS)
         begin = 0
@@ -181,12 +186,12 @@ def check_text(row: dict[str, Any], members: dict[str, bytes], split: str) -> Ch
     """Load the array of a sample and compare it and the JSON member with the index row."""
     array = load_npy(members[MEMBER])
     is_sequence = bool(row["row_tokens"])
-    wanted = (sum(row["row_tokens"]) if is_sequence else row["num_rows"], row["width"])
+    shape = (sum(row["row_tokens"]) if is_sequence else row["num_rows"], row["width"])
     if array is None:
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, "text.npy cannot be loaded")], 0)
-    if array.shape != wanted or array.dtype.str != "<f2":
-        found = f"text.npy is {array.dtype} {array.shape}, but float16 {wanted} in the index"
-        return CheckedSample([(DeepCode.ARRAY_DIFFERS, found)], 0)
+    if array.shape != shape or array.dtype.str != "<f2":
+        message = f"text.npy is {array.dtype} {array.shape}, but float16 {shape} in the index"
+        return CheckedSample([(DeepCode.ARRAY_DIFFERS, message)], 0)
     differences = []
     lengths = np.linalg.norm(array.astype(np.float32), axis=1)
     if not np.isfinite(lengths).all():
@@ -194,9 +199,9 @@ def check_text(row: dict[str, Any], members: dict[str, bytes], split: str) -> Ch
     elif not is_sequence and not bool((np.abs(lengths - 1) < _MAX_LENGTH_ERROR).all()):
         differences.append("text.npy contains rows that do not have unit length")
     try:
-        described = parse_json(members["json"])
-        digests = [text_digest(text) for text in described["texts"]]
-        rows = described["caption_id"], described["caption_row"], described.get("row_tokens", [])
+        description = parse_json(members["json"])
+        digests = [text_digest(text) for text in description["texts"]]
+        rows = description["caption_id"], description["caption_row"], description.get("row_tokens", [])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         differences.append(f"the json member cannot be read: {error!r}")
     else:

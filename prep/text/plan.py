@@ -1,12 +1,12 @@
-"""The plan of the `text` column: which shards have to be made and why.
+"""The plan of the `text` column: the shards that have to be made, and the reasons.
 
 It is a function of the manifest's table of videos, the layout, the recipe and the commits. No captions are read: the
 row of a video contains the digest of its captions. The plan does not depend on the `video` column, so changing the
 codec does not affect it.
 
-The layout is the assignment of videos to shards, in `<data>/layout/text.parquet`, shared by all text towers. It never
-changes: adding videos does not move existing ones. The table has the same schema as that of `video`
-(clipmill.prep.core.tables), with a single span per video. Only videos with captions are in it.
+The layout is the assignment of videos to shards, in `<data>/layout/text.parquet`, shared by all text towers. Existing
+assignments never change. The table has the schema of the layout of `video` (clipmill.prep.core.tables), with a single
+span per video. It contains only videos with captions.
 """
 
 import hashlib
@@ -28,7 +28,6 @@ from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.tables import (
     LAYOUT,
     LAYOUT_FOLDER,
-    SpanId,
     as_array,
     layout_of_commits,
     stored_or_rebuilt_layout,
@@ -60,8 +59,8 @@ class TextPlan:
         layout: layout with every video assigned; to be written before the work begins.
         video_ids: ids of the videos in the plan; the `rows` of a shard are a range of them.
         num_captions: total number of captions of all videos.
-        num_left_out: Number of videos of the manifest without captions, which have no sample.
-        shards: the shards, in order of their ids.
+        num_left_out: number of videos of the manifest without captions, which have no sample.
+        shards: shards, in order of their ids.
     """
 
     recipe: Recipe[TextSettings]
@@ -80,6 +79,10 @@ class TextPlan:
         """Number of videos with captions."""
         return len(self.video_ids)
 
+    def ids_of(self, shard: ShardPlan) -> pa.Array:
+        """Return the ids of the videos in a shard."""
+        return self.video_ids[shard.rows.start : shard.rows.stop]
+
 
 def make_text_plan(
     data_dir: Path, recipe: Recipe[TextSettings], *, retry_codes: frozenset[str] = frozenset()
@@ -93,13 +96,18 @@ def make_text_plan(
         UserError: there is no manifest, the layout is damaged, or there is no caption to encode.
     """
     videos = read_videos(data_dir)
-    of_videos, of_captions = _conditions(recipe.settings.where)
+    of_videos, of_captions = None, None  # conditions
+    if recipe.settings.where is not None:
+        where = parse_where(recipe.settings.where)
+        because = "prep text encodes captions, which belong to videos and not to chunks"
+        where.require(("video", "caption", "label"), because=because)
+        of_videos, of_captions = where.by_level()
     folder = variant_dir(data_dir, TEXT, recipe.variant)
     stored = stored_shards(folder)
     num_captions = np.asarray(videos["num_captions"])
     num_left_out = int((num_captions == 0).sum())
     if of_videos is not None:
-        # To the plan, videos that are not selected are like those without captions.
+        # The plan treats videos that are not selected like videos without captions.
         num_captions = np.where(of_videos.mask(videos), num_captions, 0)
         if not num_captions.any():
             raise empty_selection_error(
@@ -109,19 +117,20 @@ def make_text_plan(
         raise UserError(
             f"the manifest in {data_dir} has no captions", hint="add some: prep manifest folder VIDEOS --captions TABLE"
         )
-    wanted = {
-        "video_ids": as_array(videos["video_id"]),
-        "splits": as_array(videos["split"]),
-        "num_captions": num_captions,
-    }
+    video_ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
     known = stored_or_rebuilt_layout(
         text_layout_path(data_dir),
-        lambda: text_layout_of_commits(data_dir, video_ids=wanted["video_ids"]),
-        video_ids=wanted["video_ids"],
-        splits=wanted["splits"],
+        lambda: layout_of_commits(
+            list(variants_of(data_dir, TEXT)),
+            video_ids,
+            spans=lambda index: [(video_id, 0) for video_id in index["video_id"].to_pylist()],
+            span_of_failure=lambda failure: (failure.video_id, 0),
+        ),
+        video_ids=video_ids,
+        splits=splits,
     )
-    layout = extend_text_layout(known, **wanted)
-    rows, video_rows = wanted_text_rows(layout, **wanted)
+    layout = extend_text_layout(known, video_ids=video_ids, splits=splits, num_captions=num_captions)
+    rows, video_rows = wanted_text_rows(layout, video_ids=video_ids, splits=splits, num_captions=num_captions)
     planned = videos.take(pa.array(video_rows)) if len(video_rows) else videos.slice(0, 0)
     fingerprint = recipe.fingerprint + ("" if of_captions is None else f" where {of_captions.text}")
     shards = plan_shards(
@@ -145,19 +154,8 @@ def make_text_plan(
     )
 
 
-def _conditions(text: str | None) -> tuple[Where | None, Where | None]:
-    """Return the conditions on videos and those on captions of an expression."""
-    if text is None:
-        return None, None
-    where = parse_where(text)
-    where.require(
-        ("video", "caption", "label"), because="prep text encodes captions, which belong to videos and not to chunks"
-    )
-    return where.by_level()
-
-
 def pending_text(data_dir: Path, variant: Variant) -> Pending:
-    """Return what remains to be made of a variant; nothing if it is not current or of another version."""
+    """Return the missing part of a variant; nothing if it is not current or of another version."""
     is_written = has_manifest(data_dir)
     if not is_written or current_variant(data_dir, TEXT) != variant.directory.name:
         return Pending()
@@ -169,7 +167,7 @@ def pending_text(data_dir: Path, variant: Variant) -> Pending:
 
 
 def left_out_lines(num_videos: int) -> list[str]:
-    """Return how many videos have no sample, in words; nothing if all have one."""
+    """Return the number of videos without a sample, in words; empty if all have one."""
     return [f"{count_noun(num_videos, 'video')} without captions: nothing to encode"] if num_videos else []
 
 
@@ -179,7 +177,7 @@ def _wanted_shards(shard_ids: np.ndarray, videos: pa.Table, *, fingerprint: str)
     Args:
         shard_ids: shard id of each video, ascending.
         videos: rows of the manifest, in the order of the plan.
-        fingerprint: of the recipe and of the conditions on captions.
+        fingerprint: fingerprint of the recipe and of the conditions on captions.
     """
     bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)).tolist() if len(shard_ids) else [0]
     for begin, end in pairwise(bounds):
@@ -199,7 +197,7 @@ def text_layout_path(data_dir: Path) -> Path:
 def extend_text_layout(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
 ) -> pa.Table:
-    """Assign every video with captions that has no shard yet; new videos go into new shards, one split after another.
+    """Assign every video with captions that has no shard yet to new shards, one split after another.
 
     Args:
         layout: table with schema clipmill.prep.core.tables.LAYOUT.
@@ -208,7 +206,7 @@ def extend_text_layout(
         num_captions: number of captions of each video, int.
 
     Returns:
-        `layout` with the new rows appended; `layout` itself if there are none.
+        Layout with the new rows appended; `layout` itself if there are none.
     """
     _, video_rows = wanted_text_rows(layout, video_ids=video_ids, splits=splits, num_captions=num_captions)
     is_new = num_captions > 0
@@ -217,7 +215,7 @@ def extend_text_layout(
     added = []
     for split in sorted(pc.unique(splits.filter(pa.array(is_new))).to_pylist()):
         of_split = np.flatnonzero(is_new & np.asarray(pc.equal(splits, split)))
-        shard_ids = next_shard + _packed(num_captions[of_split])
+        shard_ids = next_shard + _pack_shards(num_captions[of_split])
         next_shard = int(shard_ids[-1]) + 1
         columns = [
             pa.array(shard_ids, pa.int32()),
@@ -234,27 +232,13 @@ def wanted_text_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows of `layout` whose video is in the manifest with captions and the same split.
 
-    The second array holds the row of the video for each of them.
+    The second array holds the row of the video for each of these rows.
     """
     rows = video_rows_of(layout, video_ids)
     return wanted_spans(layout, video_rows=rows, splits=splits, num_spans=(num_captions > 0).astype(np.int64))
 
 
-def text_layout_of_commits(data_dir: Path, *, video_ids: pa.Array) -> pa.Table:
-    """Rebuild the layout (schema LAYOUT) of `text` from the commits; each video is a single span."""
-
-    def spans(index: pa.Table) -> list[SpanId]:
-        return [(video_id, 0) for video_id in index["video_id"].to_pylist()]
-
-    return layout_of_commits(
-        list(variants_of(data_dir, TEXT)),
-        video_ids,
-        spans=spans,
-        span_of_failure=lambda failure: (failure.video_id, 0),
-    )
-
-
-def _packed(num_captions: np.ndarray) -> np.ndarray:
+def _pack_shards(num_captions: np.ndarray) -> np.ndarray:
     """Fill shards one after another; return the shard number of each video, counted from 0."""
     shard_of = np.empty(len(num_captions), np.int64)
     shard = num_videos = held = 0

@@ -36,7 +36,7 @@ TEXT_RECIPE_SCHEMA = 2  # incremented when the same settings begin to produce di
 TINY, T5 = "tiny", "t5:"
 MODEL = Parameter(group=Group("Model", sort_key=1))
 DTYPE = "float16"
-OF_SEQUENCES = ("max_tokens", "precision")  # settings that embeddings do not depend on
+OF_SEQUENCES = ("max_tokens", "precision")  # settings that only sequences depend on
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 _MAX_SLUG_CHARS = 80
 _ONE_OF_BOTH = "give --clip MODEL:TAG for embeddings, or --encoder t5:NAME for sequences"
@@ -62,10 +62,11 @@ class TextSettings(Checked):
 
     where: Annotated[str | None, MODEL, NOT_STORED] = None
     """Condition that selects the captions to encode, such as 'words > 3 and source == "human"'. It is not part of the
-    variant: another condition encodes what is missing, and drops what it does not select. Default: all captions."""
+    variant: a run with another condition encodes missing captions, and drops captions that are not selected. Default:
+    all captions."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error for two encoders, for a name that is not an encoder's, and for an invalid condition."""
+        """Yield errors of two encoders, of a name that does not denote an encoder, and of an invalid condition."""
         if self.clip is not None and self.encoder is not None:
             yield UserError("--clip and --encoder are both given", hint=_ONE_OF_BOTH, flags=("--clip", "--encoder"))
         if self.encoder is not None and not self.encoder.removeprefix(T5):
@@ -113,11 +114,11 @@ def text_recipe(settings: TextSettings, *, encoder: str, sha256: str, width: int
     """Return the recipe of settings on this machine.
 
     Args:
-        settings: Settings in which local weights have an absolute path.
-        encoder: tiny, MODEL:TAG, or MODEL: followed by the file name; or t5: followed by the name.
-        sha256: Hash of the weights file; for tiny, of the version of the code that makes it; of a T5 also of its
-            configuration and tokenizer.
-        width: Embedding dimension.
+        settings: settings in which local weights have an absolute path.
+        encoder: name of the encoder: tiny, MODEL:TAG, or MODEL: followed by the file name; or t5: followed by the name.
+        sha256: hash of the weights file; for tiny, hash of the version of the code that makes it; for a T5, hash of
+            weights, configuration and tokenizer.
+        width: embedding dimension.
     """
     of_sequences = {} if settings.encoder is None else {name: getattr(settings, name) for name in OF_SEQUENCES}
     stored = {"encoder": encoder, "encoder_sha256": sha256, "width": width, "dtype": DTYPE, **of_sequences}

@@ -2,8 +2,8 @@
 
 First the bank is filled: embeddings in committed shards of the variant are copied, all other texts are encoded exactly
 once. Every text of the shards to be made then has an embedding in the bank, or a recorded reason why not. All state is
-in the commits and the bank, so the run can be killed at any time; the next one reuses both. The driver makes the shards
-itself, since only copying is left to do.
+in the commits and the bank, so the run can be killed at any time; the next run reuses both. The driver makes the shards
+itself, since this only copies embeddings.
 """
 
 import json
@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -31,7 +32,7 @@ from clipmill.prep.core.tables import write_layout
 from clipmill.prep.core.variants import make_variant, write_selection
 from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
 from clipmill.prep.engines.admission import worker_ticket
-from clipmill.prep.text.bank import Bank, Block, BlockResult, TowerUse, blocks_of, copy_embeddings, encode_block
+from clipmill.prep.text.bank import Bank, BlockResult, TowerUse, blocks_of, copy_embeddings, encode_block
 from clipmill.prep.text.captions import CaptionReader, DigestSet, digests_of, owners_of
 from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.plan import TextPlan, text_layout_path
@@ -44,7 +45,7 @@ from clipmill.shards.npy import npy_bytes
 from clipmill.shards.writer import Sample
 
 EXTENSIONS = (MEMBER, "json")
-_MAX_TEXTS, _MAX_SEQUENCES = 1 << 16, 64  # read at a time: embeddings of a kilobyte, sequences of megabytes
+_MAX_TEXTS, _MAX_SEQUENCES = 1 << 16, 64  # read at a time: an embedding takes a kilobyte, a sequence megabytes
 
 
 def run_text(
@@ -58,14 +59,14 @@ def run_text(
 ) -> Summary:
     """Make every shard of the plan that needs work; call it while holding the lock of the column.
 
-    Parts divide the texts and not the shards, because most shards need texts that occur in several of them. The last
-    part makes the shards, which is a matter of copying.
+    Parts divide the texts and not the shards, because most shards need texts that other shards need, too. The last part
+    makes the shards.
 
     Args:
         tower: text tower of the plan's recipe.
         engine: engine that encodes the texts.
-        part_run: the part whose texts to encode; None for all.
-        lag_limit_s: how long to wait for embeddings that workers report and that are not visible here.
+        part_run: part whose texts are encoded; None for all.
+        lag_limit_s: time limit in seconds for embeddings that workers report to become visible on this machine.
         asked: further values of the request that the records keep, by the names of their flags.
     """
     begin_s = time.monotonic()
@@ -81,14 +82,14 @@ def run_text(
         part_run.begin()
     with CaptionReader(plan.data_dir, where=plan.where) as reader:
         with Activity("reading captions"):
-            need = needed(plan, reader)
-        own = need if part_run is None else need.of_part(part_run.part)
-        filled = fill(bank, own, plan=plan, reader=reader, tower=tower, engine=engine)
+            texts = collect_texts(plan, reader)
+        mine = texts if part_run is None else texts.of_part(part_run.part)
+        filled = fill_bank(bank, mine, plan=plan, reader=reader, tower=tower, engine=engine)
         if lag_limit_s and filled.error is None and filled.num_encoded:
             what = f"embeddings in {bank.folder}"
-            wait_until_seen(what, lambda: _is_filled(bank, own, filled.not_finite), limit_s=lag_limit_s)
-        if part_run is not None and not _can_make_shards(bank, need, filled, part_run):
-            # This part has encoded its texts, and makes no shards.
+            wait_until_seen(what, lambda: _is_filled(bank, mine, filled.not_finite), limit_s=lag_limit_s)
+        if part_run is not None and not _can_make_shards(bank, texts, filled, part_run):
+            # This part has encoded its texts, and another part makes the shards.
             files = [commit.files for commit in plan.commits.values() if commit.files is not None]
             summary = Summary(
                 plan.recipe.variant,
@@ -97,42 +98,42 @@ def run_text(
                 gave_up=None if filled.error is None else f"{filled.error[0]}: {filled.error[1]}",
                 refused_workers=list(filled.refused),
             )
-            return _of_texts(summary, plan, own, filled, begin_s=begin_s)
-        maker = ShardMaker(plan, reader, bank, need.row_groups, filled.not_finite, filled.error)
+            return _add_texts(summary, plan, mine, filled, begin_s=begin_s)
+        maker = ShardMaker(plan, reader, bank, texts.row_groups, filled.not_finite, filled.error)
         summary = execute(_job(plan, maker, asked), _LocalEngine())
     if summary.num_shards_made == len(with_work(plan.shards)):
         bank.remove()
     summary.refused_workers = [*filled.refused, *summary.refused_workers]
-    return _of_texts(summary, plan, need, filled, begin_s=begin_s)
+    return _add_texts(summary, plan, texts, filled, begin_s=begin_s)
 
 
-def _can_make_shards(bank: Bank, need: "Needed", filled: "Filled", part_run: PartRun) -> bool:
-    """Return True for the last part, if the bank has all texts by then; texts that have no embedding count as well."""
+def _can_make_shards(bank: Bank, texts: "ShardTexts", filled: "Filled", part_run: PartRun) -> bool:
+    """Return True for the last part, if the bank has all texts by then, including texts without an embedding."""
     if filled.not_finite:
         bank.add_not_finite(filled.not_finite)
     num_parts = part_run.part.count
     if not part_run.end():
-        part_run.tell(_num_encoded(bank, need, num_parts)[part_run.part.number - 1])
+        part_run.tell(_num_encoded(bank, texts, num_parts)[part_run.part.number - 1])
         return False
-    part_run.await_others(lambda: _num_encoded(bank, need, num_parts))
-    missing = _missing(bank, need)
+    part_run.await_others(lambda: _num_encoded(bank, texts, num_parts))
+    missing = bank.find_missing(texts.digests)
     part_run.unit = "text"
     for owner, count in Counter(owners_of(missing, num_parts=num_parts).tolist()).items():
         part_run.leave_to(owner, count=count)
     return not len(missing)
 
 
-def _num_encoded(bank: Bank, need: "Needed", num_parts: int) -> Counter[int]:
+def _num_encoded(bank: Bank, texts: "ShardTexts", num_parts: int) -> Counter[int]:
     """Return the number of texts in the bank that this node sees, by the part that encodes them."""
     bank.refresh()
-    return Counter(owners_of(need.digests[bank.has(need.digests)], num_parts=num_parts).tolist())
+    return Counter(owners_of(texts.digests[bank.has(texts.digests)], num_parts=num_parts).tolist())
 
 
-def _of_texts(summary: Summary, plan: TextPlan, need: "Needed", filled: "Filled", *, begin_s: float) -> Summary:
-    """Return the summary with what became of the texts: its samples are videos, but texts are what is encoded."""
+def _add_texts(summary: Summary, plan: TextPlan, texts: "ShardTexts", filled: "Filled", *, begin_s: float) -> Summary:
+    """Return the summary with the counts of texts: its samples are videos, but a run encodes texts."""
     summary.num_encoded, summary.wall_s = filled.num_encoded, time.monotonic() - begin_s
-    # From a shard, or from the bank of a killed run.
-    summary.num_reused = len(need.digests) - filled.num_encoded
+    # All other texts come from a shard, or from the bank of a killed run.
+    summary.num_reused = len(texts.digests) - filled.num_encoded
     note = f"note     {count_noun(filled.num_cut, 'text')} truncated to the encoder's context length"
     values = {"num_captions": plan.num_captions, "num_cut": filled.num_cut, "num_left_out": plan.num_left_out}
     summary.added = Addition([note] if filled.num_cut else [], values)
@@ -140,7 +141,7 @@ def _of_texts(summary: Summary, plan: TextPlan, need: "Needed", filled: "Filled"
 
 
 class _LocalEngine:
-    """Engine that runs tasks sequentially in the driver: shards are copied from the bank, not computed."""
+    """Engine that runs tasks sequentially in the driver, since shards are copied from the bank and not computed."""
 
     def run(
         self,
@@ -155,11 +156,11 @@ class _LocalEngine:
 
 
 def _job(plan: TextPlan, maker: "ShardMaker", asked: Mapping[str, str]) -> "Job[TextShardTask]":
-    def video_ids(shard: ShardPlan) -> pa.Array:
-        return plan.video_ids[shard.rows.start : shard.rows.stop]
+    """Return the shards of a plan as a job for the driver."""
 
     def task(shard: ShardPlan) -> TextShardTask:
-        return TextShardTask(plan.variant_dir, shard.shard_id, shard.split, shard.plan_fingerprint, video_ids(shard))
+        ids = plan.ids_of(shard)
+        return TextShardTask(plan.variant_dir, shard.shard_id, shard.split, shard.plan_fingerprint, ids)
 
     return Job(
         column=COLUMN,
@@ -167,9 +168,9 @@ def _job(plan: TextPlan, maker: "ShardMaker", asked: Mapping[str, str]) -> "Job[
         variant_dir=plan.variant_dir,
         recipe=dict(plan.recipe.values),
         shards=plan.shards,
-        make=maker.make,
+        make=partial(system_errors_as_results, maker.make),
         task=task,
-        video_ids=lambda shard: video_ids(shard).to_pylist(),
+        video_ids=lambda shard: plan.ids_of(shard).to_pylist(),
         failed_before=[],
         chunk_s=None,
         where=plan.recipe.settings.where,
@@ -178,21 +179,21 @@ def _job(plan: TextPlan, maker: "ShardMaker", asked: Mapping[str, str]) -> "Job[
 
 
 @dataclass(frozen=True)
-class Needed:
-    """Inputs of the shards that need work.
+class ShardTexts:
+    """The videos and texts of the shards that need work.
 
     Attributes:
         video_ids: ids of the videos in these shards.
         digests: digests of their texts, ascending and unique.
-        row_groups: for each shard, the row groups of the table of captions that contain captions of it.
+        row_groups: row groups of the table of captions that contain captions of each shard, by shard ID.
     """
 
     video_ids: pa.Array
     digests: np.ndarray
     row_groups: dict[int, list[int]]
 
-    def of_part(self, part: Part) -> "Needed":
-        """Return the inputs with the texts of a part only."""
+    def of_part(self, part: Part) -> "ShardTexts":
+        """Return only the texts of a part."""
         owners = owners_of(self.digests, num_parts=part.count)
         return replace(self, digests=self.digests[owners == part.number - 1])
 
@@ -203,9 +204,9 @@ class Filled:
 
     Attributes:
         num_encoded: number of texts encoded.
-        num_cut: number of these longer than the tower's context length.
-        not_finite: digests of texts that have no embedding.
-        error: why the bank lacks other texts, or None if it is complete.
+        num_cut: number of encoded texts longer than the tower's context length.
+        not_finite: digests of texts without an embedding.
+        error: reason why the bank lacks other texts; None if it is complete.
         refused: workers that failed the admission check and received no tasks.
     """
 
@@ -216,12 +217,12 @@ class Filled:
     refused: tuple[Refused, ...] = ()
 
 
-def needed(plan: TextPlan, reader: CaptionReader) -> Needed:
+def collect_texts(plan: TextPlan, reader: CaptionReader) -> ShardTexts:
     """Read the captions of the shards that need work once, for their digests and row groups."""
     work = sorted(with_work(plan.shards), key=lambda shard: shard.shard_id)
-    video_ids = pa.concat_arrays([plan.video_ids[:0], *(_ids(plan, shard) for shard in work)])
+    video_ids = pa.concat_arrays([plan.video_ids[:0], *(plan.ids_of(shard) for shard in work)])
     if not work:
-        return Needed(video_ids, DigestSet().ordered(), {})
+        return ShardTexts(video_ids, DigestSet().pop_sorted(), {})
     shard_ids = np.repeat([shard.shard_id for shard in work], [len(shard.rows) for shard in work])
     digests = DigestSet()
     row_groups: dict[int, list[int]] = {}
@@ -229,36 +230,36 @@ def needed(plan: TextPlan, reader: CaptionReader) -> Needed:
         digests.add(np.unique(digests_of(piece.texts.to_pylist())))
         for shard_id in np.unique(shard_ids[piece.videos]).tolist():
             row_groups.setdefault(shard_id, []).append(piece.row_group)
-    return Needed(video_ids, digests.ordered(), row_groups)
+    return ShardTexts(video_ids, digests.pop_sorted(), row_groups)
 
 
-def fill(
+def fill_bank(
     bank: Bank,
-    need: Needed,
+    texts: ShardTexts,
     *,
     plan: TextPlan,
     reader: CaptionReader,
     tower: TowerUse,
     engine: Engine,
 ) -> Filled:
-    """Fill the bank with the embeddings of all needed texts."""
+    """Fill the bank with the embeddings of texts: copy the stored ones, and encode all others."""
     num_encoded = num_cut = 0
     not_finite: set[bytes] = set()
     error: tuple[FailureCode, str] | None = None
-    missing = _missing(bank, need)
+    missing = bank.find_missing(texts.digests)
     if len(missing) and copy_embeddings(
         plan.variant_dir, missing=missing, bank_dir=bank.folder, width=plan.recipe.values["width"]
     ):
         bank.refresh()
-        missing = _missing(bank, need)
+        missing = bank.find_missing(texts.digests)
     if not len(missing):
         return Filled(0, 0, frozenset(), None)
-    blocks = blocks_of(reader, need.video_ids, missing=missing, bank_dir=bank.folder, tower=tower)
+    blocks = blocks_of(reader, texts.video_ids, missing=missing, bank_dir=bank.folder, tower=tower)
     refused: list[Refused] = []
     encoding = "encoding texts"
     with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket, Activity(encoding) as now:
         on_encoded = now.counter(encoding)
-        for outcome in engine.run(encode_block, blocks, check=ticket, name=_name):
+        for outcome in engine.run(encode_block, blocks, check=ticket, name=lambda block: f"text {block.number:06d}"):
             if isinstance(outcome, Refused):
                 refused.append(outcome)
                 warn_refused(outcome)
@@ -275,21 +276,9 @@ def fill(
     return Filled(num_encoded, num_cut, frozenset(not_finite), error, tuple(refused))
 
 
-def _name(block: Block) -> str:
-    return f"text {block.number:06d}"
-
-
-def _is_filled(bank: Bank, need: Needed, not_finite: frozenset[bytes]) -> bool:
+def _is_filled(bank: Bank, texts: ShardTexts, not_finite: frozenset[bytes]) -> bool:
     bank.refresh()
-    return len(_missing(bank, need)) <= len(not_finite)
-
-
-def _missing(bank: Bank, need: Needed) -> np.ndarray:
-    return np.asarray(need.digests[~bank.has(need.digests)])
-
-
-def _ids(plan: TextPlan, shard: ShardPlan) -> pa.Array:
-    return plan.video_ids[shard.rows.start : shard.rows.stop]
+    return len(bank.find_missing(texts.digests)) <= len(not_finite)
 
 
 @dataclass(frozen=True)
@@ -305,12 +294,12 @@ class TextShardTask:
 
 @dataclass(frozen=True)
 class ShardMaker:
-    """Makes shards in the driver, since the only remaining work is copying.
+    """Maker of shards in the driver, from captions and bank.
 
     Attributes:
-        row_groups: for each shard, the row groups of the table of captions that contain captions of it.
+        row_groups: row groups of the table of captions that contain captions of each shard, by shard ID.
         not_finite: digests of texts that the tower cannot encode.
-        error: why the bank lacks texts, or None.
+        error: reason why the bank lacks texts, or None.
     """
 
     plan: TextPlan
@@ -321,10 +310,7 @@ class ShardMaker:
     error: tuple[FailureCode, str] | None
 
     def make(self, task: TextShardTask) -> ShardResult:
-        """Make, publish and commit one shard. Idempotent: a second run writes the same bytes."""
-        return system_errors_as_results(self._make, task)
-
-    def _make(self, task: TextShardTask) -> ShardResult:
+        """Make, publish and commit one shard; a second run writes the same bytes."""
         videos = self._videos(task)
         with begin_shard(
             task,
@@ -334,21 +320,22 @@ class ShardMaker:
             fields=TEXT_FIELDS,
             num_planned=len(videos),
         ) as shard:
-            for video, embedded, lengths in self._encoded(videos):
+            for video, embedded, lengths in self._read_rows(videos):
                 if not len(video.digests) and self.plan.where is not None:
                     continue  # none of its captions is selected
                 if not len(video.digests):
                     message = f"the caption table has no captions of video {video.video_id}"
                     return stopped(task, FailureCode.IO_ERROR, message)
-                is_sound = (lengths > 0) & texts_with_all(np.isfinite(embedded).all(axis=1), lengths)
-                if not is_sound.all():
-                    lost = [video.digest(row) for row in np.flatnonzero(lengths == 0).tolist()]
-                    if not self.not_finite.issuperset(lost):
-                        lost_error = (FailureCode.IO_ERROR, "embeddings are missing from the bank")
-                        return stopped(task, *(self.error or lost_error))
-                    unsound = np.flatnonzero(~is_sound)
-                    text = video.texts[int(unsound[0])]
-                    message = f"non-finite embeddings of {count_noun(len(unsound), 'text')}, for example {text[:80]!r}"
+                is_finite = (lengths > 0) & texts_with_all(np.isfinite(embedded).all(axis=1), lengths)
+                if not is_finite.all():
+                    # The bank does not hold texts without an embedding; any other text must be there.
+                    absent = [video.digest(row) for row in np.flatnonzero(lengths == 0).tolist()]
+                    if not self.not_finite.issuperset(absent):
+                        absence = (FailureCode.IO_ERROR, "embeddings are missing from the bank")
+                        return stopped(task, *(self.error or absence))
+                    rows = np.flatnonzero(~is_finite)
+                    text = video.texts[int(rows[0])]
+                    message = f"non-finite embeddings of {count_noun(len(rows), 'text')}, for example {text[:80]!r}"
                     failure = Failure(video.video_id, None, str(FailureCode.NOT_FINITE), message)
                     shard.fail(failure, content=f" {video.video_id} failed")
                     continue
@@ -357,7 +344,7 @@ class ShardMaker:
                 shard.add(video.sample(embedded, split=task.split, row_tokens=row_tokens))
             return shard.commit()
 
-    def _encoded(self, videos: list["_VideoTexts"]) -> Iterator[tuple["_VideoTexts", np.ndarray, np.ndarray]]:
+    def _read_rows(self, videos: list["_VideoTexts"]) -> Iterator[tuple["_VideoTexts", np.ndarray, np.ndarray]]:
         """Yield each video with the rows of its texts and their lengths, read for many videos at a time."""
         max_texts = _MAX_TEXTS if self.plan.recipe.settings.encoder is None else _MAX_SEQUENCES
         for group in _groups(videos, max_texts=max_texts):
@@ -369,6 +356,7 @@ class ShardMaker:
                 yield video, embedded[row_ends[begin] : row_ends[end]], lengths[begin:end]
 
     def _videos(self, task: TextShardTask) -> "list[_VideoTexts]":
+        """Read the texts of the videos of a shard, in its order."""
         pieces = list(self.reader.pieces(task.video_ids, row_groups=self.row_groups.get(task.shard_id, ())))
         if not pieces:
             return [_VideoTexts.of(video_id, np.empty(0, np.int64), []) for video_id in task.video_ids.to_pylist()]
@@ -430,7 +418,7 @@ class _VideoTexts:
 
 
 def _groups(videos: list[_VideoTexts], *, max_texts: int) -> Iterator[list[_VideoTexts]]:
-    """Yield the videos in order, as many at a time as have `max_texts` texts, and one at least."""
+    """Yield the videos in order, in groups of at least one video and, beyond that, at most `max_texts` texts."""
     group: list[_VideoTexts] = []
     num_texts = 0
     for video in videos:

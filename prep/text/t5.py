@@ -1,7 +1,7 @@
-"""The single interface to transformers: encoders of T5 and umT5, which make a sequence of vectors of a text.
+"""The only interface to transformers: encoders of T5 and umT5, which make a sequence of vectors of a text.
 
-As in clipmill.prep.text.tower, every batch has the same size, and every text is padded to a length that depends on the
-text alone: its vectors are bit-identical whatever other texts are in its batch.
+As in clipmill.prep.text.tower, every batch has the same size, and every text is padded to a length that depends only on
+the text: its vectors are bit-identical whatever other texts are in its batch.
 """
 
 import hashlib
@@ -39,8 +39,15 @@ def resolve_t5(settings: TextSettings) -> Recipe[TextSettings]:
     """
     model, tokenizer = _folders(settings.t5)
     config = _config(model)
+    weights = sorted(model.glob("*.safetensors"))
+    words = [path for name in _TOKENIZER_FILES if (path := tokenizer / name).is_file()]
+    if not weights or not words:
+        raise UserError(f"{model} has no {'weights in safetensors' if not weights else 'tokenizer'}", hint=_SUGGESTION)
+    for path in weights:
+        safetensors_shapes(path)  # raises if the file is damaged
+    # The hash covers all files that the vectors depend on.
     digest = hashlib.sha256()
-    for path in _files(model, tokenizer):
+    for path in (model / "config.json", *weights, *words):
         digest.update(f"{path.name} {file_sha256(path)}\n".encode())
     folder, name = Path(settings.t5).expanduser(), settings.t5
     if folder.is_dir():
@@ -52,7 +59,7 @@ class T5Encoder:
     """The encoder of a T5 with its tokenizer.
 
     Args:
-        max_tokens: longer texts are truncated to as many tokens, the end token included.
+        max_tokens: maximum number of tokens, the end token included; longer texts are truncated.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, max_tokens: int, device: str) -> None:
@@ -63,10 +70,10 @@ class T5Encoder:
         """Encode `texts` with a batch size of `batch`."""
         import torch
 
-        found = self._tokenizer(list(texts), add_special_tokens=True, truncation=False)["input_ids"]
-        num_cut = sum(len(ids) > self._max_tokens for ids in found)
-        found = [ids if len(ids) <= self._max_tokens else [*ids[: self._max_tokens - 1], ids[-1]] for ids in found]
-        lengths = np.array([len(ids) for ids in found], np.int64)
+        tokens = self._tokenizer(list(texts), add_special_tokens=True, truncation=False)["input_ids"]
+        num_cut = sum(len(ids) > self._max_tokens for ids in tokens)
+        tokens = [ids if len(ids) <= self._max_tokens else [*ids[: self._max_tokens - 1], ids[-1]] for ids in tokens]
+        lengths = np.array([len(ids) for ids in tokens], np.int64)
         padded = -(-lengths // _LENGTH_STEP) * _LENGTH_STEP
         vectors: dict[int, np.ndarray] = {}
         with torch.inference_mode():
@@ -74,7 +81,7 @@ class T5Encoder:
                 rows = np.flatnonzero(padded == length).tolist()
                 for begin in range(0, len(rows), batch):
                     part = rows[begin : begin + batch]
-                    vectors.update(zip(part, self._vectors([found[row] for row in part], length, batch), strict=True))
+                    vectors.update(zip(part, self._vectors([tokens[row] for row in part], length, batch), strict=True))
         return Encoded(np.concatenate([vectors[row] for row in range(len(texts))]), lengths, num_cut)
 
     def _vectors(self, texts: list[list[int]], length: int, batch: int) -> list[np.ndarray]:
@@ -100,14 +107,17 @@ def load_t5(settings: TextSettings, *, sha256: str, device: str) -> T5Encoder:
     """
     import torch
 
-    found = resolve_t5(settings).values["encoder_sha256"]
-    if found != sha256:
+    actual = resolve_t5(settings).values["encoder_sha256"]
+    if actual != sha256:
         raise UserError(
-            f"{settings.encoder} on this machine has SHA-256 {found[:12]}, but the plan requires {sha256[:12]}",
+            f"{settings.encoder} on this machine has SHA-256 {actual[:12]}, but the plan requires {sha256[:12]}",
             hint="use the same weights on every machine",
         )
     model_dir, tokenizer_dir = _folders(settings.t5)
-    transformers = _import_transformers()
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("transformers is not installed", hint="install clipmill[columns]") from None
     transformers.utils.logging.disable_progress_bar()
     try:
         model = getattr(transformers, _CLASSES[_config(model_dir)["model_type"]]).from_pretrained(
@@ -121,7 +131,7 @@ def load_t5(settings: TextSettings, *, sha256: str, device: str) -> T5Encoder:
 
 
 def _folders(name: str) -> tuple[Path, Path]:
-    """Return the folders of model and tokenizer: of a model, or of a pipeline with text_encoder/ and tokenizer/."""
+    """Return the folders of model and tokenizer, in a model or in a pipeline with text_encoder/ and tokenizer/."""
     folder = model_folder(name, files=_WANTED, what="", asked=f"--encoder {T5}{name}", hint=_SUGGESTION)
     model, tokenizer = folder / "text_encoder", folder / "tokenizer"
     return (model if model.is_dir() else folder), (tokenizer if tokenizer.is_dir() else folder)
@@ -138,22 +148,3 @@ def _config(folder: Path) -> dict[str, Any]:
     if kind not in _CLASSES:
         raise UserError(f"{path} describes {kind}, not {' or '.join(_CLASSES)}", hint=_SUGGESTION)
     return dict(config)
-
-
-def _files(model: Path, tokenizer: Path) -> list[Path]:
-    """Return the files that the vectors depend on."""
-    weights = sorted(model.glob("*.safetensors"))
-    words = [path for name in _TOKENIZER_FILES if (path := tokenizer / name).is_file()]
-    if not weights or not words:
-        raise UserError(f"{model} has no {'weights in safetensors' if not weights else 'tokenizer'}", hint=_SUGGESTION)
-    for path in weights:
-        safetensors_shapes(path)
-    return [model / "config.json", *weights, *words]
-
-
-def _import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("transformers is not installed", hint="install clipmill[columns]") from None
-    return transformers

@@ -1,6 +1,6 @@
 """CLIP's byte-pair encoding in bounded time, for captions of any length.
 
-open_clip's `SimpleTokenizer` encodes the whole text although a tower reads only 77 tokens of it, and its time is
+open_clip's `SimpleTokenizer` encodes the complete text although a tower reads only 77 tokens of it, and its time is
 quadratic in the length of a word: a word of 100,000 letters takes minutes. Here, encoding stops at the first token that
 no tower reads, and long words are merged with a heap. The resulting tokens are identical.
 """
@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_LONG_WORD_CHARS = 64  # for shorter words the tokenizer's own merge is as fast, and it caches words
+_LONG_WORD_CHARS = 64  # for shorter words, the tokenizer itself is as fast, and it caches words
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What an encoder made of some texts.
+    """Embeddings or sequences of some texts.
 
     Attributes:
-        rows: float16 [sum of lengths, width], those of one text after another; may include non-finite rows. Embeddings
-            are normalised to unit length.
-        lengths: int64 [texts], number of rows of each text: 1 for an embedding, the number of tokens for a sequence.
+        rows: vectors of one text after another, float16 [sum of lengths, width]; may include non-finite rows.
+            Embeddings are normalised to unit length.
+        lengths: number of rows of each text, int64 [texts]: 1 for an embedding, the number of tokens for a sequence.
         num_cut: number of texts truncated to the encoder's context length.
     """
 
@@ -33,13 +33,13 @@ class Encoded:
 
     @property
     def is_finite(self) -> np.ndarray:
-        """Which texts have finite rows alone, bool [texts]."""
+        """Texts whose rows are all finite, bool [texts]."""
         return texts_with_all(np.isfinite(self.rows).all(axis=1), self.lengths)
 
 
-def texts_with_all(is_sound: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return which texts have sound rows alone, bool [texts], from `is_sound` [sum of lengths]."""
-    num_bad = np.concatenate([[0], np.cumsum(~is_sound)])
+def texts_with_all(is_good: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the texts whose rows are all good, bool [texts], given `is_good` [sum of lengths] and their lengths."""
+    num_bad = np.concatenate([[0], np.cumsum(~is_good)])
     ends = np.cumsum(lengths)
     return num_bad[ends] == num_bad[ends - lengths]
 
@@ -58,7 +58,7 @@ def tokens_of(tokenizer: Any, text: str, *, context_length: int) -> Tokens:
     for word in tokenizer.pat.finditer(tokenizer.clean_fn(text)):
         letters = "".join(tokenizer.byte_encoder[byte] for byte in word.group().encode("utf-8"))
         if len(letters) > _LONG_WORD_CHARS:
-            pieces = merged([*letters[:-1], f"{letters[-1]}</w>"], ranks=tokenizer.bpe_ranks)
+            pieces = merge_pairs([*letters[:-1], f"{letters[-1]}</w>"], ranks=tokenizer.bpe_ranks)
         else:
             pieces = tokenizer.bpe(letters).split(" ")
         ids.extend(tokenizer.encoder[piece] for piece in pieces)
@@ -67,7 +67,7 @@ def tokens_of(tokenizer: Any, text: str, *, context_length: int) -> Tokens:
     return Tokens([*ids, end], is_cut=False)
 
 
-def merged(symbols: list[str], *, ranks: Mapping[tuple[str, str], int]) -> list[str]:
+def merge_pairs(symbols: list[str], *, ranks: Mapping[tuple[str, str], int]) -> list[str]:
     """Apply byte-pair encoding (Sennrich et al. 2016) to the symbols of a word, in O(n log n) for n symbols.
 
     The pair of lowest rank is merged everywhere, from left to right, until no remaining pair has a rank.
@@ -85,7 +85,7 @@ def merged(symbols: list[str], *, ranks: Mapping[tuple[str, str], int]) -> list[
         while heap and heap[0][0] == rank:
             positions.append(heapq.heappop(heap)[1])
         first, second = pair_of_rank[rank]
-        touched = []
+        changed = []
         for position in positions:
             follower = after[position]
             if symbols[position] != first or follower < 0 or symbols[follower] != second:
@@ -94,8 +94,8 @@ def merged(symbols: list[str], *, ranks: Mapping[tuple[str, str], int]) -> list[
             after[position] = after[follower]
             if after[position] >= 0:
                 before[after[position]] = position
-            touched.append(position)
-        for position in touched:
+            changed.append(position)
+        for position in changed:
             for left in (before[position], position):
                 if left >= 0 and after[left] >= 0:
                     pair = symbols[left], symbols[after[left]]

@@ -1,14 +1,13 @@
-"""The single interface to open_clip and its text towers: finding weights, and encoding captions.
+"""The only interface to open_clip and its text towers: finding weights, and encoding captions.
 
-Every batch has the same size, and every text is padded to a length that depends on the text alone. The embedding of a
+Every batch has the same size, and every text is padded to a length that depends only on the text. The embedding of a
 text is therefore bit-identical whatever other texts are in its batch, and however often a run was interrupted.
 """
 
 import hashlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -46,7 +45,7 @@ class Tower:
         self._model = model.to(device).eval()
         self._tokenizer, self._device = tokenizer, device
         self._context_length = int(tokenizer.context_length)
-        # With causal attention and the embedding taken at the end token, padding after that token need not be computed.
+        # With causal attention, the embedding at the end token does not depend on the padding after it.
         self._can_shorten = (
             type(model) is open_clip.CLIP
             and isinstance(tokenizer, open_clip.SimpleTokenizer)
@@ -58,7 +57,7 @@ class Tower:
         """Encode `texts` with a batch size of `batch`."""
         import torch
 
-        ids, num_cut = self._ids(texts)
+        ids, num_cut = self._token_ids(texts)
         lengths = np.full(len(texts), self._context_length)
         if self._can_shorten:
             ends = ids.argmax(dim=1).numpy() + 1
@@ -81,11 +80,11 @@ class Tower:
         num_texts = len(ids)
         # A smaller batch would use other kernels, with different rounding.
         filled = torch.cat([ids, ids[-1:].expand(batch - num_texts, -1)]).to(self._device)
-        features = (self._short(filled) if self._can_shorten else self._model.encode_text(filled)).float()
+        features = (self._encode_short(filled) if self._can_shorten else self._model.encode_text(filled)).float()
         normal = torch.nn.functional.normalize(features, dim=-1)
         return np.asarray(normal[:num_texts].half().cpu().numpy())
 
-    def _short(self, ids_BT: Any) -> Any:
+    def _encode_short(self, ids_BT: Any) -> Any:
         """Compute `encode_text` of open_clip's CLIP for texts that end within T tokens."""
         import torch
 
@@ -98,7 +97,8 @@ class Tower:
             return x_BD
         return projection(x_BD) if isinstance(projection, torch.nn.Linear) else x_BD @ projection
 
-    def _ids(self, texts: Sequence[str]) -> tuple[Any, int]:
+    def _token_ids(self, texts: Sequence[str]) -> tuple[Any, int]:
+        """Return the tokens of texts, int64 [texts, context length], and the number of truncated texts."""
         import open_clip
         import torch
 
@@ -108,11 +108,11 @@ class Tower:
             # With a context one token longer, the last token is padding unless the text was truncated.
             longer = self._tokenizer([*texts, ""], context_length=length + 1)[:, -1]
             return ids, int((longer[:-1] != longer[-1]).sum())
-        found = [tokens_of(self._tokenizer, text, context_length=length) for text in texts]
+        tokens_of_texts = [tokens_of(self._tokenizer, text, context_length=length) for text in texts]
         ids = torch.zeros(len(texts), length, dtype=torch.long)
-        for row, tokens in enumerate(found):
+        for row, tokens in enumerate(tokens_of_texts):
             ids[row, : len(tokens.ids)] = torch.tensor(tokens.ids)
-        return ids, sum(tokens.is_cut for tokens in found)
+        return ids, sum(tokens.is_cut for tokens in tokens_of_texts)
 
 
 @lru_cache(maxsize=1)
@@ -127,9 +127,9 @@ def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
     if clip == TINY:
         return Tower(_tiny_model(), open_clip.SimpleTokenizer(), device=device)
     path = weights_file(settings)
-    if (found := file_sha256(path)) != sha256:
+    if (actual := file_sha256(path)) != sha256:
         raise UserError(
-            f"{path} on this machine has SHA-256 {found[:12]}, but the plan requires {sha256[:12]}",
+            f"{path} on this machine has SHA-256 {actual[:12]}, but the plan requires {sha256[:12]}",
             hint="use the same weights on every machine",
         )
     try:
@@ -182,7 +182,7 @@ def weights_file(settings: TextSettings) -> Path:
     if settings.model not in models:
         near = [name for name in models if name.lower()[:5] == settings.model.lower()[:5]] or models
         raise UserError(
-            f'open_clip has no model "{settings.model}" (asked for by --clip {settings.clip})',
+            f'open_clip has no model "{settings.model}" (required by --clip {settings.clip})',
             hint=f"use one of its {len(models)} models, for example {', '.join(near[:6])}; or tiny",
         )
     config = open_clip.pretrained.get_pretrained_cfg(settings.model, settings.weights)
@@ -196,9 +196,11 @@ def weights_file(settings: TextSettings) -> Path:
             hint=f"give a weights file, or a tag such as {', '.join(tags[:6])}" if tags else "give a weights file",
         )
     if config.get("quick_gelu", False) != open_clip.get_model_config(settings.model).get("quick_gelu", False):
+        is_quick = settings.model.endswith("-quickgelu")
+        other = settings.model.removesuffix("-quickgelu") if is_quick else f"{settings.model}-quickgelu"
         raise UserError(
-            f"the weights {settings.weights} require another activation function than that of {settings.model}",
-            hint=f"use {_other_gelu(settings.model)}:{settings.weights}",
+            f"the weights {settings.weights} require another activation function than {settings.model} has",
+            hint=f"use {other}:{settings.weights}",
         )
     try:
         with hub_if_reachable():
@@ -222,17 +224,21 @@ def check_weights(settings: TextSettings, path: Path) -> int:
     width = int(open_clip.get_model_config(settings.model)["embed_dim"])
     if is_tag(settings):
         return width  # open_clip itself converts the weights that it lists
-    found = _shapes_in(path)
-    with torch.device("meta"), _unwarned():
-        model = open_clip.create_model(settings.model, load_weights=False, pretrained_text=False, device="meta")
+    shapes = _shapes_in(path)
+    logging.disable(logging.WARNING)  # open_clip warns of a model without pretrained weights, which is intended here
+    try:
+        with torch.device("meta"):
+            model = open_clip.create_model(settings.model, load_weights=False, pretrained_text=False, device="meta")
+    finally:
+        logging.disable(logging.NOTSET)
     for name, tensor in model.state_dict().items():
         # In older checkpoints, the tensors of the text tower lack the prefix `text.`.
-        shape = found.get(name, found.get(name.removeprefix("text.")))
+        shape = shapes.get(name, shapes.get(name.removeprefix("text.")))
         if name.startswith(("visual.", "logit_")) or shape == tuple(tensor.shape):
             continue
-        found_shape = "is missing" if shape is None else f"has shape {list(shape)}"
+        actual = "is missing" if shape is None else f"has shape {list(shape)}"
         raise UserError(
-            f"{path} is not a checkpoint of {settings.model}: {name} {found_shape}, expected {list(tensor.shape)}",
+            f"{path} is not a checkpoint of {settings.model}: {name} {actual}, expected {list(tensor.shape)}",
             hint="give the model that the weights belong to; they must be in open_clip's format",
         )
     return width
@@ -275,38 +281,20 @@ def _tiny_model() -> Any:
     return model
 
 
-@contextmanager
-def _unwarned() -> Iterator[None]:
-    """Suppress open_clip's warning about a model without pretrained weights, which is intended here."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def _other_gelu(model: str) -> str:
-    return model.removesuffix("-quickgelu") if model.endswith("-quickgelu") else f"{model}-quickgelu"
-
-
 def _import_open_clip() -> Any:
-    try:
-        with _without_wandb():
-            import open_clip
-            import open_clip.pretrained
-    except ImportError as error:
-        raise UserError(f"text encoders require open_clip: {error}", hint=_INSTALL_HINT) from None
-    return open_clip
+    """Import open_clip without wandb.
 
-
-@contextmanager
-def _without_wandb() -> Iterator[None]:
-    """Keep timm, which open_clip imports, from importing wandb: its folders in $TMPDIR outlive a killed worker."""
+    timm, which open_clip imports, would import wandb, whose folders in $TMPDIR outlive a killed worker.
+    """
     modules: dict[str, Any] = sys.modules
     is_imported = "wandb" in modules
     modules.setdefault("wandb", None)  # makes `import wandb` raise ImportError, which timm handles
     try:
-        yield
+        import open_clip
+        import open_clip.pretrained
+    except ImportError as error:
+        raise UserError(f"text encoders require open_clip: {error}", hint=_INSTALL_HINT) from None
     finally:
         if not is_imported:
             del modules["wandb"]
+    return open_clip

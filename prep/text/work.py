@@ -1,4 +1,4 @@
-"""The functions behind the column `text`, and its reports."""
+"""The `ColumnWork` of `text`: the functions behind its commands, and its reports."""
 
 import shlex
 from pathlib import Path
@@ -16,7 +16,7 @@ from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary
 from clipmill.prep.core.variants import WHERE
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFolder
-from clipmill.prep.text.bank import TowerUse, is_whole_block
+from clipmill.prep.text.bank import TowerUse, is_intact_block
 from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.plan import LAYOUT_FILE, TextPlan, left_out_lines, make_text_plan, pending_text
 from clipmill.prep.text.recipe import BANK_FOLDER, BLOCK_FILE, TEXT, TextSettings, local_weights
@@ -26,7 +26,7 @@ from clipmill.prep.text.tower import resolve
 
 _BYTES_PER_NUMBER = 2
 _WORKER_GB = 2.5  # measured (benchmarks/README.md): CLIP ViT-B-32, batch of 32 on a CPU: 2.1 GB
-_CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to full size, which on a CPU costs more than larger batches gain
+_CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to full size, so on a CPU large batches cost more than they save
 
 
 def _plan(data_dir: Path, settings: TextSettings, request: Request) -> TextPlan:
@@ -106,7 +106,7 @@ def text_report(plan: TextPlan) -> Report:
     lines += [f"left out {line}" for line in left_out_lines(plan.num_left_out)]
     if num_videos:
         lines.append(f"estimate at most the captions of {count_noun(num_videos, 'video')} to encode, each text once")
-        lines.append("         how long it takes is unknown until the captions are read; a GPU is many times faster")
+        lines.append("         the duration is unknown until the captions are read; a GPU is many times faster")
         lines += [*disk.lines(), next_line(command)]
     else:
         lines.append(NOTHING_TO_DO)
@@ -131,7 +131,7 @@ WORK = ColumnWork(
     summary_report=lambda summary, recipe, listed: text_summary(summary, listed=listed),
     pending=pending_text,
     layout_file=lambda stored: LAYOUT_FILE,
-    extra_folders=(ExtraFolder(BANK_FOLDER, BLOCK_FILE, is_whole_block),),
+    extra_folders=(ExtraFolder(BANK_FOLDER, BLOCK_FILE, is_intact_block),),
     extra_files=(MERGED_TABLE,),
     next_command=lambda data: [
         *("train", "dual-encoder", "--shards", str(data), "--text-tower", "frozen", "--out", "runs/frozen-text")

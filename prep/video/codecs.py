@@ -1,7 +1,7 @@
 """The video codecs of `prep chunk`: encoder, defaults, and arguments for rate control and GOP.
 
-All encoders run single-threaded and without adaptive frame placement, so that the output bytes depend on the frames and
-the settings alone. GOP layouts:
+All encoders run single-threaded and without adaptive frame placement, so that the output bytes depend only on the
+frames and the settings. GOP layouts:
 
     comb    closed, `I b ... b P b ... b P ...`: a P frame every 16 frames; b frames are never references. Decoding any
             frame requires the key frame, the P frames up to it and the frame itself
@@ -28,7 +28,7 @@ COMB_STEP = 16  # distance in frames between consecutive P frames
 X26X_PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
 MAX_CONSECUTIVE_B_FRAMES = 16  # limit of libx264 and libx265; a star has keyint - 2 of them
 
-# The value of the preset `faster`. Quicker presets look ahead by less than one P distance, which costs 0.6 dB at the
+# Lookahead of the preset `faster`. Quicker presets look ahead by less than one P distance, which costs 0.6 dB at the
 # same file size.
 _COMB_LOOKAHEAD = 20
 
@@ -237,8 +237,8 @@ def codec_named(name: str) -> Codec:
         raise UserError(f'unknown codec "{name}"', hint=f"use one of {', '.join(CODECS)}") from None
 
 
-# Key frame intervals for which a codec's arguments can differ: the limits of each layout, its default, and those around
-# COMB_STEP.
+# Key frame intervals for which a codec's arguments can differ: the limits and the default of each layout, and intervals
+# around COMB_STEP.
 _INTERVALS = {COMB: (3, 16, 17, 18, 90, 600), STAR: (3, 16, 18), CLOSED: (1, 30, 90, 600), INTRA: (1,)}
 
 
@@ -247,15 +247,11 @@ def changed_arguments(name: str, gop: str) -> str | None:
 
     The hash is part of the recipe's fingerprint: a change of this file makes only the chunks that it affects stale.
     """
-    found = _arguments_sha256(codec_named(name), gop)
-    return None if found == _AT_SCHEMA_1.get(name, {}).get(gop) else found
-
-
-def _arguments_sha256(codec: Codec, gop: str) -> str:
-    """Return the first 16 digits (hex) of the SHA-256 of a codec's arguments."""
+    codec = codec_named(name)
     names = [codec.encoder, codec.crf_argument, codec.preset_argument, *map(list, codec.fixed_arguments)]
     arguments = [sorted(codec.gop_arguments(gop, keyint).items()) for keyint in _INTERVALS[gop]]
-    return hashlib.sha256(json.dumps([*names, *arguments]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps([*names, *arguments]).encode()).hexdigest()[:16]
+    return None if digest == _AT_SCHEMA_1.get(name, {}).get(gop) else digest
 
 
 # Never change an entry: the arguments of codecs added or changed after schema 1 are hashed.

@@ -1,4 +1,9 @@
-"""The column `video`: the flags of `prep chunk` and `prep plan`, and the `ColumnSpec`."""
+"""The column `video`: the settings of `prep chunk` and what they resolve to, its flags, and the `ColumnSpec`.
+
+In a `Recipe`, settings that the user did not give are None and take their values from a named recipe or from the codec.
+`resolve` fills them in and adds the ffmpeg build. The resolved recipe is fingerprinted, stored beside the shards and
+compared when a run is repeated; the name of the named recipe is not part of it.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -7,7 +12,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.formatting import bitrate_text, parse_bitrate
+from clipmill.manifests.formatting import bitrate_text, parse_bitrate, parse_length
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.settings import Checked, Needs, Range, errors_of
 from clipmill.prep.core.column import ColumnSpec
@@ -27,7 +32,6 @@ from clipmill.prep.video.settings import (
     Scaler,
     Tail,
     canonical_length,
-    default_min_len,
 )
 from clipmill.shards.columns import VIDEO
 
@@ -59,7 +63,7 @@ class Recipe(Checked):
 
     codec: Annotated[str | None, ENCODING, FIRST_RUN] = None
     """Video codec: h264, hevc, av1, vp9, mjpeg, h264_nvenc, hevc_nvenc. If it differs from the recipe's codec, the
-    other settings default to those of the codec. Default: the recipe's."""
+    other settings default to the values of the codec. Default: the recipe's."""
 
     crf: Annotated[int | None, ENCODING, FIRST_RUN] = None
     """Constant rate factor; lower values give better quality. Range: 1 to 51 for H.264 and HEVC, 1 to 63 for AV1 and
@@ -95,12 +99,12 @@ class Recipe(Checked):
     """Handling of audio. keep: encode the first audio stream as AAC; drop: no audio."""
 
     cut: Annotated[Cut, CUTTING] = "even"
-    """Where chunks begin and end. even: every --len; shots: at shot boundaries, which are detected in each source
+    """Positions of chunk boundaries. even: every --len; shots: at shot boundaries, which are detected in each source
     first."""
 
     detector: Annotated[DetectorName | None, CUTTING, _OF_SHOTS] = None
-    """PySceneDetect detector for --cut shots. adaptive: compares the change between two frames with that of their
-    neighbours, which tolerates camera motion; content: compares it with a fixed threshold. Default: adaptive."""
+    """PySceneDetect detector for --cut shots. adaptive: compares the change between two frames with the changes around
+    it, which tolerates camera motion; content: compares it with a fixed threshold. Default: adaptive."""
 
     threshold: Annotated[float | None, CUTTING, Range(above=0, most=255), _OF_SHOTS] = None
     """Threshold of --detector, above 0 and up to 255; lower values give more cuts. Default: 3 for adaptive, 27 for
@@ -111,10 +115,10 @@ class Recipe(Checked):
 
     min_len: Annotated[str | None, CUTTING, _OF_SHOTS] = None
     """Minimum chunk length for --cut shots, at most half of --len. A shorter shot is joined to a neighbour if the
-    result fits into --len, and left out otherwise. Default: 2s, or half of --len if that is less."""
+    result fits into --len, and omitted otherwise. Default: 2s, or half of --len if that is less."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield two rates, and settings that the codec does not have or that conflict."""
+        """Yield errors of two rates, and of settings that the codec does not support or that conflict."""
         if self.crf is not None and self.bitrate is not None:
             yield UserError(
                 "--crf and --bitrate are mutually exclusive", hint="give one of them", flags=("--crf", "--bitrate")
@@ -148,26 +152,24 @@ class Recipe(Checked):
         if self.bitrate is not None:
             chosen["bitrate"] = bitrate_text(parse_bitrate(self.bitrate, flag="--bitrate"))
         if self.cut == "shots":
-            chosen |= self._shot_settings(chosen["len"])
+            detector = self.detector or DEFAULT_DETECTOR
+            threshold = DEFAULT_THRESHOLD[detector] if self.threshold is None else self.threshold
+            half_ms = int(parse_length(chosen["len"], flag="--len") * 1000) // 2
+            chosen |= {
+                "detector": detector,
+                "threshold": float(threshold),
+                "min_scene_len": canonical_length("--min-scene-len", self.min_scene_len or "500ms"),
+                "min_len": canonical_length("--min-len", self.min_len or f"{min(2000, half_ms)}ms"),
+            }
         stated = ChunkSettings(**chosen)
         return replace(stated, fps=str(stated.fps_exact))
 
-    def _shot_settings(self, length: str) -> dict[str, Any]:
-        """Return the settings of --cut shots for chunks of up to `length`, with all values filled in."""
-        detector = self.detector or DEFAULT_DETECTOR
-        return {
-            "detector": detector,
-            "threshold": float(DEFAULT_THRESHOLD[detector] if self.threshold is None else self.threshold),
-            "min_scene_len": canonical_length("--min-scene-len", self.min_scene_len or "500ms"),
-            "min_len": canonical_length("--min-len", self.min_len or default_min_len(length)),
-        }
-
 
 def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
-    """Fill in the settings that `recipe` leaves open, so that the same bytes always have the same description.
+    """Fill in the settings that `recipe` does not contain, so that equal bytes always have equal recipes.
 
     Args:
-        ffmpeg_version: Version line of the program: another build may produce other bytes.
+        ffmpeg_version: version of the program, since another build may produce other bytes.
     """
     settings = recipe.settings()
     stored, changed = asdict(settings), changed_arguments(settings.codec, settings.gop)
@@ -189,11 +191,6 @@ def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
     fps = settings.fps.replace("/", "-")
     cut = settings.len if settings.cut == "even" else f"{settings.len}-{settings.cut}"
     return ResolvedRecipe(settings, values, f"{settings.codec}-{settings.short_side}p{fps}-{rate}-{gop}-{cut}")
-
-
-def recipe_of(stored: Mapping[str, Any]) -> Recipe:
-    """Return the settings in a variant's recipe.json, all of them given."""
-    return Recipe(**{name: stored[name] for name in _STORED if name in stored})
 
 
 def settings_line(stored: Mapping[str, Any]) -> str:
@@ -224,7 +221,7 @@ def _flags(recipe: Recipe) -> list[str]:
     settings = recipe.settings()
     names = [name for name, values in NAMED_RECIPES.items() if values["codec"] == settings.codec]
     name, codec = (names[0], None) if names else (Recipe().recipe, settings.codec)
-    # The defaults that depend on the GOP layout, and the default layout itself.
+    # The defaults depend on the GOP layout; the default layout itself does not.
     defaults = asdict(Recipe(recipe=name, codec=codec, gop=settings.gop).settings())
     by_itself = Recipe(recipe=name, codec=codec).settings()
     defaults |= {"len": settings.len, "gop": by_itself.gop, "codec": by_itself.codec if names else None}
@@ -261,8 +258,8 @@ COLUMN = ColumnSpec(
     """,
     checked_noun="decoded frame",
     page="chunks that play in place, with totals, distributions, search and filters; clips that take "
-    "more than 8 MB go to a folder beside it; --where leaves out the other chunks",
-    read_settings=lambda stored, weights: recipe_of(stored),
+    "more than 8 MB go to a folder beside it; --where omits the other chunks",
+    read_settings=lambda stored, weights: Recipe(**{name: stored[name] for name in _STORED if name in stored}),
     write_flags=_flags,
     settings_line=settings_line,
 )

@@ -5,17 +5,17 @@ filter then drops everything before the span's first frame; a seek alone could m
 that moment. If that frame began before the point, as in slides and screen recordings, the seek has dropped it too: the
 pass is stopped at its first frame, and another one seeks to an earlier point. The segment muxer cuts at forced key
 frames, one per chunk. Frames between two chunks that belong to none are encoded too, into a segment that is not kept.
-ffmpeg also records the source timestamp of every encoded frame (`-stats_enc_pre`), which is compared with the source's
-own packets.
+ffmpeg also records the source timestamp of every encoded frame (`-stats_enc_pre`), which is compared with the packets
+of the source.
 
-The graph of filters is never built again, because time would begin again with it: where the picture changes, the scaler
-gives each part its own shape within the size of the chunks.
+ffmpeg builds the filter graph once: a second graph would restart its clock. Where the picture changes shape, the scaler
+therefore fits each part into the size of the chunks.
 
 The division of a video into chunks and spans is pure arithmetic on frame counts. With `--cut even`, a video of `F`
 output frames (at the recipe's frame rate) has full chunks of `n` frames and, if F is not a multiple of n, a tail. With
 `--cut shots`, chunks begin and end at shot boundaries (`clipmill.prep.video.spans`). A span is a run of `span_chunks`
-chunks that one encoder pass makes. Its bytes depend on where it begins, so that spans never move: span `s` begins with
-chunk `s * span_chunks`, whatever the length of the video.
+chunks that one encoder pass makes. Its bytes depend on its first frame, so spans never move: span `s` begins with chunk
+`s * span_chunks`, whatever the length of the video.
 """
 
 import math
@@ -40,14 +40,17 @@ from clipmill.shards.timeline.model import CONTINUOUS_FORMAT, DEMUXERS, Filter, 
 
 TIMES_FORMAT = "{ptsi} {tbi}"  # for -stats_enc_pre: timestamp and time base of the source frame
 _ROUNDING_S = 2e-6  # ffmpeg seeks with microsecond precision
-_MAX_HIDDEN = 2  # packets in a row without a frame of their own: second fields, and frames that are never shown
+_MAX_HIDDEN = 2  # consecutive packets that show no frame: second fields, and hidden frames
 _TIMES_FILE = "times.txt"
 _UNKNOWN_COLOUR = 2
 _CONTAINER_CROPS = (7, 1)  # the first ffmpeg that applies the crop of the container
 _PROGRESS_FILE = "progress.txt"
 _MIN_LIMIT_S = 120.0
-_FURTHER = 32  # times as far before the span, each time that its first source frame began even earlier
+_FURTHER = 32  # factor by which each new pass seeks further back, while the first source frame began even earlier
 _LIMIT_PER_VIDEO_S = 60.0  # a pass slower than 1/60 of real time is considered stuck
+_MAX_TICKS_PER_S = 1_000_000  # resolution of ffmpeg's option values
+_SAME_SHAPE = 0.02  # relative difference of proportions below which a picture fills the chunk
+_BEFORE_S = 0.0005  # less than half a frame: a moment between two frames
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Span:
         first_frame: first frame of its first chunk, in output frames from the start of the video.
         chunk_frames: number of frames of each chunk, in order.
         is_last: True for the last span of a video.
-        gaps: number of frames left out before each chunk, 0 for the first; empty if there are none.
+        gaps: number of frames omitted before each chunk, 0 for the first; empty if no frame is omitted.
     """
 
     index: int
@@ -118,9 +121,9 @@ def chunks_of(num_frames: int, *, chunk_frames: int, tail: str) -> list[int]:
     """Return the number of frames in each chunk of a video of `num_frames` frames.
 
     Args:
-        num_frames: number of frames of the whole video.
+        num_frames: number of frames of the complete video.
         chunk_frames: number of frames of a full chunk.
-        tail: what to do with the remainder: `keep` it as a chunk of its own, `drop` it, or `merge` it into the previous
+        tail: handling of the remainder: `keep` makes it a chunk, `drop` discards it, `merge` appends it to the previous
             chunk (a video shorter than one chunk is kept as one).
     """
     full, rest = divmod(num_frames, chunk_frames)
@@ -157,7 +160,7 @@ class EncodedSpan:
     """Output of an encoder pass.
 
     Attributes:
-        segments: files of the span's pieces, in order: its chunks, and what was left out between them.
+        segments: files of the span's pieces, in order: its chunks, and the gaps between them.
         source_times_s: float64 [frames]: time in seconds, from the start of the video, of the source frame that each
             output frame shows.
         cpu_s: user and system CPU time of the encoder in seconds.
@@ -171,11 +174,8 @@ class EncodedSpan:
 def output_size(source: SourceFacts, *, short_side: int) -> tuple[int, int]:
     """Return (width, height) of the chunks in pixels, both even; the short side is `short_side`, but never upscaled."""
     scale = min(1.0, short_side / min(source.width, source.height))
-    return _even(source.width * scale), _even(source.height * scale)
-
-
-def _even(pixels: float) -> int:
-    return max(2, 2 * math.floor(pixels / 2 + 0.5))
+    width, height = (max(2, 2 * math.floor(side * scale / 2 + 0.5)) for side in (source.width, source.height))
+    return width, height
 
 
 def encode_span(
@@ -194,7 +194,7 @@ def encode_span(
         on_frames: called periodically with the number of frames encoded so far.
 
     Raises:
-        SourceFailure: the pass failed, or its frames are not those of the span.
+        SourceFailure: the pass failed, or its frames differ from the span's plan.
     """
     fps, timeline = recipe.settings.fps_exact, Timeline.from_json(source.timeline)
     limit_s = max(_MIN_LIMIT_S, _LIMIT_PER_VIDEO_S * float(span.num_frames / fps))
@@ -207,6 +207,7 @@ def encode_span(
                 raise _FirstFrameDropped
 
         def poll() -> None:
+            # Stop early: a long pass must not run to its end only to be repeated.
             with suppress(FileNotFoundError), times_file.open() as file:
                 if (line := file.readline()).endswith("\n"):
                     require_first(source_times([line], start=timeline.start))
@@ -241,7 +242,7 @@ def span_arguments(
     """Return the ffmpeg command for one span; run it in an empty folder.
 
     Args:
-        reach: how much further before the span than usual the pass starts reading, as a factor.
+        reach: factor by which the pass starts reading further before the span than usual.
     """
     import ffmpeg
 
@@ -264,21 +265,32 @@ def span_arguments(
     # Values of ISO/IEC 23091-2, where 2 is "unknown"; the scaler passes the matrix and the range on, and nothing else.
     options |= {"color_trc": timeline.transfer} if timeline.transfer != _UNKNOWN_COLOUR else {}
     options |= {"color_primaries": timeline.primaries} if timeline.primaries != _UNKNOWN_COLOUR else {}
+    if settings.bitrate is not None:
+        rate: dict[str, str | int] = {"b:v": settings.bitrate}
+    else:
+        assert settings.crf is not None, "a resolved recipe has one of crf and bitrate"
+        rate = {codec.crf_argument: settings.crf}
+        if codec.crf_argument == "crf" and settings.codec == "vp9":
+            rate["b:v"] = 0  # otherwise libvpx also applies its default bitrate
     options |= {
         "c:v": codec.encoder,
         "threads:v": 1,
-        **_rate_control(settings, codec.crf_argument),
+        **rate,
         **codec.gop_arguments(settings.gop, settings.keyint),
         **dict(codec.fixed_arguments),
     }
     if settings.preset and codec.preset_argument:
         options[codec.preset_argument] = settings.preset
     borders = list(accumulate(frames for frames, _ in span.pieces()))[:-1]
+    if settings.cut == "even":
+        key_frames = f"not(mod(n,{settings.chunk_frames}))"
+    else:
+        key_frames = "+".join(f"eq(n,{frame})" for frame in (0, *borders))
     options |= {
         "frames:v": span.num_frames,
         "t": length_s,
         "fps_mode": "passthrough",
-        "force_key_frames": _key_frames(settings, borders),
+        "force_key_frames": f"expr:{key_frames}",
         "map_metadata": -1,
         "map_chapters": -1,
         "fflags": "+bitexact",
@@ -299,13 +311,6 @@ def span_arguments(
     output = ffmpeg.output(*streams, "%06d.mp4", **options)
     general = ["-copyts", "-hide_banner", "-nostdin", "-loglevel", "error", "-xerror", "-nostats"]
     return output.global_args(*general, "-progress", _PROGRESS_FILE).compile(cmd=program)
-
-
-def _key_frames(settings: ChunkSettings, borders: list[int]) -> str:
-    """Return the value of `-force_key_frames` for a pass whose pieces begin at frame 0 and at `borders`."""
-    if settings.cut == "even":
-        return f"expr:not(mod(n,{settings.chunk_frames}))"
-    return "expr:" + "+".join(f"eq(n,{frame})" for frame in (0, *borders))
 
 
 def _scaled_frames(
@@ -342,7 +347,7 @@ def _scaled_frames(
     unit = f"1/{2 * fps.numerator * max(1, _MAX_TICKS_PER_S // (2 * fps.numerator))}"
     begin_s = timeline.start + span.first_frame / fps
     rate: list[Filter] = [
-        # The last frame stays on show until the end of the span; the fps filter alone may leave it out.
+        # Repeat the last frame until the end of the span; without it, the fps filter may drop that frame.
         ("tpad", {"stop": "-1", "stop_mode": "clone"}),
         ("fps", {"fps": settings.fps, "start_time": _microseconds(begin_s), "round": "near"}),
     ]
@@ -363,14 +368,11 @@ def _scaled_frames(
     return stream, video
 
 
-_MAX_TICKS_PER_S = 1_000_000
-
-
 def _resize_filters(source: SourceFacts, timeline: Timeline, *, settings: ChunkSettings) -> list[Filter]:
     """Return the filters that give every picture the size of the chunks, before it is turned upright.
 
-    A picture with the proportions of the first one is scaled to this size. Another one, later in the stream, is scaled
-    to fit into it.
+    A picture with the proportions of the first picture is scaled to this size. A later picture with other proportions
+    is scaled to fit into it.
     """
     width, height = output_size(source, short_side=settings.short_side)
     shown = Fraction(source.width, source.height)
@@ -398,10 +400,6 @@ def _resize_filters(source: SourceFacts, timeline: Timeline, *, settings: ChunkS
     ]
 
 
-_SAME_SHAPE = 0.02  # relative difference of proportions below which a picture fills the chunk
-_BEFORE_S = 0.0005
-
-
 def _seek_s(span: Span, *, fps: Fraction, source: SourceFacts, reach: int) -> Fraction:
     """Return the time at which the pass starts reading, on the grid of output frames.
 
@@ -413,16 +411,6 @@ def _seek_s(span: Span, *, fps: Fraction, source: SourceFacts, reach: int) -> Fr
 def _microseconds(seconds: Fraction) -> str:
     whole, rest = divmod(round(seconds * 1_000_000), 1_000_000)
     return f"{whole}.{rest:06d}"
-
-
-def _rate_control(settings: ChunkSettings, crf_argument: str) -> dict[str, str | int]:
-    if settings.bitrate is not None:
-        return {"b:v": settings.bitrate}
-    assert settings.crf is not None, "a resolved recipe has one of crf and bitrate"
-    rate: dict[str, str | int] = {crf_argument: settings.crf}
-    if crf_argument == "crf" and settings.codec == "vp9":
-        rate["b:v"] = 0  # otherwise libvpx also applies its default bitrate
-    return rate
 
 
 def _encoded_frames(progress: Path) -> int:
@@ -460,12 +448,12 @@ def source_times(lines: Sequence[str], *, start: Fraction) -> np.ndarray:
 def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps: Fraction) -> None:
     """Compare the source frames that were encoded with the source's packets and the span's plan.
 
-    Every output frame must show the source frame visible at its time: the last one that begins at most half an output
-    frame later. If a video begins with a gap, its first output frames may show a later source frame.
+    Every output frame must show the source frame visible at its time: the last source frame that begins at most half an
+    output frame later. If a video begins with a gap, its first output frames may show a later source frame.
 
     Args:
         times_s: times of the source frames shown, float64 [frames], in seconds from the start of the video.
-        packets_s: times of the source's packets, float64 [packets], ascending, likewise.
+        packets_s: times of the source's packets, float64 [packets], ascending, in seconds from the start of the video.
 
     Raises:
         SourceFailure: source_truncated, or frames_differ.
@@ -475,6 +463,7 @@ def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps:
             FailureCode.SOURCE_TRUNCATED,
             f"truncated: span {span.index} has {len(times_s)} of the {span.num_frames} frames that the header implies",
         )
+    # Two errors: a frame of the source that begins after its output frame, and one that was due earlier.
     due_s, half_s = _due_s(times_s, span=span, fps=fps), float(1 / (2 * fps))
     wrong = is_late(times_s, span=span, fps=fps)
     if span.index == 0:
@@ -489,12 +478,12 @@ def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps:
         raise SourceFailure(
             FailureCode.SOURCE_TRUNCATED if is_end else FailureCode.FRAMES_DIFFER,
             f"output frame {span.first_frame + first} at {due_s[first]:.4f} s shows the source frame of"
-            f" {times_s[first]:.4f} s, expected the one of {begins_s:.4f} s",
+            f" {times_s[first]:.4f} s, expected the source frame of {begins_s:.4f} s",
         )
 
 
 def is_late(times_s: np.ndarray, *, span: Span, fps: Fraction) -> np.ndarray:
-    """Whether each of the first frames of a span shows a source frame that begins after it: bool, as `times_s`."""
+    """Return which of the first frames of a span show a source frame that begins after them: bool, as `times_s`."""
     return times_s > _due_s(times_s, span=span, fps=fps) + float(1 / (2 * fps)) + _ROUNDING_S
 
 

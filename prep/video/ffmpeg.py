@@ -1,11 +1,11 @@
-"""The single interface to the ffmpeg program: finding it, checking its features, and running it safely.
+"""The only interface to the ffmpeg program: finding it, checking its features, and running it safely.
 
 The program is `$CLIPMILL_FFMPEG` if set, otherwise the `ffmpeg` on PATH if it is recent enough, otherwise the one in
 the imageio-ffmpeg wheel.
 
 `require_success` maps its standard error to failure codes, with a one-line message that is the same in every run. An
 exit status of 0 does not prove success: for a truncated Matroska file or GIF frame, ffmpeg prints one line and encodes
-what it can read. Most lines at level `error` are harmless, however (for example when decoding starts in an open GOP
+the readable part. Most lines at level `error` are harmless, however (for example when decoding starts in an open GOP
 after a seek), so that only those in `_LOSSES` make a run with exit status 0 fail.
 """
 
@@ -30,10 +30,10 @@ from clipmill.prep.video.codecs import CODECS
 PROGRAM_VARIABLE = "CLIPMILL_FFMPEG"
 MIN_VERSION = (6, 1)  # the first with -stats_enc_pre, which reports the timestamp of every frame
 LEAST_VERSION = ".".join(map(str, MIN_VERSION))
-_TRIES, _ANSWER_LIMIT_S = 3, 30.0  # of commands that take hundredths of a second
+_TRIES, _ANSWER_LIMIT_S = 3, 30.0  # for commands that take hundredths of a second
 _POLL_S = 0.1
 _KILL_GRACE_S = 2.0
-_STDERR_BYTES = 4000  # kept from the beginning, and as many from the end
+_STDERR_BYTES = 4000  # kept of the beginning, and also of the end
 
 # Missing or unreadable data, whatever the exit status: pattern and code. The first match decides.
 _LOSSES = (
@@ -80,11 +80,16 @@ _STOPPED = 255  # exit status of ffmpeg after SIGTERM, SIGINT or SIGHUP
 
 @dataclass(frozen=True)
 class Ffmpeg:
-    """An ffmpeg program that works."""
+    """An ffmpeg program that works.
+
+    Attributes:
+        version: version, such as "9.0.2", or the name of the build.
+        passed_over: program on PATH that was too old, with its version; None if there was none.
+    """
 
     path: str
-    version: str  # such as "9.0.2", or the name of the build
-    passed_over: str | None = None  # program on PATH that was too old, with its version
+    version: str
+    passed_over: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,8 @@ class Outcome:
     """Result of an ffmpeg run.
 
     Attributes:
-        return_code: exit status; negative for a signal.
-        stderr_head: beginning of the standard error output, which contains the first error.
+        return_code: exit status; minus the number of the signal that ended the process.
+        stderr_head: first bytes of the standard error output, which contain the first error.
         stderr_tail: end of the standard error output.
         timed_out: True if the process was killed because it exceeded its wall-clock limit.
         cpu_s: user and system CPU time of the process in seconds.
@@ -116,7 +121,7 @@ def find_ffmpeg() -> Ffmpeg:
 
     Raises:
         UserError: no program was found, or the requested one does not work or is too old.
-        FailedWork: the program was killed, or gave no answer, each time that its version was asked for.
+        FailedWork: the program was killed, or did not answer, at each request for its version.
     """
     named = os.environ.get(PROGRAM_VARIABLE)
     if named:
@@ -130,10 +135,10 @@ def find_ffmpeg() -> Ffmpeg:
         return Ffmpeg(path=named, version=version)
     on_path, passed_over = shutil.which("ffmpeg"), None
     if on_path:
-        found = _version(on_path, where="PATH")
-        if has_version(found, MIN_VERSION):
-            return Ffmpeg(path=on_path, version=found)
-        passed_over = f"{on_path} {found}"
+        version = _version(on_path, where="PATH")
+        if has_version(version, MIN_VERSION):
+            return Ffmpeg(path=on_path, version=version)
+        passed_over = f"{on_path} {version}"
     try:
         import imageio_ffmpeg
     except ImportError:
@@ -141,7 +146,8 @@ def find_ffmpeg() -> Ffmpeg:
             "no ffmpeg program found",
             hint=f"install clipmill[prep], which includes one, or set ${PROGRAM_VARIABLE} to a program",
         ) from None
-    # Where the package has the program: `get_ffmpeg_exe` tries it, and if that is killed, takes another or finds none.
+    # The file in the package comes first, because `get_ffmpeg_exe` runs it, and if that run is killed, takes another
+    # program or finds none.
     shipped = next(map(str, Path(imageio_ffmpeg.__file__).parent.glob("binaries/ffmpeg-*")), None)
     if shipped is None:
         try:
@@ -157,10 +163,10 @@ def find_ffmpeg() -> Ffmpeg:
 def version_mismatch(version: str) -> str | None:
     """Return why a worker's machine cannot carry out a plan for ffmpeg `version`, or None if it can."""
     try:
-        found = find_ffmpeg().version
+        available = find_ffmpeg().version
     except (UserError, FailedWork) as error:
         return str(error)
-    return None if found == version else f"ffmpeg is {found}, but the plan requires {version}"
+    return None if available == version else f"ffmpeg is {available}, but the plan requires {version}"
 
 
 @cache
@@ -180,18 +186,18 @@ def _version(path: str, *, where: str) -> str:
 
 
 def _ask(command: Sequence[str], *, what: str) -> "subprocess.CompletedProcess[str]":
-    """Run a short command of ffmpeg; if it is killed or takes too long, as where memory is short, run it again.
+    """Run a short command of ffmpeg; repeat it if it is killed or takes too long, as happens where memory is short.
 
     Raises:
         OSError: it cannot be started.
-        FailedWork: it was killed or took too long each time; `what` names it.
+        FailedWork: it was killed or took too long each time; the message begins with `what`.
     """
     why = ""
     for _ in range(_TRIES):
         try:
             answer = subprocess.run(list(command), capture_output=True, text=True, timeout=_ANSWER_LIMIT_S)
         except subprocess.TimeoutExpired:
-            why = f"gave no answer in {_ANSWER_LIMIT_S:.0f} s"
+            why = f"did not answer within {_ANSWER_LIMIT_S:.0f} s"
             continue
         if answer.returncode >= 0:
             return answer
@@ -214,29 +220,21 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
         FailedWork: the program was killed.
     """
     encoder = CODECS[codec_name].encoder
-    asked = f'"{encoder}" (asked for by --codec {codec_name})'
-    what = f"ffmpeg, asked for the encoder {asked},"
+    asked = f'"{encoder}" (required by --codec {codec_name})'
+    what = f"ffmpeg, tested for the encoder {asked},"
     listed = _ask([ffmpeg.path, "-hide_banner", "-encoders"], what=what)
     if listed.returncode == 0 and not any(line.split()[1:2] == [encoder] for line in listed.stdout.splitlines()):
         raise UserError(
             f"ffmpeg {ffmpeg.version} has no encoder {asked}",
             hint=f"use --codec h264, or set ${PROGRAM_VARIABLE} to an ffmpeg built with this encoder",
         )
-    trial = [
-        ffmpeg.path,
-        "-v",
-        "error",
-        "-nostdin",
-        "-f",
-        "lavfi",
-        "-i",
-        "color=size=256x256:rate=30",
-        "-frames:v",
-        "4",
-    ]
-    tried = _ask([*trial, "-c:v", encoder, "-f", "null", "-"], what=what)
-    if tried.returncode:
-        last_line = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
+    source = ["-f", "lavfi", "-i", "color=size=256x256:rate=30", "-frames:v", "4"]
+    trial = _ask(
+        [ffmpeg.path, "-v", "error", "-nostdin", *source, "-c:v", encoder, "-f", "null", "-"],
+        what=what,
+    )
+    if trial.returncode:
+        last_line = (trial.stderr.strip().splitlines() or [f"exit status {trial.returncode}"])[-1]
         raise UserError(
             f"the encoder {asked} does not work on this machine: {last_line}",
             hint="use --codec h264, or a machine with the required hardware",
@@ -248,7 +246,7 @@ def run(
 ) -> Outcome:
     """Run ffmpeg until it ends, for at most `limit_s` seconds of wall-clock time.
 
-    The process runs in its own process group, which is killed as a whole if the limit is exceeded or an exception is
+    The process leads a process group, which is killed with all its members if the limit is exceeded or an exception is
     raised here. If the calling process itself is killed, the kernel terminates ffmpeg as well.
 
     Args:
@@ -257,7 +255,7 @@ def run(
         limit_s: wall-clock limit in seconds.
         on_poll: called about ten times a second, for progress reports.
     """
-    # A pipe, because a message about a full disk could not be written to a file.
+    # A pipe, because a file could not hold a message about a full disk.
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     try:
@@ -318,7 +316,7 @@ def _kill_group(process: "subprocess.Popen[bytes]") -> tuple[int, float] | None:
 
 
 def _read_ends(descriptor: int, head: bytes, tail: bytes) -> tuple[bytes, bytes]:
-    """Empty a pipe without blocking; return the first and the last bytes of all that was read so far."""
+    """Empty a pipe without blocking; return the first and the last bytes of everything read so far."""
     while True:
         try:
             piece = os.read(descriptor, 1 << 16)
@@ -342,7 +340,15 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
     text = outcome.stderr
     if outcome.timed_out:
         raise SourceFailure(FailureCode.TIMEOUT, f"ffmpeg did not finish within {limit_s:.0f} s")
-    if (killed_by := _signal(outcome)) is not None:
+    # The signal ended ffmpeg, or a program that started it. On SIGTERM, ffmpeg finishes its files and exits with 255.
+    killed_by: int | None = None
+    if outcome.return_code < 0:
+        killed_by = -outcome.return_code
+    elif outcome.return_code == _STOPPED and (not text or "Immediate exit requested" in text):
+        killed_by = signal.SIGTERM
+    elif outcome.return_code == 128 + signal.SIGKILL:
+        killed_by = signal.SIGKILL
+    if killed_by is not None:
         raise SourceFailure(
             loss_code(crashed=killed_by in CRASH_SIGNALS), f"ffmpeg ended with {exit_reason(-killed_by)}"
         )
@@ -354,34 +360,19 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
         raise SourceFailure(FailureCode.ENCODE_FAILED, f"ffmpeg exited with {outcome.return_code}: {cause(text)}")
 
 
-def _signal(outcome: Outcome) -> int | None:
-    """Return the signal that ended ffmpeg, or a program that started it; None if it ended by itself.
-
-    On SIGTERM, ffmpeg finishes its files and exits with 255.
-    """
-    if outcome.return_code < 0:
-        return -outcome.return_code
-    if outcome.return_code == _STOPPED and (not outcome.stderr or "Immediate exit requested" in outcome.stderr):
-        return signal.SIGTERM
-    return signal.SIGKILL if outcome.return_code == 128 + signal.SIGKILL else None
-
-
 def cause(text: str) -> str:
     """Return the line of ffmpeg's standard error that states the cause, without parts that vary between runs.
 
-    This is the first line about damage or an error of the operating system that is not merely a consequence of another,
-    otherwise any line that is not a consequence, otherwise a consequence (a decoder may conceal damage without a word).
-    Of several, it is the first one. Memory addresses are removed: `[in#0/mpegts @ 0x5616b5]` becomes `mpegts`.
+    This is the first line about damage or an error of the operating system that does not merely follow from another
+    error, otherwise the first line that does not follow from one, otherwise the first line that does (a decoder may
+    conceal damage silently). Memory addresses are removed: `[in#0/mpegts @ 0x5616b5]` becomes `mpegts`.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return "no message"
     causes = [line for line in lines if not _CONSEQUENCES.search(line)]
     telling = re.compile("|".join(mark for mark, _ in (*_REFUSALS, *_DAMAGE)))
-    return _plain(next(chain(filter(telling.search, causes), causes, filter(telling.search, lines), lines)))
-
-
-def _plain(line: str) -> str:
+    line = next(chain(filter(telling.search, causes), causes, filter(telling.search, lines), lines))
     contexts = _CONTEXTS.match(line)
     message = _ADDRESS.sub("0x...", line[contexts.end() :] if contexts else line)
     names = _CONTEXT_NAME.findall(contexts.group()) if contexts else []

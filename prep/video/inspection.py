@@ -1,4 +1,4 @@
-"""The report of `prep inspect` on one chunk."""
+"""Inspection of stored chunks: the report of `prep inspect` on one chunk, and the deep check of `prep verify`."""
 
 import json
 from dataclasses import asdict
@@ -48,9 +48,17 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
         extension: dict(zip(("offset", "size"), shard.member_range(number, extension), strict=True))
         for extension in shard.extensions
     }
-    path = _source_path(data_dir, row["video_id"])
+    path = None
+    if has_manifest(data_dir):
+        videos = read_videos(data_dir)
+        video_row = pc.index(videos["video_id"], row["video_id"]).as_py()
+        path = None if video_row < 0 else str(videos["path"][video_row].as_py())
     gop = gop_line(row["packet_frame"], row["packet_flags"])
     captions = description["captions"]
+    caption_lines = []
+    for caption in captions[:_MAX_CAPTIONS]:
+        end = "the end" if caption["end_s"] is None else clock(caption["end_s"], decimals=3)
+        caption_lines.append(f"  {clock(caption['begin_s'], decimals=3)} to {end}  {caption['text']}")
     lines = [
         f"key       {key}",
         f"tar       {shard.tar_path} ({shard.split})",
@@ -66,7 +74,7 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
         f"GOP       {gop}",
         f"source    {description['source_id']} of {description['dataset']}: {path or 'no longer in the manifest'}",
         f"captions  {len(captions)}",
-        *(f"  {_caption_time(caption)}  {caption['text']}" for caption in captions[:_MAX_CAPTIONS]),
+        *caption_lines,
     ]
     if len(captions) > _MAX_CAPTIONS:
         lines.append(f"  ... and {len(captions) - _MAX_CAPTIONS} more")
@@ -94,38 +102,48 @@ def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
     parts = []
     for group, repeated in groupby(groups):
         count = len(list(repeated))
-        spelled = group if len(group) <= _MAX_PATTERN else _runs(group)
+        spelled = group
+        if len(group) > _MAX_PATTERN:  # shown as runs of equal letters: 3b
+            runs = [(letter, len(list(run))) for letter, run in groupby(group)]
+            shown_runs = " ".join(
+                f"{length}{letter}" if length > 1 else letter for letter, length in runs[:_MAX_PATTERN]
+            )
+            spelled = f"({shown_runs}{' ...' if len(runs) > _MAX_PATTERN else ''})"
         parts.append(f"{spelled} x {count}" if count > 1 else spelled)
     more = f" + {count_noun(len(parts) - _MAX_PATTERNS, 'other pattern')}" if len(parts) > _MAX_PATTERNS else ""
     return " + ".join(parts[:_MAX_PATTERNS]) + more
 
 
-def _runs(letters: str) -> str:
-    runs = [(letter, len(list(run))) for letter, run in groupby(letters)]
-    text = " ".join(f"{count}{letter}" if count > 1 else letter for letter, count in runs[:_MAX_PATTERN])
-    return f"({text}{' ...' if len(runs) > _MAX_PATTERN else ''})"
-
-
-def _caption_time(caption: dict[str, Any]) -> str:
-    end_s = caption["end_s"]
-    return f"{clock(caption['begin_s'], decimals=3)} to {'the end' if end_s is None else clock(end_s, decimals=3)}"
-
-
-def _source_path(data_dir: Path, video_id: str) -> str | None:
-    if not has_manifest(data_dir):
-        return None
-    videos = read_videos(data_dir)
-    row = pc.index(videos["video_id"], video_id).as_py()
-    return None if row < 0 else str(videos["path"][row].as_py())
-
-
 def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    """Compare a chunk with its index row; only one frame is in memory at a time."""
-    found, num_decoded = _check_video(members["mp4"], row)
-    return CheckedSample([*found, *check_description(row, members, split=split)], num_decoded)
+    """Decode every frame of a chunk and compare it and its JSON member with the index row.
+
+    Only one frame is in memory at a time.
+    """
+    content, in_json = members["mp4"], _check_description(row, members, split=split)
+    try:
+        facts = read_chunk(content, fps=Fraction(row["fps_num"], row["fps_den"]))
+        check_chunk(
+            facts,
+            num_frames=row["num_frames"],
+            size=(row["width"], row["height"]),
+            codec=row["codec"],
+            size_bytes=len(content),
+        )
+    except SourceFailure as failure:
+        return CheckedSample([(DeepCode.PACKETS_DIFFER, failure.message), *in_json], 0)
+    differences = [
+        (DeepCode.PACKETS_DIFFER, f"{name} in the index differs from the demuxed packets")
+        for name, value in asdict(facts).items()
+        if row[name] != value
+    ]
+    try:
+        num_decoded, difference = _decode(content, row)
+    except av.error.FFmpegError as error:
+        return CheckedSample([*differences, (DeepCode.DECODE_ERRORS, str(error)), *in_json], 0)
+    return CheckedSample([*differences, *([] if difference is None else [difference]), *in_json], num_decoded)
 
 
-def check_description(row: dict[str, Any], members: dict[str, bytes], *, split: str) -> list[tuple[DeepCode, str]]:
+def _check_description(row: dict[str, Any], members: dict[str, bytes], *, split: str) -> list[tuple[DeepCode, str]]:
     """Compare the JSON member of a chunk, and its txt member if it has one, with the index row."""
     try:
         description = parse_json(members["json"])
@@ -156,40 +174,14 @@ def check_description(row: dict[str, Any], members: dict[str, bytes], *, split: 
     return differences
 
 
-def _check_video(content: bytes, row: dict[str, Any]) -> tuple[list[tuple[DeepCode, str]], int]:
-    """Return the problems of the video stream and the number of frames decoded."""
-    try:
-        facts = read_chunk(content, fps=Fraction(row["fps_num"], row["fps_den"]))
-        check_chunk(
-            facts,
-            num_frames=row["num_frames"],
-            size=(row["width"], row["height"]),
-            codec=row["codec"],
-            size_bytes=len(content),
-        )
-    except SourceFailure as failure:
-        return [(DeepCode.PACKETS_DIFFER, failure.message)], 0
-    found = [
-        (DeepCode.PACKETS_DIFFER, f"{name} in the index differs from the demuxed packets")
-        for name, value in asdict(facts).items()
-        if row[name] != value
-    ]
-    try:
-        num_decoded, difference = _decode(content, row)
-    except av.error.FFmpegError as error:
-        return [*found, (DeepCode.DECODE_ERRORS, str(error))], 0
-    if difference is not None:
-        found.append(difference)
-    return found, num_decoded
-
-
 def _decode(content: bytes, row: dict[str, Any]) -> tuple[int, tuple[DeepCode, str] | None]:
+    """Decode a chunk; return the number of intact frames, and the first difference from the index row."""
     fps, size = Fraction(row["fps_num"], row["fps_den"]), (row["width"], row["height"])
     num_decoded = 0
     with av.open(BytesIO(content), "r", format="mp4") as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
-        # Fail instead of concealing errors: not every decoder marks the frames in which it concealed an error.
+        # Errors must not be concealed: not every decoder marks the frames in which it concealed one.
         stream.codec_context.options = {"err_detect": "explode"}
         for frame in container.decode(stream):
             if frame.is_corrupt:
@@ -197,8 +189,8 @@ def _decode(content: bytes, row: dict[str, Any]) -> tuple[int, tuple[DeepCode, s
             if frame.pts is None or frame.time_base is None or frame.pts * frame.time_base * fps != num_decoded:
                 return num_decoded, (DeepCode.FRAMES_DIFFER, f"frame {num_decoded} has unexpected pts {frame.pts}")
             if (frame.width, frame.height) != size:
-                found = f"frame {num_decoded} has {frame.width}x{frame.height} pixels, expected {size[0]}x{size[1]}"
-                return num_decoded, (DeepCode.FRAMES_DIFFER, found)
+                message = f"frame {num_decoded} has {frame.width}x{frame.height} pixels, expected {size[0]}x{size[1]}"
+                return num_decoded, (DeepCode.FRAMES_DIFFER, message)
             num_decoded += 1
     if num_decoded != row["num_frames"]:
         return num_decoded, (DeepCode.FRAMES_DIFFER, f"{num_decoded} frames decoded, expected {row['num_frames']}")

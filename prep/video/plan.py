@@ -1,13 +1,13 @@
-"""The plan of `video`: what to do for each shard, and why.
+"""The plan of `video`: the work for each shard, and the reason for it.
 
 The plan is a function of manifest, probes, shots, layout, recipe and commits. Planning opens only the files that it
-needs. With `--cut shots`, a video whose shots have not been detected yet has no chunks in the plan; what was made of it
-before is kept.
-Tables are handled by column, and a shard takes a single hash update, so that planning ten million chunks takes seconds.
+needs. With `--cut shots`, a video whose shots have not been detected yet has no chunks in the plan; its existing chunks
+are kept. Tables are handled by column, and a shard takes a single hash update, so that planning ten million chunks
+takes seconds.
 
-A worker copies the chunks whose encoder pass is unchanged from stored tars: that of the shard, and those of shards that
-videos leave, because they are removed, renamed or moved to another split. Comparing the plan with the indexes tells
-beforehand which these are (`with_changes`).
+A worker copies the chunks whose encoder pass is unchanged from stored tars: the tar of the shard, and the tars of
+shards that videos leave because they are removed, renamed or moved to another split. `with_changes` finds these chunks
+beforehand, by comparing the plan with the indexes.
 """
 
 import hashlib
@@ -82,10 +82,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class ShotsOfVideo:
-    """What a plan with `--cut shots` knows of one video.
+    """Shots of one video in a plan with `--cut shots`.
 
     Attributes:
-        left_out_s: (begin, end) in seconds of everything that is in no chunk; empty if the shots are unknown.
+        is_detected: True if the shots are known.
+        left_out_s: (begin, end) in seconds of each part that is in no chunk; empty if the shots are unknown.
     """
 
     is_detected: bool
@@ -96,16 +97,16 @@ class Videos:
     """The table of videos of a manifest (clipmill.manifests.schema.VIDEOS), open for reading.
 
     Attributes:
-        ids: the ID of each video.
-        splits: the split of each video.
+        ids: ID of each video.
+        splits: split of each video.
     """
 
     def __init__(self, file: pq.ParquetFile, *, path: Path) -> None:
         """Read the IDs and splits.
 
         Args:
-            file: the open table, which stays open as long as this object exists.
-            path: the name of the table in messages.
+            file: open table, which stays open as long as this object exists.
+            path: name of the table in messages.
         """
         self._file, self._path, self._lock = file, path, Lock()
         sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
@@ -135,9 +136,9 @@ class Videos:
             with self._lock:
                 table = self._read_group(group, columns)
             parts.append(table.take(pa.array(rows[groups == group] - begin)))
-        found = pa.concat_tables(parts)
+        table = pa.concat_tables(parts)
         is_ascending = bool((groups[1:] >= groups[:-1]).all())
-        return found if is_ascending else found.take(pa.array(np.argsort(np.argsort(groups, kind="stable"))))
+        return table if is_ascending else table.take(pa.array(np.argsort(np.argsort(groups, kind="stable"))))
 
     def _read(self, group: int, columns: tuple[str, ...]) -> pa.Table:
         return self._file.read_row_group(group, columns=list(columns)).select(columns).replace_schema_metadata()
@@ -148,12 +149,15 @@ class Plan:
 
     Attributes:
         layout: layout with every span assigned; to be written before the work begins.
-        shards: the shards, in order of their ids.
+        shards: shards, in order of their ids.
         unusable: code -> number of videos that cannot be used, according to their probes or to the detection of their
             shots. Videos whose source was readable once but is not any more are not included: their existing chunks
             are kept, and missing chunks will fail with a failure code.
-        shots: how far the shots of the videos are known; None with `--cut even`.
-        cutting: the chunks of all videos.
+        shots: known and missing shots of the videos; None with `--cut even`.
+        cutting: chunks of all videos.
+        probes: probes of the videos, one row per video.
+        num_frames: number of output frames of each video, int64; 0 if it is unusable.
+        video_rows: row in the manifest of the video of each span of the plan, int64.
     """
 
     def __init__(
@@ -170,23 +174,23 @@ class Plan:
         """Compute the plan.
 
         Args:
-            videos: those of the manifest.
+            videos: videos of the manifest.
             probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
-            layout: the stored layout (clipmill.prep.core.tables.LAYOUT).
-            stored: the shards of the variant.
-            shots: the known shots of the videos; required by `--cut shots`.
+            layout: stored layout (clipmill.prep.core.tables.LAYOUT).
+            stored: shards of the variant.
+            shots: known shots of the videos; required by `--cut shots`.
             retry_codes: failure codes to try again even if nothing changed.
         """
         self.recipe, self._recipe_fingerprint = recipe, recipe.fingerprint
-        self._videos, self._probes = videos, probes
+        self._videos, self.probes = videos, probes
         self._is_unusable = np.asarray(pc.is_null(probes["fingerprint"]))
-        self._num_frames = frames_of(recipe, probes)
+        self.num_frames = frames_of(recipe, probes)
         self.shots = shots
-        self.cutting = cutting_of(recipe.settings, self._num_frames, shots)
+        self.cutting = cutting_of(recipe.settings, self.num_frames, shots)
         self._num_chunks = self.cutting.num_chunks
         extended = extend_layout(layout, video_ids=videos.ids, splits=videos.splits, num_chunks=self._num_chunks)
         self.layout, self._layout_videos, rows = extended.table, extended.video_rows, extended.wanted
-        self._video_rows = self._layout_videos[rows]
+        self.video_rows = self._layout_videos[rows]
         self._span_index = np.asarray(self.layout["span_index"])[rows]
         self.unusable = Counter(probes["code"].filter(pa.array(self._is_unusable)).to_pylist())
         if shots is not None:
@@ -210,9 +214,9 @@ class Plan:
 
     def spans(self, rows: Sequence[int]) -> Iterator[SpanPlan]:
         """Yield the spans in the given rows of the plan."""
-        video_rows = self._video_rows[np.asarray(rows, np.int64)]
+        video_rows = self.video_rows[np.asarray(rows, np.int64)]
         videos = self._videos.take(video_rows, "video_id", "source_id", "dataset", "path").to_pylist()
-        facts = self._probes.select(list(SourceFacts.__dataclass_fields__)).take(pa.array(video_rows)).to_pylist()
+        facts = self.probes.select(list(SourceFacts.__dataclass_fields__)).take(pa.array(video_rows)).to_pylist()
         for row, video_row, video, fact in zip(rows, video_rows.tolist(), videos, facts, strict=True):
             source, span = SourceFacts(**fact), self.cutting.span(video_row, int(self._span_index[row]))
             fingerprint = span_fingerprint(self._recipe_fingerprint, source.fingerprint, span)
@@ -220,22 +224,18 @@ class Plan:
 
     def span_keys(self, rows: range) -> list[tuple[str, str]]:
         """Return the video ID and the fingerprint of the encoder pass of each span in the given rows."""
-        videos = pa.array(self._video_rows[rows.start : rows.stop])
-        ids, sources = self._videos.ids.take(videos), self._probes.select(["fingerprint"]).take(videos)[0]
+        videos = pa.array(self.video_rows[rows.start : rows.stop])
+        ids, sources = self._videos.ids.take(videos), self.probes.select(["fingerprint"]).take(videos)[0]
         keys = []
         for row, video_id, source in zip(rows, ids.to_pylist(), sources.to_pylist(), strict=True):
-            span = self.cutting.span(int(self._video_rows[row]), int(self._span_index[row]))
+            span = self.cutting.span(int(self.video_rows[row]), int(self._span_index[row]))
             keys.append((video_id, span_fingerprint(self._recipe_fingerprint, source, span)))
         return keys
 
     def shards_of_moved_videos(self, stored: Collection[int]) -> dict[int, bool]:
-        """Return the shards of videos whose split has changed (`layout`); `stored` are those on disk."""
+        """Return the shards of videos whose split has changed, as `clipmill.prep.video.spans` defines them."""
         splits = self._videos.splits
         return shards_of_moved_videos(self.layout, video_rows=self._layout_videos, splits=splits, stored=stored)
-
-    def manifest_rows(self, rows: range) -> np.ndarray:
-        """Return the rows of the manifest with the videos of spans, given by their rows in the plan; int64."""
-        return self._video_rows[rows.start : rows.stop]
 
     def failed_sources(self) -> Iterator[Failure]:
         """Yield a failure for each unusable video."""
@@ -246,52 +246,42 @@ class Plan:
                 yield Failure(video["video_id"], None, code, f"{video['path']}: {message}")
 
     def lost_sources(self) -> list[Failure]:
-        """Return a failure for each video whose source was readable once and is not any more."""
-        return list(self._failures_of(np.asarray(pc.is_valid(self._probes["code"])) & ~self._is_unusable))
+        """Return a failure for each video whose source was readable once and is now unreadable."""
+        return list(self._failures_of(np.asarray(pc.is_valid(self.probes["code"])) & ~self._is_unusable))
 
     def _failures_of(self, is_failed: np.ndarray) -> Iterator[Failure]:
         """Yield the failures of the probes of some videos, bool [videos]."""
         rows = np.flatnonzero(is_failed)
-        reasons = self._probes.select(["code", "message"]).take(pa.array(rows)).to_pylist()
+        reasons = self.probes.select(["code", "message"]).take(pa.array(rows)).to_pylist()
         for reason, video in zip(reasons, self._videos.take(rows, "video_id", "path").to_pylist(), strict=True):
             yield Failure(video["video_id"], None, reason["code"], f"{video['path']}: {reason['message']}")
 
     def notes(self, *, max_videos: int) -> tuple[int, dict[str, list[str]]]:
-        """Return the number of videos with something that may surprise, and the notes of the first few, by ID."""
-        rows = np.flatnonzero(np.asarray(pc.fill_null(pc.not_equal(self._probes["notes"], ""), False)))
+        """Return the number of videos with notes on unusual properties, and the notes of the first few, by ID."""
+        rows = np.flatnonzero(np.asarray(pc.fill_null(pc.not_equal(self.probes["notes"], ""), False)))
         first = pa.array(rows[:max_videos])
-        notes = (text.splitlines() for text in self._probes["notes"].take(first).to_pylist())
+        notes = (text.splitlines() for text in self.probes["notes"].take(first).to_pylist())
         return len(rows), dict(zip(self.video_ids(first.to_pylist()), notes, strict=True))
 
     def notes_of(self, video_id: str) -> list[str]:
-        """Return what may surprise in one video of the manifest."""
-        return (self._probes["notes"][pc.index(self._videos.ids, video_id).as_py()].as_py() or "").splitlines()
+        """Return the notes on unusual properties of one video of the manifest."""
+        return (self.probes["notes"][pc.index(self._videos.ids, video_id).as_py()].as_py() or "").splitlines()
 
     @property
     def num_with_audio(self) -> int:
-        """Number of videos with audio, which `--audio drop` leaves out."""
-        return pc.sum(pc.greater(self._probes["num_audio"], 0)).as_py() or 0
-
-    def num_videos_of(self, rows: np.ndarray) -> int:
-        """Return the number of videos with the spans in the given rows."""
-        return len(np.unique(self._video_rows[rows]))
+        """Number of videos with audio, which `--audio drop` omits."""
+        return pc.sum(pc.greater(self.probes["num_audio"], 0)).as_py() or 0
 
     def workload(self, rows: np.ndarray) -> Workload:
         """Return the encoding work of the spans in the given rows."""
-        videos = self._video_rows[rows]
+        videos = self.video_rows[rows]
         frames = self.cutting.span_frames(videos, self._span_index[rows])
-        columns = (np.asarray(self._probes[name])[videos] for name in ("width", "height", "fps"))
+        columns = (np.asarray(self.probes[name])[videos] for name in ("width", "height", "fps"))
         return Workload(frames / float(self.recipe.settings.fps_exact), *columns)
-
-    def source_bytes_per_s(self, rows: np.ndarray) -> np.ndarray:
-        """Return the bytes per second of the sources of the spans in the given rows, float64."""
-        videos = self._video_rows[rows]
-        size_bytes, end_s = (np.asarray(self._probes[name])[videos] for name in ("size_bytes", "end_s"))
-        return np.asarray(size_bytes / end_s)
 
     @property
     def mean_chunk_s(self) -> float:
-        """Mean length of a chunk in seconds; with `--cut even`, that of a full chunk."""
+        """Mean length of a chunk in seconds; with `--cut even`, the length of a full chunk."""
         settings = self.recipe.settings
         if isinstance(self.cutting, ShotCutting) and self.num_chunks:
             return float(self.cutting.chunk_frames.mean() / float(settings.fps_exact))
@@ -302,14 +292,14 @@ class Plan:
         return [str(self._videos.ids[row]) for row in rows]
 
     def shots_of_video(self, video_id: str) -> ShotsOfVideo | None:
-        """Return what is known of the shots of a video in the manifest; None with `--cut even`."""
+        """Return the known shots of a video in the manifest; None with `--cut even`."""
         if self.shots is None or not isinstance(self.cutting, ShotCutting):
             return None
         row = int(pc.index(self._videos.ids, video_id).as_py())
         if not self.shots.is_known[row]:
             return ShotsOfVideo(False, [])
         fps = float(self.recipe.settings.fps_exact)
-        left_out = self.cutting.left_out(row, num_frames=int(self._num_frames[row]))
+        left_out = self.cutting.left_out(row, num_frames=int(self.num_frames[row]))
         return ShotsOfVideo(True, [(first / fps, behind / fps) for first, behind in left_out])
 
     def detection_tasks(self) -> "Iterator[ShotTask]":
@@ -320,19 +310,12 @@ class Plan:
         seen = set()
         paths = self._videos.take(self.shots.undetected, "path")["path"].to_pylist()
         for row, path in zip(self.shots.undetected.tolist(), paths, strict=True):
-            fingerprint = self._probes["fingerprint"][row].as_py()
+            fingerprint = self.probes["fingerprint"][row].as_py()
             if fingerprint not in seen:
                 seen.add(fingerprint)
-                num_frames = int(self._num_frames[row])
-                timeline = self._probes["timeline"][row].as_py() or ""
+                num_frames = int(self.num_frames[row])
+                timeline = self.probes["timeline"][row].as_py() or ""
                 yield ShotTask(path, fingerprint, num_frames, self.recipe.settings.shot_detector, timeline)
-
-    def detection_work(self) -> Workload:
-        """Return the videos whose shots have to be detected."""
-        assert self.shots is not None
-        videos = self.shots.undetected
-        columns = (np.asarray(self._probes[name])[videos] for name in ("width", "height", "fps"))
-        return Workload(self._num_frames[videos] / float(self.recipe.settings.fps_exact), *columns)
 
     def _plan_shards(
         self, layout_rows: np.ndarray, stored: StoredShards, retry_codes: frozenset[str]
@@ -340,15 +323,16 @@ class Plan:
         shard_ids = np.asarray(self.layout["shard_id"])[layout_rows]
         # The layout grows in shard order, so the rows of a shard are contiguous.
         bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)) if len(shard_ids) else np.zeros(1, int)
-        has_code = np.flatnonzero(pc.is_valid(self._probes["code"]))
+        has_code = np.flatnonzero(pc.is_valid(self.probes["code"]))
         unreadable = frozenset(self._videos.ids.take(pa.array(has_code)).to_pylist())
         begins, ends = bounds[:-1], bounds[1:]
         splits = self.layout["split"].take(pa.array(layout_rows[begins])).to_pylist()
-        behind = np.concatenate([[0], np.cumsum(self._span_chunk_counts())])
+        chunks_of_spans = np.minimum(self._num_chunks[self.video_rows] - self._span_index * SPAN_CHUNKS, SPAN_CHUNKS)
+        behind = np.concatenate([[0], np.cumsum(chunks_of_spans)])
         num_chunks = behind[ends] - behind[begins]
         of_all = f"{self._recipe_fingerprint} {self.has_captions}".encode()
 
-        def wanted() -> Iterator[WantedShard]:
+        def required_shards() -> Iterator[WantedShard]:
             columns = (shard_ids[begins], num_chunks, begins, ends)
             of_shards = zip(splits, self._descriptions(bounds), *(column.tolist() for column in columns), strict=True)
             for split, description, shard_id, count, begin, end in of_shards:
@@ -356,30 +340,25 @@ class Plan:
                 digest.update(description)
                 yield WantedShard(shard_id, split, digest.hexdigest(), count, range(begin, end))
 
+        # The content of shards with a video of unknown length or unknown shots is kept. The length is unknown if the
+        # source is unreadable and the probe that recorded its length is lost.
+        held: frozenset[int] = frozenset()
+        is_unknown = self._is_unusable if self.shots is None else self._is_unusable | ~self.shots.is_known
+        if is_unknown.any():
+            unknown = np.where(is_unknown, np.iinfo(np.int64).max, 0)
+            rows, _ = wanted_rows(
+                self.layout, video_rows=self._layout_videos, splits=self._videos.splits, num_chunks=unknown
+            )
+            held = frozenset(np.asarray(self.layout["shard_id"])[rows].tolist())
         return plan_shards(
-            wanted(),
+            required_shards(),
             stored,
             what_changed="its videos, their files or their captions",
             orphaned_because="the videos are no longer in the manifest",
             retry_codes=retry_codes,
             unreadable=unreadable,
-            held=HeldShards(self._held_shards(), _HELD if self.shots is None else _HELD_SHOTS),
+            held=HeldShards(held, _HELD if self.shots is None else _HELD_SHOTS),
         )
-
-    def _held_shards(self) -> frozenset[int]:
-        """Return the shards that hold a wanted video of unknown length or with unknown shots; their content is kept.
-
-        The length is unknown if the source is unreadable and the probe that recorded its length is lost.
-        """
-        is_unknown = self._is_unusable if self.shots is None else self._is_unusable | ~self.shots.is_known
-        if not is_unknown.any():
-            return frozenset()
-        splits, unknown = self._videos.splits, np.where(is_unknown, np.iinfo(np.int64).max, 0)
-        rows, _ = wanted_rows(self.layout, video_rows=self._layout_videos, splits=splits, num_chunks=unknown)
-        return frozenset(np.asarray(self.layout["shard_id"])[rows].tolist())
-
-    def _span_chunk_counts(self) -> np.ndarray:
-        return np.minimum(self._num_chunks[self._video_rows] - self._span_index * SPAN_CHUNKS, SPAN_CHUNKS)
 
     def _descriptions(self, bounds: np.ndarray) -> Iterator[memoryview]:
         """Yield the bytes that represent the spans of each shard in its fingerprint: one line per span.
@@ -387,14 +366,14 @@ class Plan:
         Args:
             bounds: first row of each shard, and the number of all rows.
         """
-        names, sources = ("source_id", "dataset", "captions_sha256"), self._probes.select(["fingerprint"])
+        names, sources = ("source_id", "dataset", "captions_sha256"), self.probes.select(["fingerprint"])
         first = 0
         while first < len(bounds) - 1:
-            # Many shards at a time, because each call of Arrow costs as much as hundreds of its values.
+            # Many shards at a time, because a call of Arrow costs as much as hundreds of values.
             last = int(np.searchsorted(bounds, bounds[first] + _ROWS_AT_ONCE, side="right")) - 1
             last = max(last, first + 1)
             part = slice(bounds[first], bounds[last])
-            video_rows = self._video_rows[part]
+            video_rows = self.video_rows[part]
             rows, videos = pa.array(video_rows), self._videos.take(video_rows, *names)
             source_ids, datasets, captions = (as_array(column) for column in videos.columns)
             texts = [self._videos.ids.take(rows), source_ids, datasets, self._videos.splits.take(rows), captions]
@@ -419,13 +398,13 @@ def span_fingerprint(recipe_fingerprint: str, source_fingerprint: str, span: Spa
 
 @dataclass(frozen=True)
 class ShardChange:
-    """How a shard differs from the stored one.
+    """Difference between a planned shard and the stored one.
 
     Attributes:
-        rows: rows of the plan with the spans that are encoded; those of the others are copied.
+        rows: rows of the plan with the spans that are encoded; all other spans are copied.
         num_copied: number of chunks that are copied; None if it is unknown how much of a damaged shard is intact.
-        copied_bytes: their size in the tar and the index, about.
-        because: why the shard is written.
+        copied_bytes: estimated size of these chunks in the tar and the index.
+        because: reason for writing the shard.
         others: tars of other shards, or of earlier commits, with chunks that are copied.
     """
 
@@ -451,60 +430,63 @@ class StoredSpans:
 
 
 def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -> dict[int, ShardChange]:
-    """Compare the shards of a plan with the stored ones; return how they differ, by shard ID.
+    """Compare the shards of a plan with the stored ones; return the differences, by shard ID.
 
-    `plan.shards` then have `num_copied`. Shards none of whose chunks are stored are left out, and so are changed ones
-    whose index cannot be read.
+    `plan.shards` then have `num_copied`. Shards without a stored chunk are omitted, and also changed shards whose index
+    cannot be read.
     """
     if not any(shard.has_work for shard in plan.shards):
         return {}
     left = [shard.shard_id for shard in plan.shards if shard.state in (*_COMPARED, ShardState.ORPHANED)]
     stored = stored_spans(variant_dir, commits, compared=left)
-    owned = {tar.commit.shard_id: spans for tar, spans in stored.items() if tar.commit is not None}
+    spans_of_shard = {tar.commit.shard_id: spans for tar, spans in stored.items() if tar.commit is not None}
+    # If several tars have a span, tars with a commit are preferred: they stand first, and the last entry wins.
     tars = {
         fingerprint: (tar, spans.chunk_bytes)
         for tar, spans in reversed(stored.items())
         for _, fingerprint in spans.spans
     }
     moved = plan.shards_of_moved_videos(commits)
-    found: dict[int, ShardChange] = {}
+    changes: dict[int, ShardChange] = {}
     for shard in plan.shards:
         commit = commits.get(shard.shard_id)
         if shard.state in _COMPARED and commit is not None:
-            if commit.files is None or shard.shard_id in owned:
-                own, is_moved = owned.get(shard.shard_id, StoredSpans()), shard.shard_id in moved
-                found[shard.shard_id] = _change(plan, shard, commit, own, tars, has_moved_videos=is_moved)
-        elif shard.has_work and tars and (change := _found_elsewhere(plan, shard, tars)) is not None:
-            found[shard.shard_id] = change
+            if commit.files is None or shard.shard_id in spans_of_shard:
+                stored_here, is_moved = spans_of_shard.get(shard.shard_id, StoredSpans()), shard.shard_id in moved
+                changes[shard.shard_id] = _change(plan, shard, commit, stored_here, tars, has_moved_videos=is_moved)
+        elif shard.has_work and tars and (change := _change_from_others(plan, shard, tars)) is not None:
+            changes[shard.shard_id] = change
     plan.shards = [
-        replace(shard, num_copied=found[shard.shard_id].num_copied) if shard.shard_id in found else shard
+        replace(shard, num_copied=changes[shard.shard_id].num_copied) if shard.shard_id in changes else shard
         for shard in plan.shards
     ]
-    return found
+    return changes
 
 
 def _change(
     plan: Plan,
     shard: ShardPlan,
     commit: Commit,
-    own: StoredSpans,
+    stored: StoredSpans,
     tars: _Tars,
     *,
     has_moved_videos: bool,
 ) -> ShardChange:
-    """Compare a shard with its commit and what it holds.
+    """Compare a shard with its commit and the spans in its tar.
 
     Args:
-        own: what its tar holds.
+        stored: spans in the tar of the shard.
     """
+    # A span can be copied if any tar has its fingerprint, whatever the name of its video was then.
     keys = plan.span_keys(shard.rows)
-    held = {fingerprint for _, fingerprint in own.spans}
+    held = {fingerprint for _, fingerprint in stored.spans}
     lacking = {key for key in keys if key[1] not in held}
     rows = tuple(row for row, key in zip(shard.rows, keys, strict=True) if key in lacking and key[1] not in tars)
-    wanted = {video_id for video_id, _ in keys}
+    planned = {video_id for video_id, _ in keys}
     failed = {failure.video_id for failure in commit.failures}
-    known = {video_id for video_id, _ in own.spans} | failed
-    added, gone = wanted - known, known - wanted
+    known = {video_id for video_id, _ in stored.spans} | failed
+    # The reasons in the report name videos, because users know videos and not spans.
+    added, gone = planned - known, known - planned
     encoded = {video_id for video_id, fingerprint in lacking if fingerprint not in tars}
     changed = {video_id for video_id, _ in lacking} & known - failed
     removed = "removed or moved to another split" if has_moved_videos else "removed"
@@ -517,20 +499,19 @@ def _change(
     if shard.state == ShardState.RETRY:
         reasons = [shard.reason]
     elif not reasons:
-        has_captions = plan.has_captions or own.has_captions
+        has_captions = plan.has_captions or stored.has_captions
         reasons = ["captions changed" if has_captions else "names of videos or datasets changed"]
-    found: list[tuple[StoredTar | None, float]] = [(None, own.chunk_bytes) for key in keys if key not in lacking]
-    found += [tars[key[1]] for key in keys if key in lacking and key[1] in tars]
-    others = tuple(dict.fromkeys(tar for tar, _ in found if tar is not None))
-    num_copied = shard.num_chunks - _num_chunks(plan, rows)
-    return ShardChange(rows, num_copied, _copied_bytes(num_copied, found), ", ".join(reasons), others)
+    copied = [tars[key[1]] for key in keys if key in lacking and key[1] in tars]
+    others = tuple(dict.fromkeys(tar for tar, _ in copied))
+    chunk_bytes = [stored.chunk_bytes for key in keys if key not in lacking] + [size for _, size in copied]
+    return ShardChange(rows, *_copied_size(plan, shard, rows, chunk_bytes), ", ".join(reasons), others)
 
 
-def _found_elsewhere(plan: Plan, shard: ShardPlan, tars: _Tars) -> ShardChange | None:
-    """Return what is copied into a shard that is new, missing or damaged; None if no tar has any of it."""
+def _change_from_others(plan: Plan, shard: ShardPlan, tars: _Tars) -> ShardChange | None:
+    """Return the change of a new, missing or damaged shard into which chunks are copied; None if no tar has any."""
     keys = plan.span_keys(shard.rows)
-    found = [tars[fingerprint] for _, fingerprint in keys if fingerprint in tars]
-    others = tuple(dict.fromkeys(tar for tar, _ in found))
+    copied = [tars[fingerprint] for _, fingerprint in keys if fingerprint in tars]
+    others = tuple(dict.fromkeys(tar for tar, _ in copied))
     if not others:
         return None
     rows = tuple(row for row, key in zip(shard.rows, keys, strict=True) if key[1] not in tars)
@@ -538,17 +519,18 @@ def _found_elsewhere(plan: Plan, shard: ShardPlan, tars: _Tars) -> ShardChange |
         return ShardChange(rows, None, 0.0, "", others)
     encoded = {video_id for video_id, fingerprint in keys if fingerprint not in tars}
     because = f"new videos, and {_RETURNED}" if encoded else _RETURNED
-    num_copied = shard.num_chunks - _num_chunks(plan, rows)
-    return ShardChange(rows, num_copied, _copied_bytes(num_copied, found), because, others)
+    return ShardChange(rows, *_copied_size(plan, shard, rows, [size for _, size in copied]), because, others)
 
 
-def _copied_bytes(num_chunks: int, found: Sequence[tuple[StoredTar | None, float]]) -> float:
-    """Return the size of copied chunks, given the mean bytes of a chunk in the tar of each of their spans."""
-    return num_chunks * sum(chunk_bytes for _, chunk_bytes in found) / max(1, len(found))
+def _copied_size(plan: Plan, shard: ShardPlan, rows: Sequence[int], chunk_bytes: Sequence[float]) -> tuple[int, float]:
+    """Return the number of chunks that are copied into a shard, and their size in bytes.
 
-
-def _num_chunks(plan: Plan, rows: Sequence[int]) -> int:
-    return sum(len(span.span.chunk_frames) for span in plan.spans(rows))
+    Args:
+        rows: rows of the plan with the spans that are encoded.
+        chunk_bytes: mean bytes of a chunk in the tar of each copied span.
+    """
+    num_copied = shard.num_chunks - sum(len(span.span.chunk_frames) for span in plan.spans(rows))
+    return num_copied, num_copied * sum(chunk_bytes) / max(1, len(chunk_bytes))
 
 
 def stored_spans(
@@ -559,8 +541,8 @@ def stored_spans(
     In a bucket, tars without a commit are not used, because looking for them costs requests and time.
 
     Args:
-        commits: Commits of the variant, by shard ID.
-        compared: Shards whose tars are opened.
+        commits: commits of the variant, by shard ID.
+        compared: shards whose tars are opened.
     """
     chosen = [commits[shard_id] for shard_id in compared if shard_id in commits]
     tars = [StoredTar(commit.files.tar, commit) for commit in chosen if commit.files is not None]
@@ -570,7 +552,7 @@ def stored_spans(
     if not tars:
         return {}
     comparing = f"comparing {count_noun(len(tars), 'stored shard')}"
-    found: dict[StoredTar, StoredSpans] = {}
+    spans_of_tar: dict[StoredTar, StoredSpans] = {}
     with Activity(comparing) as now, ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
         show = now.counter(comparing)
         for number, (tar, spans) in enumerate(
@@ -578,11 +560,12 @@ def stored_spans(
         ):
             show(number, len(tars))
             if spans is not None:
-                found[tar] = spans
-    return found
+                spans_of_tar[tar] = spans
+    return spans_of_tar
 
 
 def _spans_in(variant_dir: Path, stored: StoredTar) -> StoredSpans | None:
+    """Return the spans in a tar; None if its index cannot be read."""
     tar = variant_dir / stored.tar
     try:
         index = open_index(index_of(tar), columns=_COLUMNS)

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from clipmill.prep.sources.shot_table import Detection
     from clipmill.prep.video.worker import ShardTask
 
-_IDS_AT_ONCE = 1 << 20  # looked up together, because each lookup begins with a hash table of all videos
+_IDS_AT_ONCE = 1 << 20  # looked up together, because each lookup builds a hash table of all videos
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Planned:
 
     Attributes:
         probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
-        shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
-        changes: how shards that are written differ from the stored ones, by shard ID.
-        detection: result of `with_shots`, if it had anything to do.
+        shots: stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
+        changes: differences between shards that are written and the stored ones, by shard ID.
+        detection: result of the detection of shots, if `with_shots` ran it.
         read_again: ids of the videos whose source was read again and failed, although it is unchanged.
     """
 
@@ -95,13 +95,13 @@ class Planned:
 
     def rows_to_encode(self) -> np.ndarray:
         """Return the rows of the plan with the spans that are encoded rather than copied, int64."""
-        rows = [np.asarray(self._rows_of(shard), np.int64) for shard in self.shards if shard.has_work]
-        return np.concatenate([np.zeros(0, np.int64), *rows])
-
-    def _rows_of(self, shard: ShardPlan) -> Sequence[int]:
-        if shard.shard_id in self.changes:
-            return self.changes[shard.shard_id].rows
-        return () if shard.state == ShardState.CHANGED else shard.rows
+        rows = [np.zeros(0, np.int64)]
+        for shard in self.shards:
+            if shard.has_work and shard.shard_id in self.changes:
+                rows.append(np.asarray(self.changes[shard.shard_id].rows, np.int64))
+            elif shard.has_work and shard.state != ShardState.CHANGED:  # its index cannot be read, so it is unknown
+                rows.append(np.asarray(shard.rows, np.int64))
+        return np.concatenate(rows)
 
 
 def make_plan(
@@ -114,8 +114,7 @@ def make_plan(
     """Plan `recipe` for the manifest in `data_dir`. With an engine, call it while holding the lock of the column.
 
     Args:
-        retry_codes: failure codes to try again even if nothing changed; if there is any, failed sources are probed
-            again.
+        retry_codes: failure codes to try again even if nothing changed; unless empty, failed sources are probed again.
         engine: engine of a cluster whose workers probe the sources; None to probe them on this machine.
     """
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
@@ -130,9 +129,9 @@ def make_plan(
         )
     failed = failed_sources(probes, only_passing=not retry_codes)
     read_again = frozenset(videos.ids.take(pa.array(failed)).to_pylist())
-    probes = probes.drop_columns(["path", "mtime_ns"])  # which take half a gigabyte of ten million videos
+    probes = probes.drop_columns(["path", "mtime_ns"])  # they take half a gigabyte for ten million videos
     shots = _stored_shots(data_dir, recipe)
-    planned = _planned(data_dir, recipe, videos, probes, shots=shots, retry_codes=retry_codes)
+    planned = _plan_shards(data_dir, recipe, videos, probes, shots=shots, retry_codes=retry_codes)
     return replace(planned, read_again=read_again)
 
 
@@ -151,12 +150,12 @@ def _run_probes(
     from clipmill.prep.sources.probe_tasks import probe_group
 
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
-    make_variant(folder, dict(recipe.values))  # which the worker's ticket is put into
+    make_variant(folder, dict(recipe.values))  # the folder for the ticket of the workers
     with worker_ticket(folder, package=COLUMN.package) as ticket:
         yield from engine.run(probe_group, tasks, check=ticket, name=lambda task: task.name)
 
 
-def _planned(
+def _plan_shards(
     data_dir: Path,
     recipe: ResolvedRecipe,
     videos: Videos,
@@ -202,8 +201,15 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
         return planned
     from clipmill.prep.sources.shot_table import detect_shots
 
-    # The worker's ticket and, through the recipe, the detector that is in use are in the folder of the variant.
+    # The folder of the variant holds the ticket of the workers and, in its recipe, the detector in use.
     make_variant(planned.variant_dir, dict(recipe.values))
+    # Shots that any variant uses stay in the table.
+    used_detectors = set()
+    for variant in variants_of(planned.data_dir, VIDEO):
+        with suppress(UserError):  # a variant of another schema
+            used = _stored_recipe(variant)
+            if used.settings.cut == "shots":
+                used_detectors.add(detector_key(used))
     needs = ("clipmill.prep.sources.detector:version_mismatch", recipe.values["scenedetect"])
     detecting = "detecting shots"
     with (
@@ -215,12 +221,12 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
             list(plan.detection_tasks()),
             shots=planned.shots,
             key=detector_key(recipe),
-            used_detectors=_keys_in_use(planned.data_dir),
+            used_detectors=used_detectors,
             engine=engine,
             check=ticket,
             on_progress=now.counter(detecting),
         )
-    detected = _planned(
+    detected = _plan_shards(
         planned.data_dir,
         recipe,
         planned.videos,
@@ -232,19 +238,8 @@ def with_shots(planned: Planned, engine: "Engine") -> Planned:
     return replace(detected, read_again=planned.read_again)
 
 
-def _keys_in_use(data_dir: Path) -> set[str]:
-    """Return the keys of the detectors of all variants."""
-    keys = set()
-    for variant in variants_of(data_dir, VIDEO):
-        with suppress(UserError):  # a variant of another schema
-            recipe = _stored_recipe(variant)
-            if recipe.settings.cut == "shots":
-                keys.add(detector_key(recipe))
-    return keys
-
-
 def left_out_values(plan: Plan) -> dict[str, Any]:
-    """Return the shots or tails of a plan that are in no chunk, as JSON values; nothing if every frame is in one."""
+    """Return the shots or tails of a plan that are in no chunk, as JSON values; empty if no frame is omitted."""
     if plan.shots is None and plan.recipe.settings.tail != "drop":
         return {}
     cutting = plan.cutting
@@ -257,10 +252,10 @@ def left_out_values(plan: Plan) -> dict[str, Any]:
 
 
 def left_out_lines(values: Mapping[str, Any], *, cut: str) -> list[str]:
-    """Return what is in no chunk, in words, and the first few videos; nothing if every frame is in a chunk.
+    """Return lines on the parts of videos that are in no chunk, and the first few videos; none if there are none.
 
     Args:
-        cut: Value of `--cut`.
+        cut: value of `--cut`.
     """
     if not values.get("num_left_out"):
         return []
@@ -274,7 +269,7 @@ def left_out_lines(values: Mapping[str, Any], *, cut: str) -> list[str]:
 
 
 def named_videos(video_ids: Sequence[str], *, num_all: int) -> str:
-    """Return the names of the first few videos, and the number of the others."""
+    """Return the names of the first few videos, and the number of further videos."""
     more = f", and {num_all - len(video_ids):,} more" if num_all > len(video_ids) else ""
     return f"{on_one_line(', '.join(video_ids))}{more}"
 
@@ -312,7 +307,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
             old_commit=planned.commits.get(shard.shard_id),
             others=planned.changes[shard.shard_id].others if shard.shard_id in planned.changes else (),
             captions_file=captions_file,
-            caption_groups=() if groups is None else groups.of(plan.manifest_rows(shard.rows)),
+            caption_groups=() if groups is None else groups.of(plan.video_rows[shard.rows.start : shard.rows.stop]),
             scratch_bytes=scratch_bytes,
         )
 
@@ -334,7 +329,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
 
 @dataclass(frozen=True)
 class CaptionGroups:
-    """The row groups of a table of captions that hold captions of each video; a worker reads only its own.
+    """The row groups of a table of captions with captions of each video, so that workers read no other groups.
 
     Attributes:
         begins: first entry of each video in `groups`, and the number of all entries, int64 [videos + 1].
@@ -353,35 +348,31 @@ class CaptionGroups:
 def caption_groups(captions_file: Path, video_ids: pa.Array) -> CaptionGroups:
     """Read the column of videos of a table of captions once, to find the row groups of each of `video_ids`."""
     videos, groups = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
-    for ids, group_of_id in _ids_of_groups(captions_file):
-        rows = np.asarray(pc.fill_null(pc.index_in(ids, value_set=video_ids), -1)).astype(np.int64)
-        videos.append(rows[rows >= 0])
-        groups.append(group_of_id[rows >= 0])
-    of_videos, of_groups = np.concatenate(videos), np.concatenate(groups)
-    begins = np.concatenate([[0], np.cumsum(np.bincount(of_videos, minlength=len(video_ids)))])
-    return CaptionGroups(begins, of_groups[np.argsort(of_videos, kind="stable")])
-
-
-def _ids_of_groups(captions_file: Path) -> Iterator[tuple[pa.ChunkedArray, np.ndarray]]:
-    """Yield ids of videos, each once per row group that holds it, with these row groups."""
-    waiting: list[pa.Array] = []
-    numbers: list[int] = []
+    waiting: list[pa.Array] = []  # ids of videos, each once per row group that holds it
+    numbers: list[int] = []  # these row groups
     with pq.ParquetFile(captions_file, read_dictionary=["video_id"]) as file:
         for group in range(file.num_row_groups):
             table = file.read_row_group(group, columns=["video_id"], use_threads=False)
             ids = pc.unique(table["video_id"].unify_dictionaries()).cast(pa.string())
             waiting.append(ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids)
             numbers.append(group)
-            if sum(map(len, waiting)) >= _IDS_AT_ONCE or group == file.num_row_groups - 1:
-                repeats = list(map(len, waiting))
-                yield pa.chunked_array(waiting, pa.string()), np.repeat(np.asarray(numbers, np.int32), repeats)
-                waiting, numbers = [], []
+            if sum(map(len, waiting)) < _IDS_AT_ONCE and group < file.num_row_groups - 1:
+                continue
+            group_of_id = np.repeat(np.asarray(numbers, np.int32), list(map(len, waiting)))
+            positions = pc.index_in(pa.chunked_array(waiting, pa.string()), value_set=video_ids)
+            rows = np.asarray(pc.fill_null(positions, -1)).astype(np.int64)
+            videos.append(rows[rows >= 0])
+            groups.append(group_of_id[rows >= 0])
+            waiting, numbers = [], []
+    of_videos, of_groups = np.concatenate(videos), np.concatenate(groups)
+    begins = np.concatenate([[0], np.cumsum(np.bincount(of_videos, minlength=len(video_ids)))])
+    return CaptionGroups(begins, of_groups[np.argsort(of_videos, kind="stable")])
 
 
 def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the number of chunks of each video, which of these are known, and how many videos lack their shots.
 
-    Paths and probes are held by this function alone: those of millions of videos take gigabytes.
+    Only this function holds paths and probes, which take gigabytes for millions of videos.
     """
     paths = read_videos(data_dir, columns=["path"])["path"]
     columns = ["path", "end_s", *(["fingerprint"] if recipe.settings.cut == "shots" else [])]
@@ -395,7 +386,7 @@ def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, n
 
 
 def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
-    """Return what remains to be made of a variant, without checking whether its sources have changed.
+    """Return the missing part of a variant, without checking whether its sources have changed.
 
     Raises:
         UserError: there is no manifest, the recipe is of another version, or the layout is damaged.
@@ -412,7 +403,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
     shots = _stored_shots(data_dir, recipe)
     of_videos = shots_of(recipe, probes, shots=shots, retry_failed=False) if is_known.all() else None
     if not is_known.all() or (of_videos is not None and len(of_videos.undetected)):
-        # What the variant should hold is unknown, and so is whether it is complete.
+        # The required content is unknown, and therefore also whether the variant is complete.
         return _pending_in_part(data_dir, variant, recipe)
     plan = Plan(
         recipe=recipe,
@@ -430,7 +421,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
 
 
 def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -> Pending:
-    """Return what remains to be made of a variant, as far as the probes and shots of its videos are known.
+    """Return the missing part of a variant, as far as the probes and shots of its videos are known.
 
     A video whose probe or shots are unknown counts as having all its spans.
     """

@@ -1,15 +1,20 @@
-"""The reports of `prep plan`: what a run would do, why, and its cost; with `--explain`, of one chunk or video."""
+"""The reports of `prep plan`: the work of a run, the reasons and the cost; with `--explain`, one chunk or video.
+
+Core-hours come from a model with two terms: reading is proportional to the source's pixels, writing to the output's
+pixels. Both were fitted to runs on natural videos; trial encodes (`run_trials`) correct them for this machine and these
+videos. Bytes follow from the bitrate, or come from measured averages, which the trials correct likewise; shards that
+are already committed give a better mean.
+"""
 
 import math
 import os
 import shlex
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +23,7 @@ from clipmill.manifests.formatting import count_noun, duration_text, on_one_line
 from clipmill.manifests.keys import split_key
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.store import captions_path, read_videos
+from clipmill.prep.core.column import Addition
 from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.failure_list import (
     MAX_NAMED,
@@ -36,7 +42,7 @@ from clipmill.prep.core.report import (
     states_lines,
     states_values,
 )
-from clipmill.prep.engines.choice import num_cores
+from clipmill.prep.engines.choice import num_cores as count_cores
 from clipmill.prep.video.codecs import codec_named
 from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.encode import Span, SpanPlan, encode_span
@@ -57,14 +63,22 @@ from clipmill.shards.timeline.model import Timeline
 # Core-seconds per megapixel, measured on an x86-64 server core at about 3 GHz.
 _DECODE_S_PER_MEGAPIXEL = 0.0029
 _DETECT_S_PER_FRAME = 0.0006  # to scale a decoded frame to the detector's size and compare it
-_CHUNK_BYTES = 5_000  # of the mp4's header, the json, the blocks of the tar and the columns of the index
-_FRAME_BYTES = 17  # of the packet table in the index
+_CHUNK_BYTES = 5_000  # mp4 header, json, blocks of the tar and columns of the index
+_FRAME_BYTES = 17  # row in the packet table of the index
 _NO_RANGE = (1.0, 1.0, 1.0)
-
-
-_NUM_VIDEOS = 3  # and the heaviest one
+_NUM_VIDEOS = 3  # in trials, besides the heaviest video
 _SHORT_S, _LONG_S = 1.0, 4.0
-_MAX_COPY_BYTES = 512 << 20  # of a remote source
+_MAX_COPY_BYTES = 512 << 20  # size of a remote source
+_SHORT_TAIL_S = 1  # too short for most clips
+# Reasons for making or removing shards that videos enter or leave, by whether all of their videos do.
+_MOVED = {
+    (ShardState.NEW, True): "the split of the videos has changed",
+    (ShardState.NEW, False): "new videos, videos that have become longer, or videos whose split has changed",
+    (ShardState.ORPHANED, True): "the split of the videos has changed",
+    (ShardState.ORPHANED, False): "the videos are no longer in the manifest, or their split has changed",
+}
+# States of shards whose files are not overwritten: `prep gc` removes them.
+_REPLACED = (ShardState.CHANGED, ShardState.RETRY, ShardState.ORPHANED)
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ class EncodeTrial:
     """Cost of one second of a video.
 
     Attributes:
-        row: index in the workload that was estimated.
+        row: index in the estimated workload.
     """
 
     row: int
@@ -85,19 +99,19 @@ class EncodeTrials:
     """The trial encodes of a plan.
 
     Attributes:
-        lacking: Why videos were left out, one reason after another; empty if none was.
+        lacking: reasons why videos were omitted; empty if none was.
     """
 
-    found: tuple[EncodeTrial, ...] = ()
+    trials: tuple[EncodeTrial, ...] = ()
     lacking: tuple[str, ...] = ()
 
 
 def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> EncodeTrials:
-    """Encode sections of videos that a plan has work for: a small one, a medium one, a large one and the heaviest one.
+    """Encode sections of a small, a medium, a large and the heaviest video that a plan has work for.
 
-    The heaviest one has the most bytes per second at the size of the chunks: what took much in its source, such as
-    grain and fast motion, takes much in chunks as well. Its costs are the upper end of the range. Videos that cannot be
-    encoded, are too short, or are remote and too large, are left out; nothing is kept.
+    The heaviest video has the most bytes per second at the size of the chunks: content that is expensive in its source,
+    such as grain and fast motion, is expensive in chunks as well. Its costs are the upper end of the range. Videos that
+    cannot be encoded, are too short, or are remote and too large, are omitted; no output is kept.
 
     Args:
         rows: rows of the layout with work, int64[N].
@@ -105,15 +119,17 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> EncodeTrials:
     """
     order = np.argsort(work.width * work.height * work.fps, kind="stable")
     scale = np.minimum(1.0, plan.recipe.settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
-    heaviest = int(np.argmax(plan.source_bytes_per_s(rows) * scale**2))
+    videos = plan.video_rows[rows]
+    size_bytes, end_s = (np.asarray(plan.probes[name])[videos] for name in ("size_bytes", "end_s"))
+    heaviest = int(np.argmax(size_bytes / end_s * scale**2))
     by_size = (int(order[(2 * part + 1) * len(order) // (2 * _NUM_VIDEOS)]) for part in range(_NUM_VIDEOS))
     chosen = sorted({heaviest, *by_size})
-    found, lacking = [], []
+    trials, lacking = [], []
     spans = plan.spans([int(rows[index]) for index in chosen])
     with StagedSources() as sources:
         for index, span in zip(chosen, spans, strict=True):
             if not Timeline.from_json(span.source.timeline).is_continuous:
-                continue  # a copy of the file would have to be made first
+                continue  # it would need a copy of the file first
             try:
                 if is_remote(span.path) and span.source.size_bytes > _MAX_COPY_BYTES:
                     size = size_text(span.source.size_bytes)
@@ -127,15 +143,16 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> EncodeTrials:
             except OSError as error:
                 lacking.append(f"{span.path}: {error.strerror or error}")
                 continue
+            # The difference of two sections omits the costs of starting.
             (short_s, short_core_s, short_bytes), (long_s, long_core_s, long_bytes) = costs
             if long_s > short_s:
                 more_s = long_s - short_s
-                core_s, size_bytes = (long_core_s - short_core_s) / more_s, (long_bytes - short_bytes) / more_s
-                if core_s <= 0:  # both take less than a clock tells apart: the start of the encoder counts too
+                core_s, bytes_per_s = (long_core_s - short_core_s) / more_s, (long_bytes - short_bytes) / more_s
+                if core_s <= 0:  # the clock cannot distinguish them, so the start of the encoder is included
                     core_s = long_core_s / long_s
-                if core_s > 0 and size_bytes > 0:
-                    found.append(EncodeTrial(index, core_s, size_bytes))
-    return EncodeTrials(tuple(found), tuple(lacking))
+                if core_s > 0 and bytes_per_s > 0:
+                    trials.append(EncodeTrial(index, core_s, bytes_per_s))
+    return EncodeTrials(tuple(trials), tuple(lacking))
 
 
 def _cost(plan: Plan, span: SpanPlan, path: Path, *, length_s: float) -> tuple[float, float, int]:
@@ -159,7 +176,7 @@ def _cost(plan: Plan, span: SpanPlan, path: Path, *, length_s: float) -> tuple[f
 def factor_range(measured: Sequence[float], expected: Sequence[float]) -> tuple[float, float, float]:
     """Return the median, the lowest and the highest ratio of measured to expected costs.
 
-    The range is at least a fifth wide to each side: few videos say little about many.
+    The range is at least a fifth wide to each side, because few videos represent many.
     """
     ratios = np.asarray(measured) / np.asarray(expected)
     middle = float(np.median(ratios))
@@ -171,12 +188,12 @@ class Estimate:
     """Estimated cost of encoding; chunks copied from old shards count as free.
 
     Attributes:
-        core_hours_range, size_bytes_range: lowest and highest, from trial encodes; None without any.
-        num_trials: number of videos of which sections were encoded on this machine.
-        lacking_trials: why other videos were left out of the trials.
+        core_hours_range, size_bytes_range: lowest and highest value, from trial encodes; None without any.
+        num_trials: number of videos with sections that were encoded on this machine.
+        lacking_trials: reasons why other videos were omitted from the trials.
         num_cores: number of cores of this machine that the run may use.
-        wall_hours_range: duration of the run on this machine: with all cores to itself, and with the present load.
-        idle_hours: longest duration with all cores to itself.
+        wall_hours_range: duration of the run on this machine: on idle cores, and under the present load.
+        idle_hours: longest duration on idle cores.
     """
 
     core_hours: float
@@ -198,11 +215,12 @@ def estimate(
     settings: ChunkSettings,
     bytes_per_second: float | None = None,
 ) -> Estimate:
-    """Estimate the cost of encoding `work`, scaled by what trial encodes cost in comparison with their own estimates.
+    """Estimate the cost of encoding `work`, scaled by the ratio of measured to estimated costs of trial encodes.
 
     Args:
         bytes_per_second: bytes per second of video, measured on shards of the same variant; None if there are none yet.
     """
+    # The model of a machine on which the constants were measured, in core-seconds per second of video.
     codec = codec_named(settings.codec)
     scale = np.minimum(1.0, settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
     source_megapixels_per_s = work.width * work.height * work.fps / 1e6
@@ -211,17 +229,20 @@ def estimate(
         source_megapixels_per_s * _DECODE_S_PER_MEGAPIXEL + output_megapixels_per_s * codec.encode_s_per_megapixel
     )
     bytes_per_s = output_megapixels_per_s * (1e6 * codec.bits_per_pixel / 8)
+    # Trials correct the model by the ratio of measured to expected costs.
     core_factors = size_factors = _NO_RANGE
     if trials:
-        core_factors = factor_range([one.core_s for one in trials], [core_s_per_s[one.row] for one in trials])
-        size_factors = factor_range([one.size_bytes for one in trials], [bytes_per_s[one.row] for one in trials])
+        core_factors = factor_range([trial.core_s for trial in trials], [core_s_per_s[trial.row] for trial in trials])
+        size_factors = factor_range(
+            [trial.size_bytes for trial in trials], [bytes_per_s[trial.row] for trial in trials]
+        )
     core_hours = float((work.seconds * core_s_per_s).sum()) / 3600
     size_bytes = float((work.seconds * bytes_per_s).sum())
     if bytes_per_second is None and settings.bitrate is not None:
         bytes_per_second = parse_bitrate(settings.bitrate, flag="--bitrate") / 8
         size_bytes, size_factors = float(work.seconds.sum()) * bytes_per_second, _NO_RANGE
     elif bytes_per_second is not None:
-        # Other videos of the variant: a better mean than that of few trials, which say what these may take.
+        # Stored videos of the variant give a better mean than a few trials, which give the range.
         low, high = _range(size_bytes, size_factors)
         size_bytes = float(work.seconds.sum()) * bytes_per_second
         if trials:
@@ -241,32 +262,26 @@ def _range(value: float, factors: tuple[float, float, float]) -> tuple[float, fl
     return value * low, value * high
 
 
-def detection_core_s(work: Workload) -> np.ndarray:
-    """Estimate the core-seconds for detecting the shots of `work`."""
-    source_megapixels = work.seconds * work.width * work.height * work.fps / 1e6
-    return np.asarray(source_megapixels * _DECODE_S_PER_MEGAPIXEL + work.seconds * work.fps * _DETECT_S_PER_FRAME)
-
-
 def estimate_of(planned: Planned) -> Estimate:
     """Estimate the cost of the shards that have to be encoded; shards that are only rewritten count as free.
 
-    Short sections of some videos are encoded, so that the estimate is one of this machine and these videos.
+    Short sections of some videos are encoded, so that the estimate holds for this machine and these videos.
     """
     plan, rows = planned.plan, planned.rows_to_encode()
     work, load = plan.workload(rows), os.getloadavg()[0]  # before the trials add to it
     trials = run_trials(plan, rows, work) if len(rows) else EncodeTrials()
-    cost = estimate(work, trials.found, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
+    cost = estimate(work, trials.trials, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
     cost = replace(cost, lacking_trials=trials.lacking)
     num_shards = sum(shard.has_work for shard in plan.shards)
-    return with_wall_time(cost, num_cores=num_cores(), num_shards=num_shards, load=load) if len(rows) else cost
+    return with_wall_time(cost, num_cores=count_cores(), num_shards=num_shards, load=load) if len(rows) else cost
 
 
 def with_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: float) -> Estimate:
-    """Return an estimate with the duration of the run, one worker a core.
+    """Return an estimate with the duration of the run, with one worker per core.
 
     Args:
         num_shards: number of shards to make; a worker makes one after another.
-        load: mean number of other processes that want a core. They get the same share of the cores as the workers.
+        load: mean number of other processes that need a core. They get the same share of the cores as the workers.
     """
     low, high = cost.core_hours_range or (cost.core_hours, cost.core_hours)
     workers = min(num_cores, num_shards)
@@ -278,7 +293,7 @@ def with_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: flo
 
 
 def container_bytes(plan: Plan, rows: np.ndarray) -> float:
-    """Return the size of what a shard holds beside the encoded video of the spans in the given rows of the plan."""
+    """Return the bytes that shards hold besides the encoded video of the spans in the given rows of the plan."""
     settings = plan.recipe.settings
     seconds = plan.workload(rows).seconds
     num_chunks = np.ceil(seconds / float(settings.len_s)).sum()
@@ -293,46 +308,34 @@ def _bytes_per_second(planned: Planned) -> float | None:
         try:
             frames = open_index(planned.variant_dir / commit.files.index)["num_frames"].to_numpy().sum()
         except (DamagedIndex, OSError):
-            continue  # its shard is planned again; use another one
+            continue  # its shard is planned again; use another shard
         return float(commit.files.tar_bytes * planned.plan.recipe.settings.fps_exact / int(frames))
     return None
 
 
 def estimate_lines(cost: Estimate) -> list[str]:
-    """Return what a plan costs, in words."""
+    """Return the cost of a plan as lines of a report."""
     if not cost.video_hours:
         return []
     core_hours, size = duration_text(3600 * cost.core_hours), size_text(round(cost.size_bytes))
     if cost.core_hours_range is not None:
         core_hours = range_text(*(duration_text(3600 * hours) for hours in cost.core_hours_range))
     if cost.size_bytes_range is not None:
-        size = range_text(*(size_text(round(one)) for one in cost.size_bytes_range))
+        size = range_text(*(size_text(round(size_bytes)) for size_bytes in cost.size_bytes_range))
     lines = [f"estimate {core_hours} of CPU time for {duration_text(3600 * cost.video_hours)} of video; {size}"]
     if cost.wall_hours_range is not None and cost.idle_hours is not None:
         first, busy = (duration_text(3600 * hours) for hours in cost.wall_hours_range)
         idle = duration_text(3600 * cost.idle_hours)
         trials = f"; measured by encoding 5 s of {count_noun(cost.num_trials, 'video')}" if cost.num_trials else ""
         cores = f"the {count_noun(cost.num_cores, 'core')} of this machine"
-        load = "" if busy == idle else f", up to {busy} beside what else is running now"
+        load = "" if busy == idle else f", up to {busy} beside the other processes that are running now"
         lines.append(f"         {range_text(first, idle)} on {cores}{load}{trials}")
     if cost.lacking_trials:
         what = "some videos were" if cost.num_trials else "no video was"
-        basis = "" if cost.num_trials else "; the estimate rests on averages of other machines and videos"
+        basis = "" if cost.num_trials else "; the estimate is based on averages of other machines and videos"
         verb = "not tried" if cost.num_trials else "tried"
         lines.append(f"         {what} {verb}: {on_one_line(cost.lacking_trials[0])}{basis}")
     return lines
-
-
-_SHORT_TAIL_S = 1  # too short for most clips
-# Why shards that videos enter or leave are made or removed, by whether all of their videos do.
-_MOVED = {
-    (ShardState.NEW, True): "the split of the videos has changed",
-    (ShardState.NEW, False): "new videos, videos that have become longer, or videos whose split has changed",
-    (ShardState.ORPHANED, True): "the split of the videos has changed",
-    (ShardState.ORPHANED, False): "the videos are no longer in the manifest, or their split has changed",
-}
-# States of shards whose files are not overwritten: `prep gc` removes them.
-_REPLACED = (ShardState.CHANGED, ShardState.RETRY, ShardState.ORPHANED)
 
 
 def plan_report(planned: Planned) -> Report:
@@ -345,8 +348,14 @@ def plan_report(planned: Planned) -> Report:
         captions_path(planned.data_dir)  # verified, because a run needs them
     plan, cost, against = planned.plan, estimate_of(planned), settings_against_current(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
-    new, moved = _why_new(planned), plan.shards_of_moved_videos(planned.commits)
-    reasons = {shard.shard_id: new for shard in plan.shards if shard.state == ShardState.NEW}
+    # The generic reasons of a state are replaced by what the plan knows of the shards' videos.
+    moved = plan.shards_of_moved_videos(planned.commits)
+    if planned.commits:
+        why_new = "new videos, or videos that have become longer"
+    else:
+        is_first = current_variant(planned.data_dir, VIDEO) is None
+        why_new = "not made yet" if is_first else "not made with these settings yet"
+    reasons = {shard.shard_id: why_new for shard in plan.shards if shard.state == ShardState.NEW}
     reasons |= {shard_id: change.because for shard_id, change in planned.changes.items() if change.because}
     reasons |= {
         shard.shard_id: _MOVED[shard.state, moved[shard.shard_id]]
@@ -355,26 +364,33 @@ def plan_report(planned: Planned) -> Report:
     }
     lines += states_lines(plan.shards, reasons=reasons)
     lines += failure_lines(list(plan.failed_sources()), listed=None, retry=retry_words(COLUMN, data=planned.data_dir))
-    lost, failed = (
-        plan.lost_sources(),
-        [failure for shard in plan.shards if shard.num_failed for failure in planned.commits[shard.shard_id].failures],
-    )
-    lines += lost_lines(lost)
+    lost = plan.lost_sources()
+    lines += [
+        f"lost     {count_noun(count, 'source')} that can no longer be read ({code}); existing chunks are kept"
+        for code, count in Counter(failure.code for failure in lost).most_common()
+    ]
+    lines += named_lines(first_failures(lost), num_all=len(lost), listed=None, indent=" " * 9)
+    failed = [
+        failure for shard in plan.shards if shard.num_failed for failure in planned.commits[shard.shard_id].failures
+    ]
     lines += retry_lines(failed, data_dir=planned.data_dir)
     has_work = any(shard.has_work for shard in plan.shards)
-    cutting, tails = {**_cutting_values(plan), **left_out_values(plan)}, _tails_values(plan)
+    shots, tails = _undetected_shots(plan), _short_tails(plan)
     num_noted, notes = plan.notes(max_videos=MAX_NAMED)
     lines += [
-        *_cutting_lines(cutting),
+        *shots.lines,
         *left_out_report(plan),
-        *_tails_lines(tails),
+        *tails.lines,
         *note_lines(notes, num_all=num_noted, indent=9),
     ]
+    # A run writes tars of encoded and copied chunks, and indexes; estimates from stored tars include the containers.
+    low, high = cost.size_bytes_range or (cost.size_bytes, cost.size_bytes)
+    copied = sum(change.copied_bytes for change in planned.changes.values())
     disk = disk_use(
         planned.data_dir,
         column=VIDEO,
         variant=plan.recipe.variant,
-        added_bytes=_written_bytes(planned, cost),
+        added_bytes=(low + copied, high + copied + container_bytes(plan, planned.rows_to_encode())),
         replaced_bytes=sum(
             planned.commits[shard.shard_id].size_bytes for shard in plan.shards if shard.state in _REPLACED
         ),
@@ -384,7 +400,7 @@ def plan_report(planned: Planned) -> Report:
     command = None
     if (
         has_work
-        or cutting.get("num_undetected_videos")
+        or shots.values.get("num_undetected_videos")
         or any(shard.state == ShardState.ORPHANED for shard in plan.shards)
     ):
         command = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir)
@@ -406,29 +422,21 @@ def plan_report(planned: Planned) -> Report:
         "estimate": asdict(cost),
         "disk": disk.values(),
         "next": command,
-        **cutting,
-        **tails,
+        **shots.values,
+        **left_out_values(plan),
+        **tails.values,
         **{"num_noted_videos": num_noted, "first_notes": notes},
     }
     return Report("\n".join(lines), values)
 
 
-def lost_lines(lost: Sequence[Failure]) -> list[str]:
-    """Return the sources that were readable once and are not any more, the first few by name."""
-    lines = [
-        f"lost     {count_noun(count, 'source')} that can no longer be read ({code}); existing chunks are kept"
-        for code, count in Counter(failure.code for failure in lost).most_common()
-    ]
-    return [*lines, *named_lines(first_failures(lost), num_all=len(lost), listed=None, indent=" " * 9)]
-
-
 def can_be_retried(failed: Sequence[Failure]) -> bool:
-    """Return True if `prep retry` would try a failure again that a run leaves alone."""
+    """Return True if `prep retry` would try a failure again that a run does not."""
     return any(failure.code not in SOURCE_AWAY | TRANSIENT for failure in failed)
 
 
 def retry_lines(failed: Sequence[Failure], *, data_dir: Path) -> list[str]:
-    """Return the failures of earlier runs for which chunks are missing, and what tries them again."""
+    """Return lines on the failures of earlier runs for which chunks are missing, and the command that retries them."""
     if not failed:
         return []
     codes = {failure.code for failure in failed}
@@ -441,73 +449,51 @@ def retry_lines(failed: Sequence[Failure], *, data_dir: Path) -> list[str]:
     return [*lines, f"         {'; '.join(ways)}"]
 
 
-def _written_bytes(planned: Planned, cost: Estimate) -> tuple[float, float]:
-    """Return the lowest and highest size of what a run writes: tars of encoded and copied chunks, and indexes."""
-    low, high = cost.size_bytes_range or (cost.size_bytes, cost.size_bytes)
-    copied = sum(change.copied_bytes for change in planned.changes.values())
-    # Estimates that come from stored tars have the rest already.
-    return low + copied, high + copied + container_bytes(planned.plan, planned.rows_to_encode())
-
-
-def _why_new(planned: Planned) -> str:
-    """Return why chunks of new shards are encoded."""
-    if planned.commits:
-        return "new videos, or videos that have become longer"
-    current = current_variant(planned.data_dir, VIDEO)
-    return "not made yet" if current is None else "not made with these settings yet"
-
-
-def _cutting_values(plan: Plan) -> dict[str, Any]:
-    """Return what the plan says of shots, as JSON values; nothing with `--cut even`."""
+def _undetected_shots(plan: Plan) -> Addition:
+    """Return the videos whose shots a run detects first, for the report; empty with `--cut even`."""
     if plan.shots is None:
-        return {}
-    work = plan.detection_work()
-    return {
-        "num_undetected_videos": len(work.seconds),
-        "undetected_s": float(work.seconds.sum()),
-        "detection_core_hours": float(detection_core_s(work).sum()) / 3600,
-        "first_undetected_videos": plan.video_ids(plan.shots.undetected[:MAX_NAMED].tolist()),
+        return Addition([], {})
+    videos = plan.shots.undetected
+    width, height, fps = (np.asarray(plan.probes[name])[videos] for name in ("width", "height", "fps"))
+    lengths_s = plan.num_frames[videos] / float(plan.recipe.settings.fps_exact)
+    source_megapixels = lengths_s * width * height * fps / 1e6
+    core_s = source_megapixels * _DECODE_S_PER_MEGAPIXEL + lengths_s * fps * _DETECT_S_PER_FRAME
+    num_videos, seconds, core_hours = len(videos), float(lengths_s.sum()), float(core_s.sum()) / 3600
+    first = plan.video_ids(videos[:MAX_NAMED].tolist())
+    values = {
+        "num_undetected_videos": num_videos,
+        "undetected_s": seconds,
+        "detection_core_hours": core_hours,
+        "first_undetected_videos": first,
     }
+    lines = [
+        f"unknown  {count_noun(num_videos, 'video')}, {duration_text(seconds)}: shots not detected yet;"
+        f" prep chunk detects them first, in about {duration_text(3600 * core_hours)} of CPU time",
+        f"         {named_videos(first, num_all=num_videos)}",
+    ]
+    return Addition(lines if num_videos else [], values)
 
 
-def _tails_values(plan: Plan) -> dict[str, Any]:
-    """Return which videos end in a very short chunk, as JSON values; nothing with `--cut shots`."""
+def _short_tails(plan: Plan) -> Addition:
+    """Return the videos whose last chunk is very short, for the report; empty with `--cut shots`."""
     if not isinstance(plan.cutting, EvenCutting):
-        return {}
+        return Addition([], {})
     fps = plan.recipe.settings.fps_exact
-    found = plan.cutting.short_tails(max_frames=math.ceil(_SHORT_TAIL_S * fps))
-    first = list(found)[:MAX_NAMED]
-    lengths = zip(plan.video_ids(first), (float(found[video] / fps) for video in first), strict=True)
-    return {"num_short_tails": len(found), "first_short_tails_s": dict(lengths)}
-
-
-def _tails_lines(values: Mapping[str, Any]) -> list[str]:
-    if not values.get("num_short_tails"):
-        return []
-    first = [f"{on_one_line(video)} {length_s:.2g} s" for video, length_s in values["first_short_tails_s"].items()]
-    more = ", ..." if values["num_short_tails"] > len(first) else ""
-    videos = count_noun(values["num_short_tails"], "video")
-    return [
-        f"tails    {videos} with a last chunk shorter than {_SHORT_TAIL_S} s: {', '.join(first)}{more}",
+    tails = plan.cutting.short_tails(max_frames=math.ceil(_SHORT_TAIL_S * fps))
+    rows = list(tails)[:MAX_NAMED]
+    first = dict(zip(plan.video_ids(rows), (float(tails[row] / fps) for row in rows), strict=True))
+    videos = [f"{on_one_line(video)} {length_s:.2g} s" for video, length_s in first.items()]
+    more = ", ..." if len(tails) > len(first) else ""
+    lines = [
+        f"tails    {count_noun(len(tails), 'video')} with a last chunk shorter than {_SHORT_TAIL_S} s:"
+        f" {', '.join(videos)}{more}",
         "         kept: every frame is in a chunk; --tail merge adds it to the chunk before, --tail drop omits it",
     ]
-
-
-def _cutting_lines(values: Mapping[str, Any]) -> list[str]:
-    lines = []
-    if values.get("num_undetected_videos"):
-        length, cost = duration_text(values["undetected_s"]), duration_text(3600 * values["detection_core_hours"])
-        lines.append(
-            f"unknown  {count_noun(values['num_undetected_videos'], 'video')}, {length}:"
-            f" shots not detected yet; prep chunk does so first, in about {cost} of CPU time"
-        )
-        first, num_all = values["first_undetected_videos"], values["num_undetected_videos"]
-        lines.append(f"         {named_videos(first, num_all=num_all)}")
-    return lines
+    return Addition(lines if tails else [], {"num_short_tails": len(tails), "first_short_tails_s": first})
 
 
 def explanation(planned: Planned, name: str) -> Report:
-    """Explain why one chunk, or one video, would be made or not.
+    """Explain why one chunk, or one video, would or would not be made.
 
     Raises:
         UserError: the manifest does not contain the video.
@@ -519,7 +505,16 @@ def explanation(planned: Planned, name: str) -> Report:
     if not plan.has_video(video_id) and plan.has_video(name):
         video_id = name
     if not plan.has_video(video_id):
-        video_id = _id_of_source(planned.data_dir, name)
+        # Messages and caption tables name the source, with or without an extension.
+        sources = (name, name.rpartition(".")[0])
+        videos = read_videos(planned.data_dir).to_pylist()
+        video_ids = [str(video["video_id"]) for video in videos if video["source_id"] in sources]
+        if len(video_ids) != 1:
+            raise UserError(
+                f'{len(video_ids) or "no"} videos "{name}" in the manifest',
+                hint="give a key or video ID as shown by `prep inspect`, or the name in the table of captions",
+            )
+        video_id = video_ids[0]
     shards = [shard for shard in plan.shards if any(span.video_id == video_id for span in plan.spans(shard.rows))]
     failed = [failure for failure in plan.failed_sources() if failure.video_id == video_id]
     missing = [
@@ -555,15 +550,3 @@ def explanation(planned: Planned, name: str) -> Report:
         ]
         lines += [] if shots.is_detected else ["unknown  shots not detected yet"]
     return Report("\n".join(lines), values)
-
-
-def _id_of_source(data_dir: Path, name: str) -> str:
-    """Return the ID of the video that messages and caption tables call `name`, with or without an extension."""
-    videos = read_videos(data_dir).to_pylist()
-    video_ids = [video["video_id"] for video in videos if video["source_id"] in (name, name.rpartition(".")[0])]
-    if len(video_ids) != 1:
-        raise UserError(
-            f'{len(video_ids) or "no"} videos "{name}" in the manifest',
-            hint="give a key or video ID as shown by `prep inspect`, or the name in the table of captions",
-        )
-    return str(video_ids[0])

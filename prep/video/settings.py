@@ -1,6 +1,6 @@
 """The settings of `prep chunk` with all values filled in, as used by the planner, the encoder and the fingerprint.
 
-A task carries them to its worker, which therefore loads nothing of the command line (`clipmill.prep.video.column`).
+A task carries these settings to its worker, which therefore does not load the command line (`column.py`).
 """
 
 import math
@@ -35,9 +35,9 @@ class ChunkSettings(Checked):
     """Every setting that affects the bytes of chunks; see `clipmill.prep.video.column.Recipe` for their meaning.
 
     Attributes:
-        crf: None if `bitrate` is given.
-        preset: None if the encoder has no presets.
-        detector, threshold, min_scene_len, min_len: None unless `cut` is shots.
+        crf: constant rate factor; None if `bitrate` is given.
+        preset: speed preset; None if the encoder has no presets.
+        detector, threshold, min_scene_len, min_len: settings of shots; None unless `cut` is shots.
 
     Raises:
         UserError: the codec does not support a value, or two settings exclude each other.
@@ -62,7 +62,7 @@ class ChunkSettings(Checked):
     min_len: str | None = None
 
     def rules(self) -> Iterator[UserError]:
-        """Yield values that the codec does not support, and settings that exclude each other."""
+        """Yield errors of values that the codec does not support, and of settings that exclude each other."""
         codec = codec_named(self.codec)
         low, high = codec.crf_range
         yield from Range(
@@ -79,7 +79,25 @@ class ChunkSettings(Checked):
                 hint=f"use --gop {' or '.join(codec.gops)}",
                 flags=("--gop",),
             )
-        yield from self._wrong_keyint()
+        flags = ("--keyint", "--gop")
+        if self.gop == INTRA and self.keyint != 1:
+            yield UserError(
+                f"--keyint {self.keyint} is incompatible with --gop intra, in which every frame is a key frame",
+                hint="omit --keyint, or give another --gop",
+                flags=flags,
+            )
+        if self.gop == STAR and not 3 <= self.keyint <= MAX_CONSECUTIVE_B_FRAMES + 2:
+            yield UserError(
+                f"--keyint {self.keyint} is incompatible with --gop star",
+                hint="give 3 to 18 frames, or use --gop comb",
+                flags=flags,
+            )
+        if self.gop == "comb" and self.keyint < 3:
+            yield UserError(
+                f"--keyint {self.keyint} is incompatible with --gop comb",
+                hint="give 3 frames or more, or use --gop intra",
+                flags=flags,
+            )
         if self.short_side % 2:
             yield UserError(
                 f"--short-side is {self.short_side}",
@@ -90,7 +108,7 @@ class ChunkSettings(Checked):
         yield from wrong_times or self._wrong_frames()
 
     def _wrong_frames(self) -> Iterator[UserError]:
-        """Yield lengths and rates that are out of range, or do not give whole chunks."""
+        """Yield errors of lengths and rates that are out of range, or do not give a whole number of frames."""
         wrong = [*_FPS.mistakes("--fps", self.fps_exact)]
         if self.len_s > 3600:
             wrong.append(UserError(f"--len is {self.len}", hint="--len must be at most 3600s", flags=("--len",)))
@@ -112,27 +130,6 @@ class ChunkSettings(Checked):
                 f"--min-len {self.min_len} is longer than half of --len {self.len}",
                 hint="longer shots are divided into equal chunks: give at most half of --len",
                 flags=("--min-len",),
-            )
-
-    def _wrong_keyint(self) -> Iterator[UserError]:
-        flags = ("--keyint", "--gop")
-        if self.gop == INTRA and self.keyint != 1:
-            yield UserError(
-                f"--keyint {self.keyint} is incompatible with --gop intra, in which every frame is a key frame",
-                hint="omit --keyint, or give another --gop",
-                flags=flags,
-            )
-        if self.gop == STAR and not 3 <= self.keyint <= MAX_CONSECUTIVE_B_FRAMES + 2:
-            yield UserError(
-                f"--keyint {self.keyint} is incompatible with --gop star",
-                hint="give 3 to 18 frames, or use --gop comb",
-                flags=flags,
-            )
-        if self.gop == "comb" and self.keyint < 3:
-            yield UserError(
-                f"--keyint {self.keyint} is incompatible with --gop comb",
-                hint="give 3 frames or more, or use --gop intra",
-                flags=flags,
             )
 
     @property
@@ -202,9 +199,3 @@ def canonical_length(flag: str, length: str) -> str:
     """
     length_s = _seconds(flag, length)
     return f"{length_s}s" if length_s.denominator == 1 else f"{int(length_s * 1000)}ms"
-
-
-def default_min_len(length: str) -> str:
-    """Return the default of `--min-len` for chunks of up to `length`: 2 s, or half of it if that is less."""
-    half_ms = int(_seconds("--len", length) * 1000) // 2
-    return f"{min(2000, half_ms)}ms"

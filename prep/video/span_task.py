@@ -1,6 +1,6 @@
 """The chunks of one span: encoded, read back and compared with the plan, or copied from an old shard.
 
-If one chunk fails, the whole span fails. Intact chunks of an encoder pass that is part of the new plan too are kept.
+If one chunk fails, its span fails. Intact chunks of an encoder pass that is part of the new plan too are kept.
 
 A chunk is read back by demuxing the finished file: no value is taken from the arguments given to the encoder.
 """
@@ -39,16 +39,17 @@ _HEVC_LAST_SLICE_TYPE = 31
 _HEVC_LAST_SUBLAYER_TYPE = 14  # even types up to this one are sub-layer non-reference pictures (H.265 table 7-1)
 SPAN_COLUMN = "span_fingerprint"
 _TRIES = 2  # attempts at a span with a transient failure
-_NOT_AGAIN = frozenset({FailureCode.DISK_FULL, FailureCode.SOURCE_TOO_LARGE})  # transient, but not that soon
+_NOT_AGAIN = frozenset({FailureCode.DISK_FULL, FailureCode.SOURCE_TOO_LARGE})  # transient, but longer than a retry
+_MAX_SHOWN_CHARS = 60  # of a value in a message
 
 
 class StagedSources:
-    """Sources as local files, one at a time: the last one stays in use until another one is asked for.
+    """Sources as local files, one at a time: a source stays in use until the next one is requested.
 
     Args:
-        folder: where copies with other timestamps are written; needed by `continuous`.
+        folder: folder for copies with other timestamps; needed by `continuous`.
         limit_bytes: limit of all copies on this node; None for most of the free space.
-        on_wait: called again and again while a source is fetched or waited for, as a heartbeat.
+        on_wait: called repeatedly while a source is fetched or waited for, as a heartbeat.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class StagedSources:
         """Return a file with the packets of a source and its timeline as timestamps, and the facts of that file.
 
         It is the source itself if its timestamps are its timeline and a pass can seek in it. Otherwise it is a copy,
-        which is valid until one of another source is asked for.
+        which is valid until this method is called for another source.
 
         Args:
             path: local file with the content of the source.
-            with_sound: whether sound is kept; it cannot be decoded after a seek that lands inside one of its frames.
+            with_sound: True to keep sound, which cannot be decoded after a seek that lands inside one of its frames.
 
         Raises:
             SourceFailure: the packets cannot be copied.
@@ -116,7 +117,7 @@ class StagedSources:
         return self._continuous[1:]
 
     def release(self, *, is_damaged: bool = False) -> None:
-        """Stop using the source. A damaged copy is removed, so that it is fetched again."""
+        """Stop using the source; remove a damaged copy, so that it is fetched again."""
         if self._copy is not None:
             if is_damaged:
                 self._copy.path.unlink(missing_ok=True)
@@ -156,9 +157,9 @@ class ReadyChunk:
     """A chunk that was read back and matches its plan.
 
     Attributes:
-        path: its file in scratch space.
-        facts: its properties, from demuxing it.
-        num_source_frames: number of distinct source frames that it shows.
+        path: file in scratch space.
+        facts: properties, from demuxing the file.
+        num_source_frames: number of distinct source frames that the chunk shows.
     """
 
     path: Path
@@ -186,9 +187,18 @@ def make_span(
     """
     for tries_left in reversed(range(_TRIES)):
         try:
-            path, source = sources.continuous(
-                _checked_source(plan, sources=sources), plan.source, with_sound=recipe.settings.audio == "keep"
-            )
+            # The file may have changed since the plan, and its chunks would then not have the planned fingerprint.
+            try:
+                original = sources.path_of(plan.path)
+                fingerprint = current_fingerprint(original)
+            except SourceFailure as failure:
+                raise SourceFailure(failure.code, f"{plan.path}: {failure.message}") from None
+            if fingerprint != plan.source.fingerprint:
+                sources.release(is_damaged=True)
+                message = f"{plan.path}: the file has changed since the run was planned"
+                raise SourceFailure(FailureCode.SOURCE_CHANGED, message)
+            with_sound = recipe.settings.audio == "keep"
+            path, source = sources.continuous(original, plan.source, with_sound=with_sound)
             encoded = encode_span(
                 path,
                 source=source,
@@ -198,7 +208,7 @@ def make_span(
                 folder=folder,
                 on_frames=on_frames,
             )
-            return _checked(encoded, plan, recipe=recipe)
+            return _read_segments(encoded, plan, recipe=recipe)
         except SourceFailure as failure:
             if failure.code not in TRANSIENT - _NOT_AGAIN or not tries_left:
                 raise
@@ -225,7 +235,8 @@ def checked_chunk(
     return ReadyChunk(path, facts, num_source_frames)
 
 
-def _checked(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) -> list[ReadyChunk]:
+def _read_segments(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) -> list[ReadyChunk]:
+    """Read the chunks of an encoder pass back, and compare each with the plan."""
     # Only the last span of a video may be shorter than planned (clipmill.prep.video.encode): its last chunk is shorter
     # or missing.
     times_s, pieces = encoded.source_times_s, []
@@ -245,22 +256,9 @@ def _checked(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) ->
     ]
 
 
-def _checked_source(plan: SpanPlan, *, sources: StagedSources) -> Path:
-    """Return the path of the source, or of its copy, after comparing it with the plan."""
-    try:
-        path = sources.path_of(plan.path)
-        found = current_fingerprint(path)
-    except SourceFailure as failure:
-        raise SourceFailure(failure.code, f"{plan.path}: {failure.message}") from None
-    if found != plan.source.fingerprint:
-        sources.release(is_damaged=True)
-        raise SourceFailure(FailureCode.SOURCE_CHANGED, f"{plan.path}: the file has changed since the run was planned")
-    return path
-
-
 @dataclass(frozen=True)
 class SpanChunks:
-    """Chunks of one span: all of them, or those that are still intact.
+    """Chunks of one span: all of them, or only the chunks that are still intact.
 
     Attributes:
         chunks: chunks by their number in the span, ascending.
@@ -270,17 +268,13 @@ class SpanChunks:
     chunks: dict[int, ReadyChunk]
     num_chunks: int
 
-    @property
-    def is_whole(self) -> bool:
-        return len(self.chunks) == self.num_chunks
-
 
 @dataclass(frozen=True)
 class StoredTar:
-    """A tar of a variant, by its path in the variant's folder, and its commit if one names it.
+    """A tar of a variant, by its path in the variant's folder, and the commit that names it, if any.
 
-    A tar that no commit names any more keeps its chunks until `prep gc`: videos that return, or come back under another
-    name, find them there. Nothing is taken from such a tar but what its checksums and its content prove to be right.
+    A tar that no commit names keeps its chunks until `prep gc`, so that videos that return, even under another name,
+    need not be encoded again. From such a tar, only samples that its checksums and its content prove intact are taken.
     """
 
     tar: str
@@ -290,18 +284,17 @@ class StoredTar:
         """Yield the intact chunks of some spans."""
         from clipmill.shards.verify import readable_rows, uncommitted_samples
 
-        wanted = (SPAN_COLUMN, fingerprints)
+        selection = (SPAN_COLUMN, fingerprints)
         if self.commit is not None:
-            return readable_rows(variant_dir, self.commit, wanted=wanted)
-        return uncommitted_samples(variant_dir / self.tar, wanted=wanted)
+            return readable_rows(variant_dir, self.commit, wanted=selection)
+        return uncommitted_samples(variant_dir / self.tar, wanted=selection)
 
 
 class OldChunks:
     """The intact chunks that stored tars have of a shard's spans, unpacked into scratch space.
 
-    They are those of the shard's last commit and of further tars: of shards that the videos leave, or of earlier
-    commits. The fingerprint of a span covers all that its bytes depend on, and neither the name nor the split of its
-    video.
+    They come from the shard's last commit and from further tars: shards that the videos leave, or earlier commits. The
+    fingerprint of a span covers everything that its bytes depend on, and neither the name nor the split of its video.
     """
 
     def __init__(
@@ -313,36 +306,38 @@ class OldChunks:
         plans: Iterable[SpanPlan],
         folder: Path,
     ) -> None:
-        """Unpack the chunks of those spans in `plans` whose fingerprint is that of stored ones into `folder`."""
+        """Unpack the stored chunks of the spans in `plans`, identified by fingerprint, into `folder`."""
         self._folder = folder
-        self._found: dict[str, dict[int, tuple[Path, dict[str, Any]]]] = {}
-        wanted = {plan.fingerprint for plan in plans}
+        # fingerprint of a span -> start of a chunk in ms -> its file and its JSON member
+        self._stored: dict[str, dict[int, tuple[Path, dict[str, Any]]]] = {}
+        fingerprints = {plan.fingerprint for plan in plans}
         if commit is not None:
-            self._unpack(StoredTar("", commit).rows(variant_dir, wanted), wanted)
+            self._unpack(StoredTar("", commit).rows(variant_dir, fingerprints), fingerprints)
         for other in others:
-            if lacking := {fingerprint for fingerprint in wanted if not self._is_whole(fingerprint)}:
+            complete = {
+                fingerprint
+                for fingerprint, chunks in self._stored.items()
+                if any(len(chunks) == description["span_chunks"] for _, description in chunks.values())
+            }
+            if lacking := fingerprints - complete:
                 self._unpack(other.rows(variant_dir, lacking), lacking)
 
-    def _unpack(self, samples: "Iterable[SalvagedSample]", wanted: Collection[str]) -> None:
+    def _unpack(self, samples: "Iterable[SalvagedSample]", fingerprints: Collection[str]) -> None:
         for sample in samples:
             description = json.loads(sample.members["json"])
             fingerprint = description["span_fingerprint"]
-            chunks = self._found.setdefault(fingerprint, {})
-            if fingerprint in wanted and (begin_ms := split_key(description["key"])[1]) not in chunks:
+            chunks = self._stored.setdefault(fingerprint, {})
+            if fingerprint in fingerprints and (begin_ms := split_key(description["key"])[1]) not in chunks:
                 path = self._folder / f"{description['key']}.mp4"
                 path.write_bytes(sample.members["mp4"])
                 chunks[begin_ms] = path, description
 
-    def _is_whole(self, fingerprint: str) -> bool:
-        chunks = self._found.get(fingerprint, {})
-        return any(len(chunks) == description["span_chunks"] for _, description in chunks.values())
-
     def span(self, plan: SpanPlan, *, recipe: ResolvedRecipe) -> SpanChunks:
         """Return the intact chunks of one span, each read back and compared with the plan."""
-        found = self._found.get(plan.fingerprint, {})
+        stored = self._stored.get(plan.fingerprint, {})
         chunks, num_chunks = {}, len(plan.span.chunk_frames)
         for number, first_frame in enumerate(plan.span.chunk_starts()):
-            path, description = found.get(start_ms(first_frame, fps=recipe.settings.fps_exact), (None, {}))
+            path, description = stored.get(start_ms(first_frame, fps=recipe.settings.fps_exact), (None, {}))
             if path is None:
                 continue
             num_chunks = description["span_chunks"]
@@ -363,7 +358,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
     """Demux an MP4 chunk.
 
     Args:
-        content: bytes of the whole file.
+        content: bytes of the complete file.
         fps: frame rate, used to convert presentation timestamps into indices.
 
     Raises:
@@ -399,6 +394,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
                     raise SourceFailure(
                         FailureCode.FRAMES_DIFFER, f"a frame is not on the {fps} fps grid: pts {packet.pts}"
                     )
+                # The index hands these ranges to readers, so the byte position must hold the packet's bytes.
                 crc32 = zlib.crc32(memoryview(packet))
                 if zlib.crc32(memoryview(content)[packet.pos : packet.pos + packet.size]) != crc32:
                     raise SourceFailure(
@@ -430,58 +426,44 @@ def check_chunk(facts: ChunkFacts, *, num_frames: int, size: tuple[int, int], co
     Raises:
         SourceFailure: frames_differ, with the first difference.
     """
-    differences = [
+    ends = (offset + size for offset, size in zip(facts.packet_offset, facts.packet_size, strict=True))
+    is_inside = min(facts.packet_offset, default=0) > 0 and max(ends, default=0) <= size_bytes
+    comparisons = [
         (facts.num_frames, num_frames, "frames"),
         ((facts.width, facts.height), size, "pixels"),
         (facts.codec, codec, "codec"),
         (sorted(facts.packet_frame), list(range(num_frames)), "presentation order"),
         (facts.packet_flags[:1], [PACKET_KEY | PACKET_REFERENCE], "first packet's flags"),
         (facts.packet_frame[:1], [0], "first packet's frame"),
-        (_inside(facts, size_bytes), True, "packet ranges within the file"),
+        (is_inside, True, "packet ranges within the file"),
     ]
-    for found, planned, what in differences:
-        if found != planned:
-            raise SourceFailure(FailureCode.FRAMES_DIFFER, f"{what}: found {_short(found)}, planned {_short(planned)}")
-
-
-def _inside(facts: ChunkFacts, size_bytes: int) -> bool:
-    ends = (offset + size for offset, size in zip(facts.packet_offset, facts.packet_size, strict=True))
-    return min(facts.packet_offset, default=0) > 0 and max(ends, default=0) <= size_bytes
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    for actual, planned, what in comparisons:
+        if actual != planned:
+            texts = [
+                text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
+                for text in (str(actual), str(planned))
+            ]
+            raise SourceFailure(FailureCode.FRAMES_DIFFER, f"{what}: found {texts[0]}, planned {texts[1]}")
 
 
 def _reference_test(codec: str, extradata: bytes) -> "Callable[[Packet], bool]":
-    """Return a function that tells whether other frames may need a packet; always True if the codec does not say."""
-    if codec == "h264" and len(extradata) > 4 and extradata[0] == 1:
-        length_bytes = (extradata[4] & 3) + 1
-        return lambda packet: _h264_is_reference(memoryview(packet), length_bytes)
-    if codec == "hevc" and len(extradata) > 21:
-        length_bytes = (extradata[21] & 3) + 1
-        return lambda packet: _hevc_is_reference(memoryview(packet), length_bytes)
-    return lambda packet: True
+    """Return a test for packets that other frames may need; it is always True if the codec does not mark them."""
+    is_h264 = codec == "h264" and len(extradata) > 4 and extradata[0] == 1
+    if not is_h264 and not (codec == "hevc" and len(extradata) > 21):
+        return lambda packet: True
+    length_bytes = (extradata[4 if is_h264 else 21] & 3) + 1
 
+    def is_reference(packet: "Packet") -> bool:
+        """Return what the NAL unit header of the packet's first slice says; True if it has no slice."""
+        payload, position = memoryview(packet), 0
+        while position + length_bytes < len(payload):
+            header = payload[position + length_bytes]
+            unit_type = header & 31 if is_h264 else header >> 1 & 63
+            if is_h264 and unit_type in _H264_SLICE_TYPES:
+                return header >> 5 & 3 != 0  # nal_ref_idc (H.264 7.3.1)
+            if not is_h264 and unit_type <= _HEVC_LAST_SLICE_TYPE:
+                return unit_type > _HEVC_LAST_SUBLAYER_TYPE or unit_type % 2 == 1
+            position += length_bytes + int.from_bytes(payload[position : position + length_bytes], "big")
+        return True
 
-def _h264_is_reference(payload: memoryview, length_bytes: int) -> bool:
-    """Return True if nal_ref_idc of the packet's first slice is not 0 (H.264 7.3.1)."""
-    header = _first_slice(payload, length_bytes, lambda byte: byte & 31 in _H264_SLICE_TYPES)
-    return header is None or header >> 5 & 3 != 0
-
-
-def _hevc_is_reference(payload: memoryview, length_bytes: int) -> bool:
-    header = _first_slice(payload, length_bytes, lambda byte: byte >> 1 & 63 <= _HEVC_LAST_SLICE_TYPE)
-    unit_type = None if header is None else header >> 1 & 63
-    return unit_type is None or unit_type > _HEVC_LAST_SUBLAYER_TYPE or unit_type % 2 == 1
-
-
-def _first_slice(payload: memoryview, length_bytes: int, is_slice: Callable[[int], bool]) -> int | None:
-    position = 0
-    while position + length_bytes < len(payload):
-        header = payload[position + length_bytes]
-        if is_slice(header):
-            return header
-        position += length_bytes + int.from_bytes(payload[position : position + length_bytes], "big")
-    return None
+    return is_reference

@@ -1,15 +1,21 @@
-"""How the videos of a plan are cut into chunks, evenly or at shot boundaries: pure arithmetic on frame counts.
+"""The chunks of all videos of a plan, cut evenly or at shot boundaries, and the assignment of their spans to shards.
 
-`shot_chunks` states the rule for shots that are too long or too short for a chunk.
+Cutting is pure arithmetic on frame counts. `shot_chunks` states the rule for shots that are too long or too short for a
+chunk.
+
+The layout, which assigns spans to shards, is stored in `<data>/layout/<len>-<tail>.parquet`, or
+`<len>-shots-<hash>.parquet` with `--cut shots`, where the hash represents the settings that determine the chunks. New
+spans are assigned to new shards, in manifest order, one split after another.
 """
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +37,9 @@ from clipmill.prep.video.encode import Span, chunks_of, num_chunks_of, num_outpu
 from clipmill.prep.video.settings import SPAN_CHUNKS, ChunkSettings, ResolvedRecipe
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Failure
-from clipmill.shards.reader import Variant
+
+MAX_SHARD_CHUNKS = 256  # about half a gigabyte at the default settings
+MIN_SHARDS = 16  # so that even a small set keeps all cores of a server busy
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class ShotChunks:
 
     Attributes:
         chunks: (first frame, number of frames) of each chunk, ascending.
-        num_left_out: number of shots that are too short for a chunk of their own and fit nowhere else.
+        num_left_out: number of shots that are too short for a chunk and fit into no neighbour.
     """
 
     chunks: list[tuple[int, int]]
@@ -52,15 +60,19 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
 
     1. A shot longer than `max_frames` is divided into the smallest number of chunks, whose lengths differ by at most
        one frame: equal parts, and not a long row of full chunks with a short rest.
-    2. From the start of the video on, a shot shorter than `min_frames` is joined to the shorter one of the chunk before
-       it and the shot after it, of those that leave the result within `max_frames`, until it is long enough.
-    3. A shot that is still too short is left out.
+    2. From the start of the video on, a shot shorter than `min_frames` is joined to its shorter neighbour (the chunk
+       before it or the shot after it), as long as the result is within `max_frames`, until it is long enough.
+    3. A shot that is still too short is omitted.
 
     Args:
-        cuts: first frame of every shot but the first one, ascending.
+        cuts: first frame of every shot but the first, ascending.
         min_frames: at most half of `max_frames`, rounded up, so that the parts of a long shot are long enough.
     """
-    parts = list(_parts(cuts, num_frames, max_frames=max_frames))
+    parts: list[tuple[int, int]] = []  # first frame and number of frames of each shot, or of a part of a long shot
+    for shot_begin, shot_end in zip([0, *cuts], [*cuts, num_frames], strict=True):
+        length, num_parts = shot_end - shot_begin, -(-(shot_end - shot_begin) // max_frames)
+        borders = [shot_begin + length * part // num_parts for part in range(num_parts + 1)]
+        parts += [(first, behind - first) for first, behind in pairwise(borders)]
     chunks: list[tuple[int, int]] = []
     num_left_out, number = 0, 0
     while number < len(parts):
@@ -68,7 +80,7 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
         begin = number
         number += 1
         while frames < min_frames:
-            # Nothing was left out in between: what follows a shot without room is longer than half of `max_frames`.
+            # The last chunk is the neighbour: the shot after an omitted one is longer than half of `max_frames`.
             before = chunks[-1][1] if chunks else max_frames
             after = parts[number][1] if number < len(parts) else max_frames
             if frames + min(before, after) > max_frames:
@@ -85,56 +97,9 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
     return ShotChunks(chunks, num_left_out)
 
 
-def _parts(cuts: Sequence[int], num_frames: int, *, max_frames: int) -> Iterator[tuple[int, int]]:
-    """Yield (first frame, number of frames) of each shot, and of each part of a shot that is too long."""
-    for begin, end in zip([0, *cuts], [*cuts, num_frames], strict=True):
-        num_parts = -(-(end - begin) // max_frames)
-        borders = [begin + (end - begin) * part // num_parts for part in range(num_parts + 1)]
-        yield from ((first, behind - first) for first, behind in pairwise(borders))
-
-
-class Cutting(Protocol):
-    """How all videos of a plan are cut; a video without chunks is unusable, or nothing is known of it yet."""
-
-    @property
-    def num_left_out(self) -> int:
-        """Number of shots or tails that are in no chunk."""
-        ...
-
-    @property
-    def frames_left_out(self) -> int:
-        """Number of their frames."""
-        ...
-
-    @property
-    def videos_left_out(self) -> Sequence[int]:
-        """Videos with such shots or tails."""
-        ...
-
-    @property
-    def num_chunks(self) -> np.ndarray:
-        """Number of chunks of each video, int64."""
-        ...
-
-    def span(self, video: int, index: int) -> Span:
-        """Return one span of a video."""
-        ...
-
-    def span_frames(self, videos: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Return the number of frames of spans, int64, for an estimate."""
-        ...
-
-    def identities(self, videos: np.ndarray) -> pa.Array:
-        """Return a text for each of some videos, which may repeat, that identifies all of its chunks (string array).
-
-        It is part of the fingerprints of shards.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class EvenCutting:
-    """Chunks of equal length.
+    """Chunks of equal length; a video without chunks is unusable.
 
     Attributes:
         num_frames: number of frames of each video, int64; 0 if it is unusable.
@@ -147,18 +112,22 @@ class EvenCutting:
 
     @property
     def num_chunks(self) -> np.ndarray:
+        """Number of chunks of each video, int64."""
         return num_chunks_of(self.num_frames, chunk_frames=self.chunk_frames, tail=self.tail)
 
     @property
     def num_left_out(self) -> int:
+        """Number of tails that are in no chunk."""
         return len(self.videos_left_out)
 
     @property
     def frames_left_out(self) -> int:
+        """Number of frames of these tails."""
         return int(self._rests[self.videos_left_out].sum())
 
     @cached_property
     def videos_left_out(self) -> list[int]:
+        """Videos with such tails."""
         rows: list[int] = np.flatnonzero(self._rests).tolist() if self.tail == "drop" else []
         return rows
 
@@ -167,33 +136,41 @@ class EvenCutting:
         return self.num_frames % self.chunk_frames
 
     def short_tails(self, *, max_frames: int) -> dict[int, int]:
-        """Return the videos that end in a chunk of fewer than `max_frames` frames of its own, with its length."""
+        """Return the videos whose last chunk is a tail of fewer than `max_frames` frames, with its length."""
         rest = self._rests if self.tail == "keep" else np.zeros_like(self.num_frames)
-        found = np.flatnonzero((rest > 0) & (rest < max_frames) & (self.num_frames > self.chunk_frames))
-        return dict(zip(found.tolist(), rest[found].tolist(), strict=True))
+        rows = np.flatnonzero((rest > 0) & (rest < max_frames) & (self.num_frames > self.chunk_frames))
+        return dict(zip(rows.tolist(), rest[rows].tolist(), strict=True))
 
     def span(self, video: int, index: int) -> Span:
+        """Return one span of a video."""
         chunks = chunks_of(int(self.num_frames[video]), chunk_frames=self.chunk_frames, tail=self.tail)
         return span_of(chunks, index=index, span_chunks=self.span_chunks)
 
     def span_frames(self, videos: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """Return the number of frames of spans, int64, for an estimate."""
         frames_per_span = self.span_chunks * self.chunk_frames
         return np.minimum(self.num_frames[videos] - index * frames_per_span, frames_per_span)
 
     def identities(self, videos: np.ndarray) -> pa.Array:
+        """Return a text for each of some videos, which may repeat, that identifies all of its chunks (string array).
+
+        It is part of the fingerprints of shards.
+        """
         return pa.array(self.num_frames[videos]).cast(pa.string())
 
 
 @dataclass(frozen=True)
 class ShotCutting:
-    """Chunks that begin and end at shot boundaries.
+    """Chunks that begin and end at shot boundaries, with the interface of `EvenCutting`.
+
+    A video without chunks is unusable, or its shots are unknown.
 
     Attributes:
         begins: index of the first chunk of each video, and the number of all chunks, int64 [videos + 1].
         first_frame: first frame of each chunk in its video, int64 [chunks].
         chunk_frames: number of frames of each chunk, int64 [chunks].
         num_left_out: number of shots of all videos that are in no chunk.
-        frames_left_out: number of their frames.
+        frames_left_out: number of frames of these shots.
         videos_left_out: videos with such shots.
     """
 
@@ -229,16 +206,15 @@ class ShotCutting:
 
     def identities(self, videos: np.ndarray) -> pa.Array:
         distinct, positions = np.unique(videos, return_inverse=True)
-        return pa.array(map(self.identity, distinct.tolist()), pa.string()).take(pa.array(positions))
-
-    def identity(self, video: int) -> str:
-        """Return the identity of one video; see `identities`."""
-        mine = slice(self.begins[video], self.begins[video + 1])
-        content = np.stack([self.first_frame[mine], self.chunk_frames[mine]]).astype("<i8").tobytes()
-        return hashlib.sha256(content).hexdigest()
+        identities = []
+        for video in distinct.tolist():
+            mine = slice(self.begins[video], self.begins[video + 1])
+            content = np.stack([self.first_frame[mine], self.chunk_frames[mine]]).astype("<i8").tobytes()
+            identities.append(hashlib.sha256(content).hexdigest())
+        return pa.array(identities, pa.string()).take(pa.array(positions))
 
     def left_out(self, video: int, *, num_frames: int) -> list[tuple[int, int]]:
-        """Return (first frame, frame behind the last) of everything in a video that is in no chunk."""
+        """Return (first frame, frame behind the last) of each part of a video that is in no chunk."""
         mine = slice(self.begins[video], self.begins[video + 1])
         begins = [*self.first_frame[mine].tolist(), num_frames]
         ends = [0, *(self.first_frame[mine] + self.chunk_frames[mine]).tolist()]
@@ -250,15 +226,18 @@ class ShotCutting:
 
         owners = np.repeat(np.arange(len(self.begins) - 1), self.num_chunks)
         moments = Moments.of(owners, self.first_frame)
-        codes, wanted = moments.numbers(owners, self.first_frame), moments.numbers(videos, first_frame)
-        rows = np.minimum(np.searchsorted(codes, wanted), max(0, len(codes) - 1))
-        is_found = codes[rows] == wanted if len(codes) else np.zeros(len(wanted), bool)
-        return np.where(is_found, (rows - self.begins[videos]) // self.span_chunks, -1)
+        codes, keys = moments.numbers(owners, self.first_frame), moments.numbers(videos, first_frame)
+        rows = np.minimum(np.searchsorted(codes, keys), max(0, len(codes) - 1))
+        is_known = codes[rows] == keys if len(codes) else np.zeros(len(keys), bool)
+        return np.where(is_known, (rows - self.begins[videos]) // self.span_chunks, -1)
 
     def _rows(self, videos: Any, index: Any) -> tuple[Any, Any]:
-        """Return the first chunk of spans and the one after their last, for one span or for arrays of them."""
+        """Return the first chunk of a span and the chunk after its last, for one span or for arrays of spans."""
         begin = self.begins[videos] + index * self.span_chunks
         return begin, np.minimum(begin + self.span_chunks, self.begins[videos + 1])
+
+
+Cutting = EvenCutting | ShotCutting
 
 
 def shot_cutting(
@@ -267,7 +246,7 @@ def shot_cutting(
     """Cut all videos at their shots; see `shot_chunks`.
 
     Args:
-        cuts: cuts of each video; None if they are unknown, and then it has no chunks.
+        cuts: cuts of each video; None if they are unknown, in which case the video has no chunks.
         num_frames: number of frames of each video, int64.
     """
     chunks: list[tuple[int, int]] = []
@@ -298,7 +277,7 @@ class VideoShots:
     """Known shots of videos.
 
     Attributes:
-        cuts: list<int32> [videos]: first frame of every shot but the first; null if they are unknown.
+        cuts: first frame of every shot but the first, list<int32> [videos]; null if they are unknown.
         failures: row of a video -> (failure code, message) of its last detection.
         undetected: rows of the videos whose shots have to be detected, ascending.
     """
@@ -309,7 +288,7 @@ class VideoShots:
 
     @property
     def is_known(self) -> np.ndarray:
-        """Whether the shots of each video are known, bool [videos]."""
+        """Videos whose shots are known, bool [videos]."""
         return np.asarray(pc.is_valid(self.cuts))
 
 
@@ -331,8 +310,8 @@ def shots_of(
 
     Args:
         probes: probes of the videos (clipmill.prep.sources.table.PROBES).
-        shots: the stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
-        retry_failed: whether a failed detection is to be tried again.
+        shots: stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
+        retry_failed: True to repeat a failed detection.
     """
     if shots is None:
         return None
@@ -340,14 +319,14 @@ def shots_of(
 
     fingerprints = as_array(probes["fingerprint"])
     rows = shot_rows(shots, key=detector_key(recipe), fingerprints=fingerprints, num_frames=frames_of(recipe, probes))
-    found = shots.take(pa.array(rows, mask=rows < 0))
-    has_failed = np.asarray(pc.is_valid(found["code"]))
+    of_videos = shots.take(pa.array(rows, mask=rows < 0))
+    has_failed = np.asarray(pc.is_valid(of_videos["code"]))
     is_undetected = np.asarray(pc.is_valid(fingerprints)) & ((rows < 0) | (has_failed & retry_failed))
     failed = np.flatnonzero(has_failed & ~is_undetected)
-    names = found.select(["code", "message"]).take(pa.array(failed)).to_pylist()
+    reasons = of_videos.select(["code", "message"]).take(pa.array(failed)).to_pylist()
     return VideoShots(
-        cuts=as_array(found["cuts"]),
-        failures={row: (name["code"], name["message"]) for row, name in zip(failed.tolist(), names, strict=True)},
+        cuts=as_array(of_videos["cuts"]),
+        failures={row: (why["code"], why["message"]) for row, why in zip(failed.tolist(), reasons, strict=True)},
         undetected=np.flatnonzero(is_undetected),
     )
 
@@ -362,7 +341,7 @@ def cutting_of(settings: ChunkSettings, num_frames: np.ndarray, shots: VideoShot
 
     Args:
         num_frames: number of frames of each video, int64; 0 if it is unusable.
-        shots: the known shots of the videos; required by `--cut shots`.
+        shots: known shots of the videos; required by `--cut shots`.
     """
     if settings.cut == "even":
         return EvenCutting(num_frames, settings.chunk_frames, settings.tail, SPAN_CHUNKS)
@@ -374,10 +353,6 @@ def cutting_of(settings: ChunkSettings, num_frames: np.ndarray, shots: VideoShot
         min_frames=settings.min_frames,
         span_chunks=SPAN_CHUNKS,
     )
-
-
-MAX_SHARD_CHUNKS = 256  # about half a gigabyte at the default settings
-MIN_SHARDS = 16  # so that even a small set keeps all cores of a server busy
 
 
 def layout_path(data_dir: Path, settings: ChunkSettings) -> Path:
@@ -396,12 +371,12 @@ def layout_file(settings: ChunkSettings) -> str:
 
 @dataclass(frozen=True)
 class ExtendedLayout:
-    """A layout in which every wanted span has a shard.
+    """A layout in which every required span has a shard.
 
     Attributes:
-        table: schema LAYOUT; the table that was extended, if it had all of them.
-        video_rows: the video of each of its rows in the manifest, int64; -1 if it is not there.
-        wanted: its rows with wanted spans, ascending, int64.
+        table: layout with schema LAYOUT; the original table if it had all spans.
+        video_rows: row in the manifest of the video of each row of `table`, int64; -1 if the manifest lacks it.
+        wanted: rows of `table` with required spans, ascending, int64.
     """
 
     table: pa.Table
@@ -419,16 +394,18 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
         num_chunks: number of chunks of each video (0 if it is unusable), int64.
     """
     rows_of_layout = video_rows_of(layout, video_ids)
-    wanted, videos = wanted_rows(layout, video_rows=rows_of_layout, splits=splits, num_chunks=num_chunks)
+    required, videos = wanted_rows(layout, video_rows=rows_of_layout, splits=splits, num_chunks=num_chunks)
+    # Spans that have a shard keep it, since moving them would rewrite existing shards.
     spans_per_video = -(-num_chunks // SPAN_CHUNKS)
     first = np.cumsum(spans_per_video) - spans_per_video
     is_new = np.ones(int(spans_per_video.sum()), bool)
-    is_new[first[videos] + np.asarray(layout["span_index"])[wanted]] = False
+    is_new[first[videos] + np.asarray(layout["span_index"])[required]] = False
     if not is_new.any():
-        return ExtendedLayout(layout, rows_of_layout, wanted)
+        return ExtendedLayout(layout, rows_of_layout, required)
     video_rows = np.repeat(np.arange(len(num_chunks)), spans_per_video)[is_new]
     span_index = np.flatnonzero(is_new) - first[video_rows]
     span_chunks = np.minimum(num_chunks[video_rows] - span_index * SPAN_CHUNKS, SPAN_CHUNKS)
+    # Shards of a split are filled evenly; a span is never divided, because one encoder pass makes it.
     target = int(np.clip(-(-span_chunks.sum() // MIN_SHARDS), SPAN_CHUNKS, MAX_SHARD_CHUNKS))
     next_shard = pc.max(layout["shard_id"]).as_py() + 1 if len(layout) else 0
     tables, rows = [layout], [rows_of_layout]
@@ -448,8 +425,8 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
         )
         rows.append(video_rows[mine])
     extended = pa.concat_tables(tables).combine_chunks()
-    wanted = np.concatenate([wanted, np.arange(len(layout), len(extended))])
-    return ExtendedLayout(extended, np.concatenate(rows), wanted)
+    required = np.concatenate([required, np.arange(len(layout), len(extended))])
+    return ExtendedLayout(extended, np.concatenate(rows), required)
 
 
 def wanted_rows(
@@ -466,13 +443,13 @@ def shards_of_moved_videos(
     """Find the shards that videos leave or enter because their split has changed.
 
     Args:
-        layout: table with schema LAYOUT, with the shards that they enter.
+        layout: table with schema LAYOUT, including the shards that videos enter.
         video_rows: result of `clipmill.prep.core.tables.video_rows_of`.
         splits: splits of the videos, in manifest order.
         stored: ids of the shards that were written.
 
     Returns:
-        shard id -> whether all of its videos do.
+        shard id -> True if all of its videos leave or enter it.
     """
     is_known = video_rows >= 0
     has_other_split = np.zeros(len(layout), bool)
@@ -485,8 +462,8 @@ def shards_of_moved_videos(
     leaves = has_other_split & np.isin(shards, list(stored))[shard_of_row]
     enters = is_known & ~has_other_split & np.isin(video_rows, video_rows[leaves])
     num_moved = np.bincount(shard_of_row, weights=leaves | enters, minlength=len(shards))
-    is_whole = num_moved == np.bincount(shard_of_row, minlength=len(shards))
-    return dict(zip(shards[num_moved > 0].tolist(), is_whole[num_moved > 0].tolist(), strict=True))
+    have_all_moved = num_moved == np.bincount(shard_of_row, minlength=len(shards))
+    return dict(zip(shards[num_moved > 0].tolist(), have_all_moved[num_moved > 0].tolist(), strict=True))
 
 
 def video_layout_of_commits(
@@ -495,8 +472,8 @@ def video_layout_of_commits(
     """Rebuild the layout (schema LAYOUT) for the recipe's chunks from all variants that share it.
 
     Args:
-        video_ids: ids of the manifest's videos, in its order.
-        cutting: chunks of these videos. With `--cut shots`, chunks that are not among them are left out.
+        video_ids: ids of the videos, in manifest order.
+        cutting: chunks of these videos. With `--cut shots`, other stored chunks are omitted.
     """
     chunk_ms = float(1000 * settings.chunk_frames / settings.fps_exact)
 
@@ -517,17 +494,15 @@ def video_layout_of_commits(
         if failure.key is None:
             return None
         start_ms = int(failure.key.rpartition("_")[2])
-        found = int(span_indexes(pa.array([failure.video_id], pa.string()), np.array([start_ms]))[0])
-        return (failure.video_id, found) if found >= 0 else None
+        index = int(span_indexes(pa.array([failure.video_id], pa.string()), np.array([start_ms]))[0])
+        return (failure.video_id, index) if index >= 0 else None
 
-    def shares_layout(variant: Variant) -> bool:
-        try:
+    variants = []
+    for variant in variants_of(data_dir, VIDEO):
+        with suppress(UserError):  # a variant of another schema
             other = COLUMN.stored_settings(variant.recipe).settings()
-        except UserError:
-            return False
-        return (layout_file(other), other.fps_exact) == (layout_file(settings), settings.fps_exact)
-
-    variants = [variant for variant in variants_of(data_dir, VIDEO) if shares_layout(variant)]
+            if (layout_file(other), other.fps_exact) == (layout_file(settings), settings.fps_exact):
+                variants.append(variant)
     return layout_of_commits(variants, video_ids, spans=spans, span_of_failure=span_of_failure)
 
 

@@ -4,14 +4,14 @@
         objects/, locks/                 a bounded cache (`clipmill.manifests.storage.cache`)
             <32 hex>                     in objects/: copy of one version of one source
 
-ffmpeg may not use the network (`clipmill.shards.opening`), so it gets a copy of the whole file. A copy
-stays while there is room, since the spans of a long video lie in several shards: the node then fetches it once. Copies
-that no worker reads are removed to make room, the least recently used first. If that is not enough, a worker waits for
+ffmpeg may not use the network (`clipmill.shards.opening`), so it gets a copy of the complete file. A copy stays
+while there is room, since the spans of a long video lie in several shards: the node then fetches it once. Copies that
+no worker reads are removed to make room, the least recently used first. If that is not enough, a worker waits for
 others to finish; a worker that waits holds no copy itself.
 
 The first process to use the folder starts a sweeper: a small process that waits until no process uses the folder any
-more, however they end, and removes it. If the sweeper is killed too, the next process that would use the folder finds
-it unlocked and removes what is in it.
+more, however they end, and removes it. If the sweeper is killed too, the next process that uses the folder finds it
+unlocked and removes its content.
 """
 
 import hashlib
@@ -49,8 +49,8 @@ _in_use: tuple[int, Path, int] | None = None  # (process, folder, descriptor of 
 _sweepers: "list[subprocess.Popen[bytes]]" = []
 
 
-def _opened_root() -> Path:
-    """Return the folder of the copies, locked by this process until it exits; what killed processes left is removed.
+def _lock_root() -> Path:
+    """Return the folder of the copies, locked until this process exits; remove what killed processes left.
 
     Raises:
         OSError: it cannot be created, or is not a folder exclusive to this user.
@@ -77,17 +77,17 @@ def _opened_root() -> Path:
 
 
 def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -> CachedFile:
-    """Return a copy of an object, which stays on this node until it is closed.
+    """Return a copy of an object that stays on this node until it is closed.
 
     Args:
         limit_bytes: limit of all copies on this node; None for most of the free space.
-        on_wait: called again and again while the object is fetched or waited for, as a heartbeat.
+        on_wait: called repeatedly while the object is fetched or waited for, as a heartbeat.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, source_changed, source_too_large, disk_full or io_error.
     """
     with as_source_failure():
-        root = _opened_root()
+        root = _lock_root()
         objects, key = objects_of(url)
         state = object_state(objects.info(key))
     name = hashlib.sha256(f"{url}\0{state}".encode()).hexdigest()[:32]
@@ -120,8 +120,7 @@ def _fetch(objects: Objects, key: str, path: Path, *, state: tuple[int, int], on
     with path.open("wb") as file, ThreadPoolExecutor(_NUM_RANGES) as pool:
 
         def fetch(begin: int) -> None:
-            wanted = min(_RANGE_BYTES, size_bytes - begin)
-            content = objects.read_range(key, begin, wanted)
+            content = objects.read_range(key, begin, min(_RANGE_BYTES, size_bytes - begin))
             while content:
                 done = os.pwrite(file.fileno(), content, begin)
                 begin, content = begin + done, content[done:]

@@ -1,10 +1,12 @@
-"""The functions behind the column `video`, and the reports of its runs."""
+"""The `ColumnWork` of `video`: the functions behind its commands, and the reports of its runs."""
 
 import sys
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+
+import numpy as np
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, duration_text
@@ -40,7 +42,7 @@ _WORKER_GB = 0.5  # measured (benchmarks/README.md): a source of 2160 lines take
 
 
 def _require(recipe: Recipe) -> None:
-    # Only workers import them, but the command says what is missing before it starts any.
+    # Only workers import these packages, but the command reports a missing one before it starts workers.
     for package in ("av", "ffmpeg"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
@@ -75,20 +77,20 @@ def _run(plan: Planned, recipe: Recipe, request: Request, part_run: PartRun | No
 
 
 def audio_lines(planned: Planned) -> list[str]:
-    """Return what is said of audio before the first chunks of a variant are made without it."""
+    """Return the notice on audio that precedes the first chunks of a variant without audio."""
     plan = planned.plan
     if planned.commits or plan.recipe.settings.audio != "drop" or not plan.num_with_audio:
         return []
-    found = f"{plan.num_with_audio:,} of {count_noun(plan.num_videos, 'video')}"
-    return [f"audio    of {found} is left out; --audio keep keeps it, without which the score `speech` is unknown"]
+    videos = f"{plan.num_with_audio:,} of {count_noun(plan.num_videos, 'video')}"
+    return [f"audio    {videos} have audio, which is omitted; the score `speech` requires --audio keep"]
 
 
 def other_settings_lines(planned: Planned) -> list[str]:
-    """Return what a run with other settings than those of the current variant says before it begins; else nothing."""
+    """Return the notice that precedes a run whose settings differ from the current variant; empty if they are equal."""
     try:
         against, current = settings_against_current(planned), current_variant(planned.data_dir, VIDEO)
     except UserError:
-        return []  # a damaged record, which the run writes again
+        return []  # the record is damaged, and the run writes it again
     if not against or current is None:
         return []
     plan, variant = planned.plan, planned.plan.recipe.variant
@@ -96,7 +98,8 @@ def other_settings_lines(planned: Planned) -> list[str]:
     lines = [f"setting  {difference}" for difference in against]
     if len(rows) or any(shard.has_work for shard in plan.shards):
         chunks = count_noun(sum(len(span.span.chunk_frames) for span in plan.spans(rows.tolist())), "chunk")
-        videos, length = count_noun(plan.num_videos_of(rows), "video"), duration_text(plan.workload(rows).seconds.sum())
+        videos = count_noun(len(np.unique(plan.video_rows[rows])), "video")
+        length = duration_text(plan.workload(rows).seconds.sum())
         lines.append(f"variant  {variant}: {chunks} of {videos} to encode, {length} of video")
         plan_line = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir).replace("chunk", "plan", 1)
         lines.append(f"         `{plan_line}` estimates time and disk")
@@ -106,7 +109,7 @@ def other_settings_lines(planned: Planned) -> list[str]:
         lines.append(f"variant  {variant} {lacking if lost else 'is complete, and becomes the current one again'}")
     with suppress(UserError):  # a recipe of another version of clipmill
         kept = COLUMN.command_line(Variant.open(planned.data_dir, column=VIDEO).recipe, data_dir=planned.data_dir)
-        lines.append(f"         {current} is kept until `prep gc`; to keep to its settings: {kept}")
+        lines.append(f"         {current} is kept until `prep gc`; to use its settings: {kept}")
     return lines
 
 
@@ -126,7 +129,7 @@ def chunk_summary(summary: Summary, recipe: Recipe, listed: Path) -> Report:
 
 
 def cutting_addition(planned: Planned) -> Addition:
-    """Return what a run leaves out and, with `--cut shots`, where shots were detected, for its report."""
+    """Return what a run omits and, with `--cut shots`, the number of searched sources, for its report."""
     plan, detection = planned.plan, planned.detection
     values, lines = left_out_values(plan), left_out_report(plan)
     if plan.shots is not None:
@@ -138,7 +141,7 @@ def cutting_addition(planned: Planned) -> Addition:
 
 
 def left_out_report(plan: Plan) -> list[str]:
-    """Return the lines of a report with what is in no chunk."""
+    """Return the lines of a report on the parts of videos that are in no chunk."""
     lines = left_out_lines(left_out_values(plan), cut=plan.recipe.settings.cut)
     return [f"{'' if number else 'left out':<8} {line}" for number, line in enumerate(lines)]
 

@@ -3,6 +3,18 @@
 Spans whose encoder pass is unchanged are copied from stored tars; all others are encoded. Every chunk, new or copied,
 is read back and compared with the plan before it is written to the tar. A failed span is recorded in the commit and
 does not affect the others.
+
+The worker has scratch space on the node's local disk, which is removed when its work is done, even if it was killed.
+
+    $TMPDIR/scratch-clipmill-<uid>/      accessible to this user only (0700), removed once it is empty
+        <12 hex>/                        folder of one worker, locked while the worker lives
+            clipmill-scratch.json        the marker: program, format, name of the folder, run
+        <12 hex>.json                    a marker being moved into its folder, or out of it
+
+A folder is removed only if it is unlocked and holds a marker with its own name. Folders without a marker are never
+touched, whatever they are called, and neither is anything else in $TMPDIR. The lock of the parent folder is held while
+a folder is created or removed. Anything half made while that lock is free was therefore left by a killed worker, and
+the marker beside it names the folder that it belongs to.
 """
 
 import errno
@@ -17,7 +29,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +52,12 @@ from clipmill.shards.format import VIDEO_FIELDS
 from clipmill.shards.writer import Sample
 
 _CAPTION_COLUMNS = ["caption_id", "begin_s", "end_s", "text", "source"]
+_PROGRAM, _FORMAT = "clipmill", 1
+_MARKER = "clipmill-scratch.json"
+_FOLDER = re.compile(r"[0-9a-f]{12}")
+_LOOSE_MARKER = re.compile(r"([0-9a-f]{12})\.json")
+_MAX_MARKER_BYTES = 1 << 16
+_BEGINNING = json.dumps({"program": _PROGRAM})[:-1].encode()  # of every marker, even of an incomplete one
 
 
 @dataclass(frozen=True)
@@ -53,19 +70,15 @@ class Caption:
     text: str
     source: str
 
-    def overlaps(self, begin_s: Fraction, end_s: Fraction) -> bool:
-        """Return True if the caption overlaps [begin_s, end_s)."""
-        return self.begin_s < end_s and (self.end_s is None or self.end_s > begin_s)
-
 
 @dataclass(frozen=True)
 class ShardTask:
     """Input of a worker: paths and small values only.
 
     Attributes:
-        old_commit: previous commit of the shard, for its unchanged chunks.
+        old_commit: previous commit of the shard, from which unchanged chunks are copied.
         others: further tars with chunks of these spans.
-        captions_file: the manifest's table of captions, or None if no video has captions.
+        captions_file: table of captions in the manifest, or None if no video has captions.
         caption_groups: row groups of that table with captions of the shard's videos.
         scratch_bytes: limit of the copies of remote sources on a node; None for most of the free space.
     """
@@ -84,7 +97,7 @@ class ShardTask:
 
 
 def make_shard(task: ShardTask) -> ShardResult:
-    """Make, publish and commit one shard. Idempotent: a second run writes the same bytes under the same names."""
+    """Make, publish and commit one shard; a second run writes the same bytes under the same names."""
     try:
         version = find_ffmpeg().version
     except FailedWork as error:
@@ -119,12 +132,14 @@ def _make(task: ShardTask) -> ShardResult:
         for plan in task.spans:
             done, starts = shard.num_samples, plan.span.chunk_starts()
 
+            # Progress counts chunks, and an encoder pass reports frames.
             def show(frames: int, done: int = done, starts: list[int] = starts) -> None:
                 shard.show(done + max(0, bisect_right(starts, starts[0] + frames) - 1))
 
+            # A folder for each span, so that scratch space holds the new files of a single span.
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 span = old.span(plan, recipe=task.recipe)
-                is_new = not span.is_whole
+                is_new = len(span.chunks) != span.num_chunks
                 if is_new:
                     try:
                         made = make_span(
@@ -138,7 +153,7 @@ def _make(task: ShardTask) -> ShardResult:
                         span = SpanChunks(dict(enumerate(made)), len(made))
                         encoded_s += float(sum(chunk.facts.num_frames for chunk in made) / fps)
                     except SourceFailure as failure:
-                        # Intact chunks are kept even if their source can no longer be read.
+                        # Intact chunks stay in the shard even if their source can no longer be read.
                         is_new = False
                         key = chunk_key(plan.video_id, start_ms(plan.span.first_frame, fps=fps))
                         content = f" {key} failed, kept {list(span.chunks)}"
@@ -168,20 +183,20 @@ def captions_of(
     """
     import pyarrow.parquet as pq
 
-    wanted = pa.array(sorted(set(video_ids)), pa.string())
-    found: dict[str, list[Caption]] = {}
+    videos = pa.array(sorted(set(video_ids)), pa.string())
+    captions_of_video: dict[str, list[Caption]] = {}
     with pq.ParquetFile(captions_file, read_dictionary=["video_id"], pre_buffer=False) as file:
         for group in row_groups:
             ids = file.read_row_group(group, columns=["video_id"], use_threads=False)["video_id"].unify_dictionaries()
-            rows = pa.array(np.flatnonzero(pc.is_in(ids.cast(pa.string()), value_set=wanted).to_numpy()))
+            rows = pa.array(np.flatnonzero(pc.is_in(ids.cast(pa.string()), value_set=videos).to_numpy()))
             table = file.read_row_group(group, columns=_CAPTION_COLUMNS, use_threads=False).take(rows)
             for video_id, row in zip(ids.take(rows).to_pylist(), table.to_pylist(), strict=True):
                 end_s = row["end_s"] if row["end_s"] != float("inf") else None
                 caption = Caption(row["caption_id"], row["begin_s"], end_s, row["text"], row["source"])
-                found.setdefault(video_id, []).append(caption)
-    for captions in found.values():
+                captions_of_video.setdefault(video_id, []).append(caption)
+    for captions in captions_of_video.values():
         captions.sort(key=lambda caption: (caption.begin_s, caption.caption_id))
-    return found
+    return captions_of_video
 
 
 def video_sample(
@@ -198,14 +213,18 @@ def video_sample(
 
     Args:
         span_chunks: number of chunks that the span actually has.
-        captions: captions of the whole video; None if the dataset has no captions, and then the sample has no txt
-            member.
+        captions: captions of the complete video; None if the dataset has no captions, in which case the sample has no
+            txt member.
     """
     fps, first_frame = settings.fps_exact, plan.span.chunk_starts()[number]
     begin_s, end_s = first_frame / fps, (first_frame + chunk.facts.num_frames) / fps
     key = chunk_key(plan.video_id, start_ms(first_frame, fps=fps))
     full_frames = settings.chunk_frames if settings.cut == "even" else plan.span.chunk_frames[number]
-    mine = [caption for caption in captions or () if caption.overlaps(begin_s, end_s)]
+    mine = [
+        caption
+        for caption in captions or ()
+        if caption.begin_s < end_s and (caption.end_s is None or caption.end_s > begin_s)
+    ]
     description = {
         "key": key,
         "video_id": plan.video_id,
@@ -213,9 +232,10 @@ def video_sample(
         "source_fingerprint": plan.source.fingerprint,
         "dataset": plan.dataset,
         "split": split,
-        "begin_s": _ratio(begin_s),
-        "end_s": _ratio(end_s),
-        "fps": _ratio(fps),
+        # Exact, as [numerator, denominator].
+        "begin_s": begin_s.as_integer_ratio(),
+        "end_s": end_s.as_integer_ratio(),
+        "fps": fps.as_integer_ratio(),
         "num_frames": chunk.facts.num_frames,
         "num_source_frames": chunk.num_source_frames,
         "is_tail": chunk.facts.num_frames != full_frames,
@@ -226,7 +246,8 @@ def video_sample(
         "span_chunks": span_chunks,
         "captions": [asdict(caption) for caption in mine],
     }
-    members = {"mp4": chunk.path.read_bytes(), "json": _json_bytes(description)}
+    text = json.dumps(description, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    members = {"mp4": chunk.path.read_bytes(), "json": text.encode("utf-8", "replace")}
     if captions is not None:
         members["txt"] = "\n".join(caption.text for caption in mine).encode("utf-8", "replace")
     fields = {
@@ -241,64 +262,47 @@ def video_sample(
     return Sample(key=key, members=members, fields=fields)
 
 
-def _ratio(value: Fraction) -> list[int]:
-    """Return an exact fraction for JSON: [numerator, denominator]."""
-    return [value.numerator, value.denominator]
-
-
-def _json_bytes(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
-
-
-_PROGRAM, _FORMAT = "clipmill", 1
-_MARKER = "clipmill-scratch.json"
-_FOLDER = re.compile(r"[0-9a-f]{12}")
-_LOOSE_MARKER = re.compile(r"([0-9a-f]{12})\.json")
-_MAX_MARKER_BYTES = 1 << 16
-_BEGINNING = json.dumps({"program": _PROGRAM})[:-1].encode()
-
-
 @contextmanager
 def scratch_folder(run: str = "") -> Iterator[Path]:
     """Yield a new folder and remove it at the end; first remove folders left here by this user's killed workers.
 
     Args:
-        run: what the folder is used for; stored in the marker for information.
+        run: purpose of the folder, stored in the marker for information.
 
     Raises:
         OSError: the folder cannot be created, or its parent folder is not exclusive to this user.
     """
     remove_abandoned()
-    folder, held = _make_scratch(_scratch_root(), run)
+    folder, descriptor = _make_scratch(private_root("scratch"), run)
     try:
         yield folder
     finally:
         with suppress(OSError):  # if removal fails, the folder counts as abandoned and the next worker removes it
             _remove_scratch(folder)
-        os.close(held)
+        os.close(descriptor)
 
 
 def remove_abandoned() -> None:
-    """Remove folders left on this machine by this user's killed workers; those that cannot be removed are kept."""
-    root = _scratch_root()
+    """Remove folders left on this machine by this user's killed workers; skip folders that cannot be removed."""
+    root = private_root("scratch")
     if not root.is_dir() or root.is_symlink():
         return
     with suppress(OSError):
         with _lock_scratch_root(root):
             for loose in root.glob("*.json"):
-                if found := _LOOSE_MARKER.fullmatch(loose.name):
+                if name := _LOOSE_MARKER.fullmatch(loose.name):
                     with suppress(OSError):  # for example because the folder is not empty
-                        _remove_loose(loose, root / found[1])
+                        content = _read_marker(os.open(loose, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
+                        if _is_marker_of(content, name[1]):
+                            _finish_removing(root / name[1])
+                        elif content.startswith(_BEGINNING) or _BEGINNING.startswith(content):
+                            loose.unlink()  # its writer was killed before the folder was created
             entries = [entry for entry in root.iterdir() if _FOLDER.fullmatch(entry.name)]
         for folder in entries:
             with suppress(OSError):
                 _remove_if_abandoned(folder)
         with _lock_scratch_root(root):
-            pass  # it is removed if it is empty
-
-
-def _scratch_root() -> Path:
-    return private_root("scratch")
+            pass  # the root is removed if it is empty
 
 
 def _make_scratch(root: Path, run: str) -> tuple[Path, int]:
@@ -311,18 +315,18 @@ def _make_scratch(root: Path, run: str) -> tuple[Path, int]:
         try:
             loose.write_text(json.dumps({**marker, "worker": f"process {os.getpid()} on {host}"}) + "\n")
             folder.mkdir(mode=0o700)
-            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                lock(held)
+                lock(descriptor)
                 loose.rename(folder / _MARKER)
             except BaseException:
-                os.close(held)
+                os.close(descriptor)
                 raise
         except BaseException:
             with suppress(OSError):
                 _finish_removing(folder)
             raise
-        return folder, held
+        return folder, descriptor
 
 
 def _remove_scratch(folder: Path) -> None:
@@ -344,14 +348,6 @@ def _finish_removing(folder: Path) -> None:
     with suppress(FileNotFoundError):
         folder.rmdir()
     _loose_marker(folder).unlink(missing_ok=True)
-
-
-def _remove_loose(loose: Path, folder: Path) -> None:
-    content = _read_marker(os.open(loose, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
-    if _is_marker_of(content, folder.name):
-        _finish_removing(folder)
-    elif content.startswith(_BEGINNING) or _BEGINNING.startswith(content):
-        loose.unlink()  # its writer was killed before the folder was created
 
 
 def _remove_if_abandoned(folder: Path) -> None:
@@ -383,8 +379,8 @@ def _is_marker_of(marker: bytes, folder: str) -> bool:
         content: Any = parse_json(marker)
     except ValueError:
         return False
-    wanted = {"program": _PROGRAM, "format": _FORMAT, "folder": folder}
-    return isinstance(content, dict) and all(content.get(key) == value for key, value in wanted.items())
+    expected = {"program": _PROGRAM, "format": _FORMAT, "folder": folder}
+    return isinstance(content, dict) and all(content.get(key) == value for key, value in expected.items())
 
 
 @contextmanager

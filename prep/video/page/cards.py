@@ -1,4 +1,14 @@
-"""What a page shows of one chunk: pictures, captions, source, scores, and its clip."""
+"""A chunk on the page: pictures, captions, source, scores, and its clip.
+
+Clips of up to EMBEDDED_BYTES in all are in the page, which is then a single file. Otherwise `chunks.html` has them in
+`chunks.files/`. A clip is a copy of the chunk, byte for byte, if browsers play the codec and all copies together take
+at most COPIED_BYTES; otherwise it is a preview, a small H.264 encode. MJPEG in MP4 plays in no browser, HEVC only in
+some.
+
+The name of a clip has the checksum of its chunk, so that a page that is written again keeps its clips, and an open page
+never plays another chunk. Clips are written first, then the pages that name them; clips that no page names any more are
+removed last.
+"""
 
 import io
 import json
@@ -32,6 +42,16 @@ from clipmill.shards.score_fields import SCORES
 
 _JPEG_QUANTISER = 5  # from 2 (best) to 31
 _DECODERS = {"av1": "libdav1d"}  # libav's native av1 decoder requires hardware
+PREVIEW_S = 20.0  # maximum length of a preview
+EMBEDDED_BYTES = 8_000_000
+COPIED_BYTES = 256_000_000
+_PLAYED = ("h264", "vp9", "av1")
+_OURS = re.compile(r"[A-Za-z0-9_-]+-[0-9a-f]{8}(-preview)?\.mp4|page-\d+\.html|all\.html")
+_MAX_CAPTIONS = 3  # before the others are folded
+_MAX_FOLDED, _MAX_FOLDED_CHARS = 100, 20_000
+_MAX_CAPTION_CHARS = 1000
+_PICTURES = 4
+_PICTURE_HEIGHT_PX = 108
 
 
 class NoPicture(Exception):
@@ -54,19 +74,25 @@ def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int])
     context.extradata = row["extradata"]
     context.thread_count = 1
     position_of = {frame: position for position, frame in enumerate(row["packet_frame"])}
+    flags = row["packet_flags"]
     pictures = []
-    for wanted in frames:
-        found = None
-        for position in _needed(row["packet_flags"], position_of[wanted]):
-            begin = row["packet_offset"][position]
-            packet = av.Packet(content[begin : begin + row["packet_size"][position]])
-            packet.pts, packet.time_base = row["packet_frame"][position], Fraction(1)
-            found = _pick(context.decode(packet), wanted) or found
-        found = _pick(context.decode(None), wanted) or found
+    for frame in frames:
+        # A frame needs the reference frames from its key frame on, and no others.
+        target = position_of[frame]
+        begin = max(position for position in range(target + 1) if flags[position] & PACKET_KEY)
+        packets: list[av.Packet | None] = []
+        for position in range(begin, target + 1):
+            if position == target or flags[position] & PACKET_REFERENCE:
+                offset = row["packet_offset"][position]
+                packet = av.Packet(content[offset : offset + row["packet_size"][position]])
+                packet.pts, packet.time_base = row["packet_frame"][position], Fraction(1)
+                packets.append(packet)
+        decoded = [picture for packet in [*packets, None] for picture in context.decode(packet)]
         context.flush_buffers()
-        if found is None:
-            raise NoPicture(f"frame {wanted} cannot be decoded")
-        pictures.append(found)
+        picture = next((picture for picture in decoded if picture.pts == frame), None)
+        if picture is None:
+            raise NoPicture(f"frame {frame} cannot be decoded")
+        pictures.append(picture)
     return pictures
 
 
@@ -81,25 +107,12 @@ def jpeg(frame: VideoFrame, *, height: int) -> bytes:
     return b"".join(bytes(packet) for packet in [*context.encode(small), *context.encode(None)])
 
 
-def _needed(flags: Sequence[int], target: int) -> list[int]:
-    """Return the packets to decode for the packet at `target`: from its key frame on, reference frames only."""
-    begin = max(at for at in range(target + 1) if flags[at] & PACKET_KEY)
-    return [at for at in range(begin, target + 1) if at == target or flags[at] & PACKET_REFERENCE]
-
-
-def _pick(frames: Sequence[Any], wanted: int) -> VideoFrame | None:
-    return next((frame for frame in frames if frame.pts == wanted), None)
-
-
-PREVIEW_S = 20.0  # a preview is of the first seconds of a longer chunk
-
-
 def preview(content: bytes, *, fps: Fraction) -> bytes:
-    """Encode a chunk again as H.264 with a short side of 240 pixels and about 12 frames per second.
+    """Encode the first PREVIEW_S of a chunk as H.264 with a short side of 240 pixels and about 12 frames per second.
 
     Args:
         content: bytes of the MP4 file.
-        fps: its frame rate.
+        fps: frame rate of the file.
 
     Raises:
         av.error.FFmpegError: it cannot be decoded.
@@ -109,12 +122,6 @@ def preview(content: bytes, *, fps: Fraction) -> bytes:
         source.streams.video[0].codec_context.thread_count = 1
         frames = islice(source.decode(video=0), 0, math.ceil(PREVIEW_S * fps), step)
         return small_clip(frames, fps=fps / step)
-
-
-EMBEDDED_BYTES = 8_000_000
-COPIED_BYTES = 256_000_000
-_PLAYED = ("h264", "vp9", "av1")
-_OURS = re.compile(r"[A-Za-z0-9_-]+-[0-9a-f]{8}(-preview)?\.mp4|page-\d+\.html|all\.html")
 
 
 @dataclass(frozen=True)
@@ -127,13 +134,13 @@ class Clip:
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the clip is in the page."""
+        """True if the clip is in the page."""
         return self.address.startswith("data:")
 
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """How the clips of a page are made. `why` says it in words."""
+    """The form of the clips of a page; `why` gives the reason in words."""
 
     is_preview: bool
     is_embedded: bool
@@ -141,7 +148,7 @@ class ClipPlan:
 
 
 def plan_clips(codec: str, *, total_bytes: int) -> ClipPlan:
-    """Return how the clips of a page are made whose chunks take `total_bytes`; `codec` is libav's name."""
+    """Choose the form of the clips of a page from the size of its chunks; `codec` is libav's name."""
     if codec not in _PLAYED:
         names = {"mjpeg": "browsers do not play MJPEG in MP4", "hevc": "only some browsers play HEVC"}
         return ClipPlan(True, False, names.get(codec, f"browsers may not play {codec}"))
@@ -161,7 +168,7 @@ class ClipFolder:
         self.path = page.with_name(f"{page.stem}.files")
         self._is_made = False
         if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"{self.path} is not a folder, and --html needs one of this name", hint="rename it")
+            raise UserError(f"{self.path} is not a folder, and --html needs a folder of this name", hint="rename it")
 
     @property
     def address(self) -> str:
@@ -176,24 +183,24 @@ class ClipFolder:
         """
         try:
             make_folder(self.path)
-            remove_temporaries(self.path, of=_is_ours)
+            remove_temporaries(self.path, of=lambda name: _OURS.fullmatch(name) is not None)
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written: {error.strerror}", hint="give a file in another folder with --html"
             ) from None
 
     def has(self, name: str, *, size_bytes: int | None = None) -> int:
-        """Return the size of a clip that an earlier page has left; 0 if there is none, or one of another size."""
+        """Return the size of a clip of an earlier page; 0 if it does not exist, or has another size."""
         with suppress(OSError):
-            found = (self.path / name).stat().st_size
-            return found if size_bytes in (None, found) else 0
+            stored_bytes = (self.path / name).stat().st_size
+            return stored_bytes if size_bytes in (None, stored_bytes) else 0
         return 0
 
     def write(self, name: str, content: bytes) -> None:
         """Publish a clip.
 
         Raises:
-            UserError: it cannot be written; a full disk, most likely.
+            UserError: it cannot be written, most likely because the disk is full.
         """
         try:
             publish_bytes(self.path / name, content)
@@ -208,31 +215,14 @@ class ClipFolder:
         """Remove clips and pages of earlier runs except `kept`, and the folder if it is empty; other files stay."""
         with suppress(OSError):
             for path in list(self.path.iterdir()):
-                if path.name not in kept and _is_ours(path.name):
+                if path.name not in kept and _OURS.fullmatch(path.name):
                     path.unlink()
             self.path.rmdir()
 
 
-def clip_name(key: str, crc32: int, *, is_preview: bool) -> str:
-    """Return the file name of a clip, safe in any file system and address."""
-    return f"{safe_video_id(key)}-{crc32:08x}{'-preview' if is_preview else ''}.mp4"
-
-
-def _is_ours(name: str) -> bool:
-    return _OURS.fullmatch(name) is not None
-
-
-_MAX_CAPTIONS = 3  # before the others are folded
-_MAX_FOLDED, _MAX_FOLDED_CHARS = 100, 20_000
-_MAX_CAPTION_CHARS = 1000
-_MAX_LABELS = 20
-_PICTURES = 4
-_PICTURE_HEIGHT_PX = 108
-
-
 @dataclass(frozen=True)
 class CaptionLine:
-    """A caption. Times are seconds in the video; `end_s` is None for its end."""
+    """A caption. Times are seconds in the video; `end_s` is None for the end of the video."""
 
     text: str
     begin_s: float
@@ -240,8 +230,8 @@ class CaptionLine:
     of_model: bool = False
 
     @property
-    def shown(self) -> str:
-        """The text, truncated if it is very long."""
+    def short_text(self) -> str:
+        """Text, truncated if it is very long."""
         if len(self.text) <= _MAX_CAPTION_CHARS:
             return self.text
         return f"{self.text[:_MAX_CAPTION_CHARS]}… ({len(self.text):,} characters)"
@@ -266,12 +256,12 @@ class Card:
     """One chunk on the page.
 
     Attributes:
-        place: where it is in the data folder: shard and row.
+        place: position in the data folder: shard and row.
         facts: codec, size, frame rate, in words.
         scores: name of a score -> value.
-        written: the caption that the column `captions` has; empty without one.
-        labels: labels of the captions that overlap it, such as "success true".
-        problem: why it cannot be shown; it then has neither pictures nor a clip.
+        written: caption in the column `captions`; empty without one.
+        labels: labels of the captions that overlap the chunk, such as "success true".
+        problem: reason why it cannot be shown; it then has neither pictures nor a clip.
     """
 
     key: str
@@ -315,14 +305,9 @@ class Card:
 
     @property
     def clip_label(self) -> str:
-        """What the clip plays."""
+        """Label of the button that plays the clip."""
         is_part = self.clip is not None and self.clip.is_preview and self.seconds > PREVIEW_S
         return f"Play {self.key}, {'first seconds, ' if is_part else ''}{self.times} of {self.video_id}"
-
-    @property
-    def names(self) -> str:
-        """The name of the video in its dataset, and the dataset; the key has the video's ID."""
-        return " · ".join(filter(None, (self.source_id or self.video_id, self.dataset)))
 
     @property
     def properties(self) -> str:
@@ -331,72 +316,61 @@ class Card:
         return " · ".join(filter(None, (self.facts, *numbers, self.place)))
 
     @property
-    def labels_line(self) -> str:
-        """The labels, shortened if they are many."""
-        more = len(self.labels) - _MAX_LABELS
-        return ", ".join(self.labels[:_MAX_LABELS]) + (f" and {more} more" if more > 0 else "")
-
-    @property
-    def first_captions(self) -> tuple[CaptionLine, ...]:
-        """The first three captions."""
-        return self.captions[:_MAX_CAPTIONS]
-
-    @property
-    def num_folded(self) -> int:
-        """Number of captions after the first three."""
-        return max(0, len(self.captions) - _MAX_CAPTIONS)
-
-    @property
-    def folded_captions(self) -> tuple[CaptionLine, ...]:
-        """The captions after the first three, as far as they are listed."""
-        folded = self.captions[_MAX_CAPTIONS:][:_MAX_FOLDED]
-        chars = accumulate(len(caption.shown) for caption in folded)
+    def caption_groups(self) -> tuple[Sequence[CaptionLine], Sequence[CaptionLine], int]:
+        """First captions, captions that are folded, and the number of captions that are not listed."""
+        rest = self.captions[_MAX_CAPTIONS:]
+        folded = rest[:_MAX_FOLDED]
+        chars = accumulate(len(caption.short_text) for caption in folded)
         num_listed = next((number for number, sum_ in enumerate(chars, 1) if sum_ >= _MAX_FOLDED_CHARS), len(folded))
-        return folded[:num_listed]
+        return self.captions[:_MAX_CAPTIONS], folded[:num_listed], len(rest) - num_listed
 
 
 def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: ClipFolder) -> dict[str, Any]:
-    """Return the fields of a card that are read from the shard: of a damaged chunk, those up to the `problem`.
+    """Return the fields of a card that are read from the shard; for a damaged chunk, the fields up to the `problem`.
 
     Raises:
         UserError: the clip cannot be written.
     """
-    found: dict[str, Any] = {}
+    details: dict[str, Any] = {}
     try:
         entry = {name: shard.index[name][row].as_py() for name in shard.index.column_names}
         fps = Fraction(entry["fps_num"], entry["fps_den"])
-        found["facts"] = f"{entry['codec']} {entry['width']}x{entry['height']}, {float(fps):.4g} fps"
-        described = json.loads(shard.read(row, "json"))
-        found |= {name: str(described.get(name, "")) for name in ("dataset", "source_id")}
-        found["captions"] = tuple(map(_caption, described["captions"]))
+        details["facts"] = f"{entry['codec']} {entry['width']}x{entry['height']}, {float(fps):.4g} fps"
+        description = json.loads(shard.read(row, "json"))
+        details |= {name: str(description.get(name, "")) for name in ("dataset", "source_id")}
+        details["captions"] = tuple(
+            CaptionLine(
+                text=str(caption["text"]),
+                begin_s=float(caption["begin_s"]),
+                end_s=None if caption["end_s"] is None else float(caption["end_s"]),
+                of_model=is_of_model(str(caption.get("source"))),
+            )
+            for caption in description["captions"]
+        )
         content = shard.read(row, "mp4")
         if zlib.crc32(content) != entry["mp4_crc32"]:
             raise NoPicture(f"its content in {shard.tar_path.name} differs from the commit; run prep verify")
         frames = evenly_within(range(entry["num_frames"]), at_most=_PICTURES)
-        found["pictures"] = tuple(
+        details["pictures"] = tuple(
             Picture(data_uri(jpeg(picture, height=_PICTURE_HEIGHT_PX), "image/jpeg"), float(number / fps))
             for number, picture in zip(frames, decode_frames(content, entry, frames=frames), strict=True)
         )
-        found["clip"] = _clip(content, entry, fps=fps, plan=plan, folder=folder)
+        details["clip"] = _make_clip(content, entry, fps=fps, plan=plan, folder=folder)
     except (Damaged, OSError, ValueError, KeyError, TypeError, NoPicture, av.error.FFmpegError) as error:
-        found["problem"] = f"cannot be shown: {error}"
-        found.pop("pictures", None)
-    return found
+        details["problem"] = f"cannot be shown: {error}"
+        details.pop("pictures", None)
+    return details
 
 
-def _caption(caption: dict[str, Any]) -> CaptionLine:
-    end_s, of_model = caption["end_s"], is_of_model(str(caption.get("source")))
-    begin_s, end_s = float(caption["begin_s"]), None if end_s is None else float(end_s)
-    return CaptionLine(str(caption["text"]), begin_s, end_s, of_model)
-
-
-def _clip(content: bytes, entry: dict[str, Any], *, fps: Fraction, plan: ClipPlan, folder: ClipFolder) -> Clip:
+def _make_clip(content: bytes, entry: dict[str, Any], *, fps: Fraction, plan: ClipPlan, folder: ClipFolder) -> Clip:
+    """Return the clip of a chunk, whose file is written unless an earlier page has left it."""
     if plan.is_embedded:
         return Clip(data_uri(content, "video/mp4"), len(content), is_preview=False)
-    name = clip_name(entry["key"], entry["mp4_crc32"], is_preview=plan.is_preview)
+    # Safe in any file system and address.
+    name = f"{safe_video_id(entry['key'])}-{entry['mp4_crc32']:08x}{'-preview' if plan.is_preview else ''}.mp4"
     size_bytes = folder.has(name, size_bytes=None if plan.is_preview else len(content))
     if not size_bytes:
-        made = preview(content, fps=fps) if plan.is_preview else content
-        folder.write(name, made)
-        size_bytes = len(made)
+        clip = preview(content, fps=fps) if plan.is_preview else content
+        folder.write(name, clip)
+        size_bytes = len(clip)
     return Clip(name, size_bytes, is_preview=plan.is_preview)

@@ -1,7 +1,10 @@
-"""The chunks of a variant as arrays, from its merged table or its indexes, and the choice of those to show."""
+"""All chunks of a variant as arrays, the choice of chunks to show, and totals, scores, captions and distributions.
+
+Everything here works for a million chunks: it reads one mapped table, and the captions in batches.
+"""
 
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +31,16 @@ from clipmill.shards.where import parse_where
 
 _COLUMNS = ("start_ms", "num_frames", "fps_num", "fps_den", "size", "shard", "row")
 _SPLITS = ("train", "val", "test")  # in this order, before others
+BRIEF = tuple(score.name for score in SCORES if score.is_brief)
+_BATCH_CAPTIONS = 1 << 18
+_LONGEST_MS = 1e15  # longer than any video
+# Distinct ids of videos; the video of each chunk; other columns of the chunks.
+_Rows = tuple[pa.Array, NDArray[np.int32], pa.Table]
 
 
 @dataclass(frozen=True)
 class Hole:
-    """A shard that cannot be read, or only in part. `num_chunks` is None if its commit is damaged."""
+    """A shard that cannot be read, at least in part. `num_chunks` is None if its commit is damaged."""
 
     shard_id: int
     split: str | None
@@ -46,10 +54,10 @@ class Chunks:
 
     Attributes:
         video_ids: distinct ids of videos.
-        video: the video of each chunk, as an index of `video_ids`, ascending.
-        start_ms, duration_s, size_bytes: its start in the video, its duration, and the size of its MP4 file.
-        split: of each chunk, as an index of `splits`.
-        shard, row: where it is: shard ID, and row of the shard's index.
+        video: video of each chunk, as an index of `video_ids`, ascending.
+        start_ms, duration_s, size_bytes: start of each chunk in its video, duration, and size of its MP4 file.
+        split: split of each chunk, as an index of `splits`.
+        shard, row: shard ID of each chunk, and row of the shard's index.
         holes: shards that cannot be read, by shard ID.
     """
 
@@ -67,11 +75,6 @@ class Chunks:
     def __len__(self) -> int:
         return len(self.video)
 
-    @property
-    def bits_per_s(self) -> NDArray[np.float64]:
-        """Bit rate of each chunk."""
-        return self.size_bytes * 8 / np.maximum(self.duration_s, 1e-3)
-
     def key(self, number: int) -> str:
         """Return the key of a chunk."""
         return chunk_key(self.video_ids[int(self.video[number])].as_py(), int(self.start_ms[number]))
@@ -82,7 +85,7 @@ class Chunks:
         arrays = {name: getattr(self, name)[rows] for name in names}
         return Chunks(video_ids=self.video_ids, splits=self.splits, holes=self.holes, **arrays)
 
-    def kept(self, where: str, data_dir: Path) -> "Chunks":
+    def select(self, where: str, data_dir: Path) -> "Chunks":
         """Return the chunks that an expression keeps.
 
         Raises:
@@ -101,7 +104,7 @@ class Chunks:
 
 
 def read_chunks(variant: Variant) -> Chunks:
-    """Return the chunks of a variant. Without a usable merged table they are those of the readable indexes.
+    """Return the chunks of a variant, from its merged table or, if that cannot be used, from the readable indexes.
 
     Raises:
         UserError: no shard can be read.
@@ -113,12 +116,16 @@ def read_chunks(variant: Variant) -> Chunks:
         for shard_id, (_, why) in problems_of(variant).items()
     }
     split_of = {commit.shard_id: commit.split for commit in variant.commits.values() if commit.files is not None}
-    found = None if len(holes) >= len(split_of) + len(variant.damaged) else _merged(variant)
-    if found is None:
-        found = _collected(variant, holes)
-    if found is None:
+    rows = None
+    if len(holes) < len(split_of) + len(variant.damaged):
+        with suppress(Damaged, OSError):  # the indexes have the same content
+            merged = read_chunk_rows(variant, columns=("video_id", *_COLUMNS))
+            rows = _in_order(*merged.coded("video_id"), merged.table)
+    if rows is None:
+        rows = _read_indexes(variant, holes)
+    if rows is None:
         raise UserError(f"no readable shards in {variant.directory}", hint="run `prep verify` to find what is damaged")
-    video_ids, video, table = found
+    video_ids, video, table = rows
     columns = {name: table[name].to_numpy() for name in _COLUMNS}
     names = set(split_of.values())
     splits = (*(name for name in _SPLITS if name in names), *sorted(names.difference(_SPLITS)))
@@ -139,19 +146,6 @@ def read_chunks(variant: Variant) -> Chunks:
     )
 
 
-_Rows = tuple[
-    pa.Array, NDArray[np.int32], pa.Table
-]  # distinct ids of videos; the video of each chunk; its other columns
-
-
-def _merged(variant: Variant) -> _Rows | None:
-    try:
-        rows = read_chunk_rows(variant, columns=("video_id", *_COLUMNS))
-    except (Damaged, OSError):
-        return None  # the readable indexes have as much
-    return _in_order(*rows.coded("video_id"), rows.table)
-
-
 def _in_order(ids: pa.Array, codes: NDArray[np.int32], table: pa.Table) -> _Rows:
     """Order the chunks by video, as they occur in the table, and start; `ids` may occur several times."""
     distinct = ids.dictionary_encode()
@@ -162,7 +156,8 @@ def _in_order(ids: pa.Array, codes: NDArray[np.int32], table: pa.Table) -> _Rows
     return distinct.dictionary, video[rows], table if order is None else table.take(pa.array(order))
 
 
-def _collected(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
+def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
+    """Read the chunks from all readable indexes, and add the others to `holes`; return None if none is readable."""
     parts = []
     for shard in variant.shards():
         if not is_readable(shard):
@@ -183,37 +178,28 @@ def _collected(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
     return _in_order(coded.dictionary, coded.indices.to_numpy(), rows)
 
 
-def chosen(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
+def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
     """Return the rows of up to `num_chunks` chunks, ascending: evenly spaced in each split, small splits included.
 
-    Half of them are shared out to the splits alike and the other half by size, so that a validation split of one
-    percent is seen too.
+    Half of them are divided evenly among the splits and the other half by size, so that a validation split of one
+    percent is included.
     """
     sizes = np.bincount(chunks.split, minlength=len(chunks.splits))
-    shares = _shares(sizes, min(num_chunks, len(chunks)))
+    total = min(num_chunks, len(chunks))
+    evenly = np.minimum(sizes, total // (2 * max(1, int(np.count_nonzero(sizes)))))
+    left = sizes - evenly
+    exact = left * (total - int(evenly.sum())) / max(1, int(left.sum()))
+    shares = evenly + np.floor(exact).astype(np.int64)
+    # Splits with the largest remainders get the chunks that rounding down has left.
+    by_remainder = np.argsort(np.floor(exact) - exact, kind="stable")
+    shares[by_remainder[: total - int(shares.sum())]] += 1
     picked = [
         np.flatnonzero(chunks.split == split)[
             np.array(evenly_within(range(int(sizes[split])), at_most=share), np.int64)
         ]
-        for split, share in enumerate(shares)
+        for split, share in enumerate(shares.tolist())
     ]
     return np.sort(np.concatenate(picked))
-
-
-def _shares(sizes: NDArray[np.int64], total: int) -> list[int]:
-    """Return how many chunks to take of each split. They add up to `total`, at most the sum of `sizes`."""
-    alike = np.minimum(sizes, total // (2 * max(1, int(np.count_nonzero(sizes)))))
-    left = sizes - alike
-    exact = left * (total - int(alike.sum())) / max(1, int(left.sum()))
-    shares = alike + np.floor(exact).astype(np.int64)
-    by_remainder = np.argsort(np.floor(exact) - exact, kind="stable")
-    shares[by_remainder[: total - int(shares.sum())]] += 1
-    return [int(share) for share in shares]
-
-
-BRIEF = tuple(score.name for score in SCORES if score.is_brief)
-_BATCH_CAPTIONS = 1 << 18
-_LONGEST_MS = 1e15  # longer than any video
 
 
 @dataclass(frozen=True)
@@ -229,7 +215,7 @@ class SplitTotal:
 
 @dataclass(frozen=True)
 class Distribution:
-    """A histogram with its name and unit; `about` says what its values are."""
+    """A histogram with its name and unit; `about` describes its values."""
 
     title: str
     unit: str
@@ -239,7 +225,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class ChunkScores:
-    """The scores of chunks: `rows` are their rows in the table of scores, -1 for those that have none."""
+    """The scores of chunks: `rows` are their rows in the table of scores, -1 for chunks without scores."""
 
     table: pa.Table
     rows: NDArray[np.int64]
@@ -249,11 +235,6 @@ class ChunkScores:
         row = int(self.rows[number])
         values = {name: self.table[name][row].as_py() for name in BRIEF} if row >= 0 else {}
         return {name: float(value) for name, value in values.items() if value is not None}
-
-    def known(self, name: str) -> NDArray[np.float64]:
-        """Return the known values of a score."""
-        values = self.table[name].to_numpy()[self.rows[self.rows >= 0]].astype(np.float64)
-        return values[~np.isnan(values)]
 
 
 def split_totals(chunks: Chunks) -> list[SplitTotal]:
@@ -271,7 +252,7 @@ def scores_of(chunks: Chunks, data_dir: Path) -> ChunkScores | None:
     """Return the scores of chunks of the current variant.
 
     Raises:
-        UserError: there are none, or they cannot be used.
+        UserError: there are no scores, or they cannot be used.
     """
     table = open_scores(data_dir, columns={"video_id", "start_ms", *BRIEF}).table
     rows = find_chunks(table, video_ids=chunks.video_ids, video_row=chunks.video, start_ms=chunks.start_ms)
@@ -311,9 +292,9 @@ def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dic
 
 
 def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
-    """Return how many captions of the manifest overlap each chunk, int64 [chunks].
+    """Return the number of captions of the manifest that overlap each chunk, int64 [chunks].
 
-    The table of captions is read in batches: tens of millions of captions are not held.
+    The table of captions is read in batches, since tens of millions of captions do not fit into memory.
 
     Raises:
         UserError: there is no manifest, or it is damaged.
@@ -341,16 +322,21 @@ def distributions(
     chunks: Chunks, *, captions: NDArray[np.int64] | None, scores: ChunkScores | None
 ) -> list[Distribution]:
     """Return the distributions that are known."""
-    found = [
+    kbit_s = chunks.size_bytes * 8 / np.maximum(chunks.duration_s, 1e-3) / 1000
+    known = [
         Distribution("Length", "s", "seconds of video in each chunk", histogram(chunks.duration_s)),
-        Distribution("Bit rate", "kbit/s", "size of each MP4 file by its length", histogram(chunks.bits_per_s / 1000)),
+        Distribution("Bit rate", "kbit/s", "size of each MP4 file by its length", histogram(kbit_s)),
     ]
     if captions is not None and captions.any():
         about = "captions of the manifest that overlap each chunk"
-        found.append(Distribution("Captions", "", about, histogram(captions.astype(np.float64), is_count=True)))
+        known.append(Distribution("Captions", "", about, histogram(captions.astype(np.float64), is_count=True)))
     for score in SCORES:
-        if scores is not None and score.order and len(known := scores.known(score.name)):
-            about = f"score of {count_noun(len(known), 'chunk')}, {score.meaning}"
-            shown = histogram(known, bounds=score.bounds, is_count=score.is_count)
-            found.append(Distribution(score.title, "", about, shown))
-    return found
+        if scores is None or not score.order:
+            continue
+        values = scores.table[score.name].to_numpy()[scores.rows[scores.rows >= 0]].astype(np.float64)
+        values = values[~np.isnan(values)]
+        if len(values):
+            about = f"score of {count_noun(len(values), 'chunk')}, {score.meaning}"
+            shown = histogram(values, bounds=score.bounds, is_count=score.is_count)
+            known.append(Distribution(score.title, "", about, shown))
+    return known

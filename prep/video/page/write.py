@@ -1,9 +1,13 @@
-"""Writing the page of `prep inspect --html`: the choice of chunks, their clips, the pages, and what was written."""
+"""Writing the page of `prep inspect --html`: the choice of chunks, their clips, the pages, and the final report.
+
+Cards are read only for the chosen chunks, one page at a time.
+"""
 
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +30,8 @@ from clipmill.prep.video.page.chunks import (
     Chunks,
     ChunkScores,
     Distribution,
-    Hole,
     SplitTotal,
-    chosen,
+    choose_chunks,
     distributions,
     labels_of,
     num_captions,
@@ -44,7 +47,12 @@ from clipmill.shards.pages.templates import SEARCH_SCRIPT, require_page_path
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES
 
-# What is between the key frames, by GOP layout.
+PAGE_CHUNKS = 150
+_BUCKET_THREADS = 16
+_MAX_OPTIONS = 400
+TEMPLATE = Path(__file__).with_name("chunks.html.j2")
+_SCRIPT = Path(__file__).with_name("chunks.js").read_text()
+# Frames between the key frames, by GOP layout.
 _LAYOUTS = {
     "comb": " with a P frame every 16 frames and skippable B frames between them",
     "star": " with one P frame and skippable B frames between them",
@@ -59,15 +67,15 @@ _LENGTH = re.compile(r"(\d[\d./]*)(ms|s|m|min|h)")
 
 @dataclass(frozen=True)
 class Header:
-    """What the first page says of all chunks.
+    """Texts about all chunks on the first page.
 
     Attributes:
-        variant: its name.
-        summary: number of chunks, videos and bytes; which of them are shown.
-        settings: settings in words, and all of them as they are stored.
-        notes: what could not be read, or is not shown.
+        variant: name of the variant.
+        summary: number of chunks, videos and bytes, and the choice of chunks that are shown.
+        settings: settings in words, and all settings as they are stored.
+        notes: information that could not be read, or is not shown.
         holes: shards that cannot be read.
-        clips: how the clips were made.
+        clips: form of the clips.
     """
 
     variant: str
@@ -82,9 +90,9 @@ class Header:
 
 
 def summary(everything: Chunks, chunks: Chunks, *, num_shown: int, variant: Variant, where: str | None) -> str:
-    """Return how many chunks, videos and bytes there are, and which of the chunks are shown."""
+    """Return the number of chunks, videos and bytes, and the choice of chunks that are shown."""
     num_videos = len(np.unique(chunks.video))
-    kept = f"{len(chunks):,} of {count_noun(len(everything), 'chunk')}, those with {where}," if where else ""
+    kept = f"{len(chunks):,} of {count_noun(len(everything), 'chunk')}, selected by {where}," if where else ""
     size = size_text(int(variant.tar_files.sizes.sum() if where is None else chunks.size_bytes.sum()))
     total = f"{kept or count_noun(len(chunks), 'chunk')} of {count_noun(num_videos, 'video')}, {size}"
     shown = "" if num_shown == len(chunks) else f"; showing {num_shown:,} evenly spaced chunks of all splits"
@@ -95,7 +103,7 @@ def summary(everything: Chunks, chunks: Chunks, *, num_shown: int, variant: Vari
 def tiles(chunks: Chunks, variant: Variant) -> list[tuple[str, str]]:
     """Return the totals as values with their names."""
     seconds, size_bytes = float(chunks.duration_s.sum()), int(chunks.size_bytes.sum())
-    found = [
+    totals = [
         (f"{len(np.unique(chunks.video)):,}", "videos"),
         (f"{len(chunks):,}", "chunks"),
         (duration_text(seconds), "of video"),
@@ -104,25 +112,11 @@ def tiles(chunks: Chunks, variant: Variant) -> list[tuple[str, str]]:
         (f"{variant.num_shards:,}", "shard" if variant.num_shards == 1 else "shards"),
     ]
     failures = sum(len(commit.failures) for commit in variant.commits.values())
-    return [*found, (f"{failures:,}", "failed parts of videos: see prep status")] if failures else found
-
-
-def hole_text(hole: Hole) -> str:
-    """Return which shard cannot be read, and why."""
-    what = "" if hole.num_chunks is None else f" ({hole.split}, {count_noun(hole.num_chunks, 'chunk')})"
-    return f"Shard {hole.shard_id:06d}{what}: {hole.why}"
-
-
-def clips_text(plan: ClipPlan) -> str:
-    """Return how the clips were made."""
-    if not plan.is_preview:
-        return f"Clips are {plan.why}."
-    how = f"encoded again as H.264 with a short side of 240 pixels, up to {PREVIEW_S:.0f} s"
-    return f"Clips are previews, {how}: {plan.why}."
+    return [*totals, (f"{failures:,}", "failed parts of videos: see prep status")] if failures else totals
 
 
 def settings_words(recipe: Mapping[str, Any]) -> str:
-    """Return the settings of a recipe.json in words, as far as it has them."""
+    """Return the settings of a recipe.json in words, as far as they are stored."""
     parts = [_CODEC_NAMES.get(str(recipe.get("codec")), str(recipe.get("codec", "")))]
     for name, text in (
         ("short_side", "short side {} px"),
@@ -134,16 +128,12 @@ def settings_words(recipe: Mapping[str, Any]) -> str:
             parts.append(text.format(recipe[name]))
     if (keyint := recipe.get("keyint")) is not None:
         every, words = f"a key frame every {keyint} frames", _LAYOUTS.get(gop := str(recipe.get("gop")))
-        every = every if words is None else f"{gop}{keyint}: {every}{words}"  # it is so in the name of the variant
+        every = every if words is None else f"{gop}{keyint}: {every}{words}"  # as in the name of the variant
         parts.append("key frames only" if keyint == 1 else every)
     if (length := recipe.get("len")) is not None:
         length = _LENGTH.sub(r"\1 \2", str(length))
         parts.append(f"cut at shots, up to {length}" if recipe.get("cut") == "shots" else f"chunks of {length}")
     return ", ".join(part for part in parts if part)
-
-
-PAGE_CHUNKS = 150
-_BUCKET_THREADS = 16
 
 
 def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
@@ -156,19 +146,30 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     folder = ClipFolder(request.path)
     data_dir = variant.directory.parent.parent
     everything = read_chunks(variant)
-    chunks = everything if request.where is None else everything.kept(request.where, data_dir)
-    picked = chosen(chunks, num_chunks=request.num_samples or PAGE_CHUNKS)
-    plan = plan_clips(_codec(variant), total_bytes=int(chunks.size_bytes[picked].sum()))
+    chunks = everything if request.where is None else everything.select(request.where, data_dir)
+    picked = choose_chunks(chunks, num_chunks=request.num_samples or PAGE_CHUNKS)
+    codec = str(variant.recipe.get("codec"))
+    codec = CODECS[codec].decoder if codec in CODECS else codec
+    plan = plan_clips(codec, total_bytes=int(chunks.size_bytes[picked].sum()))
     count = -(-len(picked) // PAGE_CHUNKS)
     if count > 1 or not plan.is_embedded:
         folder.make()
+    # Scores and captions of models belong to the current variant; a page is useful without them, or with notes on them.
     notes: list[str] = []
     is_current = current_variant(data_dir, VIDEO) == variant.directory.name
-    has_scores = is_current and _has(data_dir, SCORES_COLUMN)
+    has_scores, has_written = (is_current and (data_dir / column).is_dir() for column in (SCORES_COLUMN, CAPTIONS))
     scores = _or_note(lambda: scores_of(chunks, data_dir), notes) if has_scores else None
-    written = _or_note(lambda: written_of(chunks, data_dir), notes) if is_current and _has(data_dir, CAPTIONS) else {}
+    written = _or_note(lambda: written_of(chunks, data_dir), notes) if has_written else {}
     captions = _or_note(lambda: num_captions(chunks, data_dir), notes)
     labels = {} if captions is None else labels_of(chunks, picked, data_dir)
+    holes = []
+    for hole in chunks.holes.values():
+        what = "" if hole.num_chunks is None else f" ({hole.split}, {count_noun(hole.num_chunks, 'chunk')})"
+        holes.append(show_addresses(f"Shard {hole.shard_id:06d}{what}: {hole.why}"))
+    clips = f"Clips are {plan.why}."
+    if plan.is_preview:
+        how = f"encoded again as H.264 with a short side of 240 pixels, up to {PREVIEW_S:.0f} s"
+        clips = f"Clips are previews, {how}: {plan.why}."
     header = Header(
         variant=variant.directory.name,
         summary=summary(everything, chunks, num_shown=len(picked), variant=variant, where=request.where),
@@ -177,8 +178,8 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
         splits=split_totals(chunks),
         distributions=distributions(chunks, captions=captions, scores=scores),
         notes=[show_addresses(note) for note in notes],
-        holes=[show_addresses(hole_text(hole)) for hole in chunks.holes.values()],
-        clips=clips_text(plan),
+        holes=holes,
+        clips=clips,
     )
     known = _Known(scores, written or {}, labels)
     cards = _cards(variant, chunks, picked, known=known, plan=plan, folder=folder, on_card=request.on_sample)
@@ -195,8 +196,9 @@ def _publish(
     num_shown: int,
     num_all: int,
 ) -> Report:
+    """Write the pages, remove clips of earlier pages, and return the report."""
     count = -(-num_shown // PAGE_CHUNKS)
-    media = "data:" if plan.is_embedded else "'self' file:"
+    media = "data:" if plan.is_embedded else "'self' file:"  # sources that the content security policy permits
     pages = [Pages(path.name, folder.address, number, count, num_shown) for number in range(1, count + 1)]
     kept: set[str] = set()
     listed: list[tuple[Card, int]] = []
@@ -211,9 +213,10 @@ def _publish(
         clips = [card.clip for card in mine if card.clip is not None]
         clip_bytes += sum(clip.size_bytes for clip in clips)
         kept |= {clip.address for clip in clips if not plan.is_embedded}
+        # The list of all chunks holds no pictures, so that it can be searched even for thousands of chunks.
         listed += [(replace(card, pictures=(), clip=None), page.number) for card in mine]
         if page.number == 1:
-            first = mine  # published last: what it names exists then
+            first = mine  # published last, when the pages and clips that it names exist
         else:
             name = f"page-{page.number}.html"
             written_bytes += publish(folder.path / name, [(card, page.number) for card in mine], page)
@@ -258,7 +261,7 @@ def _publish(
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known about chunks besides their shards: scores; captions and labels by the number of their chunk."""
+    """Information on chunks besides their shards: scores; captions and labels by the number of their chunk."""
 
     scores: ChunkScores | None
     written: Mapping[int, str]
@@ -277,11 +280,16 @@ def _cards(
 ) -> Iterator[Card]:
     """Yield the cards in order; at most one page of them is in memory."""
     data_dir = variant.directory.parent.parent
-    paths = _paths(chunks, picked, data_dir)
+    paths: dict[str, str] = {}  # source files of the videos that are shown, as far as the manifest has them
+    with suppress(UserError):
+        videos = read_videos(data_dir)
+        shown = chunks.video_ids.take(np.unique(chunks.video[picked]))
+        mine = videos.select(["video_id", "path"]).filter(pc.is_in(videos["video_id"], value_set=shown))
+        paths = {row["video_id"]: mask_secrets(row["path"]) for row in mine.to_pylist()}
     is_remote = mirror_of(data_dir) is not None
     num_threads = _BUCKET_THREADS if is_remote else len(os.sched_getaffinity(0))
 
-    def made_card(number: int) -> Card:
+    def make_card(number: int) -> Card:
         shard_id, row = int(chunks.shard[number]), int(chunks.row[number])
         video_id = chunks.video_ids[int(chunks.video[number])].as_py()
         begin_s = float(chunks.start_ms[number]) / 1000
@@ -308,24 +316,13 @@ def _cards(
     with ThreadPoolExecutor(num_threads) as pool:
         for begin in range(0, len(picked), PAGE_CHUNKS):
             part = picked[begin : begin + PAGE_CHUNKS].tolist()
-            for done, made in enumerate(pool.map(made_card, part), begin + 1):
+            for done, card in enumerate(pool.map(make_card, part), begin + 1):
                 on_card(done, len(picked))
-                yield made
-
-
-def _paths(chunks: Chunks, picked: NDArray[np.int64], data_dir: Path) -> dict[str, str]:
-    """Return the source file of each video that is shown, as far as the manifest has it."""
-    try:
-        videos = read_videos(data_dir)
-    except UserError:
-        return {}
-    wanted = chunks.video_ids.take(np.unique(chunks.video[picked]))
-    mine = videos.select(["video_id", "path"]).filter(pc.is_in(videos["video_id"], value_set=wanted))
-    return {row["video_id"]: mask_secrets(row["path"]) for row in mine.to_pylist()}
+                yield card
 
 
 def _or_note(read: Callable[[], Any], notes: list[str]) -> Any:
-    """Return what `read` returns; if it cannot, add the reason to `notes`."""
+    """Return the result of `read`; if it raises UserError, add the reason to `notes`."""
     try:
         return read()
     except UserError as error:
@@ -333,28 +330,13 @@ def _or_note(read: Callable[[], Any], notes: list[str]) -> Any:
         return None
 
 
-def _has(data_dir: Path, column: str) -> bool:
-    return (data_dir / column).is_dir()
-
-
-def _codec(variant: Variant) -> str:
-    """Return libav's name of the codec of a variant."""
-    name = str(variant.recipe.get("codec"))
-    return CODECS[name].decoder if name in CODECS else name
-
-
-_MAX_OPTIONS = 400
-TEMPLATE = Path(__file__).with_name("chunks.html.j2")
-_SCRIPT = Path(__file__).with_name("chunks.js").read_text()
-
-
 @dataclass(frozen=True)
 class Pages:
-    """The pages that belong together: number 1, `name`, beside the folder, and the others in it, with a list of all.
+    """The pages that belong together: page 1, `name`, beside the folder; further pages, and a list of all, in it.
 
     Attributes:
         folder: address of the folder beside the first page.
-        number: of this page; 0 for the list.
+        number: number of this page; 0 for the list.
         num_shown: number of chunks on all pages.
     """
 
@@ -366,11 +348,11 @@ class Pages:
 
     @property
     def is_list(self) -> bool:
-        """Whether this page is the list of all chunks, without pictures."""
+        """True if this page is the list of all chunks, without pictures."""
         return self.number == 0
 
     def address(self, number: int) -> str:
-        """Return the address of a page from this one."""
+        """Return the address of a page relative to this page."""
         if number == self.number:
             return ""
         if number == 1:
@@ -379,19 +361,19 @@ class Pages:
 
     @property
     def inside(self) -> str:
-        """Address of the folder from this page."""
+        """Address of the folder relative to this page."""
         return self.folder if self.number == 1 else ""
 
     @property
     def near(self) -> list[int | None]:
-        """Numbers of the pages that this one links to; None where some are left out."""
+        """Numbers of the pages that this page links to; None for each gap."""
         shown = {1, self.count, *range(max(1, self.number - 2), min(self.count, self.number + 2) + 1)}
-        found: list[int | None] = []
+        numbers: list[int | None] = []
         last = 0
         for number in sorted(shown):
-            found += [None, number] if number > last + 1 else [number]
+            numbers += [None, number] if number > last + 1 else [number]
             last = number
-        return found
+        return numbers
 
 
 def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages, *, media: str) -> dict[str, Any]:
@@ -402,33 +384,28 @@ def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages,
         media: sources of clips.
     """
     part = ", list of chunks" if pages.is_list else "" if pages.number == 1 else f", page {pages.number}"
+    shown = [card for card, _ in cards]
+    values_of_filters = (
+        ("split", "Split", [card.split for card in shown]),
+        ("dataset", "Dataset", [card.dataset for card in shown if card.dataset]),
+        ("video", "Source video", [card.video_id for card in shown]),
+    )
+    # A filter with one value does not distinguish chunks, and a menu of thousands cannot be used.
+    distinct = [(name, label, list(dict.fromkeys(values))) for name, label, values in values_of_filters]
+    filters = [entry for entry in distinct if 1 < len(entry[2]) <= _MAX_OPTIONS]
+    orders = [("order", "video and time"), ("length", "longest first"), ("bitrate", "highest bit rate first")]
+    orders += [("captions", "most captions first")] if any(card.captions for card in shown) else []
+    sorting = [(score.name, score.order) for score in SCORES if score.order]
+    orders += [(name, order) for name, order in sorting if any(name in card.scores for card in shown)]
     return {
         "title": f"Chunks{part}",
         "header": header,
         "pages": pages,
-        "filters": _filters([card for card, _ in cards]),
-        "orders": _orders([card for card, _ in cards]),
+        "filters": filters,
+        "orders": orders,
         "cards": [
             (card, f"{pages.address(number)}#{quote(card.key)}" if pages.is_list else "") for card, number in cards
         ],
         "scripts": [SEARCH_SCRIPT, _SCRIPT],
         "media": media,
     }
-
-
-def _filters(cards: Sequence[Card]) -> list[tuple[str, str, list[str]]]:
-    """Return name, label and values of each filter that tells chunks apart."""
-    known = (
-        ("split", "Split", [card.split for card in cards]),
-        ("dataset", "Dataset", [card.dataset for card in cards if card.dataset]),
-        ("video", "Source video", [card.video_id for card in cards]),
-    )
-    distinct = ((name, label, list(dict.fromkeys(values))) for name, label, values in known)
-    return [one for one in distinct if 1 < len(one[2]) <= _MAX_OPTIONS]
-
-
-def _orders(cards: Sequence[Card]) -> list[tuple[str, str]]:
-    orders = [("order", "video and time"), ("length", "longest first"), ("bitrate", "highest bit rate first")]
-    orders += [("captions", "most captions first")] if any(card.captions for card in cards) else []
-    sorting = [(score.name, score.order) for score in SCORES if score.order]
-    return orders + [(name, order) for name, order in sorting if any(name in card.scores for card in cards)]

@@ -25,7 +25,7 @@ from clipmill.prep.scores.measures import (
     sharpness,
     shown_frames,
     split_motion,
-    textured,
+    texture_mask,
 )
 from clipmill.prep.scores.score import ChunkFile, score_chunk
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
@@ -77,7 +77,7 @@ def test_a_threshold_below_all_differences_cuts_often_and_still_ends(clips: Path
 
 def test_the_hash_and_the_sharpness_are_those_of_the_decoded_frames(clips: Path) -> None:
     chunk = chunk_of(clips, "blurred_000000000")
-    frames = [frame for _, frame in chunk.decoded(range(chunk.num_frames))]
+    frames = [frame for _, frame in chunk.decode(range(chunk.num_frames))]
     scores = score_chunk(chunk, cut_threshold=27.0)
     middle = frames[chunk.num_frames // 2].to_image()
     assert scores["phash"] == int(str(imagehash.phash(middle)), 16)
@@ -163,7 +163,7 @@ def test_a_turning_and_zooming_camera_is_a_camera(zoom: float) -> None:
     after = np.asarray(cv2.warpAffine(before, matrix, (128, 72), borderMode=cv2.BORDER_REFLECT), np.uint8)
     flow = optical_flow(before, after)
     assert flow is not None
-    motion = split_motion(flow, textured(before))
+    motion = split_motion(flow, texture_mask(before))
     y, x = np.mgrid[0:72, 0:128]
     moved = np.tensordot(matrix, np.stack([x, y, np.ones_like(x)]), axes=1) - np.stack([x, y])
     assert motion.camera == pytest.approx(np.hypot(*moved).mean(), rel=0.1)
@@ -176,7 +176,7 @@ def test_a_moving_object_before_a_blank_wall_is_no_camera() -> None:
     before[20:40, 30:50], after[20:40, 34:54] = square, square
     flow = optical_flow(before, after)
     assert flow is not None
-    motion = split_motion(flow, textured(before))
+    motion = split_motion(flow, texture_mask(before))
     assert motion.camera == 0 and motion.objects > 0.5 * 4 * 20 * 20 / (72 * 128)
     assert optical_flow(before[:8, :8], after[:8, :8]) is None, "too small for a flow"
 

@@ -84,7 +84,7 @@ def test_a_chunk_that_is_gone_is_named_in_its_place(
 ) -> None:
     monkeypatch.setattr("clipmill.prep.scores.page.is_readable", lambda shard: False)
     page = page_of(prep, clips, tmp_path / "page.html")
-    assert "not in the video column, or damaged there" in page and "data:image" not in page
+    assert "not in the video column, or damaged" in page and "data:image" not in page
     assert Variant.open(clips, column="scores").commits
 
 

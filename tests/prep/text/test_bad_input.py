@@ -59,7 +59,7 @@ def test_a_manifest_without_captions_makes_no_variant(prep: Command, tmp_path: P
         ("ViT-Q-32:openai", 'error: open_clip has no model "ViT-Q-32"'),
         ("ViT-B-32:no_such_tag", 'error: "no_such_tag" is neither a file nor a tag of ViT-B-32'),
         ("ViT-B-32:/nowhere/clip.pt", 'error: "/nowhere/clip.pt" is neither a file nor a tag'),
-        ("ViT-B-32:openai", "error: the weights openai require another activation function than that of ViT-B-32"),
+        ("ViT-B-32:openai", "error: the weights openai require another activation function than ViT-B-32 has"),
     ],
 )
 def test_a_tower_that_is_not_there_is_named(prep: Command, data: Path, clip: str, message: str) -> None:

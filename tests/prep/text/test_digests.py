@@ -15,7 +15,7 @@ def test_a_set_keeps_each_digest_once_in_order() -> None:
     for begin in range(0, len(digests), 1700):
         found.add(digests[begin : begin + 1700])
     found.add(digests[:4000])
-    assert np.array_equal(found.ordered(), np.unique(digests))
+    assert np.array_equal(found.pop_sorted(), np.unique(digests))
 
 
 def test_places_are_those_of_equal_digests_alone() -> None:

@@ -6,7 +6,7 @@ from copy import copy
 import pytest
 from open_clip import SimpleTokenizer
 
-from clipmill.prep.text.tokens import merged, tokens_of
+from clipmill.prep.text.tokens import merge_pairs, tokens_of
 
 CONTEXT = 77
 
@@ -49,7 +49,7 @@ def test_long_words_are_merged_as_the_library_does_it(tokenizer: SimpleTokenizer
     for _ in range(300):
         letters = numbers.choice(["ab", "the", "aeioulnrst", "abcdefghijklmnopqrstuvwxyz", "!?.-", "a"])
         word = "".join(numbers.choices(letters, k=numbers.choice([2, 3, 10, 65, 200])))
-        assert merged([*word[:-1], f"{word[-1]}</w>"], ranks=tokenizer.bpe_ranks) == tokenizer.bpe(word).split(" ")
+        assert merge_pairs([*word[:-1], f"{word[-1]}</w>"], ranks=tokenizer.bpe_ranks) == tokenizer.bpe(word).split(" ")
 
 
 def test_merges_are_the_librarys_for_any_table_of_ranks(tokenizer: SimpleTokenizer) -> None:
@@ -60,7 +60,7 @@ def test_merges_are_the_librarys_for_any_table_of_ranks(tokenizer: SimpleTokeniz
         pairs = numbers.sample([(x, y) for x in symbols[:8] for y in symbols], 30)
         other.bpe_ranks, other.cache = {pair: rank for rank, pair in enumerate(pairs)}, {}
         word = "".join(numbers.choices("ab", k=40))
-        assert merged([*word[:-1], f"{word[-1]}</w>"], ranks=other.bpe_ranks) == other.bpe(word).split(" ")
+        assert merge_pairs([*word[:-1], f"{word[-1]}</w>"], ranks=other.bpe_ranks) == other.bpe(word).split(" ")
 
 
 def test_a_word_of_a_hundred_thousand_letters_is_not_merged_in_its_square(tokenizer: SimpleTokenizer) -> None:
@@ -73,6 +73,6 @@ def test_a_word_of_a_hundred_thousand_letters_is_not_merged_in_its_square(tokeni
             lookups += 1
             return super().__getitem__(pair)
 
-    pieces = merged([*word[:-1], f"{word[-1]}</w>"], ranks=Counted(tokenizer.bpe_ranks))
+    pieces = merge_pairs([*word[:-1], f"{word[-1]}</w>"], ranks=Counted(tokenizer.bpe_ranks))
     assert "".join(pieces) == f"{word}</w>"
     assert lookups < 10 * len(word)

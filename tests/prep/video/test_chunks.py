@@ -140,7 +140,7 @@ def test_audio_is_kept_on_request_and_dropped_otherwise(tmp_path: Path, write_vi
     streams: dict[str, set[str]] = {}
     for audio in ("drop", "keep"):
         settings = ("--data", tmp_path / "data", "--len", "2s", "--audio", audio, *QUICK)
-        dropped = "audio    of 1 of 2 videos is left out; --audio keep keeps it"
+        dropped = "audio    1 of 2 videos have audio, which is omitted; the score `speech` requires --audio keep"
         planned = prep_here("plan", *settings).stdout
         ran = prep_here("chunk", *settings, "--engine", "processes", "--workers", 2)
         again = prep_here("chunk", *settings, "--engine", "processes")

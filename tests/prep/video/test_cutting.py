@@ -107,4 +107,4 @@ def test_spans_hold_the_chunks_in_order_and_say_what_lies_between_them() -> None
     starts = np.array([first for span in spans for first in span.chunk_starts()] + [7, 0])
     of_videos = np.array([1] * 42 + [1, 2])
     assert cutting.span_index(of_videos, starts).tolist() == [0] * 20 + [1] * 20 + [2] * 2 + [-1, 0]
-    assert len({cutting.identity(video) for video in range(3)}) == 3
+    assert len({*cutting.identities(np.arange(3)).to_pylist()}) == 3

@@ -135,7 +135,10 @@ def test_what_else_is_running_is_told_apart() -> None:
     [_, free] = estimate_lines(with_wall_time(cost, num_cores=2, num_shards=16, load=0.0))
     assert free.strip() == "1.0 to 2.0 h on the 2 cores of this machine"
     [_, busy] = estimate_lines(with_wall_time(cost, num_cores=2, num_shards=16, load=2.0))
-    assert busy.strip() == "1.0 to 2.0 h on the 2 cores of this machine, up to 4.0 h beside what else is running now"
+    assert (
+        busy.strip()
+        == "1.0 to 2.0 h on the 2 cores of this machine, up to 4.0 h beside the other processes that are running now"
+    )
 
 
 def test_a_busy_machine_and_few_shards_take_longer() -> None:

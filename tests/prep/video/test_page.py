@@ -19,7 +19,7 @@ from clipmill.prep.core.report import PageRequest
 from clipmill.prep.synthetic import read_frame_number
 from clipmill.prep.video.page import cards, write
 from clipmill.prep.video.page.cards import CaptionLine, Card
-from clipmill.prep.video.page.chunks import Chunks, chosen, num_captions, read_chunks
+from clipmill.prep.video.page.chunks import Chunks, choose_chunks, num_captions, read_chunks
 from clipmill.prep.video.page.write import TEMPLATE, write_chunk_page
 from clipmill.shards.pages import templates
 from clipmill.shards.pages.figures import Histogram, histogram
@@ -134,7 +134,7 @@ def test_what_browsers_do_not_play_is_encoded_again(
 def test_a_choice_is_spread_over_splits_and_time(num_chunks: int) -> None:
     splits = {"train": 1000, "val": 10, "test": 300}
     chunks = chunks_of(splits)
-    picked = chosen(chunks, num_chunks=num_chunks)
+    picked = choose_chunks(chunks, num_chunks=num_chunks)
     assert len(picked) == min(num_chunks, 1310) and (np.diff(picked) > 0).all()
     shares = np.bincount(chunks.split[picked], minlength=3)
     if num_chunks >= 7:
@@ -179,7 +179,7 @@ def test_an_expression_chooses_the_chunks(prep: Prep, shard_set: ShardSet, tmp_p
     page = tmp_path / "page.html"
     prep("inspect", "--html", page, "--where", "split == 'val' and duration_s > 1.5", "--data", shard_set.data)
     assert _Page(page).keys == ["short_000000000"]
-    assert "1 of 5 chunks, those with split == 'val'" in html.unescape(page.read_text())
+    assert "1 of 5 chunks, selected by split == 'val'" in html.unescape(page.read_text())
     for arguments, error in (
         (("--html", page, "--where", "duration_s > 60"), "keeps none of 5 chunks"),
         (("--html", page, "--where", "words > 1"), "the page shows chunks"),

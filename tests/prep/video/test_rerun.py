@@ -115,7 +115,7 @@ def test_other_settings_make_another_variant_and_plan_names_them(made: Set) -> N
         ": 58 chunks of 3 videos to encode, 29 s of video"
     )
     assert "prep plan --len 500ms" in said[-2] and "--gop intra" in said[-2] and " estimates time and disk" in said[-2]
-    assert f"{old.name} is kept until `prep gc`; to keep to its settings: prep chunk --len 500ms" in said[-1]
+    assert f"{old.name} is kept until `prep gc`; to use its settings: prep chunk --len 500ms" in said[-1]
     assert current_variant(made.data, "video") != old.name
     assert made.variant.recipe["gop"] == "intra"
     assert identities(old) == before
