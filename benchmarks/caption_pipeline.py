@@ -34,8 +34,7 @@ from benchmarks.report import parser_for, print_report
 from clipmill.train.config.training import ParallelSettings, Schedule
 from clipmill.train.data.batch import Batch
 from clipmill.train.distributed.launch import open_world
-from clipmill.train.distributed.pipeline import Pipeline
-from clipmill.train.distributed.stages import partition
+from clipmill.train.distributed.pipeline import Pipeline, partition
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import attend_with_sdpa

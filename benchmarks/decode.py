@@ -133,7 +133,7 @@ def draw_clips(folder: Path, name: str, *, num_chunks: int, num_clips: int) -> d
     """Draw about equally many clips from each chunk; half as many of 16 frames."""
     import av
 
-    from clipmill.train.data.decoding.pictures import rectangle_of
+    from clipmill.train.data.clip_frames import rectangle_of
 
     sizes = []
     for chunk in range(num_chunks):

@@ -37,9 +37,9 @@ import torch
 from benchmarks.report import parser_for, print_report
 from benchmarks.timing import turns
 from clipmill.train.augment.pictures import to_model_input
-from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
-from clipmill.train.data.images.query import ImageQuery
+from clipmill.train.data.image_tars import ImageQuery
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.prefetch import prefetch
 from clipmill.train.data.producers.tar_images import open_tar_images

@@ -40,7 +40,7 @@ from benchmarks.mae_data import LATENT_PX, LATENT_SEGMENT, DataSteps, make_folde
 from benchmarks.mae_steps import HF, NUM_FRAMES, OURS, HfSteps, OurSteps, Steps, peak_bytes_of_pass, seconds, take
 from benchmarks.report import Rows, parser_for, print_report
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.train.config.data import Augment
+from clipmill.train.config.clips import Augment
 from clipmill.train.tasks.mae.settings import MaeSettings
 
 MB = 1024**2

@@ -187,9 +187,9 @@ def open_as_rank(data: Path, name: str) -> None:
 
     from clipmill.train.data.chunks import ClipQuery
     from clipmill.train.data.classes import ClassList
-    from clipmill.train.data.decoding.clip import ClipShape, Views
+    from clipmill.train.data.clip_frames import ClipShape, Views
     from clipmill.train.data.frame_sampling import Sampling
-    from clipmill.train.data.latents.segment_query import SegmentQuery
+    from clipmill.train.data.latents.segments import SegmentQuery
     from clipmill.train.data.loader import LoaderSettings
     from clipmill.train.data.order import SampleOrder
     from clipmill.train.data.producers.captioned_clips import open_captioned_clips

@@ -36,13 +36,13 @@ from benchmarks.report import parser_for, print_report
 from benchmarks.timing import turns
 from clipmill.manifests.storage.objects import Objects
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.train.data.folders import DataFolder, open_data_folder
-from clipmill.train.data.latents.segment_query import SegmentQuery
+from clipmill.train.data.data_folder import DataFolder, open_data_folder
+from clipmill.train.data.latents.segments import SegmentQuery
 from clipmill.train.data.loader import LoaderSettings, TrainingSet
+from clipmill.train.data.mapped_tars import RemoteMaps
 from clipmill.train.data.prefetch import prefetch
 from clipmill.train.data.producers.latent_segments import open_latent_segments
 from clipmill.train.data.remote import RemoteTars
-from clipmill.train.data.remote_maps import RemoteMaps
 from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import open_attention

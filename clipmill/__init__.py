@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from clipmill.manifests.errors import FailedWork, UserError
     from clipmill.train.data.batches import Batches
-    from clipmill.train.data.chunk_overview import chunks_table
-    from clipmill.train.data.chunk_reader import Chunk, Chunks, read_chunks
+    from clipmill.train.data.chunk_reader import Chunk, Chunks, chunks_table, read_chunks
     from clipmill.train.data.interface import open_clips, open_latents
     from clipmill.train.inference.model import LoadedModel, load_model
 
@@ -31,8 +30,7 @@ __all__ = [
 _MODULES = {
     "manifests.errors": ("FailedWork", "UserError"),
     "train.data.batches": ("Batches",),
-    "train.data.chunk_overview": ("chunks_table",),
-    "train.data.chunk_reader": ("Chunk", "Chunks", "read_chunks"),
+    "train.data.chunk_reader": ("Chunk", "Chunks", "chunks_table", "read_chunks"),
     "train.data.interface": ("open_clips", "open_latents"),
     "train.inference.model": ("LoadedModel", "load_model"),
 }

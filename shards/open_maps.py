@@ -8,7 +8,7 @@ from collections import OrderedDict
 from typing import Protocol
 
 # Of the process, for all variants together. The rest is for maps that are used meanwhile (a few thousand per loader of
-# latents), copies of remote tars (clipmill.train.data.remote_maps) and libraries.
+# latents), copies of remote tars (clipmill.train.data.mapped_tars) and libraries.
 MAX_OPEN_MAPS = 24_576
 
 

@@ -11,7 +11,7 @@ from benchmarks.gpu.feeding_threads import thread_counts
 from clipmill.manifests.store import read_captions
 from clipmill.shards.reader import Variant
 from clipmill.train.data.chunks import ClipQuery
-from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips

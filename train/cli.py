@@ -14,7 +14,7 @@ from clipmill.manifests.help_text import wants_help
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.storage.waiting import tell_of_waiting
 from clipmill.train.commands.training import name_sources, parse
-from clipmill.train.config.choices import Provenance
+from clipmill.train.config.files import Provenance
 from clipmill.train.registry import COMMANDS, task_names
 
 _FIRST_SPEAKS_S = 5.0

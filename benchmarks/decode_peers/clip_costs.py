@@ -18,8 +18,8 @@ from benchmarks.decode_peers.clip_set import SIZE_PX, Clip, read_clips
 from benchmarks.decode_peers.libavcodec_floor import ReadyClips
 from benchmarks.decode_peers.packet_clips import FrameReader, PacketReader, rectangle_of
 from benchmarks.peer_process import answer_requests
-from clipmill.train.data.decoding.pictures import CroppedPlanes, indices_of
-from clipmill.train.data.decoding.reading import read_packets
+from clipmill.train.data.clip_frames import CroppedPlanes, indices_of
+from clipmill.train.data.decoders import read_packets
 
 WHOLE, DECODE, RESIZE = "the clip path", "libavcodec", "crop and resize"
 PLAN, READ, COMPARE, WRAP = "which packets", "read", "checksums", "packet objects"

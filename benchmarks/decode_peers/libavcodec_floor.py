@@ -10,7 +10,7 @@ from benchmarks.decode_peers.clip_set import Clip
 from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_luma
 from benchmarks.decode_peers.packet_clips import chunks_of
 from benchmarks.decode_peers.server import serve
-from clipmill.train.data.decoding.reading import read_packets
+from clipmill.train.data.decoders import read_packets
 
 
 class ReadyClips:

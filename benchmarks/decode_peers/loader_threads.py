@@ -17,8 +17,8 @@ import numpy as np
 from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, data_folder
 from benchmarks.peer_process import answer_requests
 from clipmill.train.data.chunks import ClipQuery
-from clipmill.train.data.decoding.clip import ClipShape
-from clipmill.train.data.decoding.reading import DecodeRule
+from clipmill.train.data.clip_frames import ClipShape
+from clipmill.train.data.decoders import DecodeRule
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import LoadedBatch

@@ -13,10 +13,8 @@ from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, Clip, data_folde
 from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_luma, num_wrong_rgb
 from benchmarks.decode_peers.server import Reader, serve
 from clipmill.shards.reader import CommittedShard, Variant
-from clipmill.train.data.decoding.clip import ClipBuilder, ClipShape
-from clipmill.train.data.decoding.decoders import ChunkDecoder
-from clipmill.train.data.decoding.pictures import Rectangle, as_yuv420, crop_clip, indices_of
-from clipmill.train.data.decoding.reading import ChunkBytes, read_chunk
+from clipmill.train.data.clip_frames import ClipBuilder, ClipShape, Rectangle, as_yuv420, crop_clip, indices_of
+from clipmill.train.data.decoders import ChunkBytes, ChunkDecoder, read_chunk
 from clipmill.train.data.frame_sampling import Sampling
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from benchmarks.latent_peers.segment_set import (
     open_segment_set,
 )
 from clipmill.train.data.batch import Batch, to_device
-from clipmill.train.data.latents.segment_query import SegmentQuery
+from clipmill.train.data.latents.segments import SegmentQuery
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.prefetch import prefetch
 from clipmill.train.data.producers.latent_segments import open_latent_segments

@@ -23,9 +23,8 @@ from benchmarks.gpu.feeding_data import require_repeated
 from benchmarks.gpu.measurements import Result, Setup, Target, one_line
 from clipmill.manifests.errors import UserError
 from clipmill.train.commands.launch import launch
-from clipmill.train.config.choices import Provenance
-from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.data import Augment
+from clipmill.train.config.clips import Augment, ClipSettings
+from clipmill.train.config.files import Provenance
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.device.precision import open_precision
 from clipmill.train.distributed.step import Step

@@ -17,7 +17,7 @@ class OurLoader(NothingToClose):
     """Endless batches, as in training: an epoch may end within a batch, whose rest begins the next epoch."""
 
     def __init__(self, data: Path, batch: int) -> None:
-        from clipmill.train.data.latents.segment_query import SegmentQuery
+        from clipmill.train.data.latents.segments import SegmentQuery
         from clipmill.train.data.loader import LoaderSettings
         from clipmill.train.data.producers.latent_segments import open_latent_segments
 

@@ -34,7 +34,7 @@ def measure(data: Path) -> dict[str, Any]:
     """Measure anonymous memory before the loader is created and after an epoch, and then the time of seeks."""
     import torch  # noqa: F401 - the memory of libraries is not the loader's
 
-    from clipmill.train.data.latents.segment_query import SegmentQuery
+    from clipmill.train.data.latents.segments import SegmentQuery
     from clipmill.train.data.loader import LoaderSettings
     from clipmill.train.data.order import SampleOrder
     from clipmill.train.data.producers.latent_segments import open_latent_segments

@@ -11,7 +11,7 @@ import torch
 from clipmill.train.augment.draws import OPERATIONS, Draw, draw
 from clipmill.train.augment.pictures import to_model_input, to_rgb_uint8
 from clipmill.train.augment.rand_augment import change
-from clipmill.train.config.data import Augment
+from clipmill.train.config.clips import Augment
 from tests.train.augment import reference
 from tests.train.augment.planes import Bytes, mild_planes, random_planes
 

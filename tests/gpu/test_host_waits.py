@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from clipmill.manifests.errors import FailedWork
-from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.training import OptimizerSettings
 from clipmill.train.device.transfer import DeviceEvent, LateMetrics
 from clipmill.train.engine.failure_log import FailureLog, SyncedBatch
 from clipmill.train.run.checkpoint import all_checkpoints

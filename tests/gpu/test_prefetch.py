@@ -11,7 +11,7 @@ import torch
 from clipmill import open_clips
 from clipmill.train.data import prefetch as prefetch_module
 from clipmill.train.data.batch import Batch, BatchRing, Sample, to_device
-from clipmill.train.data.latents.segment_query import SegmentQuery
+from clipmill.train.data.latents.segments import SegmentQuery
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import LoadedBatch

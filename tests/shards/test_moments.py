@@ -10,8 +10,8 @@ from clipmill.manifests.errors import UserError
 from clipmill.prep.video.cutting import ShotCutting
 from clipmill.shards.moments import Moments, order_of
 from clipmill.shards.selection import find_chunks
-from clipmill.train.data.chunk_table import ChunkTable, own_in_order
-from clipmill.train.data.usable_captions import usable_captions
+from clipmill.train.data.caption_rows import usable_captions
+from clipmill.train.data.data_folder import ChunkTable, own_in_order
 
 # Around the powers of two at which 40 bits for the time, or a row of 32 bits, would overflow; and the last of 10^9.
 ROWS = np.array([0, 1, 2**23 - 1, 2**23, 2**24 - 1, 2**24, 2**24 + 1, 10**9 - 1], np.int32)

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from clipmill.train.config.optim import OptimizerSettings
-from clipmill.train.config.training import flatten
+from clipmill.train.config.training import OptimizerSettings, flatten
 from clipmill.train.losses.settings import Loss
 
 # Table 7: betas, epsilon, peak rate, weight decay.

@@ -3,7 +3,7 @@ import pytest
 import torch
 from torchvision.transforms import RandomResizedCrop
 
-from clipmill.train.data.decoding.pictures import (
+from clipmill.train.data.clip_frames import (
     Rectangle,
     centre_square,
     multi_scale_rectangle,

@@ -32,7 +32,7 @@ RUNS = {
 def test_a_run_has_its_golden_losses(data_dir: Path, tmp_path: Path, name: str) -> None:
     if name == "fine-tuning":
         if not cv2.ipp.useIPP():
-            pytest.skip("this OpenCV has no IPP, and resizes otherwise (clipmill.train.data.decoding.pictures)")
+            pytest.skip("this OpenCV has no IPP, and resizes otherwise (clipmill.train.data.clip_frames)")
         data_dir = tmp_path / "labelled"
         write_moving(data_dir, num_videos=4)
     assert train(*RUNS[name].split(), "--shards", data_dir, "--out", tmp_path / "run") == 0

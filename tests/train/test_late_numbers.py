@@ -15,7 +15,7 @@ from torch import nn
 import clipmill.train.engine.loop
 from clipmill.manifests.errors import FailedWork, Stopped
 from clipmill.train.config.evaluation import EvaluationSettings
-from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.training import OptimizerSettings
 from clipmill.train.data.batch import Batch, Sample
 from clipmill.train.data.loader import SampleRequest, TrainingSet
 from clipmill.train.data.outcomes import FailedSample

@@ -29,7 +29,7 @@ def _run(shards: str, out: str) -> None:
         importlib.import_module("clipmill.train.cli").main()
     names = _loaded_modules()
     tasks = {name.split(".")[3] for name in names if name.startswith("clipmill.train.tasks.")}
-    kinds = {kind for kind in ("latents", "images", "streams") if f"clipmill.train.data.{kind}" in names}
+    kinds = {kind for kind in ("latents", "image_tars", "video_stream") if f"clipmill.train.data.{kind}" in names}
     print(len(names), _num_lines(names), *sorted(tasks), *kinds, file=sys.stderr)
 
 

@@ -12,8 +12,8 @@ from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.chunks import ClipQuery
-from clipmill.train.data.decoding.clip import ClipShape
-from clipmill.train.data.decoding.reading import DecodeRule
+from clipmill.train.data.clip_frames import ClipShape
+from clipmill.train.data.decoders import DecodeRule
 from clipmill.train.data.frame_sampling import Sampling, moments_of, to_us
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.outcomes import FailedSample, Unusable, remarks_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.train.config.data import MAX_MAGNITUDE, Augment
+from clipmill.train.config.clips import MAX_MAGNITUDE, Augment
 from clipmill.train.device.random import Positions, draw_uniform
 
 # The range of SimCLR (Chen et al., 2020), in pixels of the model's input.

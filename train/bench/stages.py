@@ -17,8 +17,8 @@ from typing import Any
 from clipmill.manifests.progress import Activity
 from clipmill.train.bench.steps import Opened, Steps, enough_samples
 from clipmill.train.data.batch import to_device
-from clipmill.train.data.clip_reader import ClipReader
-from clipmill.train.data.decoding.reading import ChunkBytes
+from clipmill.train.data.chunks import ClipReader
+from clipmill.train.data.decoders import ChunkBytes
 
 READ, DECODE, CROP, TOKENS, AUGMENT = "read", "decode", "crop", "tokens", "augment"
 LOADING = (READ, DECODE, CROP, TOKENS)

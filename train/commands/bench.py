@@ -14,10 +14,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.train.commands.training import docstring
 from clipmill.train.config import fields as groups
-from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import FIRST_RUN
-from clipmill.train.config.places import require_places
+from clipmill.train.config.files import Provenance
+from clipmill.train.config.shards import require_places
 from clipmill.train.config.training import Strategy
 from clipmill.train.losses.settings import Exchange
 from clipmill.train.registry import DEFAULT, find_task, tasks

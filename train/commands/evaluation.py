@@ -14,9 +14,9 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import count_noun
 from clipmill.train.commands.training import docstring
-from clipmill.train.config.data import AS_TRAINED, Overrides, Weights
+from clipmill.train.config.clips import AS_TRAINED, Overrides, Weights
 from clipmill.train.config.files import read_values
-from clipmill.train.config.places import require_named_weights, require_places
+from clipmill.train.config.shards import require_named_weights, require_places
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.registry import evaluations, evaluations_of, tasks_where
 from clipmill.train.run.charts import add_evaluation

@@ -10,8 +10,8 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.train.commands.training import docstring
-from clipmill.train.config.data import AS_TRAINED, Overrides, Weights
-from clipmill.train.config.places import require_named_weights
+from clipmill.train.config.clips import AS_TRAINED, Overrides, Weights
+from clipmill.train.config.shards import require_named_weights
 from clipmill.train.registry import tasks, tasks_where
 from clipmill.train.run.folder import RunFolder, is_run
 from clipmill.train.spec import ExportRequest, take_tags

@@ -17,12 +17,12 @@ from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_videos
 from clipmill.shards.dataset import reading_variants
-from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import NamedPart, named_parts
+from clipmill.train.config.files import Provenance
+from clipmill.train.config.model import random_freeze_warning
 from clipmill.train.config.shards import normalise_address
 from clipmill.train.config.training import ParallelSettings
-from clipmill.train.config.tuning import random_freeze_warning
 from clipmill.train.data.inputs import open_folder
 from clipmill.train.device.precision import choose_device, open_precision
 from clipmill.train.distributed.launch import open_world

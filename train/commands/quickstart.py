@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
-from clipmill.train.config.choices import Provenance
+from clipmill.train.config.files import Provenance
 from clipmill.train.quickstart.asked import Asked
 
 if TYPE_CHECKING:

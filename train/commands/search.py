@@ -15,8 +15,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import count_noun
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.files import read_values
-from clipmill.train.config.places import require_named_weights, require_places
-from clipmill.train.config.shards import DataSettings, folders_of
+from clipmill.train.config.shards import DataSettings, folders_of, require_named_weights, require_places
 from clipmill.train.registry import tasks_where
 from clipmill.train.run.folder import is_run, open_run
 from clipmill.train.search.request import EmbedRequest, SearchRequest

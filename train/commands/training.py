@@ -12,11 +12,10 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked, deferred_checks, flags_without_effect, mistakes, refuse
 from clipmill.train.config import fields as groups
-from clipmill.train.config.choices import Provenance
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import FIRST_RUN, unknown_parts
-from clipmill.train.config.files import RENAMED, load_settings, preset_path, presets_of, yaml_source
-from clipmill.train.config.places import require_places
+from clipmill.train.config.files import RENAMED, Provenance, load_settings, preset_path, presets_of, yaml_source
+from clipmill.train.config.shards import require_places
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.registry import DEFAULT, find_task, task_names
 from clipmill.train.run.folder import Resume, RunFolder

@@ -56,11 +56,11 @@ class Kind:
 IMAGES = Kind(
     dict.fromkeys(("captions", "labels", "frames"), f"{_PRODUCERS}.tar_images:open_images"),
     spelling=_TARS,
-    test="clipmill.train.data.images.query:names_images",
+    test="clipmill.train.data.image_tars:names_images",
     has_manifest=False,
 )
 STREAM = Kind(
-    {"captions": "clipmill.train.data.streams.stream:open_stream"},
+    {"captions": "clipmill.train.data.video_stream:open_stream"},
     lacks={"labels": "labels are in the manifest of a data folder", "frames": "chunks are in a data folder"},
     spelling=_TARS,
     has_manifest=False,
@@ -238,3 +238,53 @@ def _require_weights(mix: str, *, num_folders: int) -> None:
             hint=f"give a weight for each --shards, in their order, as {','.join('1' * num_folders)}",
             flags=("--mix",),
         )
+
+
+NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")
+HUB_PREFIX = "hf:"  # of the name of a model on the Hugging Face Hub
+
+
+def is_name_and_tag(weights: str) -> bool:
+    """Whether weights are named as NAME:TAG of open_clip, or as hf:NAME of the Hugging Face Hub."""
+    return NAME_AND_TAG.fullmatch(weights) is not None or weights.startswith(HUB_PREFIX)
+
+
+def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...] = ()) -> None:
+    """Raise a UserError for a local data folder, or initial weights, that do not exist.
+
+    Of several processes none looks: where folders differ from node to node, the ranks have to agree on the mistake.
+    """
+    if "RANK" in os.environ:
+        return
+    for address in shards:
+        if address is not None and is_local_folder(address) and not Path(address).exists():
+            raise UserError(
+                f"there is no data folder {address}",
+                hint="name the data folder that prep made with --shards",
+                flags=("--shards",),
+            )
+    for weights in init:
+        if not is_name_and_tag(weights) and not Path(weights).exists():
+            raise UserError(
+                f"cannot read the weights {weights}: No such file or directory", hint="name a file or a folder"
+            )
+
+
+def require_named_weights(weights: str | Path, *, takes_tags: bool) -> None:
+    """Raise a UserError if weights are neither at an existing path nor named as NAME:TAG."""
+    if not Path(weights).exists() and not is_name_and_tag(str(weights)):
+        raise no_weights(weights, takes_tags=takes_tags)
+
+
+def no_weights(weights: str | Path, *, takes_tags: bool) -> UserError:
+    """The error for a place without weights.
+
+    Args:
+        takes_tags: whether a NAME:TAG of open_clip would do.
+    """
+    kinds = ["a run (a training command's --out)", "an exported folder", "a file of weights"]
+    kinds += ["a NAME:TAG of open_clip", "hf:NAME of the Hugging Face Hub"] if takes_tags else []
+    return UserError(
+        f"there is no run in {weights}, and there are no other weights",
+        hint=f"name {', '.join(kinds[:-1])}, or {kinds[-1]}",
+    )

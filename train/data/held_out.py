@@ -114,7 +114,7 @@ def held_out_facts(
 def look_alikes_of(address: str, *, cache: Path | None, split: str, trained_split: str) -> set[str] | None:
     """Keys of the chunks of a split that look like one of another split; None if there are no scores to tell by."""
     from clipmill.shards.leakage import keys_alike
-    from clipmill.train.data.folders import open_data_folder
+    from clipmill.train.data.data_folder import open_data_folder
 
     try:
         folder = open_data_folder(address, cache=cache, column=None)

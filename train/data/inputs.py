@@ -11,7 +11,7 @@ from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import IMAGES, DataSettings, kind_of, parse_mix
-from clipmill.train.data.folders import DataFolder, open_data_folder
+from clipmill.train.data.data_folder import DataFolder, open_data_folder
 from clipmill.train.data.query import LATENT_PATCH, TARS_SPLIT
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.video_vit import VideoViTSize
@@ -90,7 +90,7 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
     for address in settings.folders:
         kind = kind_of(address, settings)
         if kind is IMAGES:
-            from clipmill.train.data.images.query import class_names_of_images
+            from clipmill.train.data.image_tars import class_names_of_images
 
             names |= class_names_of_images(address, label=label, cache=settings.cache, cache_size=settings.cache_size)
         elif not kind.has_manifest:

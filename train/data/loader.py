@@ -1,6 +1,6 @@
 """`Loader`: batches of samples for one rank: their order, failures by name, and exact resumption.
 
-It knows rows by number only. What the rows are is the concern of a `SampleTable` (clipmill.train.data.table), and a
+It knows rows by number only. What the rows are is the concern of a `SampleTable` (clipmill.train.data.samples), and a
 reader turns rows into samples: threads decode clips and images (clipmill.train.data.workers), latents are copied from
 mapped files, and a stream is read from front to back.
 

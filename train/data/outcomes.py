@@ -21,7 +21,7 @@ Reasons:
     stuck             reading or decoding took longer than the time limit
 
 Captions that can never be shown, because their span is empty or their chunk is missing, are not failures: the sample
-set excludes them when it is opened (clipmill.train.data.usable_captions), and the first line of the log counts them by
+set excludes them when it is opened (clipmill.train.data.caption_rows), and the first line of the log counts them by
 reason.
 """
 

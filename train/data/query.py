@@ -8,12 +8,10 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.imported import import_object
-from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.data import CaptionSettings
+from clipmill.train.config.clips import CaptionSettings, ClipSettings
 from clipmill.train.config.shards import Content, kind_of
-from clipmill.train.data.decoding.clip import ClipShape, Views
-from clipmill.train.data.decoding.pictures import SIMPLE_SHARE
-from clipmill.train.data.folders import DataFolder, open_data_folder
+from clipmill.train.data.clip_frames import SIMPLE_SHARE, ClipShape, Views
+from clipmill.train.data.data_folder import DataFolder, open_data_folder
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.distributed.world import World

@@ -28,7 +28,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.device.random import integers_below
 
 if TYPE_CHECKING:
-    from clipmill.train.data.table import RowCaptions
+    from clipmill.train.data.captions import RowCaptions
 
 MAX_VALUES = 256
 LABELS = {"label_verb": pa.types.is_integer, "label_nouns": pa.types.is_list}  # column -> whether a type is its own

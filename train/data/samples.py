@@ -4,20 +4,122 @@ Producers (clipmill.train.data.query) make them, one for each kind of data. A ta
 does not ask what kind they are.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.data.captions import CaptionChoice, RowCaptions, Sources
 from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.data.loader import Loader, LoaderSettings, Reader
-from clipmill.train.data.order import Cursor, LoaderState
+from clipmill.train.data.node_cache import open_shared
+from clipmill.train.data.order import Cursor, LoaderState, set_fingerprint
 from clipmill.train.data.outcomes import LoadedBatch
-from clipmill.train.data.table import RowCaptions, SampleTable
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleTable:
+    """Rows of samples.
+
+    Attributes:
+        first_part, last_part: int [N], the parts that hold a sample, as rows of the tables of parts. The last part is
+            None if every sample lies in one part.
+        begin_us, end_us: int64 [N], span in the video in microseconds; None for parts without time, or as a whole.
+        frame: int32 [N], first frame of a segment of its part; None for other samples.
+        captions: Captions of each row; None without.
+        label: int64 [N, L], class in each class list, -1 if a sample has none of them; None without.
+        caption_id: int [N], id of the caption that has the label; None for other tables.
+        remarks: What was counted or left out, for the log.
+    """
+
+    first_part: NDArray[Any]
+    last_part: NDArray[Any] | None = None
+    begin_us: NDArray[np.int64] | None = None
+    end_us: NDArray[np.int64] | None = None
+    frame: NDArray[np.int32] | None = None
+    captions: RowCaptions | None = None
+    label: NDArray[np.int64] | None = None
+    caption_id: NDArray[Any] | None = None
+    remarks: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.first_part)
+
+    @property
+    def num_caption_ids(self) -> int:
+        """Ids of captions are in [0, num_caption_ids); 0 in a table without captions."""
+        ids = self.caption_id if self.captions is None else self.captions.caption_id
+        return 0 if ids is None else int(ids.max(initial=-1)) + 1
+
+
+_TYPES = (SampleTable, RowCaptions, CaptionChoice, Sources)
+
+
+def open_table(
+    name: str, make: Callable[[], SampleTable], *, depends_on: Sequence[object], num_rows: int
+) -> SampleTable:
+    """The table that `make` makes, once per machine if it is large; see `clipmill.train.data.node_cache.open_shared`.
+
+    Args:
+        name: Name of the kind of samples, for the file.
+        depends_on: Everything that the table depends on.
+        num_rows: Approximate number of rows.
+    """
+    return open_shared(make, of=(name, *depends_on), num_rows=num_rows, types=_TYPES, column=name)
+
+
+def open_fingerprint(
+    table: SampleTable,
+    facts: Sequence[object],
+    parts: Callable[[], Sequence[NDArray[Any]]] = tuple,
+    *,
+    depends_on: Sequence[object],
+    num_rows: int,
+) -> str:
+    """Hash of the samples and their order, and of the texts of their captions; computed once per machine if it is long.
+
+    Args:
+        facts: What the samples depend on beside the rows, such as variants.
+        parts: Gives arrays that identify the parts, where rows do not.
+        depends_on, num_rows: See `open_table`.
+    """
+    return open_shared(
+        lambda: fingerprint_of(table, facts, parts()),
+        of=("fingerprint", *depends_on, *facts),
+        num_rows=num_rows,
+        types=(),
+        column="fingerprint",
+    )
+
+
+def fingerprint_of(table: SampleTable, facts: Sequence[object], parts: Sequence[NDArray[Any]] = ()) -> str:
+    """See `open_fingerprint`."""
+    captions = table.captions
+    if captions is None:
+        return _sha256(facts, [*parts, table.begin_us, table.end_us, table.frame, table.label, table.caption_id])
+    order = _sha256(
+        [*facts, captions.sources.names, captions.sources.weights.tolist()],
+        [*parts, table.begin_us, table.end_us, table.frame, table.label, captions.caption, captions.caption_id],
+    )
+    content = _sha256([captions.texts_sha256], [captions.choice.first_entry, captions.choice.first_run])
+    return set_fingerprint(order, content)
+
+
+def _sha256(facts: Sequence[object], arrays: Sequence[NDArray[Any] | None]) -> str:
+    digest = hashlib.sha256("\n".join(map(str, facts)).encode())
+    for array in arrays:
+        if array is not None:
+            digest.update(f"\n{array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 class RowReader(Reader, Protocol):

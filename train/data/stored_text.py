@@ -14,12 +14,20 @@ from clipmill.manifests.store import num_captions_of
 from clipmill.shards.columns import TEXT, command_for, how_to_make
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
-from clipmill.train.data.chunk_table import index_in
-from clipmill.train.data.mapped_tars import MappedTars, Part, Payload, Problem, VerifiedMembers
-from clipmill.train.data.member_rows import damaged_index, member_rows, places_of
+from clipmill.train.data.data_folder import index_in
+from clipmill.train.data.mapped_tars import (
+    MappedTars,
+    Part,
+    Payload,
+    Problem,
+    VerifiedMembers,
+    damaged_index,
+    member_rows,
+    open_maps,
+    places_of,
+)
 from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.outcomes import SampleFailed
-from clipmill.train.data.remote_maps import open_maps
 
 if TYPE_CHECKING:
     from clipmill.train.data.remote import RemoteTars

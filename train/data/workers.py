@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.train.data.batch import Batch, BatchRing, Sample
-from clipmill.train.data.decoding.pictures import rgb_pictures
+from clipmill.train.data.clip_frames import rgb_pictures
 from clipmill.train.data.loader import Block, LoaderSettings, SampleRequest
 from clipmill.train.data.outcomes import FailedSample
 

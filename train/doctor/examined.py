@@ -10,7 +10,7 @@ from clipmill.train.doctor.accelerator import Accelerator, ask_child, examine_ac
 from clipmill.train.doctor.host import Disk, Host, examine_disk, examine_host
 from clipmill.train.run.environment import versions
 
-# Decoders of what `prep chunk` writes (clipmill.train.data.decoding.decoders), the default's first.
+# Decoders of what `prep chunk` writes (clipmill.train.data.decoders), the default's first.
 CODECS = ("h264", "hevc", "libdav1d", "vp9", "mjpeg")
 
 

@@ -17,7 +17,7 @@ from clipmill.train.augment.draws import draw
 from clipmill.train.augment.pictures import to_model_input
 from clipmill.train.config.clips import ClipSettings, adapted_towers
 from clipmill.train.config.evaluation import EvaluatedData
-from clipmill.train.config.tuning import Tower, frozen_part
+from clipmill.train.config.model import Tower, frozen_part
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.inputs import open_mixed
 from clipmill.train.engine.rank_consistency import NamedSamples

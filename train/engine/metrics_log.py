@@ -14,7 +14,7 @@ from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.publish import publish_json
 from clipmill.manifests.quoting import count_noun
 from clipmill.train.device.transfer import DeviceEvent, LateMetrics
-from clipmill.train.distributed.sharded import local_part
+from clipmill.train.distributed.parallel import local_part
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.throughput import Throughput

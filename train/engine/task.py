@@ -19,7 +19,7 @@ from clipmill.train.losses.objective import Objective
 from clipmill.train.weights.source import Say, Source
 
 if TYPE_CHECKING:
-    from clipmill.train.distributed.stages import LayerCost
+    from clipmill.train.distributed.pipeline import LayerCost
     from clipmill.train.weights.loading import Loaded
 
 
@@ -111,8 +111,7 @@ def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world:
             hint="use --parallel.strategy fsdp for models that are larger than a GPU",
             flags=("--parallel.stages",),
         )
-    from clipmill.train.distributed.pipeline import check_microbatches
-    from clipmill.train.distributed.stages import partition
+    from clipmill.train.distributed.pipeline import check_microbatches, partition
 
     share = world.replicas.share(settings.batch)
     check_microbatches(share, size=settings.microbatch or share, settings=parallel)
@@ -129,7 +128,7 @@ def own_part(task: object, model: nn.Module, parallel: ParallelSettings, *, stag
     """
     if stages.size == 1:
         return model
-    from clipmill.train.distributed.stages import partition
+    from clipmill.train.distributed.pipeline import partition
 
     assert isinstance(task, PipelineTask)
     cut = partition(task.layers(model), num_stages=stages.size, rule=parallel.partition)

@@ -12,7 +12,7 @@ from clipmill.manifests.settings import deferred_checks
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.model import Init, Towers
-from clipmill.train.config.places import HUB_PREFIX, NAME_AND_TAG, is_name_and_tag, no_weights
+from clipmill.train.config.shards import HUB_PREFIX, NAME_AND_TAG, is_name_and_tag, no_weights
 from clipmill.train.engine.trained_run import prepare_run
 from clipmill.train.evaluation.record import read_record
 from clipmill.train.evaluation.runner import OpenedRun, open_for

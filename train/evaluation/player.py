@@ -12,12 +12,11 @@ from clipmill.manifests.errors import UserError
 from clipmill.shards.pages.media import CLIP_FPS, data_uri, evenly_within, jpeg_uri, small_clip, small_frame
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import kind_of
-from clipmill.train.data.chunk_table import rows_of
+from clipmill.train.data.caption_rows import usable_captions
 from clipmill.train.data.chunks import ChunkSet
-from clipmill.train.data.folders import open_data_folder
+from clipmill.train.data.data_folder import open_data_folder, rows_of
 from clipmill.train.data.frame_sampling import Sampling, frame_indices
 from clipmill.train.data.outcomes import SampleFailed
-from clipmill.train.data.usable_captions import usable_captions
 
 if TYPE_CHECKING:
     import av

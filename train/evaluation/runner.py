@@ -15,12 +15,11 @@ from typing import Any, Protocol
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_json
 from clipmill.manifests.quoting import count_noun
-from clipmill.train.config.clips import ClipSettings, LatentSettings
-from clipmill.train.config.data import AS_TRAINED, Overrides
+from clipmill.train.config.clips import AS_TRAINED, ClipSettings, LatentSettings, Overrides
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.shards import kind_of
 from clipmill.train.config.training import flatten, plain_values
-from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.clip_frames import Views
 from clipmill.train.data.held_out import EvaluatedClips, held_out_facts
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.query import TARS_SPLIT

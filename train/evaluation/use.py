@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.data import AS_TRAINED, Overrides
+from clipmill.train.config.clips import AS_TRAINED, ClipSettings, Overrides
 from clipmill.train.config.training import Device
 
 

@@ -23,8 +23,7 @@ from torch.nn.functional import interpolate
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import count_noun, quote_value
-from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.data import Overrides
+from clipmill.train.config.clips import ClipSettings, Overrides
 from clipmill.train.config.training import Device
 from clipmill.train.data.arguments import names_arguments, require_choice, require_device, require_whole_numbers
 from clipmill.train.data.batch import Batch, to_device

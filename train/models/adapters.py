@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.tuning import Lora, Target
+from clipmill.train.config.model import Lora, Target
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -9,8 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from clipmill.train.config.model import LIBRARY, PATCH_PX, DualEncoderTowers, ModelName, Towers, kind_of, tubelet_of
-from clipmill.train.config.towers import TOWERS
+from clipmill.train.config.model import (
+    LIBRARY,
+    PATCH_PX,
+    TOWERS,
+    DualEncoderTowers,
+    ModelName,
+    Towers,
+    kind_of,
+    tubelet_of,
+)
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.text import CONTEXT_LENGTH, TextTower, TextTowerSize, Tokenize, load_tokenizer
 from clipmill.train.models.transformer import NORM_EPS, TransformerSize, checkpoint_blocks

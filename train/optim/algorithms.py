@@ -7,8 +7,7 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from clipmill.train.device.transfer import Scalar, send
-from clipmill.train.distributed.parallel import buckets
-from clipmill.train.distributed.sharded import local_part, norms
+from clipmill.train.distributed.parallel import buckets, local_part, norms
 
 
 class ForeachOptimizer(Optimizer):

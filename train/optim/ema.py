@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from clipmill.train.device.transfer import changing_buffers
-from clipmill.train.distributed.sharded import local_part, reshard
+from clipmill.train.distributed.parallel import local_part, reshard
 from clipmill.train.optim.parameters import plain_name
 
 

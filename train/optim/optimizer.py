@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from clipmill.train.config.fields import num_steps
-from clipmill.train.config.optim import OptimizerSettings
-from clipmill.train.config.training import TrainingSettings
+from clipmill.train.config.training import OptimizerSettings, TrainingSettings
 from clipmill.train.device.transfer import Scalar, is_on_host
-from clipmill.train.distributed.sharded import local_part, norms
+from clipmill.train.distributed.parallel import local_part, norms
 from clipmill.train.distributed.world import World
 from clipmill.train.losses.objective import Objective
 from clipmill.train.optim.algorithms import Lamb, Lion, Sgd

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import count_noun
-from clipmill.train.config.tuning import FrozenPart
+from clipmill.train.config.model import FrozenPart
 
 # Parts of names added by DDP, torch.compile, activation checkpointing and peft.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|module|base_layer)\.")

@@ -16,7 +16,7 @@ from clipmill.manifests.units import duration_text, size_text
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import in_steps
 from clipmill.train.config.files import load_settings, preset_path, presets_of
-from clipmill.train.data.caption_choice import asking_for
+from clipmill.train.data.captions import asking_for
 from clipmill.train.data.held_out import HeldOut, look_alikes_of
 from clipmill.train.doctor.commands import wrap_words
 from clipmill.train.doctor.examined import Examined

@@ -22,9 +22,8 @@ from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.format import DATASET_FILE
 from clipmill.shards.reader import Variant
 from clipmill.train.config.shards import kind_of
-from clipmill.train.data.chunk_table import ChunkTable, chunk_table, rows_of
 from clipmill.train.data.classes import class_labels
-from clipmill.train.data.folders import open_data_folder
+from clipmill.train.data.data_folder import ChunkTable, chunk_table, open_data_folder, rows_of
 from clipmill.train.registry import DEFAULT, tasks
 
 _HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations prefer them

@@ -19,7 +19,7 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import read_values
 from clipmill.train.config.shards import folders_of, kind_of, normalise_address
 from clipmill.train.config.training import TrainingSettings
-from clipmill.train.data.folders import folder_path, open_data_folder
+from clipmill.train.data.data_folder import folder_path, open_data_folder
 from clipmill.train.run.folder import RunFolder, is_run
 
 VARIANTS_FACT = "variants"  # of run.json: name and recipe of a variant by column, for each data folder

@@ -24,8 +24,7 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import remove_temporaries
 from clipmill.train.data.batch import Batch, BatchRing, Sample, to_device
 from clipmill.train.data.caption_rows import NoCaptions
-from clipmill.train.data.chunks import clip_query
-from clipmill.train.data.clip_reader import ClipReader
+from clipmill.train.data.chunks import ClipReader, clip_query
 from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import FailedSample

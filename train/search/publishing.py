@@ -19,7 +19,7 @@ from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.publish import publish_atomically, publish_bytes
 from clipmill.manifests.quoting import count_noun
-from clipmill.train.data.clip_reader import ClipReader
+from clipmill.train.data.chunks import ClipReader
 from clipmill.train.data.samples import Samples
 from clipmill.train.search.folder import (
     CAPTION_SCHEMA,

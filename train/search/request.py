@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.settings import Checked, Range
-from clipmill.train.config.data import AS_TRAINED, Overrides
+from clipmill.train.config.clips import AS_TRAINED, Overrides
 from clipmill.train.config.training import Device
 
 FeatureKind = Literal["embedding", "pooled", "tokens"]

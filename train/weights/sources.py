@@ -11,7 +11,7 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import LIBRARY, DualEncoderInit, DualEncoderTowers, Init, Towers
-from clipmill.train.config.places import HUB_PREFIX, NAME_AND_TAG
+from clipmill.train.config.shards import HUB_PREFIX, NAME_AND_TAG
 from clipmill.train.models.adapters import merge_adapters
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.hugging_face import read_hf

@@ -76,5 +76,7 @@ def test_values_beyond_black_and_white_are_held() -> None:
 
 
 def test_naming_a_kind_does_not_load_torch() -> None:
-    program = "import sys, clipmill.train.augment.colour, clipmill.train.config.data; assert 'torch' not in sys.modules"
+    program = (
+        "import sys, clipmill.train.augment.colour, clipmill.train.config.clips; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -5,7 +5,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.augment.draws import MAX_SIGMA_PX, MIN_SIGMA_PX, Draw, draw
-from clipmill.train.config.data import Augment
+from clipmill.train.config.clips import Augment
 
 SETTINGS = Augment(flip=0.5, brightness=0.4, contrast=0.3, saturation=1.5, hue=0.1, blur=0.25, rand_ops=2, erase=1.0)
 

@@ -4,7 +4,7 @@ import torch
 
 from clipmill.train.augment.draws import draw
 from clipmill.train.augment.pictures import box_of, erase_clips, to_model_input
-from clipmill.train.config.data import Augment
+from clipmill.train.config.clips import Augment
 from tests.train.augment.planes import random_planes
 
 SIZE_PX = 32

@@ -9,7 +9,7 @@ from torchvision.transforms.v2 import functional as torchvision_functional  # ty
 
 from clipmill.train.augment.draws import Draw, draw
 from clipmill.train.augment.pictures import colour_map, to_model_input
-from clipmill.train.config.data import Augment
+from clipmill.train.config.clips import Augment
 from tests.train.augment import reference
 from tests.train.augment.planes import Bytes, mild_planes, random_planes
 

@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional  # type: ignore[import-untyped]
 from clipmill.train.augment.draws import OPERATIONS, draw
 from clipmill.train.augment.pictures import to_model_input, to_rgb_uint8
 from clipmill.train.augment.rand_augment import change, rand_augment_clips
-from clipmill.train.config.data import Augment
+from clipmill.train.config.clips import Augment
 from tests.train.augment.planes import random_planes
 
 SIZE_PX = 32

@@ -9,8 +9,8 @@ import pytest
 
 from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.classes import read_classes
-from clipmill.train.data.decoding.clip import ClipShape
-from clipmill.train.data.decoding.decoders import ChunkDecoder
+from clipmill.train.data.clip_frames import ClipShape
+from clipmill.train.data.decoders import ChunkDecoder
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.labelled_clips import open_labelled_clips

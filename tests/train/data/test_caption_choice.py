@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from clipmill.manifests.caption_spans import SpanBlock
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.data import CaptionSettings, parse_weights
-from clipmill.train.data.caption_choice import CaptionChoice, caption_choice, choose_sources, describe_cut
-from clipmill.train.data.caption_rows import clips_of
-from clipmill.train.data.usable_captions import UsableCaptions
+from clipmill.train.config.clips import CaptionSettings, parse_weights
+from clipmill.train.data.caption_rows import UsableCaptions, clips_of
+from clipmill.train.data.captions import CaptionChoice, caption_choice, choose_sources, describe_cut
 from clipmill.train.models.text import load_tokenizer
 
 NUM_DRAWS = 60_000
@@ -169,7 +168,7 @@ def test_captions_that_fill_the_context_are_counted() -> None:
 
 
 def test_of_very_many_long_captions_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipmill.train.data.caption_choice._MAX_TOKENIZED", 10)
+    monkeypatch.setattr("clipmill.train.data.captions._MAX_TOKENIZED", 10)
     texts = ["word " * 80, "a rather long caption of few words " * 2 + "and some more of them to be looked at"] * 50
     found = describe_cut(pa.chunked_array([texts]), np.arange(100), load_tokenizer())
     assert found.startswith("about ") and found.endswith(" of 77 tokens or more, cut to 77")

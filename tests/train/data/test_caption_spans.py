@@ -14,10 +14,10 @@ from clipmill.manifests import caption_spans
 from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import manifest_dir, read_captions, read_videos
-from clipmill.train.config.data import CaptionSettings
-from clipmill.train.data import selection
+from clipmill.train.config.clips import CaptionSettings
+from clipmill.train.data import data_folder
 from clipmill.train.data.chunks import ClipQuery
-from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips
@@ -156,7 +156,7 @@ def test_a_table_in_place_of_the_manifest_gives_the_same_samples(
         return [samples.fingerprint, samples.describe(), list(samples.captions.all_texts())]
 
     expected = of(None)
-    monkeypatch.setattr(selection, "_BLOCK", 100)  # selected from in parts, the file as one
+    monkeypatch.setattr(data_folder, "_BLOCK", 100)  # selected from in parts, the file as one
     assert of(read_captions(data_dir)) == expected
     assert of(read_captions(data_dir).slice(100, 900)) != expected
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from clipmill.train.config.data import CaptionSettings
+from clipmill.train.config.clips import CaptionSettings
 from clipmill.train.data.chunks import ClipQuery
-from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips

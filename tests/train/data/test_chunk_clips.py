@@ -12,9 +12,8 @@ from clipmill.manifests.errors import UserError
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.chunks import ClipQuery
-from clipmill.train.data.decoding.clip import ClipShape
-from clipmill.train.data.decoding.decoders import ChunkDecoder, ChunkFrames
-from clipmill.train.data.decoding.reading import ChunkBytes
+from clipmill.train.data.clip_frames import ClipShape
+from clipmill.train.data.decoders import ChunkBytes, ChunkDecoder, ChunkFrames
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.chunk_clips import open_chunk_clips

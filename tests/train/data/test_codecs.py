@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.reader import CommittedShard, Variant
-from clipmill.train.data.decoding.clip import ClipShape, make_clip
-from clipmill.train.data.decoding.decoders import ChunkDecoder, ChunkFrames
-from clipmill.train.data.decoding.pictures import Rectangle, crop_clip
-from clipmill.train.data.decoding.reading import DecodeRule, read_chunk
+from clipmill.train.data.clip_frames import ClipShape, Rectangle, crop_clip, make_clip
+from clipmill.train.data.decoders import ChunkDecoder, ChunkFrames, DecodeRule, read_chunk
 from clipmill.train.data.frame_sampling import ChunkTimes, Sampling, frame_indices, moments_of
 from tests.prep.running import chunk, manifest
 

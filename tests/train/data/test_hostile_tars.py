@@ -18,9 +18,8 @@ import pytest
 import webdataset as wds
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.data.streams.members import MAX_HEADER_BYTES
-from clipmill.train.data.streams.samples import MAX_TEXT_BYTES
-from clipmill.train.data.streams.tars import expand
+from clipmill.train.data.tar_samples import MAX_HEADER_BYTES, MAX_TEXT_BYTES
+from clipmill.train.data.video_stream import expand
 from tests.train.data.test_streams import SIZE_PX, open_stream
 from tests.train.tiny_data import encode_chunk
 
@@ -98,7 +97,7 @@ def test_playlists_among_the_videos_open_nothing(tmp_path: Path, listener: Liste
 
 
 def test_a_committed_chunk_that_is_a_playlist_opens_nothing(tmp_path: Path) -> None:
-    from clipmill.train.data.decoding.decoders import PlainVideo
+    from clipmill.train.data.decoders import PlainVideo
 
     local = tmp_path / "local.mp4"
     local.write_bytes(encode_chunk(0, 20, size_px=SIZE_PX))
@@ -220,7 +219,7 @@ def pax_named(name: str) -> bytes:
 READ = """
 import json, resource, sys
 from pathlib import Path
-from clipmill.train.data.streams.tars import items_in
+from clipmill.train.data.video_stream import items_in
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 for tar in sys.argv[1:]:
     found = [(item.key, getattr(item, "detail", "")) for item in items_in([tar], cache=None)]

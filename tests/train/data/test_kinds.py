@@ -7,7 +7,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.shards import CLIPS, IMAGES, KINDS, LATENTS, STREAM, DataSettings, is_local_folder, kind_of
-from clipmill.train.data.folders import open_data_folder
+from clipmill.train.data.data_folder import open_data_folder
 from clipmill.train.tasks.mae.settings import MaeSettings
 from tests.train.images.tars import sample, write_tar, write_tars
 

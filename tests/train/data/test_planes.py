@@ -11,13 +11,16 @@ from torchvision.transforms.functional import crop, resize
 
 from clipmill.train.augment.colour import COLOUR_KINDS
 from clipmill.train.augment.pictures import to_rgb_uint8
-from clipmill.train.data.decoding.clip import ClipBuilder, ClipShape, Views, make_clip
-from clipmill.train.data.decoding.pictures import (
+from clipmill.train.data.clip_frames import (
+    ClipBuilder,
+    ClipShape,
     Rectangle,
+    Views,
     as_yuv420,
     crop_clip,
     crop_clip_in_graph,
     indices_of,
+    make_clip,
     rgb_pictures,
     simple_rectangle,
 )

@@ -8,8 +8,8 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.data.chunks import ClipQuery
-from clipmill.train.data.decoding.clip import ClipShape
-from clipmill.train.data.folders import open_data_folder
+from clipmill.train.data.clip_frames import ClipShape
+from clipmill.train.data.data_folder import open_data_folder
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.outcomes import FailedSample

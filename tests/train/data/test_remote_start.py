@@ -183,7 +183,7 @@ def test_without_tables_the_records_and_indexes_are_copied(
 def test_ranks_of_a_machine_copy_once(remote: Objects, faults: Faults, tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from clipmill.manifests.storage.objects import open_objects\n"
-        "from clipmill.train.data.remote_files import RemoteFiles\n"
+        "from clipmill.train.data.remote import RemoteFiles\n"
         "files = RemoteFiles(open_objects(sys.argv[1]), Path(sys.argv[2]))\n"
         "files.copy_manifest(); files.copy_column('video'); files.copy_column('video')"
     )

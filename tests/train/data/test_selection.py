@@ -10,8 +10,8 @@ from clipmill.manifests.errors import UserError
 from clipmill.shards.reader import Variant
 from clipmill.shards.scores import CHUNKS_FILE, publish_score_table
 from clipmill.train.data.chunks import ClipQuery
-from clipmill.train.data.decoding.clip import ClipShape
-from clipmill.train.data.folders import open_data_folder
+from clipmill.train.data.clip_frames import ClipShape
+from clipmill.train.data.data_folder import open_data_folder
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.interface import open_clips
 from clipmill.train.data.loader import LoaderSettings

@@ -22,10 +22,10 @@ from clipmill.shards.chunk_table import update_chunk_table
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.open_maps import OPEN_MAPS
 from clipmill.shards.reader import Variant
-from clipmill.train.data import caption_rows, chunk_table, chunks, node_cache
+from clipmill.train.data import caption_rows, chunks, data_folder, node_cache
 from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.classes import ClassList
-from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.latents import segment_table
 from clipmill.train.data.loader import LoaderSettings
@@ -287,13 +287,13 @@ def test_the_cache_keeps_what_was_used_last(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_ids_are_looked_up_once_not_shard_by_shard(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    look_up = chunk_table.index_in
+    look_up = data_folder.index_in
 
     def counted(values: pa.Array, among: pa.Array) -> Any:
         calls.append(len(among))
         return look_up(values, among)
 
-    monkeypatch.setattr(chunk_table, "index_in", counted)
+    monkeypatch.setattr(data_folder, "index_in", counted)
     OPEN["chunks"](videos)
     assert len(calls) == 1
 

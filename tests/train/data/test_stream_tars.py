@@ -16,14 +16,14 @@ import webdataset as wds
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX
+from clipmill.train.data import video_stream
+from clipmill.train.data import video_stream as order
 from clipmill.train.data.chunks import ClipQuery
-from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.clip_frames import Views
 from clipmill.train.data.frame_sampling import Sampling, SamplingRule
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips
 from clipmill.train.data.remote import local_copy
-from clipmill.train.data.streams import stream
-from clipmill.train.data.streams import tars as order
 from tests.train.data.http_folder import HttpFolder
 from tests.train.data.test_streams import SHAPE, SIZE_PX, TOKENIZE, first, keys_of, numbers, open_stream
 from tests.train.tiny_data import Caption, chunks_of, encode_chunk, write_captions, write_shard
@@ -154,7 +154,7 @@ def test_a_late_epoch_is_reached_by_way_of_the_first_alone(
         epochs.append(epoch)
         return shuffled(*arguments, epoch=epoch, **options)
 
-    monkeypatch.setattr(stream, "shuffle_items", noted)
+    monkeypatch.setattr(video_stream, "shuffle_items", noted)
     resumed = open_stream(pattern, batch=3, num_ahead=1)
     batches = resumed.batches(position=57, max_failures=0)
     assert list(next(batches).batch["key"]) == whole[57:60]

@@ -14,11 +14,11 @@ import webdataset as wds
 from clipmill.manifests.errors import UserError
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
-from clipmill.train.data.decoding.clip import ClipShape
+from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import LoadedBatch
-from clipmill.train.data.streams.stream import VideoStream
+from clipmill.train.data.video_stream import VideoStream
 from clipmill.train.models.text import load_tokenizer
 from tests.prep.running import chunk, manifest
 from tests.train.data.http_folder import HttpFolder

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clipmill.train.data.decoding.clip import ClipShape, Views
-from clipmill.train.data.decoding.pictures import Rectangle, centre_square, square_views
+from clipmill.train.data.clip_frames import ClipShape, Rectangle, Views, centre_square, square_views
 from clipmill.train.data.frame_sampling import (
     ChunkTimes,
     Sampling,
@@ -91,7 +90,7 @@ def test_the_frames_of_all_views_come_one_view_after_another(data_dir: Path) -> 
 def test_crops_of_a_wide_picture_are_its_parts() -> None:
     import av
 
-    from clipmill.train.data.decoding.clip import make_clip
+    from clipmill.train.data.clip_frames import make_clip
 
     grey = np.repeat(np.arange(0, 192, 2, dtype=np.uint8)[None], 32, axis=0)  # 96 x 32, brighter to the right
     frame = av.VideoFrame.from_ndarray(np.concatenate([grey, np.full((16, 96), 128, np.uint8)]), format="yuv420p")

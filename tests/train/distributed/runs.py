@@ -21,10 +21,8 @@ from torch import nn
 from clipmill.manifests.errors import FailedWork
 from clipmill.train.cli import main
 from clipmill.train.config.evaluation import EvaluationSettings, ProbeEvaluation
-from clipmill.train.config.model import DualEncoderInit
-from clipmill.train.config.optim import OptimizerSettings
-from clipmill.train.config.training import ParallelSettings, Strategy, TrainingSettings
-from clipmill.train.config.tuning import Lora
+from clipmill.train.config.model import DualEncoderInit, Lora
+from clipmill.train.config.training import OptimizerSettings, ParallelSettings, Strategy, TrainingSettings
 from clipmill.train.data.batch import Batch
 from clipmill.train.distributed import heartbeat, launch
 from clipmill.train.distributed.launch import open_world

@@ -13,15 +13,14 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork, Stopped
+from clipmill.train.config.model import FrozenPart
 from clipmill.train.config.training import ParallelSettings, Schedule, TrainingSettings
-from clipmill.train.config.tuning import FrozenPart
 from clipmill.train.data.batch import Batch, Sample
 from clipmill.train.data.loader import SampleRequest, TrainingSet
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.launch import open_world
-from clipmill.train.distributed.pipeline import Pipeline
-from clipmill.train.distributed.stages import LayerCost
+from clipmill.train.distributed.pipeline import LayerCost, Pipeline
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.loop import train

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.distributed.stages import LayerCost, partition
+from clipmill.train.distributed.pipeline import LayerCost, partition
 
 MODEL = [
     LayerCost("embedding", 10),

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from clipmill.train.augment.colour import rgb_matrices
-from clipmill.train.data.decoding.clip import ClipShape, make_clip
-from clipmill.train.data.decoding.image_files import decode_image
+from clipmill.train.data.clip_frames import ClipShape, make_clip
 from clipmill.train.data.frame_sampling import Sampling
+from clipmill.train.data.producers.tar_images import decode_image
 from tests.train.images.tars import encoded, picture
 
 RGB = Image.fromarray(picture(0, width=63, height=41))

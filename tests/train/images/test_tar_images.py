@@ -17,9 +17,9 @@ from clipmill.train.config.shards import kind_of
 from clipmill.train.data import node_cache
 from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.classes import ClassList
-from clipmill.train.data.decoding.clip import ClipShape, Views
+from clipmill.train.data.clip_frames import ClipShape, Views
 from clipmill.train.data.frame_sampling import Sampling
-from clipmill.train.data.images.query import ImageQuery, class_names_of_images, names_images
+from clipmill.train.data.image_tars import ImageQuery, class_names_of_images, names_images
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.mixed_samples import MixedSamples
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch

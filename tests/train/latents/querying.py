@@ -4,7 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from clipmill.train.data.latents.segment_query import SegmentQuery
+from clipmill.train.data.latents.segments import SegmentQuery
 from clipmill.train.data.loader import LoaderSettings
 
 _OF_LOADING = {field.name for field in fields(LoaderSettings)}

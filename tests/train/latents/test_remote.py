@@ -12,12 +12,12 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.objects import Objects
 from clipmill.shards.reader import Variant
-from clipmill.train.data.folders import DataFolder, open_data_folder
+from clipmill.train.data.data_folder import DataFolder, open_data_folder
 from clipmill.train.data.interface import open_latents
+from clipmill.train.data.mapped_tars import RemoteMaps
 from clipmill.train.data.outcomes import LoadedBatch
 from clipmill.train.data.producers.latent_segments import open_latent_segments
 from clipmill.train.data.remote import open_cache
-from clipmill.train.data.remote_maps import RemoteMaps
 from clipmill.train.data.samples import Samples
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.upload import upload

@@ -10,7 +10,7 @@ import timm
 import torch
 from torch import nn
 
-from clipmill.train.config.tuning import frozen_part
+from clipmill.train.config.model import frozen_part
 from clipmill.train.data.batch import Batch
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World

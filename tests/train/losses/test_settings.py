@@ -7,7 +7,7 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.fields import unknown_parts
-from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.training import OptimizerSettings
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World

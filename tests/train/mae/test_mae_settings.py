@@ -8,7 +8,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.files import load_settings, preset_path, save_settings
-from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.training import OptimizerSettings
 from clipmill.train.tasks.mae.settings import MaeOptimizer, MaeSettings, check_mask, num_masked_places, without_effect
 from tests.train.running import train
 

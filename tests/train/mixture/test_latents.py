@@ -13,7 +13,7 @@ from clipmill import open_latents
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.shards import DataSettings
 from clipmill.train.data.inputs import open_mixed
-from clipmill.train.data.latents.mixed import MixedLatentReader
+from clipmill.train.data.latents.reader import MixedLatentReader
 from clipmill.train.data.loader import Block
 from clipmill.train.data.mixed_samples import MixedSamples
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch

@@ -8,7 +8,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.shards import folder_names, parse_mix
-from clipmill.train.data.mixture import MixedOrder
+from clipmill.train.data.mixed_samples import MixedOrder
 from clipmill.train.data.order import Share
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 

@@ -10,8 +10,7 @@ from torch import nn
 from transformers import CLIPVisionConfig
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
-from clipmill.train.config.model import Towers
-from clipmill.train.config.tuning import Target
+from clipmill.train.config.model import Target, Towers
 from clipmill.train.models.adapters import LowRank, add_adapters, merge_adapters, remove_adapters
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.captioner import Captioner

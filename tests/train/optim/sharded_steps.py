@@ -8,8 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from clipmill.train.config.optim import OptimizerName, OptimizerSettings
-from clipmill.train.config.training import TrainingSettings
+from clipmill.train.config.training import OptimizerName, OptimizerSettings, TrainingSettings
 from clipmill.train.losses.objective import Objective
 from clipmill.train.optim.ema import Ema
 from clipmill.train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates

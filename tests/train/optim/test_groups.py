@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipmill.train.config.model import Towers
-from clipmill.train.config.tuning import frozen_part
+from clipmill.train.config.model import Towers, frozen_part
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import SIZES, DualEncoder, size_of

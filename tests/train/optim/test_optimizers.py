@@ -10,8 +10,7 @@ import timm.optim
 import torch
 from torch import nn
 
-from clipmill.train.config.optim import OptimizerSettings
-from clipmill.train.config.training import TrainingSettings
+from clipmill.train.config.training import OptimizerSettings, TrainingSettings
 from clipmill.train.losses.objective import Objective
 from clipmill.train.optim.algorithms import Lamb, Lion
 from clipmill.train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates

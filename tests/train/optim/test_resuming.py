@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from clipmill.manifests.errors import FailedWork
-from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.training import OptimizerSettings
 from clipmill.train.run.folder import read_lines
 from clipmill.train.run.tracking import Progress
 from tests.train.plane import assert_same, settings, train_plane

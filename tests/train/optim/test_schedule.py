@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from clipmill.train.config.optim import OptimizerSettings
+from clipmill.train.config.training import OptimizerSettings
 from clipmill.train.losses.objective import Objective
 from clipmill.train.optim.optimizer import learning_rate, set_learning_rates
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings

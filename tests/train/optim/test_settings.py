@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.optim import OptimizerSettings
-from clipmill.train.config.training import TrainingSettings
+from clipmill.train.config.training import OptimizerSettings, TrainingSettings
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from clipmill import UserError
-from clipmill.train.config.data import Augment, CaptionSettings
+from clipmill.train.config.clips import Augment, CaptionSettings
 from clipmill.train.config.model import DualEncoderInit
 from clipmill.train.distributed.world import World
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings

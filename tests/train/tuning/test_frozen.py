@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from clipmill.train.config.tuning import frozen_part
+from clipmill.train.config.model import frozen_part
 from clipmill.train.data.batch import Batch
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World

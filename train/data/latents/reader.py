@@ -1,21 +1,280 @@
 """`LatentReader`: segments of latents, read in blocks, with their captions or labels."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
-from typing import ClassVar
+from itertools import chain, pairwise, repeat
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.train.data.batch import Batch
+from clipmill.shards.columns import LATENTS
+from clipmill.shards.format import BLOCK_BYTES
+from clipmill.shards.npy import decompress_frame
+from clipmill.train.data.batch import Batch, BatchMemory
 from clipmill.train.data.captions import Captions
-from clipmill.train.data.latents.reading import LatentSample, SegmentReader, SegmentRequests
-from clipmill.train.data.latents.ring import LatentRing
 from clipmill.train.data.latents.segments import FALSE_COLOUR_STDS, LatentSegments, frame_times_us
 from clipmill.train.data.loader import Block, LoaderSettings
+from clipmill.train.data.mapped_tars import Part, Problem, VerifiedMembers
 from clipmill.train.data.outcomes import FailedSample
-from clipmill.train.data.table import SampleTable
+from clipmill.train.data.samples import Samples, SampleTable
+from clipmill.train.data.workers import Stuck, in_order
+
+if TYPE_CHECKING:
+    import torch
+
+    from clipmill.train.data.mixed_samples import Numbering
+
+
+_AHEAD_BYTES = 1 << 28  # of members that are loaded ahead
+
+Columns = dict[str, NDArray[np.int64]]  # entries of batches, by name
+
+# A sample: columns of batches and its row there; its latents, and its embedding in a set with stored text.
+LatentSample = tuple[Columns, int, Part, Part | None]
+_Text = tuple[int, int, int]  # member and place of the embedding, or of a sequence, and number of vectors
+_Wanted = tuple[int, int, _Text | None]  # first frame, number of frames; text
+_Loaded = tuple[Part, Part | None] | Problem
+
+
+@dataclass(frozen=True)
+class SegmentRequests:
+    """Samples to read; one entry of each array per request.
+
+    Attributes:
+        columns: What a batch has beside latents and embeddings, perhaps of further requests too.
+        rows: Rows of the requests in `columns`, ascending.
+        chunk: Index in the records.
+        frame: First frame in its chunk.
+        num_frames: Number of frames; fewer than in a full segment for a tail.
+        text_place: Where the embedding or sequence of the caption begins; None without stored text. The lengths of
+            sequences are the column `num_tokens`.
+    """
+
+    columns: Columns
+    rows: Sequence[int]
+    chunk: NDArray[np.int64]
+    frame: NDArray[np.int64]
+    num_frames: NDArray[np.int64]
+    text_place: NDArray[np.int64] | None
+
+    def column(self, name: str, *, default: int) -> NDArray[np.int64]:
+        """A column for the requests alone; `default` for each where there is none."""
+        column = self.columns.get(name)
+        return np.full(len(self.rows), default) if column is None else column[np.asarray(self.rows)]
+
+
+class SegmentReader:
+    """Reads segments. Thread-safe."""
+
+    def __init__(self, segments: LatentSegments) -> None:
+        records = segments.records
+        self._segments, self._records, self._tars = segments, records, segments.maps
+        self._latents = VerifiedMembers(self._tars, len(records), records.payload, column=LATENTS, noun="bytes")
+        self._text = None if segments.text is None else segments.text.verified(self._tars)
+
+    def read(self, requests: SegmentRequests, loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
+        """Read the samples of some requests, in their order.
+
+        Args:
+            loading: How members are loaded that are not parts of maps.
+
+        Raises:
+            UserError: a tar cannot be mapped any more.
+        """
+        frame_bytes = self._records.shape.frame_bytes
+        latents = self._records.array_place[requests.chunk] + requests.frame * frame_bytes
+        due = self._due(requests, latents)
+        if due.any():
+            return self._loaded(requests, due, loading)
+        texts: Iterator[Part | None] = repeat(None)
+        if self._segments.text is not None and requests.text_place is not None:
+            num_tokens = requests.column("num_tokens", default=1)
+            texts = self._tars.parts(requests.text_place, num_tokens * self._segments.text.row_bytes)
+        parts = self._tars.parts(latents, requests.num_frames * frame_bytes)
+        return zip(repeat(requests.columns), requests.rows, parts, texts)
+
+    def _due(self, requests: SegmentRequests, latents: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """The requests that have to wait for a member; once these were loaded, all others are verified too."""
+        are_parts = not self._records.shape.is_compressed and self._tars.are_mapped(latents)
+        due = self._latents.are_due(requests.chunk)
+        if self._text is not None and self._segments.text is not None and requests.text_place is not None:
+            are_parts = are_parts and self._tars.are_mapped(requests.text_place)
+            due |= self._text.are_due(self._segments.text.member_at(requests.text_place))
+        return due if are_parts else np.ones(len(requests.chunk), bool)
+
+    def _loaded(
+        self, requests: SegmentRequests, due: NDArray[np.bool_], loading: LoaderSettings
+    ) -> Iterator[LatentSample | FailedSample]:
+        """As `read`; threads load what is due. Requests in a row that show the same chunk load it once."""
+        chunk: list[int] = requests.chunk.tolist()
+        text: Iterable[_Text | None] = repeat(None, len(chunk))
+        if self._segments.text is not None and (place := requests.text_place) is not None:
+            num_tokens = requests.column("num_tokens", default=1)
+            text = zip(self._segments.text.member_at(place).tolist(), place.tolist(), num_tokens.tolist(), strict=True)
+        segments = [*zip(requests.frame.tolist(), requests.num_frames.tolist(), text, strict=True)]
+        runs = [*pairwise([0, *(np.flatnonzero(np.diff(requests.chunk)) + 1).tolist(), len(chunk)])]
+        waits = np.logical_or.reduceat(due, [begin for begin, _ in runs]).tolist()
+
+        def load(run: tuple[int, int]) -> list[_Loaded]:
+            return self._load(chunk[run[0]], segments[slice(*run)])
+
+        outcomes = in_order(
+            load,
+            [run for run, has_to_wait in zip(runs, waits, strict=True) if has_to_wait],
+            num_threads=max(self._tars.num_readers, loading.num_threads),
+            num_ahead=loading.num_ahead,
+            stuck_after_s=loading.stuck_after_s,
+            size_of=lambda run: self._records.payload(chunk[run[0]]).size_bytes,
+            max_bytes=_AHEAD_BYTES,
+        )
+        with closing(outcomes):
+            for run, has_to_wait in zip(runs, waits, strict=True):
+                its_chunk, rows = chunk[run[0]], requests.rows[slice(*run)]
+                loaded = next(outcomes)[1] if has_to_wait else load(run)
+                parts = [self._latents.give_up(its_chunk, loaded)] * len(rows) if isinstance(loaded, Stuck) else loaded
+                for row, part in zip(rows, parts, strict=True):
+                    if isinstance(part, Problem):
+                        position = int(requests.columns["position"][row])
+                        yield FailedSample(position, self._segments.key(its_chunk), part.reason, part.detail)
+                    else:
+                        yield requests.columns, row, *part
+
+    def _load(self, chunk: int, segments: Iterable[_Wanted]) -> list[_Loaded]:
+        """The parts of a chunk for some segments, each with its embedding."""
+        content, shape, loaded = self._latents.load(chunk), self._records.shape, list[_Loaded]()
+        first = int(self._records.header_bytes[chunk])
+        if shape.is_compressed and not isinstance(content, Problem):
+            first = BLOCK_BYTES
+            size_bytes = first + int(self._records.num_frames[chunk]) * shape.frame_bytes
+            content = memoryview(decompress_frame(content, size_bytes=size_bytes))
+        for frame, num_frames, text in segments:
+            embedding = None if text is None else self._embedding(*text)
+            if isinstance(content, Problem):
+                loaded.append(content)
+            elif isinstance(embedding, Problem):
+                loaded.append(embedding)
+            else:
+                begin = first + frame * shape.frame_bytes
+                loaded.append(((content, begin, begin + num_frames * shape.frame_bytes), embedding))
+        return loaded
+
+    def _embedding(self, member: int, place: int, num_tokens: int) -> Part | Problem:
+        assert self._text is not None and self._segments.text is not None
+        content = self._text.load(member)
+        if isinstance(content, Problem):
+            return content
+        return self._segments.text.row_of(content, member, place, num_tokens=num_tokens)
+
+
+class LatentRing:
+    """Makes batches of the samples of a set, or of sets that are alike.
+
+    Args:
+        loading: Size of the largest batch, and its memory.
+        keys_of: Gives the keys of the chunks that clips are in.
+        captions: Captions of the segments, for their tokens; None without.
+    """
+
+    def __init__(
+        self,
+        segments: LatentSegments,
+        loading: LoaderSettings,
+        *,
+        keys_of: Callable[[NDArray[np.int64]], list[str]],
+        captions: Captions | None = None,
+    ) -> None:
+        import torch
+
+        batch, pin, can_keep = loading.batch, loading.pin, loading.can_keep
+        shape, text = segments.records.shape, segments.text
+        num_frames, picture = segments.num_frames, (shape.height, shape.width)
+        # A VAE of videos puts the channels before the frames; the batch is a view with the frames first.
+        self._channels_first = shape.segment_frames > 0
+        row_shape = (num_frames, shape.channels, *picture)
+        if self._channels_first:
+            row_shape = (shape.channels, num_frames, *picture)
+        self._latents = _Rows((batch, *row_shape), getattr(torch, shape.dtype), pin=pin, can_keep=can_keep)
+        self._text = None
+        if text is not None:
+            tokens = (text.max_tokens,) if text.max_tokens else ()
+            self._text = _Rows((batch, *tokens, text.width), torch.float16, pin=pin, can_keep=can_keep)
+            self._arange = torch.arange(text.max_tokens)
+        self._keys_of, self._captions, self._from_numpy = keys_of, captions, torch.from_numpy
+
+    def collate(self, samples: Sequence[LatentSample]) -> Batch:
+        """The batch of `samples`, in their order."""
+        columns, rows, latents, texts = zip(*samples)  # noqa: B905 - all have four entries
+        first, end = rows[0], rows[0] + len(rows)
+        is_slice = columns[-1] is columns[0] and rows[-1] + 1 == end
+        # A literal: calling `Batch` costs a microsecond, which a batch of one notices.
+        pictures = self._latents.filled(latents)
+        batch: Batch = {
+            "input": "latents",
+            "latents": pictures.transpose(1, 2) if self._channels_first else pictures,
+        }
+        for name, column in columns[0].items():
+            # Slices of arrays, which nothing overwrites, take half as long as slices of tensors.
+            values = column[first:end] if is_slice else np.array([of[name][row] for of, row, _, _ in samples])
+            batch[name] = self._from_numpy(values)  # type: ignore[literal-required]
+        batch["key"] = Keys(batch["clip_id"], self._keys_of)
+        if self._captions is not None and (tokenize := self._captions.tokenize) is not None:
+            captions = self._captions.texts_at(batch.pop("text_row").numpy())
+            batch["tokens"] = self._from_numpy(np.stack([tokenize(text) for text in captions]))
+        if self._text is not None:
+            batch["text"] = self._text.filled(texts)
+            if (num_tokens := batch.pop("num_tokens", None)) is not None:
+                longest = int(num_tokens.max())
+                batch["text"] = batch["text"][:, :longest]
+                batch["text_mask"] = self._arange[:longest] < num_tokens[:, None]
+        return batch
+
+
+class _Rows(BatchMemory):
+    """Memory whose rows are copied from bytes."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
+        super().__init__(shape, dtype, pin=pin, can_keep=can_keep)
+        size = self._row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
+        self._places = [slice(begin, begin + size) for begin in range(0, shape[0] * size, size)]
+
+    def filled(self, parts: Sequence[Part]) -> "torch.Tensor":
+        """A tensor of rows; a part that is shorter than a row is followed by zeros."""
+        (rows, content), size = self.rows(len(parts)), self._row_bytes
+        for place, (source, begin, end) in zip(self._places, parts):  # noqa: B905 - the last batch may be smaller
+            content[place] = source[begin:end] if end - begin == size else bytes(source[begin:end]).ljust(size, b"\0")
+        return rows
+
+
+class Keys(Sequence[str]):
+    """Keys of the chunks of clips, made on access: a training step does not need them. Equal to a list of them."""
+
+    __slots__ = ("_clips", "_keys_of")
+
+    def __init__(self, clips: "torch.Tensor", keys_of: Callable[[NDArray[np.int64]], list[str]]) -> None:
+        self._clips, self._keys_of = clips, keys_of
+
+    def __len__(self) -> int:
+        return len(self._clips)
+
+    def __getitem__(self, index: int | slice) -> Any:  # as a list
+        if isinstance(index, slice):
+            return self._keys_of(self._clips[index].numpy())
+        return self._keys_of(self._clips[index].numpy()[None])[0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and not isinstance(other, str) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # equal to lists, which are not hashable
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
 
 
 class LatentReader:
@@ -24,7 +283,7 @@ class LatentReader:
     Sample i shows row i.
     """
 
-    mixture: ClassVar[str] = "clipmill.train.data.latents.mixed:MixedLatentReader"
+    mixture: ClassVar[str] = "clipmill.train.data.latents.reader:MixedLatentReader"
 
     def __init__(self, segments: LatentSegments, table: SampleTable, captions: Captions | None) -> None:
         assert table.frame is not None
@@ -138,3 +397,68 @@ class LatentReader:
     def deviations(self) -> list[str]:
         """Which chunks the latents were made of, if not of the current ones, and where the tars are."""
         return [self.segments.made_of, self.segments.maps.describe()]
+
+
+class MixedLatentReader:
+    """Reads segments of several folders, numbered one folder after another. For the arguments see `MixedReader`."""
+
+    def __init__(self, parts: Sequence[Samples], addresses: Sequence[str], numbering: "Numbering") -> None:
+        self._readers: list[LatentReader] = [part.reader for part in parts]  # type: ignore[misc]
+        self._numbering = numbering
+        self._rings: dict[LoaderSettings, LatentRing] = {}
+
+    def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
+        """The samples or failures of some blocks, in order."""
+        return chain.from_iterable(self._read(block, loading) for block in blocks)
+
+    def collate(self, loading: LoaderSettings) -> Callable[[Sequence[LatentSample]], Batch]:
+        """The function that makes batches of samples; it uses the same memory in all iterations."""
+        if loading not in self._rings:
+            self._rings[loading] = LatentRing(
+                self._readers[0].segments, loading, keys_of=self.keys_of, captions=self.captions
+            )
+        return self._rings[loading].collate
+
+    @cached_property
+    def captions(self) -> Captions | None:
+        """The captions of all folders, whose texts are numbered one folder after another; None without."""
+        parts = [reader.captions for reader in self._readers if reader.captions is not None]
+        if not parts:
+            return None
+        # One table, as finding the folder of each caption of a small batch would take longer than reading its text.
+        texts = pa.chunked_array([chunk for part in parts for chunk in part.stored_texts.chunks], pa.string())
+        return Captions(parts[0].rows, texts, tokenize=parts[0].tokenize)
+
+    @cached_property
+    def _first_text(self) -> list[int]:
+        """The number of the first text of each folder."""
+        counts = [0 if reader.captions is None else len(reader.captions.stored_texts) for reader in self._readers]
+        return np.cumsum([0, *counts]).tolist()
+
+    def keys_of(self, clips: NDArray[np.int64]) -> list[str]:
+        """The chunks of clips."""
+        keys: list[str] = [""] * len(clips)
+        for folder, where, rows in self._numbering.divide(clips):
+            for index, key in zip(where.tolist(), self._readers[folder].keys_of(rows), strict=True):
+                keys[index] = key
+        return keys
+
+    def _read(self, block: Block, loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
+        columns: Columns = {}
+        parts: dict[int, Iterator[Any]] = {}
+        folder_of = self._numbering.folder_of(block.samples)
+        for folder, where, rows in self._numbering.divide(block.samples):
+            reader = self._readers[folder]
+            requests = reader.requests(Block(rows, block.positions[where], block.seed))
+            first = {
+                "clip_id": self._numbering.first_clip[folder],
+                "caption_id": self._numbering.first_caption[folder],
+                "text_row": self._first_text[folder],
+            }
+            for name, column in requests.columns.items():
+                of_all = columns.setdefault(name, np.empty(len(block.samples), np.int64))
+                of_all[where] = column + first.get(name, 0)
+            requests = replace(requests, columns=columns, rows=where.tolist())
+            parts[folder] = reader.segment_reader.read(requests, loading)
+        for folder in folder_of.tolist():
+            yield next(parts[folder])

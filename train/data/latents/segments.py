@@ -6,8 +6,10 @@ segments that it encoded, and no tails; a frame is then a latent frame, and thei
 """
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,13 +21,16 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
 from clipmill.shards.columns import LATENTS, command_for
 from clipmill.shards.reader import Variant
-from clipmill.train.data.chunk_table import index_in, own_in_order
+from clipmill.train.data.classes import ClassList
+from clipmill.train.data.data_folder import index_in, own_in_order
 from clipmill.train.data.frame_sampling import US_PER_S
-from clipmill.train.data.mapped_tars import MappedTars, Payload
-from clipmill.train.data.member_rows import member_rows, places_of
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.mapped_tars import MappedTars, Payload, member_rows, places_of
 
 if TYPE_CHECKING:
+    from clipmill.train.data.remote import RemoteTars
     from clipmill.train.data.stored_text import TextMembers
+
 
 Tails = Literal["drop", "pad"]
 
@@ -300,3 +305,46 @@ class LatentSegments:
     def key(self, chunk: int) -> str:
         """Key of a chunk."""
         return self.records.key(chunk, self.video_ids)
+
+
+ShownCaptions = Literal["none", "stored", "words"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentQuery:
+    """A query of segments.
+
+    Attributes:
+        data_dir: folder that prep made.
+        split: of the manifest.
+        segment: Length of a segment in seconds, a whole number of frames. None: the stored segments of a VAE of
+            videos, and DEFAULT_SEGMENT of other latents.
+        captions: what samples have of captions: nothing, stored embeddings, or words. Segments without it are excluded.
+        loading: batches and this rank's share. The threads read what has to be verified, fetched or unpacked; four keep
+            a disk busy, and one verifies several gigabytes per second. Memory is pinned if there is a GPU, unless
+            batches that are in use are kept.
+        tails: what to do with the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches
+            then have `num_frames`).
+        sources: weights of the captions' sources (clipmill.train.config.clips).
+        classes: of labels, in place of captions; segments without any of them are excluded
+            (clipmill.train.data.latents.segment_table).
+        max_segments: at most this many samples of each video, spread evenly over it.
+        where: an expression that selects segments, by chunks and captions (clipmill.shards.where); None for all.
+        tars: reads the tars of a remote data folder, whose small files are in `data_dir`.
+    """
+
+    data_dir: Path = field(kw_only=False)
+    split: str
+    segment: str | None = None
+    captions: ShownCaptions = "stored"
+    loading: LoaderSettings = field(default_factory=LoaderSettings)
+    tails: Tails = "drop"
+    sources: str | None = None
+    classes: Sequence[ClassList] = ()
+    max_segments: int | None = None
+    where: str | None = None
+    tars: "RemoteTars | None" = None
+
+    def __post_init__(self) -> None:
+        if self.classes and self.captions != "none":
+            raise ValueError(f"samples with labels have no captions: {self.captions}")

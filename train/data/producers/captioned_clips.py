@@ -9,14 +9,12 @@ import pyarrow as pa
 from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.caption_spans import CaptionSpans
 from clipmill.manifests.store import num_captions_of, read_captions, read_videos
-from clipmill.train.config.data import CaptionSettings
+from clipmill.train.config.clips import CaptionSettings
 from clipmill.train.data.caption_rows import make_clip_table
-from clipmill.train.data.captions import Captions
-from clipmill.train.data.chunks import ClipQuery, query_clips
-from clipmill.train.data.clip_reader import ClipReader
+from clipmill.train.data.captions import Captions, RowCaptions
+from clipmill.train.data.chunks import ClipQuery, ClipReader, query_clips
 from clipmill.train.data.query import DataQuery
-from clipmill.train.data.samples import Samples, Source
-from clipmill.train.data.table import RowCaptions, SampleTable, open_fingerprint, open_table
+from clipmill.train.data.samples import Samples, SampleTable, Source, open_fingerprint, open_table
 from clipmill.train.models.text import Tokenize
 
 if TYPE_CHECKING:

@@ -7,12 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.quoting import count_noun
-from clipmill.train.data.chunk_table import ChunkTable
-from clipmill.train.data.chunks import ChunkSet, ClipQuery, query_clips
-from clipmill.train.data.clip_reader import ClipReader
+from clipmill.train.data.chunks import ChunkSet, ClipQuery, ClipReader, query_clips
+from clipmill.train.data.data_folder import ChunkTable
 from clipmill.train.data.query import DataQuery
-from clipmill.train.data.samples import Samples, Source
-from clipmill.train.data.table import SampleTable, open_fingerprint, open_table
+from clipmill.train.data.samples import Samples, SampleTable, Source, open_fingerprint, open_table
 
 
 def open_chunk_clips(

@@ -7,15 +7,13 @@ from pathlib import Path
 from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import num_captions_of, read_captions
 from clipmill.train.data.batch import Sample
-from clipmill.train.data.chunk_table import rows_of
-from clipmill.train.data.chunks import ChunkSet, ClipQuery, query_clips
+from clipmill.train.data.caption_rows import spans_of_captions, usable_captions
+from clipmill.train.data.chunks import ChunkSet, ClipQuery, ClipReader, query_clips
 from clipmill.train.data.classes import ClassList, labelled_rows
-from clipmill.train.data.clip_reader import ClipReader
+from clipmill.train.data.data_folder import rows_of
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.query import DataQuery
-from clipmill.train.data.samples import Samples, Source
-from clipmill.train.data.table import SampleTable, open_fingerprint, open_table
-from clipmill.train.data.usable_captions import spans_of_captions, usable_captions
+from clipmill.train.data.samples import Samples, SampleTable, Source, open_fingerprint, open_table
 
 
 class Labels:

@@ -21,24 +21,24 @@ from clipmill.train.config.clips import LatentSettings
 from clipmill.train.config.shards import kind_of
 from clipmill.train.data.captions import Captions
 from clipmill.train.data.chunks import manifest_mark
+from clipmill.train.data.data_folder import ChunkRows, Selection, selection_mark
 from clipmill.train.data.latents.reader import LatentReader
-from clipmill.train.data.latents.segment_query import SegmentQuery, ShownCaptions
 from clipmill.train.data.latents.segment_table import make_segment_table, read_latents, read_text, require_whole_crops
 from clipmill.train.data.latents.segments import (
     FrameShape,
     LatentRecords,
     LatentSegments,
+    SegmentQuery,
+    ShownCaptions,
     StoredLatents,
     frames_of,
 )
 from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.mapped_tars import open_maps
 from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.query import LATENT_PATCH, DataQuery
-from clipmill.train.data.remote_maps import open_maps
-from clipmill.train.data.samples import Samples, Source
-from clipmill.train.data.selection import ChunkRows, Selection, selection_mark
+from clipmill.train.data.samples import Samples, Source, open_fingerprint, open_table
 from clipmill.train.data.stored_text import encoder_of, require_embeddings
-from clipmill.train.data.table import open_fingerprint, open_table
 
 if TYPE_CHECKING:
     from clipmill.train.models.text import Tokenize

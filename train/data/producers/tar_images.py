@@ -1,28 +1,163 @@
-"""Images of tars: they are indexed once (clipmill.train.data.images.index), and read in random order.
+"""Images of tars: they are indexed once (clipmill.train.data.image_tars), and read in random order.
 
 Images are numbered in the order of the tars and of their members. Samples without what is asked for are left out and
 counted.
 """
 
 import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import count_noun
-from clipmill.train.config.data import CaptionSettings
-from clipmill.train.data.captions import Annotations, Captions
+from clipmill.shards.damage import Damaged
+from clipmill.train.config.clips import CaptionSettings
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.captions import Annotations, Captions, RowCaptions
 from clipmill.train.data.classes import ClassList, class_numbers_of
-from clipmill.train.data.images.index import LABEL, ImageTars, LeftOut
-from clipmill.train.data.images.query import ImageQuery, open_tars
-from clipmill.train.data.images.reader import ImageReader
+from clipmill.train.data.clip_frames import ClipBuilder, ClipShape, as_yuv420
+from clipmill.train.data.decoders import MAX_PIXELS
+from clipmill.train.data.image_tars import LABEL, ImageQuery, ImageTars, LeftOut, open_tars
+from clipmill.train.data.loader import SampleRequest
+from clipmill.train.data.outcomes import FailedSample, SampleFailed
 from clipmill.train.data.producers.labelled_clips import Labels
 from clipmill.train.data.query import TARS_SPLIT, DataQuery, one_caption_each
-from clipmill.train.data.samples import Samples, Source
-from clipmill.train.data.table import RowCaptions, SampleTable, fingerprint_of
+from clipmill.train.data.samples import Samples, SampleTable, Source, fingerprint_of
+from clipmill.train.data.workers import ReadAhead, ThreadedReader
 from clipmill.train.models.text import Tokenize
+
+if TYPE_CHECKING:
+    import av
+
+
+_NUM_READERS = 32  # of remote tars; a request waits for tens of milliseconds
+
+
+class ImageReader(ThreadedReader):
+    """Reads the images of a table, whose parts are the images of all tars, in their order. Thread-safe.
+
+    Sample i shows row i // repeats.
+
+    Args:
+        images: int64 [N], the image of each row.
+        annotations: What samples get beside frames.
+        repeats: Samples of an image in an epoch; divides the loader's group, in which it is decoded once.
+    """
+
+    def __init__(
+        self,
+        tars: ImageTars,
+        images: NDArray[np.int64],
+        shape: ClipShape,
+        *,
+        annotations: Sequence[Annotations] = (),
+        repeats: int = 1,
+    ) -> None:
+        self._tars, self._images, self._shape = tars, images, shape
+        self._annotations, self._repeats = annotations, repeats
+
+    def key(self, sample: int) -> str:
+        """The tar of an image and its key there."""
+        return self._tars.key(self._image(sample))
+
+    def content(self, sample: int) -> bytes:
+        """The file of an image.
+
+        Raises:
+            SampleFailed: it cannot be read.
+        """
+        image = self._image(sample)
+        tar = self._tars.tar_of(image)
+        try:
+            size = int(self._tars.size[image])
+            content = self._tars.read(tar, int(self._tars.offset[image]), size)
+        except UserError:  # credentials that are refused, for this tar and for all others
+            raise
+        except (OSError, Damaged) as error:
+            detail = f"{self._tars.tars[tar]}: {error}"
+            raise SampleFailed(self.key(sample), reason="shard_unreadable", detail=detail) from error
+        if len(content) < size:
+            detail = f"{self._tars.tars[tar]} is shorter than when it was indexed"
+            raise SampleFailed(self.key(sample), reason="shard_unreadable", detail=detail)
+        return content
+
+    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+        """The image as a model sees it in an evaluation, RGB [H, W, 3], once; empty if it cannot be read or decoded."""
+        return super().pictures(sample, num_frames=1)
+
+    def deviations(self) -> list[str]:
+        """How often an image is shown."""
+        num_frames = self._shape.sampling.num_frames
+        return [
+            f"{self._repeats} samples of each in an epoch" if self._repeats > 1 else "",
+            f"each repeated in {num_frames} frames" if num_frames > 1 else "",
+        ]
+
+    @property
+    def ahead(self) -> ReadAhead | None:
+        """How images of remote tars are read ahead of decoding; None for local ones."""
+        return ReadAhead(self.read, self.load_read, _NUM_READERS) if self._tars.has_remote else None
+
+    def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
+        """Read, decode and crop the images of a group of requests; one that occurs several times is decoded once."""
+        return self.load_read(self.read(requests))
+
+    def read(self, requests: Sequence[SampleRequest]) -> list[tuple[SampleRequest, bytes | SampleFailed]]:
+        """Read the files of a group of requests, for `load_read`."""
+        contents: dict[int, bytes | SampleFailed] = {}
+        for request in requests:
+            row = request.sample // self._repeats
+            if row not in contents:
+                try:
+                    contents[row] = self.content(request.sample)
+                except SampleFailed as error:
+                    contents[row] = error
+        return [(request, contents[request.sample // self._repeats]) for request in requests]
+
+    def load_read(self, read: Sequence[tuple[SampleRequest, bytes | SampleFailed]]) -> list[Sample | FailedSample]:
+        """Decode and crop images that were read."""
+        loaded: list[Sample | FailedSample] = []
+        decoded: dict[int, av.VideoFrame] = {}
+        for request, content in read:
+            try:
+                if isinstance(content, SampleFailed):
+                    raise content
+                row = request.sample // self._repeats
+                if row not in decoded:
+                    decoded = {row: self._decoded(request.sample, content)}
+                loaded.append(self._sample(request, decoded[row]))
+            except SampleFailed as error:
+                loaded.append(error.at(request.position))
+        return loaded
+
+    def _decoded(self, sample: int, content: bytes) -> "av.VideoFrame":
+        try:
+            return decode_image(content)
+        except Exception as error:  # whatever a foreign file makes libav's bindings raise fails that sample alone
+            detail = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise SampleFailed(self.key(sample), reason="undecodable", detail=detail) from error
+
+    def _sample(self, request: SampleRequest, frame: "av.VideoFrame") -> Sample:
+        shape, key, row = self._shape, self.key(request.sample), request.sample // self._repeats
+        num_frames = shape.sampling.num_frames * shape.views.num_clips
+        building = ClipBuilder(shape, num_frames=num_frames, rng=request.generator("crop"), key=key)
+        building.add(frame, range(num_frames))
+        clip = building.clip()
+        sample = Sample(position=request.position, key=key, clip_id=row, video=clip.video, colour=clip.colour)
+        for annotations in self._annotations:
+            annotations.add(sample, replace(request, sample=row))
+        return sample
+
+    def _image(self, sample: int) -> int:
+        return int(self._images[sample // self._repeats])
+
 
 _HINT = "img2dataset writes such tars: jpg, png or webp, with txt or json; classes are in cls, or under a key of json"
 
@@ -141,3 +276,120 @@ def _require_images_only(tars: ImageTars) -> None:
                 hint="keep images and videos in tars of their own; a data folder that prep made can be mixed with "
                 "images, each by a --shards of its own",
             )
+
+
+_ORIENTATION_TAG = 0x0112
+# Filters of libav for the orientations of EXIF; 1 is upright.
+_UPRIGHT: dict[int, tuple[tuple[str, str], ...]] = {
+    2: (("hflip", ""),),
+    3: (("hflip", ""), ("vflip", "")),
+    4: (("vflip", ""),),
+    5: (("transpose", "cclock_flip"),),
+    6: (("transpose", "clock"),),
+    7: (("transpose", "clock_flip"),),
+    8: (("transpose", "cclock"),),
+}
+_EXIF_MARKS = {"mjpeg": b"Exif\0\0", "png": b"eXIf", "webp": b"EXIF"}
+_EXIF_SIZE_BYTES = 4  # of a WebP chunk, between its name and its content
+_JPEG_FRAMES = (b"\xc0", b"\xc1", b"\xc2")  # markers of frame headers: baseline, extended, progressive
+
+
+def decode_image(content: bytes) -> "av.VideoFrame":
+    """The upright image in a JPEG, PNG or WebP file, as 8-bit YUV 4:2:0.
+
+    Raises:
+        ValueError: it is another kind of file, animated, too large, cut or damaged.
+    """
+    import av
+
+    codec = _codec_of(content)
+    # A new one for each image: libav's PNG decoder outputs noise for a second file. It costs a tenth of a small JPEG.
+    context = av.CodecContext.create(codec, "r")
+    assert isinstance(context, av.VideoCodecContext)
+    context.thread_count = 1  # the loader's threads are the parallel part
+    # An error, not a concealed one; and a file of a few bytes can claim an image of any size.
+    context.options = {"err_detect": "explode", "max_pixels": str(MAX_PIXELS)}
+    try:
+        frames = context.decode(av.Packet(content))
+    except av.FFmpegError as error:
+        width, height = _claimed_size(content, codec)
+        if width * height > MAX_PIXELS:
+            raise ValueError(f"an image of {width} x {height} is larger than {MAX_PIXELS:,} pixels") from error
+        raise ValueError(f"the file is damaged or was cut short ({codec}: {error.strerror})") from error
+    if len(frames) != 1 or frames[0].is_corrupt:
+        raise ValueError(f"the file is damaged or was cut short ({codec}: no intact image)")
+    return as_yuv420(_turn_upright(frames[0], _orientation_of(content, codec)))
+
+
+def _codec_of(content: bytes) -> str:
+    """libav's name of the codec; raises ValueError for other files, and for animations."""
+    if content.startswith(b"\xff\xd8\xff"):
+        return "mjpeg"
+    if content.startswith(b"\x89PNG\r\n\x1a\n"):
+        # libav shows the first picture of an animation.
+        if b"acTL" in content[: max(content.find(b"IDAT"), 0)]:
+            raise ValueError("an animated PNG, not an image")
+        return "png"
+    if content.startswith(b"RIFF") and content[8:12] == b"WEBP":
+        if content[12:16] == b"VP8X" and content[20] & 2:
+            raise ValueError("an animated WebP, not an image")
+        return "webp"
+    raise ValueError(f"neither JPEG, PNG nor WebP: it begins with {content[:12]!r}")
+
+
+def _claimed_size(content: bytes, codec: str) -> tuple[int, int]:
+    """Width and height as the header says, for the message of a rejected file; (0, 0) if they are not found."""
+    if codec == "png":
+        return int.from_bytes(content[16:20]), int.from_bytes(content[20:24])
+    if codec == "webp":
+        if content[12:16] == b"VP8X":
+            return int.from_bytes(content[24:27], "little") + 1, int.from_bytes(content[27:30], "little") + 1
+        if content[12:16] == b"VP8L":
+            packed = int.from_bytes(content[21:25], "little")
+            return (packed & 0x3FFF) + 1, (packed >> 14 & 0x3FFF) + 1
+        return int.from_bytes(content[26:28], "little") & 0x3FFF, int.from_bytes(content[28:30], "little") & 0x3FFF
+    at = 2
+    while content[at : at + 1] == b"\xff":  # segments: a marker, and the number of bytes that follow it
+        if content[at + 1 : at + 2] in _JPEG_FRAMES:
+            return int.from_bytes(content[at + 7 : at + 9]), int.from_bytes(content[at + 5 : at + 7])
+        at += 2 + int.from_bytes(content[at + 2 : at + 4])
+    return 0, 0
+
+
+def _orientation_of(content: bytes, codec: str) -> int:
+    """The orientation in the EXIF data of a file, 1 to 8; 1 without any."""
+    mark = _EXIF_MARKS[codec]
+    at = content.find(mark)
+    if at < 0:
+        return 1
+    at += len(mark) + (_EXIF_SIZE_BYTES if codec == "webp" else 0)
+    at += len(_EXIF_MARKS["mjpeg"]) if content.startswith(_EXIF_MARKS["mjpeg"], at) else 0
+    tiff = memoryview(content)[at:]
+    order = {b"II*\0": "little", b"MM\0*": "big"}.get(bytes(tiff[:4]))
+    if order is None:
+        return 1
+
+    def number(begin: int, size: int) -> int:
+        return int.from_bytes(tiff[begin : begin + size], "little" if order == "little" else "big")
+
+    first = number(4, 4)
+    for entry in range(first + 2, first + 2 + 12 * number(first, 2), 12):
+        if number(entry, 2) == _ORIENTATION_TAG:
+            return number(entry + 8, 2)
+    return 1
+
+
+def _turn_upright(frame: "av.VideoFrame", orientation: int) -> "av.VideoFrame":
+    if orientation not in _UPRIGHT:
+        return frame
+    from av.filter import Graph
+
+    graph = Graph()
+    links = [graph.add_buffer(width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1))]
+    links += [graph.add(name, arguments or None) for name, arguments in _UPRIGHT[orientation]]
+    # Copied, because vflip only lets the lines of a frame run backwards in memory.
+    graph.link_nodes(*links, graph.add("copy"), graph.add("buffersink")).configure()
+    graph.push(frame)
+    turned = graph.pull()
+    assert isinstance(turned, type(frame))
+    return turned

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.train.data.batch import Sample
-from clipmill.train.data.captions import Captions
+from clipmill.train.data.captions import Captions, RowCaptions
 from clipmill.train.data.loader import SampleRequest
-from clipmill.train.data.table import RowCaptions
 from clipmill.train.device.random import draw_uniform
 from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer
 

@@ -11,12 +11,10 @@ from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.settings import SHARE, Checked, GoesWith, Needs, Range, errors_of
 from clipmill.train.config import fields as groups
-from clipmill.train.config.clips import ClipSettings, NumFrames, adapted_towers
-from clipmill.train.config.data import CaptionSettings
+from clipmill.train.config.clips import CaptionSettings, ClipSettings, NumFrames, adapted_towers
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, help_group
-from clipmill.train.config.model import SIZE, check_picture
-from clipmill.train.config.tuning import Freeze, Tower
+from clipmill.train.config.model import SIZE, Freeze, Tower, check_picture
 
 Method = Literal["greedy", "sample", "beam"]
 VideoFormat = Literal["json", "srt"]  # of `train caption-video`

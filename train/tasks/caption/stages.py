@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.distributed.stages import LayerCost, broadcast_from_last, run_along
+from clipmill.train.distributed.pipeline import LayerCost, broadcast_from_last, run_along
 from clipmill.train.distributed.world import World
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.models.gpt2 import Gpt2, TextCache

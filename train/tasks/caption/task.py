@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from clipmill.shards.columns import VIDEO
-from clipmill.train.config.tuning import Tower
+from clipmill.train.config.model import Tower
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.chunks import clip_query
 from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.prefetch import batches_on_all_stages
 from clipmill.train.data.producers.captioned_clips import open_captioned_clips
 from clipmill.train.data.query import loader_settings
-from clipmill.train.distributed.stages import LayerCost
+from clipmill.train.distributed.pipeline import LayerCost
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.clip_task import ClipTask
 from clipmill.train.evaluation.identity import normalisation_of
@@ -47,7 +47,7 @@ from clipmill.train.weights.loading import Loaded
 from clipmill.train.weights.source import Say, Source
 
 if TYPE_CHECKING:
-    from clipmill.train.data.clip_reader import ClipReader
+    from clipmill.train.data.chunks import ClipReader
     from clipmill.train.data.mixed_samples import MixedSamples
     from clipmill.train.data.samples import Samples
 

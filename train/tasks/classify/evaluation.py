@@ -13,9 +13,8 @@ from torch import nn
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.batch import Batch, to_device
-from clipmill.train.data.class_file import read_class_file, require_names
-from clipmill.train.data.classes import ClassList
-from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.classes import ClassList, read_class_file, require_names
+from clipmill.train.data.clip_frames import Views
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.by_class import Predictions, majority_baseline

@@ -9,8 +9,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.settings import SHARE, GoesWith, Range, errors_of
 from clipmill.train.config import fields as groups
-from clipmill.train.config.clips import LatentSettings
-from clipmill.train.config.data import Augment
+from clipmill.train.config.clips import Augment, LatentSettings
 from clipmill.train.config.evaluation import EVERY, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, help_group
 from clipmill.train.config.model import LIBRARY, check_picture

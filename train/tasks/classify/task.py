@@ -16,7 +16,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.shards.columns import LATENTS, VIDEO
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.classes import ClassList
-from clipmill.train.data.decoding.clip import Views
+from clipmill.train.data.clip_frames import Views
 from clipmill.train.data.frame_sampling import spread_frames, window_frames
 from clipmill.train.data.inputs import picture_size, read_classes_of
 from clipmill.train.data.query import DataQuery, loader_settings, open_samples

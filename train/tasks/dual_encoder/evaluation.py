@@ -12,8 +12,8 @@ from torch import nn
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.shards.pages.media import evenly_spaced_items
 from clipmill.train.config.shards import IMAGES, kind_of
-from clipmill.train.data.decoding.clip import Views
-from clipmill.train.data.folders import open_data_folder
+from clipmill.train.data.clip_frames import Views
+from clipmill.train.data.data_folder import open_data_folder
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.relevancy import Relevancy
 from clipmill.train.distributed.world import World

@@ -21,8 +21,8 @@ from clipmill.manifests.adapters.tables import read_csv
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import REJECTED_FILE, manifest_dir, read_captions, read_rejected_rows, read_videos
-from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import videos_of_split
+from clipmill.train.data.data_folder import rows_of
 from clipmill.train.data.relevancy import (
     Actions,
     NoRelevancy,

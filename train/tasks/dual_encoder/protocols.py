@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_captions
-from clipmill.train.data.caption_choice import choose_sources
 from clipmill.train.data.caption_rows import no_captions
-from clipmill.train.data.chunk_table import rows_of
+from clipmill.train.data.captions import choose_sources
 from clipmill.train.data.chunks import videos_of_split
+from clipmill.train.data.data_folder import rows_of
 from clipmill.train.models.text import CONTEXT_LENGTH, load_tokenizer
 from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, EmbedTexts, distinct_texts
 from clipmill.train.tasks.dual_encoder.metrics import score_retrieval

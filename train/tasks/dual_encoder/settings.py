@@ -10,12 +10,10 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.settings import Range, errors_of
 from clipmill.train.config import fields as groups
-from clipmill.train.config.clips import LatentSettings
-from clipmill.train.config.data import CaptionSettings
+from clipmill.train.config.clips import CaptionSettings, LatentSettings
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, help_group
-from clipmill.train.config.model import DualEncoderInit, DualEncoderTowers, check_picture
-from clipmill.train.config.tuning import Tower
+from clipmill.train.config.model import DualEncoderInit, DualEncoderTowers, Tower, check_picture
 from clipmill.train.losses.settings import Loss
 
 LOSS = help_group("Loss", 6)

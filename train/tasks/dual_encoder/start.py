@@ -4,8 +4,7 @@ import math
 from dataclasses import replace
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.model import LIBRARY, DualEncoderTowers, kind_of
-from clipmill.train.config.towers import TOWERS
+from clipmill.train.config.model import LIBRARY, TOWERS, DualEncoderTowers, kind_of
 from clipmill.train.models.dual_encoder import library_width, size_of
 from clipmill.train.models.text import CONTEXT_LENGTH
 from clipmill.train.models.transformer import NORM_EPS

@@ -16,8 +16,8 @@ from clipmill.shards.dataset import current_variant
 from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.shards import IMAGES, kind_of
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.decoding.clip import Views
-from clipmill.train.data.folders import open_data_folder
+from clipmill.train.data.clip_frames import Views
+from clipmill.train.data.data_folder import open_data_folder
 from clipmill.train.data.frame_sampling import spread_frames
 from clipmill.train.data.inputs import picture_size
 from clipmill.train.data.query import (
@@ -39,7 +39,7 @@ from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
 if TYPE_CHECKING:
     from clipmill.train.data.mixed_samples import MixedSamples
     from clipmill.train.data.samples import Samples
-    from clipmill.train.data.streams.stream import VideoStream
+    from clipmill.train.data.video_stream import VideoStream
     from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
 
     OneFolder = Samples[Any] | VideoStream

@@ -5,7 +5,7 @@ the unit-length embeddings of its prompts (each of its names in each template). 
 number of other classes that score at least as high: ties count against the model, so that constant scores are always
 wrong.
 
-A class file is a list or a table (clipmill.train.data.class_file); a template file has one template per line, with {}
+A class file is a list or a table (clipmill.train.data.classes); a template file has one template per line, with {}
 or {c} for the name. Without a class file, classes and names come from a label of the captions:
 
     text (Kinetics' `class`)                the label is the name
@@ -29,10 +29,9 @@ from clipmill.manifests.adapters.tables import text_lines
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_captions
-from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import videos_of_split
-from clipmill.train.data.class_file import Names, read_class_file, require_names
-from clipmill.train.data.classes import ACTION, class_labels, class_names_of
+from clipmill.train.data.classes import ACTION, Names, class_labels, class_names_of, read_class_file, require_names
+from clipmill.train.data.data_folder import rows_of
 from clipmill.train.evaluation.by_class import Predictions, majority_baseline
 from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, EmbedTexts
 

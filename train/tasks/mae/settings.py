@@ -13,10 +13,8 @@ from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import Crop, LatentSettings, NumFrames, Sampling
 from clipmill.train.config.evaluation import ProbeEvaluation
 from clipmill.train.config.fields import FIRST_RUN, help_group
-from clipmill.train.config.model import Kind, Towers, check_picture, of_clip_alone, patch_px_of
-from clipmill.train.config.optim import OptimizerSettings
-from clipmill.train.config.training import COUNT, LearningRate, WeightDecay
-from clipmill.train.config.tuning import Tower
+from clipmill.train.config.model import Kind, Tower, Towers, check_picture, of_clip_alone, patch_px_of
+from clipmill.train.config.training import COUNT, LearningRate, OptimizerSettings, WeightDecay
 
 DecoderMask = Literal["none", "random", "running-cell"]
 Repeat = Literal["clips", "masks"]

@@ -15,7 +15,7 @@ from clipmill.train.config.evaluation import EvaluatedData, ProbeEvaluation
 from clipmill.train.config.shards import kind_of
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.chunks import videos_of_split
-from clipmill.train.data.folders import open_data_folder
+from clipmill.train.data.data_folder import open_data_folder
 from clipmill.train.data.frame_sampling import window_frames
 from clipmill.train.data.inputs import picture_size
 from clipmill.train.data.query import LATENT_PATCH, DataQuery, loader_settings, open_samples

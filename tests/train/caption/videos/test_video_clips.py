@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo, frame_times_s
 from clipmill.shards.reader import Variant
-from clipmill.train.data.decoding.clip import ClipShape, make_clip
-from clipmill.train.data.decoding.decoders import ChunkDecoder
-from clipmill.train.data.decoding.pictures import Rectangle, centre_square, rgb_pictures
-from clipmill.train.data.decoding.reading import read_chunk
+from clipmill.train.data.clip_frames import ClipShape, Rectangle, centre_square, make_clip, rgb_pictures
+from clipmill.train.data.decoders import ChunkDecoder, read_chunk
 from clipmill.train.data.frame_sampling import US_PER_S, ChunkTimes, Sampling, frame_indices, moments_of
 from clipmill.train.tasks.caption.videos.clips import WindowClip, shown_square, window_clips
 from clipmill.train.tasks.caption.videos.source import read_timing

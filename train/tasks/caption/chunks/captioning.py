@@ -22,8 +22,7 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.pseudo_captions import PSEUDO_CAPTIONS, SCHEMA
 from clipmill.manifests.publish import remove_temporaries, target_of
 from clipmill.train.data.batch import BatchRing, Sample
-from clipmill.train.data.chunks import ChunkSet, clip_query
-from clipmill.train.data.clip_reader import ClipReader
+from clipmill.train.data.chunks import ChunkSet, ClipReader, clip_query
 from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import FailedSample

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from clipmill.manifests.settings import Checked, Needs, Range
-from clipmill.train.config.data import AS_TRAINED, Overrides
+from clipmill.train.config.clips import AS_TRAINED, Overrides
 from clipmill.train.config.training import Device
 from clipmill.train.tasks.caption.settings import DECODING, DecodingSettings, Method
 

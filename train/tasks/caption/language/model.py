@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool1d
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.tuning import Lora
+from clipmill.train.config.model import Lora
 from clipmill.train.models.adapters import peft_config
 from clipmill.train.models.captioner import tower_of
 from clipmill.train.models.transformer import LayerNorm

@@ -16,7 +16,7 @@ import numpy as np
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.units import parse_length
 from clipmill.train.augment.colour import colour_kind
-from clipmill.train.data.decoding.pictures import Planes, Rectangle, as_yuv420, crop_clip
+from clipmill.train.data.clip_frames import Planes, Rectangle, as_yuv420, crop_clip
 from clipmill.train.data.frame_sampling import US_PER_S, Moments, Sampling, moments_of
 from clipmill.train.tasks.caption.videos.source import TimedFrame, VideoFailed, VideoTiming, frames_of, read_timing
 
@@ -72,7 +72,7 @@ class WindowClip:
     """The frames of a window.
 
     Attributes:
-        video: uint8 [T, S * S * 3 / 2], YUV 4:2:0 (clipmill.train.data.decoding.pictures).
+        video: uint8 [T, S * S * 3 / 2], YUV 4:2:0 (clipmill.train.data.clip_frames).
         colour: matrix and range (clipmill.train.augment.colour).
         video_us: duration of the whole video.
     """

@@ -6,8 +6,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from clipmill.manifests.progress import Activity
-from clipmill.train.config.data import AS_TRAINED, Overrides
-from clipmill.train.config.places import require_named_weights
+from clipmill.train.config.clips import AS_TRAINED, Overrides
+from clipmill.train.config.shards import require_named_weights
 from clipmill.train.tasks.caption.settings import DECODING, DecodingSettings, VideoFormat
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import count_noun
-from clipmill.train.config.data import AS_TRAINED, Overrides
+from clipmill.train.config.clips import AS_TRAINED, Overrides
 from clipmill.train.config.training import Device
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.frame_sampling import Sampling

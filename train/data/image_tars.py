@@ -22,9 +22,11 @@ from clipmill.manifests.storage.cache import ObjectCache
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.shards.tars import LocalTars
-from clipmill.train.data.node_cache import open_shared
-from clipmill.train.data.remote import copy_name, held_copy
-from clipmill.train.data.streams.samples import (
+from clipmill.train.data.clip_frames import ClipShape
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.node_cache import choose_folder, open_shared
+from clipmill.train.data.remote import copy_name, held_copy, local_copy, open_cache
+from clipmill.train.data.tar_samples import (
     MAX_TEXT_BYTES,
     VIDEO_EXTENSIONS,
     TarSample,
@@ -33,6 +35,7 @@ from clipmill.train.data.streams.samples import (
     description_of,
     samples_of,
 )
+from clipmill.train.data.video_stream import expand
 from clipmill.train.data.workers import Stuck, in_order
 
 # The first of these that a sample has is its image; open_clip prefers them in the same order.
@@ -270,3 +273,56 @@ def _sha256(texts: Iterable[str]) -> str:
     for text in texts:
         digest.update(f"{len(text)} {text}\n".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class ImageQuery:
+    """A question to tars of images.
+
+    Attributes:
+        pattern: of local or remote tars (`clipmill.train.data.video_stream.expand`).
+        shape: how images are cropped and resized; every image fills all frames of its clip.
+        loading: batches, threads and this rank's share.
+        cache, cache_size: folder for copies of remote tars, and the limit (`clipmill.train.data.remote.open_cache`).
+    """
+
+    pattern: str
+    shape: ClipShape
+    loading: LoaderSettings
+    cache: Path | None = None
+    cache_size: str | None = None
+
+
+def open_tars(pattern: str, *, cache: Path | None, cache_size: str | None, label: str = LABEL) -> ImageTars:
+    """Index tars; see `ImageQuery` and `ImageTars`. Raises UserError if one cannot be read or is compressed."""
+    choose_folder(cache)
+    tars = expand(pattern)
+    return ImageTars(tars, open_cache(cache, size=cache_size) if any(map(is_remote, tars)) else None, label=label)
+
+
+def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> bool:
+    """Return True if tars have images, by the first sample of the first tar that has samples.
+
+    Raises:
+        UserError: a tar is missing or cannot be read.
+    """
+    for tar in expand(shards):
+        try:
+            are_images = holds_images(tar, local_copy(tar, cache=cache, size=cache_size))
+        except OSError as error:
+            raise UserError(f"{tar} cannot be read: {error}", hint="repair it, or leave it out") from error
+        if are_images is not None:
+            return are_images
+    return False
+
+
+def class_names_of_images(pattern: str, *, label: str, cache: Path | None, cache_size: str | None) -> set[str]:
+    """The classes of images in tars; raises UserError if these cannot be read, or have no such label."""
+    tars = open_tars(pattern, cache=cache, cache_size=cache_size, label=label)
+    found = {name for one in tars.indexes for name in one.classes.unique().to_pylist() if name}
+    if not found:
+        raise UserError(
+            f"the images of {pattern} have no label {label!r}",
+            hint=f"labels of images in tars: {LABEL} is their cls, others are keys of their json",
+        )
+    return found

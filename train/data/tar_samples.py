@@ -7,21 +7,282 @@ of its span that lies in the chunk, since a stream cannot access the neighbourin
 whole video is one clip, whose caption is the txt member, or `caption` in the json.
 """
 
+import bz2
+import gzip
+import io
 import json
+import lzma
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from clipmill.shards.damage import DamagedTar
-from clipmill.train.data.decoding.decoders import PlainVideo
+from clipmill.shards.format import BLOCK_BYTES
+from clipmill.shards.index import padded_size
+from clipmill.shards.opening import open_regular
+from clipmill.train.data.decoders import PlainVideo
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling, moments_of, to_us, view_offsets
 from clipmill.train.data.outcomes import SampleFailed
-from clipmill.train.data.streams.members import Member, members_of
+
+MAX_HEADER_BYTES = 1 << 20  # of an extended header: long names, and what PAX records of a file
+MAX_NAME_BYTES = 4096
+# Of a compressed tar: videos hardly compress, captions a few times, a decompression bomb a thousand times.
+MAX_EXPANSION = 64
+_FREE_BYTES = 64 << 20  # that a small tar may expand to in any case
+_XZ_MEMORY_BYTES = 256 << 20  # four times what `xz -9` needs
+_PIECE_BYTES = 1 << 20
+_PAX = (b"x", b"X")
+_WITHOUT_PAYLOAD = (
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.DIRTYPE,
+    tarfile.FIFOTYPE,
+)
+_REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+# Offsets of the flag that another header follows, in the first and in further headers of a sparse member.
+_SPARSE_FIRST, _SPARSE_FURTHER = 482, 504
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file of a tar.
+
+    Attributes:
+        size_bytes: as its header says.
+        offset: of its first byte in the tar; None in a compressed one.
+        content: None if it is not needed or cannot be read.
+        problem: why it cannot be read, as the end of a sentence that begins with its name.
+    """
+
+    name: str
+    size_bytes: int
+    offset: int | None = None
+    content: bytes | None = None
+    problem: str | None = None
+
+
+def members_of(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Member]:
+    """The files of a tar in its order; links, folders and devices are skipped.
+
+    Args:
+        limit_of: maximum size in bytes of a member of this name; 0 if it is not needed.
+
+    Raises:
+        DamagedTar: the tar ends early, continues with something that is not a member, or expands too far. What came
+            before is intact.
+        OSError: it cannot be read.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        source = _Source(path, file)
+        try:
+            yield from _members(source, limit_of)
+        except (EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+            raise source.broken(str(error)) from error
+
+
+@dataclass
+class _Extended:
+    """What the headers before a member's own say about it."""
+
+    name: bytes | None = None
+    size_bytes: int | None = None
+    is_sparse: bool = False
+
+
+class _Source:
+    """The bytes of a tar, decompressed if necessary."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path = path
+        self._packed_bytes = os.fstat(file.fileno()).st_size
+        self._stream, self._is_packed = _unpack(file)
+        self.position = 0
+
+    @property
+    def offset(self) -> int | None:
+        """Where the next byte is in the file; None if it is compressed."""
+        return None if self._is_packed else self.position
+
+    def block(self) -> bytes:
+        """The next block; fewer bytes at the end."""
+        block = self._stream.read(BLOCK_BYTES)
+        self._advance(len(block))
+        return block
+
+    def read(self, size_bytes: int) -> bytes:
+        """The payload of a member or header, whose size is within a limit; skips its padding."""
+        self._require_there(size_bytes)
+        if not self._is_packed:
+            content = self._stream.read(size_bytes)
+            self._advance(len(content))
+        else:
+            pieces = io.BytesIO()  # grows with the data, not with what a header claims
+            while (missing := size_bytes - pieces.tell()) and (piece := self._stream.read(min(missing, _PIECE_BYTES))):
+                self._advance(len(piece))
+                pieces.write(piece)
+            content = pieces.getvalue()
+        if len(content) < size_bytes:
+            raise self.broken("it was cut short")
+        self.skip(padded_size(size_bytes) - size_bytes)
+        return content
+
+    def skip(self, size_bytes: int) -> None:
+        """Skip bytes."""
+        self._require_there(size_bytes)
+        if not self._is_packed:
+            self._stream.seek(size_bytes, os.SEEK_CUR)
+            self._advance(size_bytes)
+            return
+        while size_bytes:
+            piece = self._stream.read(min(size_bytes, _PIECE_BYTES))
+            if not piece:
+                raise self.broken("it was cut short")
+            self._advance(len(piece))
+            size_bytes -= len(piece)
+
+    def skip_sparse_headers(self, block: bytes) -> None:
+        """Skip the headers that follow `block`, the first header of a sparse member."""
+        another = block[_SPARSE_FIRST]
+        while another:
+            block = self.read(BLOCK_BYTES)
+            another = block[_SPARSE_FURTHER]
+
+    def broken(self, why: str) -> DamagedTar:
+        """The error at which reading ends."""
+        return DamagedTar(self._path, f"the tar cannot be read from here on (byte {self.position:,}): {why}")
+
+    def _require_there(self, size_bytes: int) -> None:
+        if not self._is_packed and self.position + size_bytes > self._packed_bytes:
+            raise self.broken("it was cut short")
+
+    def _advance(self, num_bytes: int) -> None:
+        self.position += num_bytes
+        if self._is_packed and self.position > self._packed_bytes * MAX_EXPANSION + _FREE_BYTES:
+            raise self.broken(f"it expands to more than {MAX_EXPANSION} times its size")
+
+
+def _members(source: _Source, limit_of: Callable[[str], int]) -> Iterator[Member]:
+    extended = _Extended()
+    while (block := source.block()) != bytes(BLOCK_BYTES):
+        if len(block) < BLOCK_BYTES:
+            raise source.broken("it was cut short" if source.position else "it is empty")
+        try:
+            info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            raise source.broken("what follows is not a tar member") from error
+        if info.size < 0:
+            raise source.broken("a member has a negative size")
+        if info.type in (tarfile.GNUTYPE_LONGNAME, *_PAX):
+            if info.size > MAX_HEADER_BYTES:
+                raise source.broken(f"a header claims {info.size:,} bytes, more than {MAX_HEADER_BYTES:,}")
+            _extend(extended, source.read(info.size), is_pax=info.type in _PAX)
+            continue
+        if info.type in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
+            source.skip(padded_size(info.size))
+            continue
+        if info.type not in _WITHOUT_PAYLOAD:
+            yield from _member(source, info, extended, block=block, limit_of=limit_of)
+        extended = _Extended()
+
+
+def _member(
+    source: _Source, info: tarfile.TarInfo, extended: _Extended, *, block: bytes, limit_of: Callable[[str], int]
+) -> Iterator[Member]:
+    size_bytes = info.size if extended.size_bytes is None else extended.size_bytes
+    name = _printable_name(info.name if extended.name is None else extended.name.decode("utf-8", "surrogateescape"))
+    limit_bytes, problem = 0, None
+    if info.type == tarfile.GNUTYPE_SPARSE:
+        source.skip_sparse_headers(block)
+    if extended.is_sparse or info.type == tarfile.GNUTYPE_SPARSE:
+        problem = "is a sparse file, which is not read"
+    elif len(name) > MAX_NAME_BYTES:
+        name, problem = f"{name[:100]}...", f"has a name of {len(name):,} characters"
+    elif info.type in _REGULAR:
+        limit_bytes = limit_of(name)
+        if limit_bytes and size_bytes > limit_bytes:
+            problem = f"has {size_bytes:,} bytes, more than the {limit_bytes:,} that are read"
+    offset = source.offset
+    if limit_bytes and problem is None:
+        yield Member(name, size_bytes, offset, content=source.read(size_bytes))
+        return
+    source.skip(padded_size(size_bytes))
+    if info.type in _REGULAR or problem is not None:
+        yield Member(name, size_bytes, offset, problem=problem)
+
+
+def _extend(extended: _Extended, payload: bytes, *, is_pax: bool) -> None:
+    """Read the name, the size and sparseness from the payload of an extended header; ValueError if it is damaged."""
+    if not is_pax:
+        extended.name = payload.partition(b"\0")[0]
+        return
+    begin = 0
+    while begin < len(payload) and payload[begin]:
+        space = payload.find(b" ", begin, begin + 20)
+        length = int(payload[begin:space]) if space > 0 else 0
+        if space < 0 or length <= space - begin or begin + length > len(payload):
+            raise ValueError("a PAX header is damaged")
+        keyword, _, value = payload[space + 1 : begin + length - 1].partition(b"=")
+        if keyword == b"path":
+            extended.name = value
+        elif keyword == b"size":
+            extended.size_bytes = int(value[:20])
+            if extended.size_bytes < 0:
+                raise ValueError("a member has a negative size")
+        elif keyword.startswith(b"GNU.sparse."):
+            extended.is_sparse = True
+        begin += length
+
+
+def _printable_name(name: str) -> str:
+    """A name without control sequences and unprintable characters."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode()
+
+
+def _unpack(file: BinaryIO) -> tuple[BinaryIO, bool]:
+    """The file or its decompressed content, and whether it is compressed."""
+    magic = file.read(6)
+    file.seek(0)
+    if magic.startswith(b"\x1f\x8b"):
+        return gzip.GzipFile(fileobj=file), True  # type: ignore[return-value]
+    if magic.startswith(b"BZh"):
+        return bz2.BZ2File(file), True  # type: ignore[return-value]
+    if magic == b"\xfd7zXZ\0":
+        return io.BufferedReader(_Xz(file)), True
+    return file, False
+
+
+class _Xz(io.RawIOBase):
+    """The content of an xz file; unlike `lzma.LZMAFile` it limits the dictionary that a header can request."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._decompressor = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=_XZ_MEMORY_BYTES)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
+        while True:
+            packed = self._file.read(_PIECE_BYTES) if self._decompressor.needs_input else b""
+            if self._decompressor.needs_input and not packed:
+                raise EOFError("the compressed data ends early")
+            piece = self._decompressor.decompress(packed, len(buffer))
+            if piece:
+                buffer[: len(piece)] = piece
+                return len(piece)
+            if self._decompressor.eof:
+                return 0
+
 
 MAX_SAMPLE_BYTES = 1 << 30
 MAX_TEXT_BYTES = 8 << 20  # of a json or txt, which takes twenty times as much once it is parsed

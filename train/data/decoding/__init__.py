@@ -1,1 +1,0 @@
-"""Decoding of chunks and clips: from packets, through the container, or cropped in a filter graph."""

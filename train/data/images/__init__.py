@@ -1,1 +1,0 @@
-"""Tars of images with texts, as img2dataset writes them, with random access to their members."""
