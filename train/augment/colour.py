@@ -24,7 +24,7 @@ _FULL_RANGE = 2
 
 
 def colour_kind(*, colorspace: int, color_range: int, is_full_format: bool) -> int:
-    """The kind of a frame.
+    """Return the kind of a frame.
 
     Args:
         colorspace: libav's number of the matrix (`frame.colorspace`); unspecified counts as BT.601, as in ffmpeg.
@@ -35,7 +35,7 @@ def colour_kind(*, colorspace: int, color_range: int, is_full_format: bool) -> i
 
 
 def rgb_matrices() -> NDArray[np.float64]:
-    """[6, 3, 4]: for each kind, the affine map from (Y, U, V, 1) in 0..255 to R, G, B in 0..1."""
+    """Return the affine map of each kind, [6, 3, 4], from (Y, U, V, 1) in 0..255 to R, G, B in 0..1."""
     matrices = np.empty((len(COLOUR_KINDS), 3, 4))
     for number, (red, blue) in enumerate(_LUMA_WEIGHTS):
         green = 1 - red - blue

@@ -93,7 +93,7 @@ def _operations(positions: Positions, settings: Augment, *, seed: int) -> tuple[
 
 
 def _boxes(positions: Positions, probability: float, *, seed: int) -> NDArray[np.float64]:
-    """Boxes of a random area and aspect ratio: the first of ten that fits, or none."""
+    """Draw boxes of a random area and aspect ratio: the first of ten that fits, or none."""
     boxes_B4 = np.zeros((len(positions), 4))
     if not probability:
         return boxes_B4

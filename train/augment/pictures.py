@@ -61,7 +61,7 @@ _QUARTER_TURN = np.linalg.inv(_YIQ) @ np.array([[0, 0, 0], [0, 0, 1], [0, -1, 0]
 
 
 def colour_map(draw: Draw | None, *, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
-    """The affine map of colours, [B, 3, 5] (B = 1 without a draw).
+    """Return the affine map of colours, [B, 3, 5] (B = 1 without a draw).
 
     A colour c in [0, 1] of a clip whose mean grey is g is mapped to map @ (c, 1, g), normalised.
     """
@@ -84,7 +84,7 @@ def colour_map(draw: Draw | None, *, mean: tuple[float, ...], std: tuple[float, 
 
 
 def blur_matrix(size_px: int, *, sigma_px: float) -> NDArray[np.float32]:
-    """[size, size]: a row of pixels times this matrix is the blurred row."""
+    """Return a matrix [size, size]: a row of pixels times this matrix is the blurred row."""
     radius = min(RADIUS_PX, size_px - 1)
     steps = np.arange(-radius, radius + 1)
     weights = np.exp(-0.5 * (steps / sigma_px) ** 2)
@@ -119,14 +119,14 @@ def erase_clips(video: torch.Tensor, draw: Draw) -> None:
 
 
 def box_of(box_4: np.ndarray, *, size_px: int) -> tuple[slice, slice]:
-    """Rows and columns of a drawn box in frames of `size_px`."""
+    """Return the rows and columns of a drawn box in frames of `size_px`."""
     height, width = (min(max(1, round(float(side) * size_px)), size_px) for side in box_4[:2])
     top, left = int(box_4[2] * (size_px - height + 1)), int(box_4[3] * (size_px - width + 1))
     return slice(top, top + height), slice(left, left + width)
 
 
 def _noise(seed: int, shape: Sequence[int], *, device: torch.device) -> torch.Tensor:
-    """Normally distributed numbers, the same on any device up to rounding (Box and Muller 1958)."""
+    """Draw normally distributed numbers, the same on any device up to rounding (Box and Muller 1958)."""
     count = math.prod(shape)
     num_pairs = -(-count // 2)
     seed_1 = torch.full((1,), seed, dtype=torch.int64, device=device)
@@ -204,7 +204,7 @@ def one_pass(
     black: tuple[float, ...],
     white: tuple[float, ...],
 ) -> torch.Tensor:
-    """The pass itself, on tensors alone, so that torch.compile can compile it whole; see `to_model_input`."""
+    """Return the pass itself, on tensors alone, so that torch.compile can compile it whole; see `to_model_input`."""
     num_luma, half_px = size_px * size_px, size_px // 2
     luma = video[..., :num_luma].unflatten(-1, (size_px, size_px))
     chroma = video[..., num_luma:].unflatten(-1, (2, half_px, half_px))
@@ -228,7 +228,7 @@ def one_pass(
 
 
 def _mean_grey(luma: torch.Tensor, chroma: torch.Tensor, to_rgb_B34: torch.Tensor) -> torch.Tensor:
-    """[B]. Sums of integers are exact, whatever the order of additions on a device."""
+    """Return the mean grey, [B]. Sums of integers are exact, whatever the order of additions on a device."""
     num_frames, size_px = luma.shape[1:3]
     luma_B = luma.sum((2, 3), dtype=torch.int32).sum(1) / (num_frames * size_px**2)
     chroma_B2 = chroma.sum((3, 4), dtype=torch.int32).sum(1) / (num_frames * (size_px // 2) ** 2)

@@ -78,7 +78,7 @@ def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Tr
 
 
 def _steps(operations_N: NDArray[np.int64], strengths_N: NDArray[np.float64]) -> list[list[Operation]]:
-    """A clip's operations in order; consecutive tables are one step."""
+    """Return a clip's operations in order; consecutive tables are one step."""
     steps: list[list[Operation]] = []
     for number, strength in zip(operations_N.tolist(), strengths_N.tolist(), strict=True):
         if number < 0:
@@ -125,7 +125,7 @@ _KINDS = ("autocontrast", "equalize", "table", "blend", "sharpness", "move")
 
 
 def _kind(name: str) -> str:
-    """The operations that are computed by the same operators, with other numbers."""
+    """Return the operations that are computed by the same operators, with other numbers."""
     if name in _MOVES:
         return "move"
     if name in ("saturation", "contrast"):
@@ -134,12 +134,12 @@ def _kind(name: str) -> str:
 
 
 def _repeat_channels(values: Triple, num_frames: int, device: torch.device) -> torch.Tensor:
-    """A number for each channel, as [P, 1, 1]."""
+    """Return a number for each channel, as [P, 1, 1]."""
     return constant_tensor(tuple(((value,),) for value in values for _ in range(num_frames)), device, torch.float32)
 
 
 def _look_up(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]]) -> torch.Tensor:
-    """Operations that map each of the 256 values by itself."""
+    """Apply operations that map each of the 256 values by itself."""
     tables = send(np.concatenate([_table(step) for step in steps]), clips_NPHW.device)
     first_N111 = send(256 * np.arange(len(steps), dtype=np.int32)[:, None, None, None], clips_NPHW.device)
     index = clips_NPHW.to(torch.int32).add_(first_N111)
@@ -147,7 +147,7 @@ def _look_up(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]]) -> 
 
 
 def _table(step: Sequence[Operation]) -> NDArray[np.uint8]:
-    """Results of torchvision's operations, one after another, for each of the 256 values."""
+    """Return the results of torchvision's operations, one after another, for each of the 256 values."""
     values = np.arange(256, dtype=np.uint8)
     for name, strength in step:
         size = abs(strength)
@@ -170,7 +170,7 @@ def _factor(strength: float) -> float:
 
 
 def _autocontrast(clips_NPHW: torch.Tensor) -> torch.Tensor:
-    """torchvision's autocontrast: the darkest value of each picture becomes 0, and the brightest 255."""
+    """Stretch contrast as torchvision's autocontrast: the darkest value of each picture becomes 0, the brightest 255."""
     low, high = clips_NPHW.amin((-2, -1), keepdim=True), clips_NPHW.amax((-2, -1), keepdim=True)
     # A picture of one value keeps it.
     is_flat = high == low
@@ -179,7 +179,7 @@ def _autocontrast(clips_NPHW: torch.Tensor) -> torch.Tensor:
 
 
 def _equalize(clips_NPHW: torch.Tensor) -> torch.Tensor:
-    """torchvision's equalize, of each picture."""
+    """Equalize each picture as torchvision does."""
     num_pixels, device = clips_NPHW.shape[-1] ** 2, clips_NPHW.device
     index_NPM = clips_NPHW.flatten(2).long()
     of_one = constant_tensor((1,), device, torch.int32).expand_as(index_NPM)
@@ -196,7 +196,7 @@ def _equalize(clips_NPHW: torch.Tensor) -> torch.Tensor:
 
 
 def _blend(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.Tensor:
-    """torchvision's adjust_saturation and adjust_contrast: mixed with the grey picture, or with the mean of it."""
+    """Mix with the grey picture, or with its mean, as torchvision's adjust_saturation and adjust_contrast."""
     clips_NCTHW = clips_NPHW.unflatten(1, (3, -1))
     red, green, blue = clips_NCTHW.unbind(1)
     grey_NTHW = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).to(torch.uint8)
@@ -210,7 +210,7 @@ def _blend(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.T
 
 
 def _sharpen(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.Tensor:
-    """torchvision's adjust_sharpness, without its kernel tensor, for whose upload the host would wait for the GPU."""
+    """Sharpen as torchvision's adjust_sharpness, without its kernel tensor: the host would wait for its upload."""
     pixels_NPHW = clips_NPHW.float()
     num_pictures = pixels_NPHW.shape[1]
     # Integers, exact on any device: the pixel five times, each of its neighbours once.

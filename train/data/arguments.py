@@ -25,7 +25,7 @@ _ARGUMENTS = {"--shards": "data"}  # of other names than their flags
 
 
 def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function of the Python interface, whose errors name its arguments (`num_frames=`) in place of flags.
+    """Return a function of the Python interface, whose errors name its arguments (`num_frames=`) in place of flags.
 
     What is refused below it is a setting of a command (`--num-frames`). Flags that it has no argument for stay.
     """
@@ -43,7 +43,7 @@ def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _argument(flag: str, names: Collection[str]) -> str:
-    """Argument for a flag, by its name, by its name within the group, or by the group; the flag itself otherwise."""
+    """Return the argument for a flag: by name, by name in the group, or the group; the flag itself if there is none."""
     group, _, name = flag.removeprefix("--").replace("-", "_").partition(".")
     if (argument := _ARGUMENTS.get(flag, name or group)) in names:
         return argument
@@ -65,7 +65,7 @@ def require_texts(**arguments: object) -> None:
 
 
 def colours_of(name: str, values: Sequence[float] | None) -> tuple[float, float, float] | None:
-    """A mean or standard deviation as a list, an array or a tensor has it; raises UserError for anything else."""
+    """Return a mean or standard deviation as a list, an array or a tensor has it; raises UserError for anything else."""
     if values is None:
         return None
     try:
@@ -99,14 +99,14 @@ def require_process(process: int, *, what: str) -> None:
 
 
 def _devices() -> list[str]:
-    """The CPU and each GPU that torch finds."""
+    """Return the CPU and each GPU that torch finds."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     gpus = [] if kind is None else [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())]
     return ["cpu", *gpus]
 
 
 def ranks_of(rank: int | None, world: int | None) -> World | None:
-    """The ranks that the caller gives; None to take those of this process.
+    """Return the ranks that the caller gives; None to take those of this process.
 
     Raises:
         UserError: one of the two is missing, out of range, or needed in a worker of a DataLoader.
@@ -127,7 +127,7 @@ def ranks_of(rank: int | None, world: int | None) -> World | None:
 
 
 def shards_of(data: Data, mix: Sequence[float] | None) -> Shards:
-    """The setting --shards: one data folder, or several.
+    """Return the setting --shards: one data folder, or several.
 
     Raises:
         UserError: there is none, one is not a name, or `mix` has nothing to mix.

@@ -107,7 +107,7 @@ class KeptMemory:
         self._loans: dict[int, _Loan] = {}
 
     def array(self, num: int) -> NDArray[Any]:
-        """An array of `num` rows, at most as many as the shape has; its content is arbitrary."""
+        """Return an array of `num` rows, at most as many as the shape has; its content is arbitrary."""
         memory = self._free.pop() if self._free else np.empty(self._shape, self._dtype)
         rows = memory[:num]
         # A tensor made of the array, and whatever shares its memory, keeps the array alive.
@@ -183,7 +183,7 @@ class BatchRing:
         self._memory: BatchMemory | None = None
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """The batch of `samples`, in their order; in buffers in turn, the second one after it overwrites its video."""
+        """Return the batch of `samples`, in their order; in buffers in turn, the second one after it overwrites its video."""
         import torch
 
         batch = Batch(
@@ -216,7 +216,7 @@ class BatchRing:
 
 
 def to_device(batch: Batch, device: "torch.device", *, names: Sequence[str] = TENSORS) -> Batch:
-    """The batch with the tensors `names` on `device`, and the lengths of its captions on the CPU."""
+    """Return the batch with the tensors `names` on `device`, and the lengths of its captions on the CPU."""
     from clipmill.train.device.transfer import send_pinned  # here, so that reading tars needs no torch
 
     moved = batch.copy()

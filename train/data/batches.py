@@ -80,7 +80,7 @@ class Batches:
         return self._batch * self._world.size
 
     def __len__(self) -> int:
-        """Number of batches in an iteration; TypeError for a stream of tars."""
+        """Return the number of batches in an iteration; TypeError for a stream of tars."""
         if self.num_samples is None:
             raise TypeError(f"{self._samples.variant_name} has no length")
         if self._shuffle:
@@ -112,7 +112,7 @@ class Batches:
             running.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """State after the last batch taken, of plain values; the same on all ranks unless a sample has failed."""
+        """Return the state after the last batch taken, as plain values; the same on all ranks unless a sample has failed."""
         # `taken`: samples of this iteration, over all ranks.
         state: dict[str, Any] = {**self._samples.state_dict(), "taken": self._taken, "shuffle": self._shuffle}
         return state | {"position": self._cursor.position, "ahead": list(self._cursor.ahead)}
@@ -183,7 +183,7 @@ class Batches:
             self._cursor = Cursor(0)
 
     def _next(self) -> LoadedBatch | None:
-        """The next batch of the running loader; None after the last one of `shuffle=False`."""
+        """Return the next batch of the running loader; None after the last one of `shuffle=False`."""
         if self._running is None:
             self._samples.cursor = self._cursor
             loaded = (
@@ -216,7 +216,7 @@ _AS_THEN = "open the same data, in their order, with the split, where=, captions
 
 
 def _is_sound(state: Mapping[str, Any]) -> bool:
-    """Whether the entries are of the kinds that state_dict() gives them."""
+    """Return True if the entries are of the kinds that state_dict() gives them."""
     if not all(isinstance(state[name], kind) for name, kind in _KINDS.items() if name in state):
         return False
     return all(
@@ -228,7 +228,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _complete_first(method: _Method) -> _Method:
-    """A method of a dictionary that first makes the late entries, also those of a batch it is compared with."""
+    """Return a method of a dictionary that first makes the late entries, also those of a batch it is compared with."""
 
     @wraps(method)
     def call(batch: "LateBatch", *values: Any, **names: Any) -> Any:
@@ -311,7 +311,7 @@ class LateBatch(dict[str, Any]):
 
 
 def _as_arrays(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with arrays in place of tensors; NumPy has no bfloat16."""
+    """Return the batch with arrays in place of tensors; NumPy has no bfloat16."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     arrays = {name: (one.float() if one.dtype is torch.bfloat16 else one).numpy() for name, one in tensors.items()}
     return batch | arrays

@@ -149,7 +149,7 @@ def _number(mask: NDArray[np.bool_], rows: NDArray[np.int64], counts: NDArray[np
 
 
 def _to_us(times_s: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Microseconds; times beyond the end of any video are clipped to a later time that fits into 64 bits."""
+    """Convert to microseconds; times beyond the end of any video are clipped to a later time that fits into 64 bits."""
     return np.rint(np.clip(times_s, -_LONGEST_S, _LONGEST_S) * US_PER_S).astype(np.int64)
 
 
@@ -172,13 +172,13 @@ class Spans:
 
 
 def spans_of_captions(usable: UsableCaptions) -> tuple[Spans, NDArray[np.int64]]:
-    """The span of each caption in order of videos and time, and which caption it is."""
+    """Return the span of each caption in order of videos and time, and which caption it is."""
     order = np.lexsort((usable.end_us, usable.begin_us, usable.first_chunk))
     return spans_at(usable, order), usable.caption[order]
 
 
 def spans_at(usable: UsableCaptions, which: NDArray[np.int64]) -> Spans:
-    """The spans of some captions."""
+    """Return the spans of some captions."""
     return Spans(
         begin_us=usable.begin_us[which],
         end_us=usable.end_us[which],
@@ -337,7 +337,7 @@ class NoCaptions(UserError):
 
 
 def no_captions(data_dir: Path, split: str) -> NoCaptions:
-    """The error for a split without captions."""
+    """Return the error for a split without captions."""
     return NoCaptions(
         f"the manifest of {data_dir} has no captions of split {split!r}",
         hint="run prep manifest with annotations that have captions of this split",
@@ -346,7 +346,7 @@ def no_captions(data_dir: Path, split: str) -> NoCaptions:
 
 
 def used_texts(texts: pa.ChunkedArray, is_used: NDArray[np.bool_]) -> tuple[str, str | None]:
-    """`TextDigest` of the texts in use, and the text if all of them have the same."""
+    """Return the `TextDigest` of the texts in use, and the text if all of them have the same."""
     digest, begin, same = TextDigest(), 0, set[str | None]()
     for chunk in texts.chunks:
         used = chunk.filter(pa.array(is_used[begin : begin + len(chunk)]))
@@ -430,7 +430,7 @@ def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], 
 
 
 def _ascend(keys: tuple[NDArray[Any], ...]) -> bool:
-    """Whether rows are in the order of `np.lexsort(keys)`."""
+    """Return True if rows are in the order of `np.lexsort(keys)`."""
     num_pairs = max(0, len(keys[0]) - 1)
     is_less, is_same = np.zeros(num_pairs, bool), np.ones(num_pairs, bool)
     for key in keys[::-1]:
@@ -440,7 +440,7 @@ def _ascend(keys: tuple[NDArray[Any], ...]) -> bool:
 
 
 class ClipGroups:
-    """Collects the clips of blocks of videos.
+    """Collection of the clips of blocks of videos.
 
     Args:
         num_captions: limit of their captions.

@@ -58,7 +58,7 @@ class Sources:
     not_asked_for: tuple[str, ...] = ()
 
     def describe(self, num_captions: NDArray[np.int64]) -> str:
-        """Names with their weights and numbers of captions."""
+        """Return names with their weights and numbers of captions."""
         each = zip(self.names, self.weights.tolist(), num_captions.tolist(), strict=True)
         parts = (f"{name} = {weight:g} ({count_noun(number, 'caption')})" for name, weight, number in each)
         return f"sources {', '.join(parts)}"
@@ -76,7 +76,7 @@ class Sources:
 
 
 def asking_for(names: Sequence[str]) -> str:
-    """The value of `--captions.sources` that takes these sources alike, whatever their models' fingerprints."""
+    """Return the value of `--captions.sources` that takes these sources alike, whatever their models' fingerprints."""
     wanted = dict.fromkeys(f"{name.partition('@')[0]}@*=1" if is_of_model(name) else f"{name}=1" for name in names)
     return ",".join(wanted)
 
@@ -149,7 +149,7 @@ class CaptionChoice:
         return len(self.first_entry if self.first_run is None else self.first_run) - 1
 
     def first(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first caption of the first source of each clip, as entries."""
+        """Return the first caption of the first source of each clip, as entries."""
         runs = clips if self.first_run is None else self.first_run[clips]
         return self.first_entry[runs].astype(np.int64)
 
@@ -166,14 +166,14 @@ class CaptionChoice:
         return begin + integers_below(end - begin, position, seed=seed, purpose="caption")
 
     def draw_one(self, clip: int, *, position: int, seed: int) -> int:
-        """`draw` for one clip, with a shortcut for a single caption, as it is called for every sample."""
+        """Draw a caption of one clip. A single caption has a shortcut, because this is called for every sample."""
         entries = self.entries(clip)
         if len(entries) == 1:
             return entries[0]
         return int(self.draw(np.array([clip]), position=np.array([position]), seed=seed)[0])
 
     def entries(self, clip: int) -> range:
-        """All captions of a clip."""
+        """Return all captions of a clip, as entries."""
         first, last = (clip, clip + 1) if self.first_run is None else self.first_run[clip : clip + 2].tolist()
         return range(int(self.first_entry[first]), int(self.first_entry[last]))
 
@@ -184,7 +184,7 @@ class CaptionChoice:
         return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
 
     def weights(self, clip: int) -> NDArray[np.float64]:
-        """Probability of each caption of a clip, in the order of `entries`; the sum is 1."""
+        """Return the probability of each caption of a clip, in the order of `entries`; the sum is 1."""
         if self.first_run is None or self.before is None:
             count = len(self.entries(clip))
             return np.full(count, 1 / count)
@@ -210,7 +210,7 @@ class Runs:
 
 
 def runs_of(clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int) -> Runs:
-    """The runs of entries of these clips and sources, sorted by both."""
+    """Return the runs of entries of these clips and sources, sorted by both."""
     begins = np.flatnonzero(np.r_[len(clip) > 0, (clip[1:] != clip[:-1]) | (rank[1:] != rank[:-1])])
     return Runs(begins, rank[begins], np.bincount(clip[begins], minlength=num_clips))
 
@@ -246,7 +246,7 @@ def smallest_integers(numbers: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def describe_cut(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "Tokenize") -> str:
-    """How many of the texts at `rows` fill the context of a tokenizer, which cuts what is longer; '' for none.
+    """Count the texts at `rows` that fill the context of a tokenizer, which cuts longer ones; '' for none.
 
     A token is a byte at least, and a word is a token at least, so that few texts have to be tokenized. Of very many,
     evenly spaced ones are.
@@ -269,7 +269,7 @@ def describe_cut(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "T
 
 
 def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -> str | None:
-    """The text at `rows`, which ascend (None: all), if it is the same at all of them; None if texts differ."""
+    """Return the text at `rows`, which ascend (None: all), if it is the same at all of them; None if texts differ."""
     first, begin = texts[0 if rows is None else int(rows[0])], 0
     for chunk in texts.chunks:  # texts of most sets differ in the first one
         is_same = pc.equal(chunk, first).to_numpy(zero_copy_only=False)
@@ -281,7 +281,7 @@ def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -
 
 
 def all_the_same(text: str, num_captions: int, *, split: str) -> UserError:
-    """The error for captions that are all the same text."""
+    """Return the error for captions that are all the same text."""
     return UserError(
         f"all {num_captions:,} captions of split {split!r} are {text!r:.60}: there is nothing to tell apart",
         hint="run prep manifest with annotations whose captions differ",
@@ -316,7 +316,7 @@ class RowCaptions:
 
     @classmethod
     def of_one_each(cls, text_row: NDArray[np.int32], *, texts: "pa.ChunkedArray", texts_sha256: str) -> "RowCaptions":
-        """The captions of rows that have one each, whose ids are the numbers of the rows.
+        """Return the captions of rows that have one each, whose ids are the numbers of the rows.
 
         Args:
             text_row: Rows of the texts, ascending.
@@ -337,7 +337,7 @@ class RowCaptions:
         return int(self.choice.first_entry[-1])
 
     def of_entries(self, entries: Any) -> Any:
-        """The captions of some entries, or of one, as indices of the arrays of captions."""
+        """Return the captions of some entries, or of one, as indices of the arrays of captions."""
         return entries if self.caption is None else self.caption[entries]
 
 
@@ -383,7 +383,7 @@ class Captions:
         return self.rows.num_entries
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Number of samples that training takes in an epoch."""
+        """Return the number of samples that training takes in an epoch."""
         return num_samples
 
     def add(self, sample: Sample, request: "SampleRequest") -> None:
@@ -400,37 +400,37 @@ class Captions:
             sample["relevancy"] = relevancy
 
     def caption_id(self, entry: int) -> int:
-        """Id of a caption in the manifest."""
+        """Return the id of a caption in the manifest."""
         return int(self.rows.caption_id[self.rows.of_entries(entry)])
 
     def text(self, row: int) -> str:
-        """The text of a row's caption in an evaluation."""
+        """Return the text of a row's caption in an evaluation."""
         return self.text_at(self.first_entry(row))
 
     def text_at(self, entry: int) -> str:
-        """The text of a caption."""
+        """Return the text of a caption."""
         return self.texts(np.array([entry]))[0]
 
     def texts(self, entries: NDArray[np.int64]) -> list[str]:
-        """The texts of some captions."""
+        """Return the texts of some captions."""
         return self.texts_at(self.rows.text_row[self.rows.of_entries(entries)])
 
     def texts_at(self, text_rows: NDArray[np.integer]) -> list[str]:
-        """The texts at some rows of the stored captions."""
+        """Return the texts at some rows of the stored captions."""
         # Arrow's own `take` concatenates all chunks first.
         return [str(self.stored_texts[row].as_py()) for row in text_rows.tolist()]
 
     def texts_of(self, row: int) -> list[str]:
-        """The texts of all captions of a row, in the order of their sources."""
+        """Return the texts of all captions of a row, in the order of their sources."""
         return self.texts(np.array(self.rows.choice.entries(row)))
 
     def all_texts(self) -> Iterator[str]:
-        """The texts of all captions in use."""
+        """Yield the texts of all captions in use."""
         for begin in range(0, self.num_entries, _BLOCK):
             yield from self.texts(np.arange(begin, min(begin + _BLOCK, self.num_entries)))
 
     def first_entry(self, row: int) -> int:
-        """Entry of the caption that an evaluation shows."""
+        """Return the entry of the caption that an evaluation shows."""
         return int(self.rows.choice.first(np.array([row]))[0])
 
     def require_different_texts(self, *, split: str) -> None:
@@ -439,7 +439,7 @@ class Captions:
             raise all_the_same(self.rows.same_text, len(self.rows.caption_id), split=split)
 
     def describe(self) -> list[str]:
-        """How many captions are cut by the tokenizer, for the log."""
+        """Count the captions that the tokenizer cuts, for the log."""
         return (
             []
             if self.tokenize is None
@@ -447,11 +447,11 @@ class Captions:
         )
 
     def facts(self) -> tuple[Any, ...]:
-        """Facts on which the samples depend, for their fingerprint."""
+        """Return facts on which the samples depend, for their fingerprint."""
         return () if self._relevant is None else (self._relevant.sha256,)
 
     def _draw(self, request: "SampleRequest") -> tuple[int, float]:
-        """Entry of the caption to show, and its relevancy."""
+        """Return the entry of the caption to show, and its relevancy."""
         if request.seed is None:
             return self.first_entry(request.sample), 1.0
         if self._relevant is not None:

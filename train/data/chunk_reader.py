@@ -160,7 +160,7 @@ _MS_PER_S, _LABEL = 1000, "label_"
 
 @names_arguments
 def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
-    """The chunks of all splits as a pyarrow table, ordered by video and time; no video is decoded.
+    """Return the chunks of all splits as a pyarrow table, ordered by video and time; no video is decoded.
 
     Columns: key, video_id, split, begin_s, end_s (seconds in the video); captions (list of strings: those that are on
     show during the chunk, also in part, in the order of caption_id) and caption_id (list of int64); each label column
@@ -200,7 +200,7 @@ def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
 
 
 def _captions(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> Iterator[tuple[str, pa.Array]]:
-    """The captions of each chunk, and their columns of labels: a list for each chunk."""
+    """Yield the captions of each chunk, and their columns of labels: a list for each chunk."""
     captions = read_captions(data_dir)
     rows, chunk = _shown_pairs(captions, chunks, video_ids)
     order = np.lexsort((rows, chunk))
@@ -215,7 +215,7 @@ def _captions(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> Iterat
 def _shown_pairs(
     captions: pa.Table, chunks: ChunkTable, video_ids: pa.Array
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Each pair of a caption, as its row, and a chunk that shows a part of it."""
+    """Return each pair of a caption, as its row, and a chunk that shows a part of it."""
     video = rows_of(captions["video_id"], video_ids)
     begin_s, end_s = captions["begin_s"].to_numpy(), captions["end_s"].to_numpy()
     search = chunks.search()
@@ -234,7 +234,7 @@ def _shown_pairs(
 
 
 def _scores(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> dict[str, pa.ChunkedArray]:
-    """The numbers of each chunk, and whether it looks like one of an earlier video."""
+    """Return the numbers of each chunk, and whether it looks like one of an earlier video."""
     table = open_scores(data_dir, columns={"video_id", "start_ms", *NUMBERS, "duplicate_of"}).table
     rows = find_chunks(table, video_ids=video_ids, video_row=chunks.video_row, start_ms=chunks.start_ms)
     found = pa.array(rows, mask=rows < 0)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def videos_of_split(data_dir: Path, split: str) -> pa.Array:
-    """Ids of the videos of a split; raises UserError if there are none."""
+    """Return the ids of the videos of a split; raises UserError if there are none."""
     videos = read_videos(data_dir)
     of_split = videos.filter(pc.equal(videos["split"], split))
     if not of_split.num_rows:
@@ -74,7 +74,7 @@ def _open_chunks(variant: Variant, data_dir: Path, *, split: str) -> _OpenedChun
 
 
 def manifest_mark(data_dir: Path) -> tuple[object, ...]:
-    """What data that are read from the manifest depend on: its fingerprint, and the checksums of its tables."""
+    """Return what data from the manifest depend on: its fingerprint, and the checksums of its tables."""
     manifest = read_manifest(data_dir)
     tables = manifest.get("tables") or [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(manifest_dir(data_dir).iterdir())
@@ -167,7 +167,7 @@ class ChunkSet:
         require_same_manifest(self._data_dir, tuple(mark))
 
     def key(self, chunk: int) -> str:
-        """Key of a chunk."""
+        """Return the key of a chunk."""
         video_id = self.video_ids[int(self.table.video_row[chunk])].as_py()
         return chunk_key(video_id, int(self.table.start_ms[chunk]))
 
@@ -177,7 +177,7 @@ class ChunkSet:
         return read_chunk(shard, row, frames, rule=self.rule, key=self.key(chunk))
 
     def describe(self) -> str:
-        """Which shards are not decoded by the rule; empty if all are."""
+        """Name the shards that are not decoded by the rule; empty if all are."""
         if not self._num_open:
             return ""
         return (
@@ -186,7 +186,7 @@ class ChunkSet:
         )
 
     def source_paths(self) -> pa.Array:
-        """Paths or URLs of the videos' files in the manifest, for each of `video_ids`."""
+        """Return paths or URLs of the videos' files in the manifest, for each of `video_ids`."""
         videos = read_videos(self._data_dir)
         rows = pc.index_in(self.video_ids.cast(pa.string()), value_set=videos["video_id"].combine_chunks())
         return videos["path"].combine_chunks().take(rows)
@@ -209,7 +209,7 @@ def _has_closed_gops(shard: CommittedShard) -> bool:
 
 
 def evenly_of_each(videos: NDArray[np.int64], *, at_most: int) -> NDArray[np.int64]:
-    """Rows of at most `at_most` samples of each video, spread evenly; `videos` are those of the samples, ascending."""
+    """Return rows of at most `at_most` samples of each video, spread evenly; `videos` of samples, ascending."""
     _, first, count = np.unique(videos, return_index=True, return_counts=True)
     count, number = np.repeat(count, count), np.arange(len(videos)) - np.repeat(first, count)
     num_taken = np.minimum(count, at_most)
@@ -257,7 +257,7 @@ class ClipQuery:
         )
 
     def nothing(self, chunks: ChunkSet) -> tuple[str, str]:
-        """Message and hint of the error if none of the clips can be shown."""
+        """Return the message and hint of the error if none of the clips can be shown."""
         hint = (
             "see prep status; captions and labels come from prep manifest"
             if not chunks.selection.text
@@ -268,7 +268,7 @@ class ClipQuery:
 
 
 def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loading: LoaderSettings) -> ClipQuery:
-    """The clips of a folder that settings ask for, as training shows them."""
+    """Return the clips of a folder that settings ask for, as training shows them."""
     return ClipQuery(
         folder.path,
         split=split,
@@ -281,7 +281,7 @@ def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loadin
 
 
 def query_clips(query: DataQuery) -> ClipQuery:
-    """The clips of the data folder that a task asks for; raises UserError if the folder cannot be read."""
+    """Return the clips of the data folder that a task asks for; raises UserError if the folder cannot be read."""
     folder = query.open_folder(column=VIDEO)
     clips = clip_query(query.settings, folder, split=query.split, loading=query.loading)
     return replace(clips, shape=query.shape)
@@ -323,7 +323,7 @@ class ReadClips:
 
 
 class ClipReader(ThreadedReader):
-    """Reads the clips of a table from chunks: the frames of their spans, decoded and cropped. Thread-safe.
+    """Reader of the clips of a table from chunks: the frames of their spans, decoded and cropped. Thread-safe.
 
     Sample i shows row i // repeats.
 
@@ -354,7 +354,7 @@ class ClipReader(ThreadedReader):
         self._repeats, self._of_same_frames = repeats, same_frames
 
     def key(self, sample: int) -> str:
-        """The chunk in which the clip begins."""
+        """Return the chunk in which the clip begins."""
         return self.chunks.key(int(self._first_chunk[sample // self._repeats]))
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -362,7 +362,7 @@ class ClipReader(ThreadedReader):
         return self._begin_us[rows], self._end_us[rows]
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the videos of clips."""
+        """Return the numbers of the videos of clips."""
         return self.chunks.table.video_row[self._first_chunk[rows]].astype(np.int64)
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
@@ -376,7 +376,7 @@ class ClipReader(ThreadedReader):
         )
 
     def deviations(self) -> list[str]:
-        """Deviations from the settings, with numbers."""
+        """Return deviations from the settings, with numbers."""
         parts = [self.chunks.describe()]
         if self._repeats > 1:
             noun = "crops of the same frames" if self._of_same_frames > 1 else "samples"
@@ -392,7 +392,7 @@ class ClipReader(ThreadedReader):
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """How clips of a remote folder are read ahead of decoding; None for a local one."""
+        """Function that reads clips of a remote folder ahead of decoding; None for a local folder."""
         num_readers = self.chunks.num_readers
         return ReadAhead(self.read, self.load_read, num_readers) if num_readers else None
 
@@ -483,7 +483,7 @@ class ClipReader(ThreadedReader):
         return building.clip()
 
     def _decode_shared(self, plans: Sequence[ClipPlan], read: ReadClips | None) -> dict[int, ChunkFrames]:
-        """Frames of the chunks that several plans need; a chunk that fails is left out, and fails each of the plans."""
+        """Return the frames of the chunks that several plans need; a chunk that fails is left out, and fails each of the plans."""
         shared: dict[int, ChunkFrames] = {}
         for chunk, needed in _shared_chunks(plans).items():
             try:
@@ -507,7 +507,7 @@ class ClipReader(ThreadedReader):
 
 
 def _shared_chunks(plans: Sequence[ClipPlan]) -> dict[int, set[int]]:
-    """The chunks that several plans need, and the frames that all of them need of each."""
+    """Return the chunks that several plans need, and the frames that all of them need of each."""
     needed: dict[int, set[int]] = {}
     for plan in plans:
         for chunk, frames in plan.by_chunk.items():

@@ -55,16 +55,16 @@ class ClassList:
         return {"verb": pairs[:, 0], "noun": pairs[:, 1]}
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values for a file of settings."""
         return {"label": self.label, "names": list(self.names)}
 
     def describe(self, label: NDArray[np.int64]) -> str:
-        """How many of the classes occur among samples of these classes (-1: none)."""
+        """Count the classes that occur among samples of these classes (-1: none)."""
         return f"{len(np.unique(label[label >= 0])):,} of {count_noun(len(self), 'class', 'classes')} ({self.label})"
 
 
 def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Collection[str] = ()) -> ClassList:
-    """The classes of some splits: of several data folders, those of all, by their names.
+    """Return the classes of some splits: of several data folders, those of all, by their names.
 
     Args:
         also: names of classes of other data.
@@ -92,7 +92,7 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Co
 
 
 def class_labels(schema: pa.Schema) -> tuple[str, ...]:
-    """The labels of captions that can be classes: not lists; `action` too where there are verbs and nouns."""
+    """Return the labels of captions that can be classes: not lists; `action` too where there are verbs and nouns."""
     found = [one.name for one in schema if one.name.startswith(_PREFIX) and not pa.types.is_nested(one.type)]
     action = [ACTION] if _has_pairs(schema) else []
     return (*(name.removeprefix(_PREFIX) for name in found), *action)
@@ -107,19 +107,19 @@ def _has_pairs(schema: pa.Schema) -> bool:
 
 
 def proposed_label(labels: Sequence[str]) -> str:
-    """The label to propose: actions, whose verbs and nouns are scored too, or else the first one."""
+    """Return the label to propose: actions, whose verbs and nouns are scored too, or else the first one."""
     return ACTION if ACTION in labels else labels[0]
 
 
 def list_labels(labels: Sequence[str]) -> str:
-    """Labels and a proposal, for hints."""
+    """List labels, with a proposal, for hints."""
     if not labels:
         return "none; see docs/classification.md for datasets with labels"
     return f"{', '.join(labels)}; for example --label {proposed_label(labels)}"
 
 
 def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.ChunkedArray:
-    """The name of each caption's class, null if it has none.
+    """Return the name of each caption's class, null if it has none.
 
     Args:
         of: whose captions these are, for the message.
@@ -146,7 +146,7 @@ def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.Chunke
 
 
 def class_numbers_of(names: pa.ChunkedArray, classes: ClassList) -> NDArray[np.int64]:
-    """The class of each name, int64; -1 if it is null or none of the classes."""
+    """Return the class of each name, int64; -1 if it is null or none of the classes."""
     found = pc.index_in(names, value_set=pa.array(classes.names))
     return pc.fill_null(found, -1).to_numpy().astype(np.int64)
 
@@ -222,7 +222,7 @@ _WORD = re.compile(r"\w+")
 
 
 def read_class_file(path: Path) -> Names:
-    """The names of each class, one or more.
+    """Return the names of each class, one or more.
 
     Raises:
         UserError: the file cannot be read, is empty, is a table with other columns, or has a name twice.

@@ -1,4 +1,4 @@
-"""From decoded frames to the clip of a batch."""
+"""The frames of a clip, cropped and resized alike: from decoded frames to the clip of a batch."""
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -44,7 +44,7 @@ class Rectangle:
 
 
 def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: np.random.Generator) -> Rectangle:
-    """A random rectangle with `min_area` to 1 of the frame's area and an aspect ratio of 3:4 to 4:3.
+    """Return a random rectangle with `min_area` to 1 of the frame's area and an aspect ratio of 3:4 to 4:3.
 
     The rule of torchvision's RandomResizedCrop: ten attempts, then the largest centred rectangle of an allowed ratio.
     """
@@ -62,7 +62,7 @@ def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: n
 
 
 def simple_rectangle(width: int, height: int, *, share: float, rng: np.random.Generator) -> Rectangle:
-    """A square of `share` of the short side at a random position: SimpleRandomCrop (AlexNet; AVION, section 4.2).
+    """Return a square of `share` of the short side at a random position: SimpleRandomCrop (AlexNet; AVION, section 4.2).
 
     Resizing it to `share` of S pixels is resizing the frame's short side to S and cropping. Side and offsets are even,
     as ffmpeg's crop filter rounds offsets, so that a frame whose short side is S already is copied, chroma included.
@@ -75,7 +75,7 @@ def simple_rectangle(width: int, height: int, *, share: float, rng: np.random.Ge
 
 
 def multi_scale_rectangle(width: int, height: int, *, rng: np.random.Generator) -> Rectangle:
-    """A rectangle at one of 13 offsets, whose sides are 1, 7/8, 3/4 or 0.66 of the short side, at most one step apart.
+    """Return a rectangle at one of 13 offsets, whose sides are 1, 7/8, 3/4 or 0.66 of the short side, at most one step apart.
 
     The multi-scale crop of TSN (Wang et al., 2016), which VideoMAE uses.
     """
@@ -91,13 +91,13 @@ def multi_scale_rectangle(width: int, height: int, *, rng: np.random.Generator) 
 
 
 def centre_square(width: int, height: int) -> Rectangle:
-    """The largest centred square."""
+    """Return the largest centred square."""
     side = min(width, height)
     return _centred_crop(width, height, side, side)
 
 
 def square_views(width: int, height: int, *, num_crops: int) -> list[Rectangle]:
-    """The largest squares, spread along the longer side from end to end; a single one is in the centre."""
+    """Return the largest squares, spread along the longer side from end to end; a single one is in the centre."""
     side = min(width, height)
     if num_crops == 1:
         return [centre_square(width, height)]
@@ -114,7 +114,7 @@ def rectangle_of(
     simple_share: float = SIMPLE_SHARE,
     rng: np.random.Generator | None,
 ) -> Rectangle:
-    """The crop rectangle of a clip; without `rng`, as in evaluation, the centre square whatever the rule."""
+    """Return the crop rectangle of a clip; without `rng`, as in evaluation, the centre square whatever the rule."""
     if rng is None or rule == "centre":
         return centre_square(width, height)
     if rule == "simple":
@@ -138,7 +138,7 @@ cv2.setNumThreads(1)
 
 
 def as_yuv420(frame: "av.VideoFrame") -> "av.VideoFrame":
-    """The frame as 8-bit YUV 4:2:0, converted by swscale if necessary; RGB becomes BT.601 of limited range."""
+    """Return the frame as 8-bit YUV 4:2:0, converted by swscale if necessary; RGB becomes BT.601 of limited range."""
     return frame if frame.format.name in _PLANAR else frame.reformat(format="yuv420p")
 
 
@@ -154,7 +154,7 @@ def crop_clip(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_p
 
 
 def indices_of(items: Iterable[_Item]) -> dict[_Item, list[int]]:
-    """For each distinct item its indices in `items`."""
+    """Return the indices in `items` of each distinct item."""
     indices: dict[_Item, list[int]] = {}
     for index, item in enumerate(items):
         indices.setdefault(item, []).append(index)
@@ -232,7 +232,7 @@ def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, 
 
 
 def rgb_pictures(video: NDArray[np.uint8], colour: int, *, size_px: int) -> NDArray[np.uint8]:
-    """The frames of a YUV clip, uint8 [T, S * S * 3 / 2], as RGB [T, S, S, 3] on the CPU.
+    """Return the frames of a YUV clip, uint8 [T, S * S * 3 / 2], as RGB [T, S, S, 3] on the CPU.
 
     Equal to `clipmill.train.augment.pictures.to_rgb_uint8` up to rounding. OpenCV converts them, since torch's threads
     are slow inside the loader's threads.
@@ -272,7 +272,7 @@ class Views:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipShape:
-    """How a clip is made: its moments, the size of its frames, and how these are cropped in training.
+    """Rules of a clip: its moments, the size of its frames, and their crop in training.
 
     Attributes:
         views: of an evaluation.
@@ -340,7 +340,7 @@ class ClipBuilder:
             crop.add(planar, indices)
 
     def clip(self) -> Clip:
-        """The clip, once all its frames were added."""
+        """Return the clip, once all its frames were added."""
         assert self._format is not None, "a clip of no frames"
         return _clip_of([crop.planes for crop in self._crops], self._shape, self._format)
 

@@ -38,7 +38,7 @@ class DataFolder:
 
 
 def folder_path(address: str, *, cache: Path | None) -> Path:
-    """Path of a local data folder, or of the copy of a remote one.
+    """Return the path of a local data folder, or of the copy of a remote one.
 
     Raises:
         UserError: there is no such storage, or the cache folder cannot be created.
@@ -103,11 +103,11 @@ class ChunkTable:
 
     @property
     def end_us(self) -> NDArray[np.int64]:
-        """Where the last frame of each chunk leaves the screen, rounded up to a microsecond."""
+        """Time at which the last frame of each chunk leaves the screen, rounded up to a microsecond."""
         return self.end_us_of(slice(None))
 
     def end_us_of(self, chunks: NDArray[np.integer] | slice) -> NDArray[np.int64]:
-        """`end_us` of some chunks.
+        """Return `end_us` of some chunks.
 
         Rounded down, a span of whole frames would be a little too short, and its moments a frame too early.
         """
@@ -121,16 +121,16 @@ class ChunkTable:
         return _gaps(self, self.end_us)
 
     def of_videos(self, low: int, high: int) -> tuple[int, "ChunkTable"]:
-        """The chunks of the videos [low, high), as views, and the index of the first of them."""
+        """Return the chunks of the videos [low, high), as views, and the index of the first of them."""
         begin, end = np.searchsorted(self.video_row, np.array([low, high], self.video_row.dtype)).tolist()
         return begin, ChunkTable(**{one.name: getattr(self, one.name)[begin:end] for one in fields(self)})
 
     def search(self) -> "ChunkSearch":
-        """Arrays for finding many chunks."""
+        """Return arrays for finding many chunks."""
         return ChunkSearch(self)
 
     def times(self, chunk: int) -> ChunkTimes:
-        """Position of a chunk in its video."""
+        """Return the position of a chunk in its video."""
         return ChunkTimes(**{name: int(getattr(self, name)[chunk]) for name in _INDEX_COLUMNS})
 
 
@@ -142,7 +142,7 @@ def _gaps(table: ChunkTable, end_us: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 class ChunkSearch:
-    """Finds the chunks of moments; holds 24 bytes per chunk.
+    """Search for the chunks of moments; holds 24 bytes per chunk.
 
     Attributes:
         end_us: of each chunk.
@@ -157,11 +157,11 @@ class ChunkSearch:
         self.num_gaps: NDArray[np.int64] = np.cumsum(_gaps(table, self.end_us))
 
     def last_started(self, video_row: NDArray[np.int64], at_ms: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each (video, time) the last chunk that has started; -1 or another video's chunk if none has."""
+        """Return the last chunk that has started at each (video, time); -1 or another video's chunk if none has."""
         return np.searchsorted(self._starts, self._moments.numbers(video_row, at_ms), side="right") - 1
 
     def last_of(self, video_row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each video its last chunk; -1 or another video's chunk if it has none."""
+        """Return the last chunk of each video; -1 or another video's chunk if it has none."""
         return np.searchsorted(self._video_row, video_row.astype(self._video_row.dtype), side="right") - 1
 
 
@@ -184,7 +184,7 @@ def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, froz
 
 
 def column_of(column: pa.ChunkedArray) -> NDArray[Any]:
-    """The values of a column without nulls: a view of a single chunk, or a scratch array."""
+    """Return the values of a column without nulls: a view of a single chunk, or a scratch array."""
     parts = [chunk.to_numpy() for chunk in column.chunks]
     if len(parts) == 1:
         return parts[0]
@@ -195,14 +195,14 @@ def column_of(column: pa.ChunkedArray) -> NDArray[Any]:
 def own_in_order(
     video_row: NDArray[np.integer], start_ms: NDArray[np.integer]
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-    """The rows with a video (not -1), None for all; and their order by video and start, None if they are in it."""
+    """Return the rows with a video (not -1), None for all; and their order by video and start, None if they are in it."""
     found = None if bool((video_row >= 0).all()) else np.flatnonzero(video_row >= 0)
     rows: Any = slice(None) if found is None else found
     return found, order_of(video_row[rows], start_ms[rows])
 
 
 def rows_of(values: pa.ChunkedArray, among: pa.Array) -> NDArray[np.int64]:
-    """Index of each value in `among`, -1 if missing; the entries of a dictionary are looked up once."""
+    """Return the index of each value in `among`, -1 if missing; the entries of a dictionary are looked up once."""
     pieces = [np.empty(0, np.int64)]
     looked_up: tuple[pa.Array, NDArray[np.int64]] | None = None
     for piece in values.chunks:
@@ -216,7 +216,7 @@ def rows_of(values: pa.ChunkedArray, among: pa.Array) -> NDArray[np.int64]:
 
 
 def index_in(values: pa.Array, among: pa.Array) -> NDArray[np.int64]:
-    """Index of each value in `among`, -1 if missing. Hashes all of `among`."""
+    """Return the index of each value in `among`, -1 if missing. Hashes all of `among`."""
     return pc.fill_null(pc.index_in(values, value_set=among), -1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
@@ -232,7 +232,7 @@ class ChunkRows(NamedTuple):
 
 
 class Selection:
-    """What an expression selects of a split: chunks, and captions.
+    """Chunks and captions of a split that an expression selects.
 
     A clip is selected if all chunks that it touches are selected and, in a set with captions, its caption is.
 
@@ -299,12 +299,12 @@ class Selection:
 
     @property
     def has_captions(self) -> bool:
-        """Whether captions are selected too, not only chunks."""
+        """True if captions are selected too, not only chunks."""
         return self._of_captions is not None
 
     @property
     def depends_on(self) -> tuple[object, ...]:
-        """What the selection depends on besides the chunks and the manifest."""
+        """Facts that the selection depends on besides the chunks and the manifest."""
         return selection_mark(None if self._where is None else self._where.text, self._data_dir)
 
     @property
@@ -313,7 +313,7 @@ class Selection:
         return "" if self._where is None else f" where {self._where.text}"
 
     def of_captions(self, table: pa.Table | None = None) -> NDArray[np.bool_] | None:
-        """bool [rows of captions.parquet], the captions of the split that are selected; None for all.
+        """Return which captions of the split are selected, bool [rows of captions.parquet]; None for all.
 
         Args:
             table: captions to select from, in place of the manifest's.
@@ -353,7 +353,7 @@ class Selection:
         return selected
 
     def remarks(self) -> list[str]:
-        """The expression and how much it selects, for the log; empty without one."""
+        """Return the expression and how much it selects, for the log; empty without one."""
         if self._where is None:
             return []
         num_chunks = self._num_chunks if self.chunks is None else int(self.chunks.sum())
@@ -365,7 +365,7 @@ class Selection:
         return [f"where {self._where.text}: {' and '.join(parts)} selected"]
 
     def _num_chunks_by_labels(self, num_chunks: int) -> int:
-        """The number of chunks that the expression selects where only chunks are selected, as on the pages of prep.
+        """Return the number of chunks that the expression selects where only chunks are selected, as on the pages of prep.
 
         Args:
             num_chunks: Number without conditions on labels, for an expression whose labels belong to captions only.
@@ -389,7 +389,7 @@ class Selection:
 
 
 def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | None" = None) -> tuple[object, ...]:
-    """What a selection depends on besides the chunks and the manifest; raises UserError as `parse_where` does.
+    """Return what a selection depends on besides chunks and manifest; raises UserError as `parse_where` does.
 
     Args:
         tars: of a remote data folder, whose scores or other columns are copied if they are used.
@@ -407,7 +407,7 @@ def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | Non
 
 
 def _mark_of(data_dir: Path, column: str) -> tuple[object, ...]:
-    """What the values of a column depend on; reading them reports what is wrong with them."""
+    """Return what the values of a column depend on; a damaged column is reported when it is read."""
     name = current_variant(data_dir, column)
     if name is None:
         return ()

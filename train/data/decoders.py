@@ -34,7 +34,7 @@ DecodeRule = Literal["packets", "filter", "plain"]
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """What was read of a chunk.
+    """Bytes that were read of a chunk.
 
     Attributes:
         key: of the chunk.
@@ -147,7 +147,7 @@ MAX_PIXELS = 1 << 26
 
 
 class PacketDecoder:
-    """Decodes packets of closed GOPs without opening a container. Each thread needs its own.
+    """Decoder of packets of closed GOPs that opens no container. Each thread needs its own.
 
     The contexts of the last few codecs and extradata are kept: what they decode depends on the packets alone.
     """
@@ -262,7 +262,7 @@ class PlainVideo:
         self.end_pts = self.pts[-1] + (gaps[len(gaps) // 2] if gaps else 1)
 
     def decode(self, frames: Collection[int]) -> "dict[int, av.VideoFrame]":
-        """Those of `frames` that the decoder outputs intact, by number; av.FFmpegError if it rejects the file."""
+        """Return the `frames` that the decoder outputs intact, by number; raises av.FFmpegError if it rejects the file."""
         found: dict[int, av.VideoFrame] = {}
         with self._open() as (container, stream):
             decoder = container.decode(stream)
@@ -305,13 +305,13 @@ class PlainVideo:
 
 
 class ChunkDecoder:
-    """Decodes chunks, from packets or through the container; each thread has its own contexts."""
+    """Decoder of chunks, from packets or through the container; each thread has its own contexts."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     def decode(self, content: ChunkBytes) -> ChunkFrames:
-        """The frames for which `content` was read; see `decode_each`."""
+        """Return the frames for which `content` was read; see `decode_each`."""
         found: ChunkFrames = {}
         self.decode_each(content, found.__setitem__)
         return found

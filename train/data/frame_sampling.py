@@ -1,4 +1,4 @@
-"""Which frames a clip consists of: exact integer arithmetic, no I/O.
+"""The frames that a clip consists of: exact integer arithmetic, no I/O.
 
 A caption names a span [begin, end) of its video, from which T moments are taken (`moments_of`):
 
@@ -46,7 +46,7 @@ SamplingRule = Literal["uniform", "stride", "lavila"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Which moments of a span are shown: `num_frames` of them; `stride`, in frames of the chunk, is for that rule."""
+    """Moments of a span that are shown: `num_frames` of them; `stride`, in frames of the chunk, is for that rule."""
 
     num_frames: int
     rule: SamplingRule = "uniform"
@@ -69,7 +69,7 @@ class ChunkTimes:
 
     @property
     def end_us(self) -> Fraction:
-        """Where the last frame leaves the screen."""
+        """Time at which the last frame leaves the screen."""
         return self.start_ms * 1000 + Fraction(self.num_frames * self.fps_den * US_PER_S, self.fps_num)
 
 
@@ -98,7 +98,7 @@ def frame_indices(
     rng: np.random.Generator | None,
     num_views: int = 1,
 ) -> list[FrameIndex]:
-    """The frames of the span [begin_us, end_us), which lies in `chunks`; the frame rate is that of the first chunk.
+    """Return the frames of the span [begin_us, end_us), which lies in `chunks`; the frame rate is that of the first chunk.
 
     Without `rng`, as in evaluation, the frames of `num_views` views, one view after another.
     """
@@ -111,7 +111,7 @@ def frame_indices(
 
 
 def view_offsets(rule: SamplingRule, num_views: int) -> tuple[Fraction, ...]:
-    """Where each of `num_views` views of a clip takes its moments, from 0 to 1 of the room that the rule leaves.
+    """Return the place of each of `num_views` views of a clip, from 0 to 1 of the room that the rule leaves.
 
     With "stride" the windows reach from the start of the span to its end (VideoMAE's test clips); with the other rules
     each segment is sampled at the middles of equal parts. A single view is in the middle with every rule.
@@ -124,7 +124,7 @@ def view_offsets(rule: SamplingRule, num_views: int) -> tuple[Fraction, ...]:
 
 
 def to_us(seconds: float) -> int:
-    """Seconds as the nearest whole microsecond; raises ValueError if they are not finite."""
+    """Return seconds as the nearest whole microsecond; raises ValueError if they are not finite."""
     if not np.isfinite(seconds):
         raise ValueError(f"{seconds} s is not a time")
     return round(seconds * US_PER_S)
@@ -140,7 +140,7 @@ def moments_of(
     rng: np.random.Generator | None,
     at: Fraction = MIDDLE,
 ) -> Moments:
-    """The moments of [begin_us, end_us) that `sampling` selects, random with `rng` as in training.
+    """Return the moments of [begin_us, end_us) that `sampling` selects, random with `rng` as in training.
 
     Args:
         fps_num, fps_den: frames per second, for the rules that count frames.
@@ -196,7 +196,7 @@ def _lavila(
 
 
 def locate_frames(moments: Moments, chunks: Sequence[ChunkTimes]) -> list[FrameIndex]:
-    """The frame on screen at each moment, among `chunks` of one video in order of time.
+    """Return the frame on screen at each moment, among `chunks` of one video in order of time.
 
     Raises:
         ValueError: a moment lies in none of the chunks.
@@ -222,7 +222,7 @@ def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> F
 def window_frames(
     latents_BFCHW: "torch.Tensor", *, num_frames: int, offset_B: NDArray[np.float64] | None
 ) -> "torch.Tensor":
-    """`num_frames` consecutive frames of each segment, in its middle or at `offset_B`, in [0, 1) of the room left."""
+    """Return `num_frames` consecutive frames of each segment, in its middle or at `offset_B` in [0, 1) of the room left."""
     import torch
 
     from clipmill.train.device.transfer import send
@@ -238,7 +238,7 @@ def window_frames(
 def spread_frames(
     latents_BFCHW: "torch.Tensor", *, num_frames: int, offset_BK: NDArray[np.float64] | None
 ) -> "torch.Tensor":
-    """One frame from each of `num_frames` equal parts of a segment, in its middle or at `offset_BK`, in [0, 1)."""
+    """Return one frame from each of `num_frames` equal parts of a segment, in its middle or at `offset_BK`, in [0, 1)."""
     import torch
 
     from clipmill.train.device.transfer import send

@@ -1,4 +1,4 @@
-"""What limits metrics of held-out clips: how few they are, and how many look like clips that were trained on."""
+"""Limits of metrics of held-out clips: how few they are, and how many look like clips that were trained on."""
 
 import math
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class EvaluatedClips(Protocol):
         ...
 
     def key(self, sample: int) -> str:
-        """The chunk in which a sample begins."""
+        """Return the chunk in which a sample begins."""
         ...
 
 
@@ -48,11 +48,11 @@ class HeldOut:
     were_trained_on: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values for JSON."""
         return asdict(self)
 
     def cautions(self, share: float | None = None, *, of: tuple[int, str] | None = None) -> list[str]:
-        """What to know before the metrics are believed; empty for many clips without look-alikes.
+        """Return cautions about the metrics; empty for many clips without look-alikes.
 
         Args:
             share: a metric in [0, 1], whose 95 % interval is stated.
@@ -72,7 +72,7 @@ class HeldOut:
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a binomial proportion (Wilson 1927); conservative for other means of values in [0, 1]."""
+    """Return the 95 % interval of a binomial proportion (Wilson 1927); conservative for other means of values in [0, 1]."""
     if not count:
         return 0.0, 1.0
     spread = _Z**2 / count
@@ -84,7 +84,7 @@ def interval(share: float, count: int) -> tuple[float, float]:
 def held_out_facts(
     samples: EvaluatedClips, settings: ClipSettings, *, split: str, data: Mapping[str, Any]
 ) -> HeldOut | None:
-    """Facts about the clips of a split; None if the samples do not count them.
+    """Return facts about the clips of a split; None if the samples do not count them.
 
     Args:
         samples: The samples after their evaluation, by which the clips of a stream are counted.
@@ -112,7 +112,7 @@ def held_out_facts(
 
 
 def look_alikes_of(address: str, *, cache: Path | None, split: str, trained_split: str) -> set[str] | None:
-    """Keys of the chunks of a split that look like one of another split; None if there are no scores to tell by."""
+    """Return the keys of the chunks of a split that look like one of another split; None if there are no scores to tell by."""
     from clipmill.shards.leakage import keys_alike
     from clipmill.train.data.data_folder import open_data_folder
 

@@ -60,11 +60,11 @@ class LeftOut:
         self._found[reason] = before + count, first
 
     def as_list(self) -> list[tuple[str, int, str]]:
-        """Reason, number and first key of each."""
+        """List reason, number and first key of each."""
         return [(reason, *found) for reason, found in self._found.items()]
 
     def describe(self) -> list[str]:
-        """For the log."""
+        """Return a line for the log."""
         return [f"{count:,} {reason} (the first: {first})" for reason, (count, first) in self._found.items()]
 
 
@@ -140,24 +140,24 @@ class ImageTars:
         return len(self.offset)
 
     def name(self, tar: int) -> str:
-        """The file name of a tar."""
+        """Return the file name of a tar."""
         return self.tars[tar].rpartition("/")[2]
 
     def tar_of(self, image: int) -> int:
-        """The tar that holds an image."""
+        """Return the tar that holds an image."""
         return int(np.searchsorted(self._first, image, side="right")) - 1
 
     def key(self, image: int) -> str:
-        """The tar of an image and its key there."""
+        """Return the tar of an image and its key there."""
         return f"{self.name(self.tar_of(image))}/{self._keys[image].as_py()}"
 
     @property
     def has_remote(self) -> bool:
-        """Whether some of the tars are at addresses."""
+        """True if some of the tars are at addresses."""
         return any(map(is_remote, self.tars))
 
     def read(self, tar: int, offset: int, size: int) -> bytes:
-        """Bytes of a tar; raises OSError or DamagedTar."""
+        """Read bytes of a tar; raises OSError or DamagedTar."""
         address = self.tars[tar]
         if self._cache is None or not is_remote(address):
             return self._local.read(Path(address), offset, size)
@@ -193,7 +193,7 @@ class ImageTars:
 
 
 def holds_images(tar: str, path: Path) -> bool | None:
-    """Whether the first sample of the tar at `path` with an image or a video has no video; None if there is none."""
+    """Return True if the first sample of the tar at `path` with an image or a video has no video; None if there is none."""
     for sample in samples_of(tar, path, limits={}):
         if isinstance(sample, TarSample):
             if not sample.places.keys().isdisjoint(VIDEO_EXTENSIONS):
@@ -204,7 +204,7 @@ def holds_images(tar: str, path: Path) -> bool | None:
 
 
 def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
-    """Index the tar at `path`, called `tar` in messages, with the classes of `label`.
+    """Return index the tar at `path`, called `tar` in messages, with the classes of `label`.
 
     Raises:
         UserError: it is compressed.
@@ -261,7 +261,7 @@ def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
 
 
 def _class_of(sample: TarSample, label: str) -> str:
-    """The class of an image, '' without one; raises ValueError if its json cannot be read."""
+    """Return the class of an image, '' without one; raises ValueError if its json cannot be read."""
     if label == LABEL:
         return sample.members.get(_CLASS, b"").decode("utf-8", "replace").strip()
     value = description_of(sample).get(label)
@@ -294,7 +294,7 @@ class ImageQuery:
 
 
 def open_tars(pattern: str, *, cache: Path | None, cache_size: str | None, label: str = LABEL) -> ImageTars:
-    """Index tars; see `ImageQuery` and `ImageTars`. Raises UserError if one cannot be read or is compressed."""
+    """Return index tars; see `ImageQuery` and `ImageTars`. Raises UserError if one cannot be read or is compressed."""
     choose_folder(cache)
     tars = expand(pattern)
     return ImageTars(tars, open_cache(cache, size=cache_size) if any(map(is_remote, tars)) else None, label=label)
@@ -317,7 +317,7 @@ def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> 
 
 
 def class_names_of_images(pattern: str, *, label: str, cache: Path | None, cache_size: str | None) -> set[str]:
-    """The classes of images in tars; raises UserError if these cannot be read, or have no such label."""
+    """Return the classes of images in tars; raises UserError if these cannot be read, or have no such label."""
     tars = open_tars(pattern, cache=cache, cache_size=cache_size, label=label)
     found = {name for one in tars.indexes for name in one.classes.unique().to_pylist() if name}
     if not found:

@@ -75,7 +75,7 @@ def require_no_streams(settings: DataSettings) -> None:
 
 
 def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[str] | None = None) -> "ClassList":
-    """The classes of a label in all data of the settings.
+    """Return the classes of a label in all data of the settings.
 
     Args:
         splits: of data folders; None for all.
@@ -116,7 +116,7 @@ def naming(folder: str) -> Iterator[None]:
 
 
 def picture_size(samples: Any, settings: ClipSettings) -> tuple[VideoViTSize, int]:
-    """The size of a task's video tower, and the side of its pictures, for clips or latents as `samples` has them."""
+    """Return the size of a task's video tower, and the side of its pictures, for clips or latents as `samples` has them."""
     size, shape = size_of(settings.model, settings.towers).video, samples.frame_shape
     if shape is None:
         return size, settings.size_px

@@ -50,7 +50,7 @@ ClipText = Literal["text", "embedding", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedClips:
-    """How batches of clips are finished, in the caller's thread.
+    """Last steps of a batch of clips, in the caller's thread.
 
     Attributes:
         samples: Loader of clips, images or a stream, or of their mixture.
@@ -70,7 +70,7 @@ class FinishedClips:
     device: str | torch.device | None
 
     def __call__(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The batch, finished in place."""
+        """Return the batch, finished in place."""
         mean = self.settings.init.pixel_mean
         if mean is not None:
             clips = self._model_input(found, mean=mean)
@@ -87,7 +87,7 @@ class FinishedClips:
         return found
 
     def _model_input(self, found: dict[str, Any], *, mean: tuple[float, float, float]) -> torch.Tensor:
-        """Normalised clips [B, 3, T, S, S]; of several views [B, V, 3, T, S, S]."""
+        """Return normalised clips [B, 3, T, S, S]; of several views [B, V, 3, T, S, S]."""
         settings = self.settings
         assert settings.init.pixel_std is not None
         positions = np.asarray(found["position"])
@@ -105,7 +105,7 @@ class FinishedClips:
 
 
 def texts_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
-    """All captions of each clip, of captioned clips or a mixture of them, in the order of their sources."""
+    """Return all captions of each clip, of captioned clips or a mixture of them, in the order of their sources."""
     if samples.folders is None:
         return [samples.captions.texts_of(clip) for clip in clips.tolist()]
     texts: list[list[str]] = [[] for _ in clips]
@@ -116,7 +116,7 @@ def texts_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
 
 
 def of_clips(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
-    """The span of each clip in seconds, and in a mixture the index of its folder."""
+    """Return the span of each clip in seconds, and in a mixture the index of its folder."""
     convert = np.asarray if device is None else torch.from_numpy
     clips = np.asarray(clip_id)
     begin_us, end_us = samples.span_us(clips)
@@ -127,7 +127,7 @@ def of_clips(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
 
 
 def caption_settings(sources: Mapping[str, float] | None, min_relevancy: float | None) -> CaptionSettings:
-    """Which captions are shown; raises UserError for weights that are none."""
+    """Return the settings of captions; raises UserError for invalid weights."""
     if sources is not None and not isinstance(sources, Mapping):
         raise UserError(
             f"sources is {quote_value(sources)}", hint='give weights by name: {"human": 1, "*rephraser*": 2}'
@@ -137,7 +137,7 @@ def caption_settings(sources: Mapping[str, float] | None, min_relevancy: float |
 
 
 def augmentation(wanted: Mapping[str, float] | None) -> Augment:
-    """The augmentation by the names of its settings; raises UserError for others."""
+    """Return the augmentation by the names of its settings; raises UserError for others."""
     known = vars(Augment())
     if wanted is not None and (not isinstance(wanted, Mapping) or wanted.keys() - known.keys()):
         raise UserError(f"augment is {quote_value(wanted)}", hint=f"give a dictionary with some of {', '.join(known)}")

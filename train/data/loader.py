@@ -37,7 +37,7 @@ class SampleRequest:
     seed: int | None
 
     def generator(self, purpose: str, *, num_alike: int = 1) -> np.random.Generator | None:
-        """A generator of the draws for one purpose; None in an evaluation.
+        """Return a generator of the draws for one purpose; None in an evaluation.
 
         Args:
             num_alike: Number of consecutive positions that draw the same numbers.
@@ -62,7 +62,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """How samples are loaded and batched.
+    """Settings by which samples are loaded and batched.
 
     Attributes:
         batch: samples in this rank's batch.
@@ -106,17 +106,17 @@ class Rows(Protocol):
         """Number of samples; None if unknown, as in a stream."""
 
     def describe(self) -> str:
-        """One line for the log: what the set contains, what was excluded and why."""
+        """Return one line for the log: what the set contains, what was excluded and why."""
 
 
 class Reader(Protocol):
-    """Turns rows into samples."""
+    """Reader of rows as samples."""
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Any]:
-        """The samples or failures of some blocks, in order; None for an empty position. They are loaded ahead."""
+        """Return the samples or failures of some blocks, in order; None for an empty position. They are loaded ahead."""
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Any]], Batch]:
-        """The function that makes batches of samples, for one iteration."""
+        """Return the function that makes batches of samples, for one iteration."""
 
 
 class TrainingSet(Protocol):
@@ -135,13 +135,13 @@ class TrainingSet(Protocol):
         """Number of samples that training takes in an epoch; None if unknown."""
 
     def describe(self) -> str:
-        """One line for the log: what the set contains, what was excluded and why."""
+        """Return one line for the log: what the set contains, what was excluded and why."""
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
-        """Endless batches in training order; raises TooManyFailures after more than `max_failures` failures."""
+        """Yield endless batches in training order; raises TooManyFailures after more than `max_failures` failures."""
 
     def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
-        """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty."""
+        """Yield this rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty."""
 
     def load_state_dict(self, *states: LoaderState) -> None:
         """Resume `batches` from the states of all ranks; raises UserError if they do not match the set."""
@@ -151,7 +151,7 @@ class Order(Protocol):
     """The samples at the positions of the endless order, as `SampleOrder` gives them."""
 
     def at(self, positions: Positions) -> Positions:
-        """Samples at `positions`; -1 where empty."""
+        """Return the samples at `positions`; -1 where empty."""
 
 
 class Loader:
@@ -176,7 +176,7 @@ class Loader:
         self._order = order
 
     def batches(self, *, position: int | None = None, max_failures: int = 100) -> Generator[LoadedBatch, None, None]:
-        """Endless batches in training order, from `position` on; by default from the cursor.
+        """Yield endless batches in training order, from `position` on; by default from the cursor.
 
         Raises:
             TooManyFailures: more than `max_failures` samples failed.
@@ -190,7 +190,7 @@ class Loader:
             yield building.take(self.cursor)
 
     def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
-        """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty.
+        """Yield this rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty.
 
         Args:
             begin: Position to start at: 0, or the position of the cursor after a batch.
@@ -205,11 +205,11 @@ class Loader:
             yield building.take(Cursor(begin + building.num_taken * step if num_samples is None else num_samples))
 
     def outcomes(self, samples: Iterable[int]) -> Iterator[Any]:
-        """Each of `samples` as in an evaluation, or its failure, in order; they are loaded ahead."""
+        """Return each of `samples` as in an evaluation, or its failure, in order; they are loaded ahead."""
         return self.reader.outcomes(_evaluation_blocks(samples), self.loading)
 
     def state_dict(self) -> LoaderState:
-        """State after the batches taken so far; identical on all ranks unless a sample has failed."""
+        """Return the state after the batches taken so far; identical on all ranks unless a sample has failed."""
         position, ahead = self.cursor
         return LoaderState(position=position, ahead=list(ahead), seed=self.loading.seed, samples=self._rows.fingerprint)
 
@@ -250,7 +250,7 @@ class Loader:
         return BatchBuilder(self.loading.batch, self.reader.collate(self.loading), max_failures=max_failures)
 
     def _training_blocks(self, begin: Cursor) -> Iterator[Block]:
-        """This rank's positions from `begin` on, with their samples."""
+        """Yield this rank's positions from `begin` on, with their samples."""
         taken, size, share = 0, _FIRST_BLOCK, self.loading.share
         while True:
             positions = begin.positions(taken, size, share)

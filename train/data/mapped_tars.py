@@ -90,24 +90,24 @@ class MappedTars:
         """Bring tars that are wanted to this machine, in the background."""
 
     def describe(self) -> str:
-        """Where the tars are, for the log; empty for those on local disks."""
+        """Say where the tars are, for the log; empty for tars on local disks."""
         return ""
 
     def locate(self, place: int) -> tuple[int, int]:
-        """The tar of a place, and the offset in it."""
+        """Return the tar of a place, and the offset in it."""
         number = bisect_right(self._starts, place) - 1
         return number, place - self._starts[number]
 
     def name(self, number: int) -> str:
-        """A tar, in messages."""
+        """Return a tar, in messages."""
         return str(self._path(number))
 
     def are_mapped(self, places: NDArray[np.int64]) -> bool:
-        """Whether `parts` can read all of some places."""
+        """Return True if `parts` can read all of some places."""
         return True
 
     def parts(self, places: NDArray[np.int64], size_bytes: NDArray[np.int64] | int) -> Iterator[Part]:
-        """The bytes at some places, one part after another.
+        """Return the bytes at some places, one part after another.
 
         Raises:
             UserError: a tar cannot be mapped any more.
@@ -122,7 +122,7 @@ class MappedTars:
         return zip(map(views.__getitem__, numbers.tolist()), begins.tolist(), ends, strict=True)
 
     def view(self, number: int) -> memoryview | None:
-        """A tar as a whole; None if it is not on this machine.
+        """Return a tar as a whole; None if it is not on this machine.
 
         Raises:
             OSError: it cannot be opened or mapped, or differs in length from its commit.
@@ -130,7 +130,7 @@ class MappedTars:
         return self._views[number] or self._mapped(number)
 
     def fetched(self, number: int, offset: int, size: int) -> memoryview | None:
-        """Bytes of a tar from its origin; None if it has none.
+        """Fetch bytes of a tar from its origin; None if it has no origin.
 
         Raises:
             OSError: they cannot be fetched.
@@ -176,7 +176,7 @@ class _Map:
 
 
 def unusable_error(path: Path, column: str, why: str) -> UserError:
-    """The error for a file of a column that cannot be used."""
+    """Return the error for a file of a column that cannot be used."""
     return UserError(
         f"{path} cannot be used: {why}",
         hint=f"prep verify lists all damage, and prep {column} makes damaged shards again",
@@ -192,7 +192,7 @@ class Payload(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Why a member must not be used."""
+    """Reason why a member must not be used."""
 
     reason: Reason
     detail: str
@@ -215,13 +215,13 @@ class VerifiedMembers:
         self._turns: dict[int, threading.Lock] = {}
 
     def are_due(self, members: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of `members` are the first occurrences of some that were not verified yet."""
+        """Return which of `members` are first occurrences that were not verified yet."""
         due, unknown = np.zeros(len(members), bool), np.flatnonzero(self._state[members] != _GOOD)
         due[unknown[np.unique(members[unknown], return_index=True)[1]]] = True
         return due
 
     def load(self, member: int) -> memoryview | Problem:
-        """The bytes of a member, verified now unless they were before; or why they must not be used."""
+        """Return the bytes of a member, verified now unless they were before; or why they must not be used."""
         if (known := self._problems.get(member)) is not None:
             return known
         place, size_bytes, crc32 = self._payload(member)
@@ -254,7 +254,7 @@ class VerifiedMembers:
         return problem
 
     def _is_good(self, member: int, content: memoryview, crc32: int) -> bool:
-        """Whether mapped bytes match their checksum; they are compared once."""
+        """Return True if mapped bytes match their checksum; they are compared once."""
         if self._state[member] == _UNKNOWN:
             with self._turns.setdefault(member, threading.Lock()):
                 if self._state[member] == _UNKNOWN:
@@ -271,7 +271,7 @@ class VerifiedMembers:
 
 
 def member_rows(variant: Variant) -> ChunkRows:
-    """The rows of a variant's merged table, verified, or else of its verified indexes.
+    """Return the rows of a variant's merged table, verified, or else of its verified indexes.
 
     Raises:
         UserError: the table or an index is damaged, or an index is not the committed one.
@@ -295,7 +295,7 @@ def places_of(
     shard_of: NDArray[np.int64],
     array_bytes: NDArray[np.int64] | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Places of npy arrays (clipmill.train.data.mapped_tars), one for each row of a merged table, and sizes of headers.
+    """Return the places of npy arrays, one for each row of a merged table, and the sizes of their headers.
 
     Args:
         starts: place of each shard's tar.
@@ -324,7 +324,7 @@ def places_of(
 
 
 def damaged_index(shard: CommittedShard, why: str) -> UserError:
-    """The error for an index that does not match its tar."""
+    """Return the error for an index that does not match its tar."""
     return unusable_error(shard.index_path, shard.commit.column, why)
 
 
@@ -363,7 +363,7 @@ class RemoteMaps(MappedTars):
         """Check nothing: tars that are missing in the bucket fail the samples that are in them."""
 
     def describe(self) -> str:
-        """How much is in the cache, for the log."""
+        """Say how much is in the cache, for the log."""
         wanted, cache = self._wanted, self._tars.cache
         here, fitting, whole = (
             int(self._sizes[which].sum()) for which in (wanted & self._is_mapped, self._chosen(), wanted)
@@ -454,7 +454,7 @@ class RemoteMaps(MappedTars):
             raise UserError(f"the {column} column cannot be fetched: {error}", hint=hint) from error
 
     def _chosen(self) -> NDArray[np.bool_]:
-        """The tars that samples are in and that fit into the cache."""
+        """Return the tars that samples are in and that fit into the cache."""
         claims = self._tars.cache.claims
         return np.array(
             [bool(wanted) and self._cached_name(number) in claims for number, wanted in enumerate(self._wanted)], bool
@@ -465,7 +465,7 @@ class RemoteMaps(MappedTars):
 
 
 def open_maps(variants: Sequence[Variant], tars: RemoteTars | None, *, whole: Variant | None) -> MappedTars:
-    """The tars of `variants`, local ones without `tars`; raises UserError as `RemoteMaps` does."""
+    """Return the tars of `variants`, local ones without `tars`; raises UserError as `RemoteMaps` does."""
     return MappedTars(variants) if tars is None else RemoteMaps(variants, tars, whole=whole)
 
 

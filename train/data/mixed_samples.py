@@ -63,11 +63,11 @@ class MixedOrder:
         return int(self.offsets[-1])
 
     def folder_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The folder of each sample."""
+        """Return the folder of each sample."""
         return np.searchsorted(self.offsets, samples, side="right") - 1
 
     def at(self, positions: Positions) -> Positions:
-        """Samples, in [0, num_samples), at `positions` (int64 [N], in any order, not negative); -1 where empty."""
+        """Return the samples, in [0, num_samples), at `positions` (int64 [N], any order, not negative); -1 where empty."""
         group_N, member_N = np.divmod(np.asarray(positions, dtype=np.int64), self._group)
         folder_N, number_N = self._place(group_N)
         samples_N = np.empty_like(group_N)
@@ -78,7 +78,7 @@ class MixedOrder:
         return samples_N
 
     def counts(self, position: int) -> list[int]:
-        """Number of samples of each folder at the positions before `position`."""
+        """Return the number of samples of each folder at the positions before `position`."""
         group, member = divmod(position, self._group)
         first, slot = self._block_of(np.array([group]))
         folders = self._shuffled(first)[0]
@@ -88,13 +88,13 @@ class MixedOrder:
         return [_num_samples(order, num) for order, num in zip(self._orders, taken.tolist(), strict=True)]
 
     def per_epoch(self) -> list[float]:
-        """How often the samples of each folder are visited in an epoch of the mixture, on average."""
+        """Return the average number of visits of a folder's samples in an epoch of the mixture, by folder."""
         total = Fraction(sum(order.positions_per_epoch for order in self._orders), self._bounds[-1])
         pairs = zip(self.shares, self._orders, strict=True)
         return [float(share * total / order.positions_per_epoch) for share, order in pairs]
 
     def _place(self, group_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The folder of each group, and which of that folder's groups it is."""
+        """Return the folder of each group, and which of that folder's groups it is."""
         first_N, slot_N = self._block_of(group_N)
         first_U, block_N = np.unique(first_N, return_inverse=True)
         folder_US = self._shuffled(first_U)
@@ -104,12 +104,12 @@ class MixedOrder:
         return folder_N, self._numbers(first_U)[block_N, folder_N] + own_N
 
     def _block_of(self, group_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The first group of the block of each group, and its slot in the block."""
+        """Return the first group of the block of each group, and its slot in the block."""
         slot_N = group_N % self.period % self._block
         return group_N - slot_N, slot_N
 
     def _shuffled(self, first_U: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The folder of each slot of some blocks; the last block of a period may have slots that are not in use."""
+        """Return the folder of each slot of some blocks; the last block of a period may have slots that are not in use."""
         group_US = first_U[:, None] + np.arange(self._block)
         folder_US = self._folders(group_US.ravel(), 0, len(self._orders)).reshape(group_US.shape)
         key_US = draw_uniform(group_US.ravel(), 1, seed=self._seed, purpose="folder").reshape(group_US.shape)
@@ -117,7 +117,7 @@ class MixedOrder:
         return np.take_along_axis(folder_US, key_US.argsort(axis=1, kind="stable"), axis=1)
 
     def _folders(self, group_N: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
-        """The folder of each group of the node [low, high) of the tree, before shuffling."""
+        """Return the folder of each group of the node [low, high) of the tree, before shuffling."""
         if high - low == 1:
             return np.full(len(group_N), low)
         middle = (low + high) // 2
@@ -129,7 +129,7 @@ class MixedOrder:
         return folder_N
 
     def _numbers(self, group_N: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of the groups before each group, the number that each folder has, before shuffling: [N, K]."""
+        """Return the number of each folder's groups before each group, before shuffling: [N, K]."""
         number_NK = np.empty((len(group_N), len(self._orders)), np.int64)
 
         def divide(group_N: NDArray[np.int64], low: int, high: int) -> None:
@@ -144,7 +144,7 @@ class MixedOrder:
         return number_NK
 
     def _left(self, group_N: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
-        """Of the first `group_N` groups of a node, the number that its left half has."""
+        """Return the number of the first `group_N` groups of a node that its left half has."""
         left = self._bounds[(low + high) // 2] - self._bounds[low]
         total = self._bounds[high] - self._bounds[low]
         whole, rest = np.divmod(group_N, total)
@@ -152,7 +152,7 @@ class MixedOrder:
 
 
 def whole_numbers(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """The smallest whole numbers in the proportions of `weights`."""
+    """Return the smallest whole numbers in the proportions of `weights`."""
     scale = math.lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * scale) for weight in weights]
     divisor = math.gcd(*whole)
@@ -160,7 +160,7 @@ def whole_numbers(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def _num_samples(order: SampleOrder, num_positions: int) -> int:
-    """Number of samples at the first positions of an order; its empty positions are the last of an epoch."""
+    """Return the number of samples at the first positions of an order; its empty positions are the last of an epoch."""
     epochs, rest = divmod(num_positions, order.positions_per_epoch)
     return epochs * order.num_samples + min(rest, order.num_samples)
 
@@ -193,11 +193,11 @@ class MixedFolders:
         return [share / sum(self.order.shares) for share in self.order.shares]
 
     def counts(self, position: int) -> dict[str, int]:
-        """Number of samples of each folder before a position, failed ones included."""
+        """Return the number of samples of each folder before a position, failed ones included."""
         return dict(zip(self.names, self.order.counts(position), strict=True))
 
     def facts(self) -> list[dict[str, Any]]:
-        """Entry of run.json: address, share, and visits of each sample per epoch."""
+        """Return the entry of run.json: address, share, and visits of each sample per epoch."""
         sizes = np.diff(self.order.offsets).tolist()
         columns = (
             self.names,
@@ -212,7 +212,7 @@ class MixedFolders:
         return [dict(zip(keys, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def describe(self) -> str:
-        """One line for the log: shares, how often each folder is visited, and what the sets contain."""
+        """Return one line for the log: shares, how often each folder is visited, and what the sets contain."""
         each = [
             f"{folder['name']} ({folder['share']:.1%} of the samples, {_visits(folder['per_epoch'])}: {folder['data']})"
             for folder in self.facts()
@@ -221,13 +221,13 @@ class MixedFolders:
         return f"mixture of {len(self.names)} data folders, {total:,} samples per epoch; {'; '.join(each)}"
 
     def variant_name(self) -> str:
-        """The variants that the samples come from."""
+        """Return the variants that the samples come from."""
         if len(set(self.variants)) == 1:
             return self.variants[0]
         return ", ".join(f"{variant} ({name})" for name, variant in zip(self.names, self.variants, strict=True))
 
     def fingerprint(self, parts: Sequence[str]) -> str:
-        """Hash of the order, from the fingerprints of the sets."""
+        """Return the hash of the order, from the fingerprints of the sets."""
         orders, contents = zip(*(part.partition("-")[::2] for part in parts), strict=True)
         order, content = (
             hashlib.sha256("\n".join(map(str, texts)).encode()).hexdigest()
@@ -243,7 +243,7 @@ def _visits(per_epoch: float) -> str:
 def mixed_folders(
     sets: Sequence[Any], addresses: Sequence[str], *, weights: Sequence[Fraction] | None, seed: int, group: int = 1
 ) -> MixedFolders:
-    """The folders of sample sets that can be mixed.
+    """Return the folders of sample sets that can be mixed.
 
     Raises:
         UserError: they differ in what has to be the same.
@@ -331,7 +331,7 @@ class MixedSamples(BatchedSamples):
         return self.folders.fingerprint([part.fingerprint for part in self.parts])
 
     def describe(self) -> str:
-        """One line for the log: shares, visits, and what the folders contain."""
+        """Return one line for the log: shares, visits, and what the folders contain."""
         return self.folders.describe()
 
     @property
@@ -364,11 +364,11 @@ class Numbering:
         self.first_caption: NDArray[np.int64] = np.cumsum([0, *(part.num_caption_ids for part in parts)])
 
     def folder_of(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The folder of each clip, as an index."""
+        """Return the folder of each clip, as an index."""
         return np.searchsorted(self.first_clip, clips, side="right") - 1
 
     def divide(self, clips: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-        """Each folder that has some of the clips: its index, the indices of its clips, and their rows there."""
+        """Yield each folder that has some of the clips: its index, the indices of its clips, and their rows there."""
         folders = self.folder_of(clips)
         for folder in np.unique(folders).tolist():
             where = np.flatnonzero(folders == folder)
@@ -376,7 +376,7 @@ class Numbering:
 
 
 class MixedReader(ThreadedReader):
-    """Reads clips and images of several folders in the same threads.
+    """Reader of clips and images of several folders, in the same threads.
 
     Args:
         parts: Samples of each folder.
@@ -395,17 +395,17 @@ class MixedReader(ThreadedReader):
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """How samples of remote folders are read ahead of loading; None if all are local."""
+        """Function that reads samples of remote folders ahead of loading; None if all are local."""
         num_threads = [reader.ahead.num_threads for reader in self._readers if reader.ahead is not None]
         return ReadAhead(self.read, self.load_read, max(num_threads)) if num_threads else None
 
     def key(self, sample: int) -> str:
-        """The chunk in which the clip begins, or the name of the image."""
+        """Return the chunk in which the clip begins, or the name of the image."""
         folder, number = self._place(sample)
         return str(self._readers[folder].key(number))
 
     def place(self, sample: int) -> str:
-        """The data folder."""
+        """Return the data folder."""
         return f" (data folder {self._addresses[self._place(sample)[0]]})"
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Outcome]:
@@ -428,7 +428,7 @@ class MixedReader(ThreadedReader):
         return loaded
 
     def _by_folder(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, list[SampleRequest]]]:
-        """Requests that follow one another in one folder, with its own numbers."""
+        """Yield runs of consecutive requests of one folder, with that folder's numbers."""
         for folder, part in groupby(requests, key=lambda request: self._place(request.sample)[0]):
             first = self._first_sample[folder]
             yield folder, [replace(request, sample=request.sample - first) for request in part]
@@ -442,6 +442,6 @@ class MixedReader(ThreadedReader):
         return loaded
 
     def _place(self, sample: int) -> tuple[int, int]:
-        """The folder of a sample, and its number there."""
+        """Return the folder of a sample, and its number there."""
         folder = bisect_right(self._first_sample, sample) - 1
         return folder, sample - self._first_sample[folder]

@@ -56,7 +56,7 @@ def choose_folder(folder: Path | None) -> None:
 def open_shared(
     compute: Callable[[], _T], *, of: Sequence[object], num_rows: int, types: Sequence[type], column: str = "set"
 ) -> _T:
-    """The result of `compute`, of arrays that are mapped read-only if there are many rows.
+    """Return the result of `compute`, of arrays that are mapped read-only if there are many rows.
 
     Args:
         compute: returns frozen dataclasses, tuples, lists, dicts with names, numbers, strings and fractions, NumPy
@@ -108,7 +108,7 @@ def _give_back_memory() -> None:
 
 
 def scratch(count: int, kind: Any) -> NDArray[Any]:
-    """An array without values. A large one is a mapped file without a name, which takes no memory of the process.
+    """Return an array without values. A large one is a mapped file without a name, which takes no memory of the process.
 
     What computes shared arrays collects its rows in these, so that the kernel can write them to the disk.
     """
@@ -125,12 +125,12 @@ def scratch(count: int, kind: Any) -> NDArray[Any]:
 
 
 def index_type(count: int) -> type[np.int32 | np.int64]:
-    """The type for numbers up to `count`."""
+    """Return the type for numbers up to `count`."""
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
 class Rows:
-    """Collects the values of an array in `scratch`, at most `limit` of them."""
+    """Collection of the values of an array in `scratch`, at most `limit` of them."""
 
     def __init__(self, limit: int, kind: Any) -> None:
         self._array, self._count = scratch(limit, kind), 0
@@ -211,7 +211,7 @@ def _encode_parts(parts: Iterable[tuple[Any, Any]], name: str, columns: dict[str
 
 
 def _open(path: Path, types: dict[str, type]) -> Any:
-    """The result in a file, mapped; None if there is no such file, or it is damaged, which is said."""
+    """Return the result in a file, mapped; None if there is no such file, or it is damaged, which is said."""
     try:
         with map_arrow_file(path) as mapped:
             content = mapped.read_buffer()
@@ -243,7 +243,7 @@ def _verify(path: Path, content: memoryview, *, checksum: memoryview) -> None:
 
 
 def _mark_of(path: Path) -> Path:
-    """The file that says in which state a file was verified."""
+    """Return the file that says in which state a file was verified."""
     return path.with_name(f".{path.name}.verified")
 
 

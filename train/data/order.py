@@ -45,7 +45,7 @@ class SampleOrder:
         return -(-self.num_samples // self.group) * self.group
 
     def at(self, positions: Positions) -> Positions:
-        """Samples, in [0, num_samples), at `positions` (int64, any shape and order, not negative); -1 where empty."""
+        """Return the samples, in [0, num_samples), at `positions` (int64, any shape and order, >= 0); -1 where empty."""
         epochs, of_epoch = np.divmod(np.asarray(positions, dtype=np.int64), self.positions_per_epoch)
         groups, members = np.divmod(of_epoch, self.group)
         num_full = self.num_samples // self.group
@@ -76,11 +76,11 @@ class Share:
     group: int = 1
 
     def at(self, numbers: Positions) -> Positions:
-        """The positions with these numbers in the share, which count from 0."""
+        """Return the positions with these numbers in the share, which count from 0."""
         return (numbers // self.group * self.num_ranks + self.rank) * self.group + numbers % self.group
 
     def count_before(self, positions: int | Positions) -> Positions:
-        """The number of positions of the share that are before each of `positions`."""
+        """Return the number of positions of the share that are before each of `positions`."""
         rows, rest = np.divmod(np.asarray(positions, dtype=np.int64), self.group * self.num_ranks)
         before: Positions = rows * self.group + np.clip(rest - self.rank * self.group, 0, self.group)
         return before
@@ -92,7 +92,7 @@ def permute(positions: Positions, num_samples: int, *, seed: int, epoch: int) ->
 
 
 def _permute_with_keys(positions: Positions, num_samples: int, keys: NDArray[np.uint64]) -> Positions:
-    """`permute` with round keys [rounds, 1], or [rounds, N] for positions of several epochs."""
+    """Permute with round keys [rounds, 1], or [rounds, N] for positions of several epochs."""
     num_bits = max(2, (num_samples - 1).bit_length())
     samples = _feistel(positions.astype(np.uint64), num_bits, keys)
     outside = samples >= num_samples
@@ -143,7 +143,7 @@ class LoaderState(TypedDict):
 
 
 class Cursor(NamedTuple):  # as `LoadedBatch`
-    """All positions before `position` have been taken, and those in `ahead` (ascending, at or after `position`)."""
+    """Positions that have been taken: all before `position`, and those in `ahead` (ascending, at or after `position`)."""
 
     position: int
     ahead: tuple[int, ...] = ()
@@ -153,14 +153,14 @@ class Cursor(NamedTuple):  # as `LoadedBatch`
         return position < self.position or position in self.ahead
 
     def positions(self, begin: int, count: int, share: Share) -> Positions:
-        """The `count` positions that a rank takes after its first `begin`, in order: the rest of its share."""
+        """Return the `count` positions that a rank takes after its first `begin`, in order: the rest of its share."""
         first, taken = int(share.count_before(self.position)), self._taken(share)
         numbers = begin + np.arange(count, dtype=np.int64)
         left_before = taken - first - np.arange(len(taken))
         return share.at(first + numbers + np.searchsorted(left_before, numbers, side="right"))
 
     def after(self, num_common: int, num_own: int, share: Share) -> "Cursor":
-        """The cursor after every rank has taken `num_common` positions and this one `num_own` (at least as many)."""
+        """Return the cursor after every rank has taken `num_common` positions and this one `num_own` (at least as many)."""
         if not self.ahead and num_own == num_common and share.group == 1:
             return Cursor(self.position + num_common * share.num_ranks)
         position = self._after_all(num_common, share)
@@ -172,7 +172,7 @@ class Cursor(NamedTuple):  # as `LoadedBatch`
         return cursor if share.num_ranks > 1 else merge_cursors([cursor])
 
     def _after_all(self, num_common: int, share: Share) -> int:
-        """The first position that some rank has left after every rank has taken `num_common`."""
+        """Return the first position that some rank has left after every rank has taken `num_common`."""
         everyone = replace(share, rank=np.arange(share.num_ranks))
         lefts = everyone.at(everyone.count_before(self.position) + num_common)
         for rank in {at // share.group % share.num_ranks for at in self.ahead}:
@@ -180,13 +180,13 @@ class Cursor(NamedTuple):  # as `LoadedBatch`
         return int(lefts.min())
 
     def _taken(self, share: Share) -> Positions:
-        """Numbers of the positions in `ahead` that are of the share, ascending."""
+        """Return the numbers of the positions in `ahead` that are of the share, ascending."""
         ahead = np.array(self.ahead, dtype=np.int64)
         return share.count_before(ahead[ahead // share.group % share.num_ranks == share.rank])
 
 
 def merge_cursors(cursors: Iterable[Cursor]) -> Cursor:
-    """One cursor for the cursors of all ranks, which have taken the same number of batches.
+    """Return one cursor for the cursors of all ranks, which have taken the same number of batches.
 
     Raises:
         ValueError: the ranks are at different batches.
@@ -206,7 +206,7 @@ def merge_cursors(cursors: Iterable[Cursor]) -> Cursor:
 
 
 def set_fingerprint(order: str, content: str) -> str:
-    """Fingerprint of a sample set in two parts, so that an error can say which of them differs.
+    """Return the fingerprint of a sample set in two parts, so that an error can name the one that differs.
 
     Args:
         order: hash of the samples and their order.

@@ -1,4 +1,4 @@
-"""What loading a sample results in: a sample of a batch, or a failure with a name and a reason.
+"""Outcomes of loading a sample: a sample of a batch, or a failure with a name and a reason.
 
 Life cycle of a failed sample ("why was this sample skipped?"):
 
@@ -70,7 +70,7 @@ class FailedSample:
     detail: str
 
     def as_json(self) -> dict[str, Any]:
-        """The line as a JSON object."""
+        """Return the line as a JSON object."""
         return asdict(self)
 
 
@@ -82,7 +82,7 @@ class SampleFailed(ClipmillError):
         self.key, self.reason, self.detail = key, reason, detail
 
     def at(self, position: int) -> FailedSample:
-        """The failure of the sample at `position`."""
+        """Return the failure of the sample at `position`."""
         return FailedSample(position, self.key, self.reason, self.detail)
 
 
@@ -99,7 +99,7 @@ class TooManyFailures(ClipmillError):
 
 
 class FailureBudget:
-    """Counts failures and collects those since the last batch.
+    """Count of failures, and the failures since the last batch.
 
     Args:
         max_failures: number of failures allowed; None for no limit.
@@ -120,7 +120,7 @@ class FailureBudget:
         return len(self._since_batch)
 
     def take(self) -> tuple[FailedSample, ...]:
-        """The failures since the last batch; starts over."""
+        """Return the failures since the last batch; starts over."""
         if not self._since_batch:
             return ()
         failed, self._since_batch = tuple(self._since_batch), []
@@ -149,7 +149,7 @@ _NO_SAMPLES = frozenset({FailedSample, NoneType})
 
 
 class BatchBuilder:
-    """Collects loaded samples into batches.
+    """Collection of loaded samples that become batches.
 
     Args:
         collate: makes a batch of its samples, as `BatchRing.collate` does.
@@ -195,7 +195,7 @@ class BatchBuilder:
         return not (self._samples or self._failures)
 
     def take(self, cursor: Cursor) -> LoadedBatch:
-        """The batch as it is now; starts the next one."""
+        """Return the batch as it is now; starts the next one."""
         batch = self._collate(self._samples) if self._samples else Batch()
         self._samples = []
         self.num_batches += 1

@@ -65,20 +65,20 @@ class Relevancy:
         return sum(array.nbytes for array in (self.values_V, self.codes_RC, self.row_of_N, self.column_of_M))
 
     def rows(self, clips: NDArray[np.int64] | slice) -> NDArray[np.float64]:
-        """The rows of some clips, float64 [n, M]."""
+        """Return the rows of some clips, float64 [n, M]."""
         # Rows are selected first, so that no more than the result is in memory.
         return self.values_V[self.codes_RC[self.row_of_N[clips]][:, self.column_of_M]]
 
     def at(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Relevancy of pairs, float64 of the arrays' common shape."""
+        """Return the relevancy of pairs, float64 of the arrays' common shape."""
         return self.values_V[self.codes_RC[self.row_of_N[clips], self.column_of_M[sentences]]]
 
     def take(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> "Relevancy":
-        """The matrix of some clips and some sentences, in the given order."""
+        """Return the matrix of some clips and some sentences, in the given order."""
         return Relevancy(self.values_V, self.codes_RC, self.row_of_N[clips], self.column_of_M[sentences])
 
     def transposed(self) -> "Relevancy":
-        """Sentences by clips."""
+        """Return the matrix of clips for sentences."""
         return Relevancy(self.values_V, np.ascontiguousarray(self.codes_RC.T), self.column_of_M, self.row_of_N)
 
 
@@ -95,7 +95,7 @@ class Actions:
     nouns_NK: NDArray[np.bool_]
 
     def distinct(self) -> tuple["Actions", NDArray[np.int32]]:
-        """The distinct classes, and for each caption their index."""
+        """Return the distinct classes, and for each caption their index."""
         bits = np.packbits(self.nouns_NK, axis=1)
         rows = np.concatenate([self.verb_N.astype("<i8")[:, None].view(np.uint8), bits], axis=1)
         _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -103,7 +103,7 @@ class Actions:
 
 
 def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
-    """The relevancy of sentences for clips; if neither has a noun, the IoU counts as 0."""
+    """Return the relevancy of sentences for clips; if neither has a noun, the IoU counts as 0."""
     clips, row_of_N = clips.distinct()
     sentences, column_of_M = sentences.distinct()
     num_clip, num_sentence = clips.nouns_NK.sum(1), sentences.nouns_NK.sum(1)
@@ -154,7 +154,7 @@ def compress_matrix(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Re
 def _distinct_rows(
     parts: Iterable[NDArray[np.floating] | NDArray[np.integer]],
 ) -> tuple[NDArray[np.float64], list[NDArray[np.uint8]], list[int]]:
-    """Values in order of occurrence, distinct rows as indices of them, and the distinct row of each row."""
+    """Return values in order of occurrence, distinct rows as indices of them, and the distinct row of each row."""
     found_V = np.empty(0)
     number_of: dict[bytes, int] = {}
     rows: list[NDArray[np.uint8]] = []
@@ -174,7 +174,7 @@ def _distinct_rows(
 def _encode_row(
     row: NDArray[np.float64], found_V: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
-    """The values with those that are new in a row appended, and the row as indices of them."""
+    """Return the values with those that are new in a row appended, and the row as indices of them."""
     new = np.setdiff1d(row, found_V)
     if len(new) and not (new[0] >= 0 and new[-1] <= 1):  # NaN is sorted last
         raise NoRelevancy(f"it has {new[0] if new[0] < 0 else new[-1]}, and a relevancy is from 0 to 1")
@@ -223,7 +223,7 @@ class RelevantCaptions:
         )
 
     def relevant(self, clip: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The sentences that a clip can be shown with, as entries of their captions, and their relevancy."""
+        """Return the sentences that a clip can be shown with, as entries of their captions, and their relevancy."""
         values_M = self._relevancy.rows(np.array([clip]))[0]
         values_M[self._own[clip]] = 1.0
         chosen = np.flatnonzero(values_M > self._min)

@@ -126,7 +126,7 @@ class RemoteFiles:
         _publish(path, content)
 
     def _copy_table(self, name: str, *, mark: str, wanted: dict[str, Any] | None) -> None:
-        """The current table: under its plain name, unless writing the manifest was interrupted at its very end."""
+        """Copy the current table: under its plain name, unless writing the manifest was interrupted at its very end."""
         path = self.copy / MANIFEST_FOLDER / name
         staged = staged_path(Path(MANIFEST_FOLDER), name, fingerprint=mark).as_posix()
         for key in (f"{MANIFEST_FOLDER}/{name}", staged):
@@ -215,7 +215,7 @@ class RemoteFiles:
         }
 
     def _list_commits(self, folder: str, local: Path) -> dict[str, ObjectInfo]:
-        """The records of a variant by their names in the folder of commits."""
+        """Return the records of a variant by their names in the folder of commits."""
         prefix = f"{folder}/{COMMITS_FOLDER}/"
         if self.objects.is_writable:
             listed = {info.key.removeprefix(prefix): info for info in self.objects.list(prefix)}
@@ -259,19 +259,19 @@ class RemoteFiles:
 
 
 def is_local(error: OSError) -> bool:
-    """Whether a copy cannot be written, as opposed to read from object storage, which raises AccessRefused."""
+    """Return True if a copy cannot be written, as opposed to read from object storage, which raises AccessRefused."""
     is_refused = isinstance(error, PermissionError) and not isinstance(error, UserError)
     return is_refused or error.errno in DISK_ERRORS
 
 
 def cache_unusable(folder: Path, address: str, error: OSError) -> UserError:
-    """The error for a cache that cannot take a copy of `address`."""
+    """Return the error for a cache that cannot take a copy of `address`."""
     hint = "make room, or choose another folder with --cache DIR"
     return UserError(f"{folder} cannot take a copy of {address}: {error.strerror}", hint=hint)
 
 
 def _launch() -> str | None:
-    """What the processes of one launch on this machine have in common; None for a process without a launcher.
+    """Return an id that the processes of one launch on this machine share; None without a launcher.
 
     torchrun and srun are the parent of all their processes on a machine; a restart by torchrun has a number of its own.
     """
@@ -292,12 +292,12 @@ def _is_whole(path: Path, *, sha256: str | None, size_bytes: int | None) -> bool
 
 
 def _folder(name: str) -> str:
-    """The folder of a record; empty for `commits/` itself."""
+    """Return the folder of a record; empty for `commits/` itself."""
     return name.rpartition("/")[0]
 
 
 def _is_record(info: ObjectInfo, commit: Commit) -> bool:
-    """Whether an object is the record of a commit, as far as its etag tells: in S3 it is often the MD5 of the content.
+    """Return True if an object is the record of a commit, as far as its etag tells: in S3 it is often the MD5 of the content.
 
     A data folder that was uploaded has its records at any time, before and after the table.
     """
@@ -307,7 +307,7 @@ def _is_record(info: ObjectInfo, commit: Commit) -> bool:
 
 
 def _missing_parts(variant: Variant) -> list[str]:
-    """The files of the merged table that are not up to date, relative to the variant's folder."""
+    """Return the files of the merged table that are not up to date, relative to the variant's folder."""
     if has_chunk_table(variant.directory.parent.name):
         return missing_parts(variant)
     return [] if score_table_problem(variant) is None else [CHUNKS_FILE]
@@ -339,7 +339,7 @@ _caches_lock = threading.Lock()
 
 
 def cache_folder(chosen: Path | None) -> Path:
-    """The folder for copies of remote files: the chosen one, or clipmill's in the user's cache.
+    """Return the folder for copies of remote files: the chosen one, or clipmill's in the user's cache.
 
     Raises:
         UserError: it cannot be created.
@@ -353,7 +353,7 @@ def cache_folder(chosen: Path | None) -> Path:
 
 
 def open_cache(chosen: Path | None, *, size: str | None = None) -> ObjectCache:
-    """The cache of whole tars in a folder: one for all of this process.
+    """Return the cache of whole tars in a folder: one for all of this process.
 
     Args:
         chosen: see `cache_folder`.
@@ -375,7 +375,7 @@ def open_cache(chosen: Path | None, *, size: str | None = None) -> ObjectCache:
 
 
 def local_copy(address: str, *, cache: Path | None, size: str | None = None) -> Path:
-    """The path of a local file, or of the copy of a remote one in the cache, fetched if it is missing or outdated.
+    """Return the path of a local file, or of the copy of a remote one in the cache, fetched if it is missing or outdated.
 
     Raises:
         OSError: it cannot be fetched, or is shorter than announced.
@@ -388,7 +388,7 @@ def local_copy(address: str, *, cache: Path | None, size: str | None = None) -> 
 
 
 def held_copy(address: str, cache: ObjectCache) -> CachedFile:
-    """The copy of a remote file, which stays in the cache while it is held; raises as `local_copy` does."""
+    """Return the copy of a remote file, which stays in the cache while it is held; raises as `local_copy` does."""
     folder, _, key = address.rpartition("/")
     name, size_bytes = copy_name(address)
     try:
@@ -405,7 +405,7 @@ def held_copy(address: str, cache: ObjectCache) -> CachedFile:
 
 
 def copy_name(address: str) -> tuple[str, int]:
-    """The name that the copy of a remote file has in the cache, by its version now, and its size in bytes.
+    """Return the name that the copy of a remote file has in the cache, by its version now, and its size in bytes.
 
     Raises:
         OSError: the storage does not say.
@@ -449,7 +449,7 @@ class RemoteTars:
         return self.objects.num_bytes
 
     def key(self, path: Path) -> str:
-        """The object that a path below the copy stands for."""
+        """Return the object that a path below the copy stands for."""
         return path.relative_to(self.files.copy).as_posix()
 
     def name(self, path: Path) -> str:
@@ -497,7 +497,7 @@ class RemoteTars:
     def fetch(
         self, shard: CommittedShard, *, waits: bool = True, is_over: Callable[[], bool] = lambda: False
     ) -> CachedFile | None:
-        """The whole tar of a shard in the cache; None if another process is fetching it and `waits` is False.
+        """Return the whole tar of a shard in the cache; None if another process is fetching it and `waits` is False.
 
         Args:
             is_over: ends the fetching within a block of `_BLOCK_BYTES`, with an OSError.
@@ -523,7 +523,7 @@ class RemoteTars:
 
 
 def copy_of_folder(address: str, *, cache: Path | None) -> Path:
-    """Path of the copy of a remote data folder; raises UserError as `folder_path` does."""
+    """Return the path of the copy of a remote data folder; raises UserError as `folder_path` does."""
     return cache_folder(cache) / "folders" / _digest(open_objects(address).address)
 
 

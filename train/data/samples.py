@@ -66,7 +66,7 @@ _TYPES = (SampleTable, RowCaptions, CaptionChoice, Sources)
 def open_table(
     name: str, make: Callable[[], SampleTable], *, depends_on: Sequence[object], num_rows: int
 ) -> SampleTable:
-    """The table that `make` makes, once per machine if it is large; see `clipmill.train.data.node_cache.open_shared`.
+    """Return the table that `make` makes, once per machine if it is large; see `clipmill.train.data.node_cache.open_shared`.
 
     Args:
         name: Name of the kind of samples, for the file.
@@ -84,7 +84,7 @@ def open_fingerprint(
     depends_on: Sequence[object],
     num_rows: int,
 ) -> str:
-    """Hash of the samples and their order, and of the texts of their captions; computed once per machine if it is long.
+    """Return the hash of the samples and their order, and of the texts of their captions; computed once per machine if it is long.
 
     Args:
         facts: What the samples depend on beside the rows, such as variants.
@@ -101,7 +101,7 @@ def open_fingerprint(
 
 
 def fingerprint_of(table: SampleTable, facts: Sequence[object], parts: Sequence[NDArray[Any]] = ()) -> str:
-    """See `open_fingerprint`."""
+    """Return the hash that `open_fingerprint` stores."""
     captions = table.captions
     if captions is None:
         return _sha256(facts, [*parts, table.begin_us, table.end_us, table.frame, table.label, table.caption_id])
@@ -132,19 +132,19 @@ class RowReader(Reader, Protocol):
     mixture: ClassVar[str]
 
     def key(self, sample: int) -> str:
-        """The chunk in which a sample begins, or its name in a tar."""
+        """Return the chunk in which a sample begins, or its name in a tar."""
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Start and end of rows in their videos, microseconds."""
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the videos of rows."""
+        """Return the numbers of the videos of rows."""
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
         """Start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
+        """Return frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
 
     def deviations(self) -> list[str]:
         """Deviations from the settings, with numbers."""
@@ -158,21 +158,21 @@ class RowCaptioner(Protocol):
         """Captions of each row."""
 
     def text(self, row: int) -> str:
-        """The text of a row's caption in an evaluation."""
+        """Return the text of a row's caption in an evaluation."""
 
     def require_different_texts(self, *, split: str) -> None:
         """Raise a UserError if all captions are the same text."""
 
     def describe(self) -> list[str]:
-        """Remarks on the captions, for the log."""
+        """Return remarks on the captions, for the log."""
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Number of samples that training takes in an epoch."""
+        """Return the number of samples that training takes in an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where samples come from.
+    """Origin of samples.
 
     Attributes:
         split: Split of the manifest.
@@ -335,7 +335,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         return self.source.fingerprint()
 
     def describe(self) -> str:
-        """One line for the log: what the set contains, what was left out and why, and deviations from the settings."""
+        """Return one line for the log: what the set contains, what was left out and why, and deviations from the settings."""
         of_captions = [] if self._captions is None or not len(self.table) else self._captions.describe()
         return "; ".join(filter(None, [*self.table.remarks, *of_captions, *self.reader.deviations()]))
 
@@ -345,11 +345,11 @@ class Samples(BatchedSamples, Generic[AnyReader]):
             self._captions.require_different_texts(split=self.split)
 
     def text(self, sample: int) -> str:
-        """The text of a sample's caption in an evaluation."""
+        """Return the text of a sample's caption in an evaluation."""
         return str(self.captions.text(sample // self._repeats))
 
     def key(self, sample: int) -> str:
-        """The chunk in which a sample begins, or its name in a tar."""
+        """Return the chunk in which a sample begins, or its name in a tar."""
         return self.reader.key(sample)
 
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -366,5 +366,5 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         return self.reader.shown_span_s(sample, num_frames=num_frames)
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
+        """Return frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
         return self.reader.pictures(sample, num_frames=num_frames)

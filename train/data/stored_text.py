@@ -59,11 +59,11 @@ class TextMembers:
         return self.width * _ITEM_BYTES
 
     def member_at(self, place: Any) -> Any:
-        """The member that holds the embedding at a place, or those at an array of places."""
+        """Return the member that holds the embedding at a place, or those at an array of places."""
         return np.searchsorted(self.place, place, side="right") - 1
 
     def verified(self, tars: MappedTars) -> VerifiedMembers:
-        """These members of `tars`."""
+        """Return these members of `tars`, unverified."""
 
         def payload(member: int) -> Payload:
             return Payload(int(self.place[member]), int(self.size_bytes[member]), int(self.crc32[member]))
@@ -71,7 +71,7 @@ class TextMembers:
         return VerifiedMembers(tars, len(self.place), payload, column=TEXT, noun="embeddings")
 
     def row_of(self, content: memoryview, member: int, place: int, *, num_tokens: int = 1) -> Part:
-        """The embedding at a place, or a sequence, of the bytes of its member."""
+        """Return the embedding at a place, or a sequence, of the bytes of its member."""
         begin = place - int(self.place[member])
         return content, begin, begin + num_tokens * self.row_bytes
 
@@ -95,7 +95,7 @@ class TextRows:
     def find(
         self, caption_id: NDArray[np.int64], *, video_row: NDArray[np.int64], video_ids: pa.Array
     ) -> NDArray[np.int64]:
-        """For each caption its index here, -1 if it has no embedding.
+        """Return the index of each caption's embedding, -1 if it has none.
 
         Raises:
             UserError: a caption belongs to another video here than in the manifest.
@@ -173,7 +173,7 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
 
 
 def encoder_of(variant: Variant) -> str:
-    """The model that made the embeddings of a variant of the text column, by its weights."""
+    """Return the model that made the embeddings of a variant of the text column, by its weights."""
     recipe = variant.recipe
     return f"{recipe.get('encoder')} {str(recipe.get('encoder_sha256'))[:8]}, width {recipe.get('width')}"
 
@@ -243,11 +243,11 @@ class StoredText:
         return self._members.width
 
     def has(self, caption_id: NDArray[np.int64], *, video_row: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which captions have an embedding; raises UserError like `TextRows.find`."""
+        """Return which captions have an embedding; raises UserError like `TextRows.find`."""
         return self._rows.find(caption_id, video_row=video_row, video_ids=self._video_ids) >= 0
 
     def embedding(self, caption_id: int, *, key: str) -> NDArray[np.float16]:
-        """The embedding of a caption that has one, float16 [D] of unit length.
+        """Return the embedding of a caption that has one, float16 [D] of unit length.
 
         Args:
             key: of the sample that needs it.

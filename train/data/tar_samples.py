@@ -72,7 +72,7 @@ class Member:
 
 
 def members_of(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Member]:
-    """The files of a tar in its order; links, folders and devices are skipped.
+    """Yield the files of a tar in its order; links, folders and devices are skipped.
 
     Args:
         limit_of: maximum size in bytes of a member of this name; 0 if it is not needed.
@@ -92,7 +92,7 @@ def members_of(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Member
 
 @dataclass
 class _Extended:
-    """What the headers before a member's own say about it."""
+    """Facts about a member from the headers before its own."""
 
     name: bytes | None = None
     size_bytes: int | None = None
@@ -110,17 +110,17 @@ class _Source:
 
     @property
     def offset(self) -> int | None:
-        """Where the next byte is in the file; None if it is compressed."""
+        """Offset of the next byte in the file; None if it is compressed."""
         return None if self._is_packed else self.position
 
     def block(self) -> bytes:
-        """The next block; fewer bytes at the end."""
+        """Return the next block; fewer bytes at the end."""
         block = self._stream.read(BLOCK_BYTES)
         self._advance(len(block))
         return block
 
     def read(self, size_bytes: int) -> bytes:
-        """The payload of a member or header, whose size is within a limit; skips its padding."""
+        """Return the payload of a member or header, whose size is within a limit; skips its padding."""
         self._require_there(size_bytes)
         if not self._is_packed:
             content = self._stream.read(size_bytes)
@@ -158,7 +158,7 @@ class _Source:
             another = block[_SPARSE_FURTHER]
 
     def broken(self, why: str) -> DamagedTar:
-        """The error at which reading ends."""
+        """Return the error at which reading ends."""
         return DamagedTar(self._path, f"the tar cannot be read from here on (byte {self.position:,}): {why}")
 
     def _require_there(self, size_bytes: int) -> None:
@@ -244,12 +244,12 @@ def _extend(extended: _Extended, payload: bytes, *, is_pax: bool) -> None:
 
 
 def _printable_name(name: str) -> str:
-    """A name without control sequences and unprintable characters."""
+    """Return a name without control sequences and unprintable characters."""
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
 def _unpack(file: BinaryIO) -> tuple[BinaryIO, bool]:
-    """The file or its decompressed content, and whether it is compressed."""
+    """Return the file or its decompressed content, and whether it is compressed."""
     magic = file.read(6)
     file.seek(0)
     if magic.startswith(b"\x1f\x8b"):
@@ -297,7 +297,7 @@ _FAILED_STATUS = "failed_to_"  # video2dataset: failed_to_download, failed_to_su
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Takes the place of a sample, or of the rest of a tar, that cannot be read."""
+    """Substitute for a sample, or for the rest of a tar, that cannot be read."""
 
     key: str
     detail: str
@@ -305,7 +305,7 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class WithoutVideo:
-    """Takes the place of a sample whose video video2dataset could not download: the tar is not damaged."""
+    """Substitute for a sample whose video video2dataset could not download: the tar is not damaged."""
 
     key: str
 
@@ -350,7 +350,7 @@ class StreamedClip:
 
 
 def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> Iterator[TarSample | Unreadable]:
-    """The samples of the tar at `path`, in its order, and what cannot be read of it.
+    """Yield the samples of the tar at `path`, in its order, and what cannot be read of it.
 
     Args:
         tar: its name for messages.
@@ -416,7 +416,7 @@ def _finish_sample(sample: TarSample) -> TarSample | Unreadable:
 
 
 def _key_and_extension(name: str) -> tuple[str, str] | None:
-    """Key and extension in a member's name; None for a member that belongs to no sample.
+    """Return key and extension in a member's name; None for a member that belongs to no sample.
 
     Those are names without an extension, hidden files, and webdataset's own files (`__name__`).
     """
@@ -429,7 +429,7 @@ def _key_and_extension(name: str) -> tuple[str, str] | None:
 
 
 def clips_of(sample: TarSample) -> Sequence[StreamedClip | WithoutVideo]:
-    """The clips of a sample.
+    """Return the clips of a sample.
 
     Raises:
         ValueError: it has no video, no caption, or members that cannot be read.
@@ -451,7 +451,7 @@ def clips_of(sample: TarSample) -> Sequence[StreamedClip | WithoutVideo]:
 
 
 def caption_of(sample: TarSample) -> str | None:
-    """The text of a sample's txt member, or else the caption in its json; ValueError if it cannot be read."""
+    """Return the text of a sample's txt member, or else the caption in its json; ValueError if it cannot be read."""
     # video2dataset and img2dataset write an empty txt if there was no caption.
     try:
         text = sample.members.get("txt", b"").decode()
@@ -462,7 +462,7 @@ def caption_of(sample: TarSample) -> str | None:
 
 
 def description_of(sample: TarSample) -> dict[str, Any]:
-    """The json of a sample, {} without one; raises ValueError if it cannot be read."""
+    """Return the json of a sample, {} without one; raises ValueError if it cannot be read."""
     try:
         description = json.loads(sample.members.get("json") or b"{}")
     except (ValueError, RecursionError) as error:
@@ -501,7 +501,7 @@ def _clip_of_caption(key: str, content: bytes, caption: dict[str, Any], *, chunk
 def frames_on_screen(
     video: PlainVideo, clip: StreamedClip, sampling: Sampling, *, rng: np.random.Generator | None, num_views: int = 1
 ) -> list[int]:
-    """Numbers of the frames of `video` on screen at the clip's moments; its frame rate need not be constant.
+    """Return the numbers of the frames of `video` on screen at the clip's moments; its frame rate need not be constant.
 
     Moments are random with `rng`, as in training (clipmill.train.data.frame_sampling). Without it, as in evaluation,
     they are of `num_views` views, one view after another.

@@ -96,22 +96,22 @@ class VideoStream(BatchedSamples):
 
     @property
     def variant_name(self) -> str:
-        """Where the clips come from."""
+        """Origin of the clips."""
         return f"a stream of {count_noun(len(self.tars), 'tar')}"
 
     def describe(self) -> str:
-        """One line for the log: how the clips are read, and deviations from the settings so far."""
+        """Return one line for the log: how the clips are read, and deviations from the settings so far."""
         return self.reader.describe()
 
     def require_different_texts(self) -> None:
         """Do nothing: the captions of a stream are not known before they are read."""
 
     def text(self, sample: int) -> str:
-        """The caption of a clip that an evaluation has shown."""
+        """Return the caption of a clip that an evaluation has shown."""
         return self.reader.shown[sample].text
 
     def key(self, sample: int) -> str:
-        """The sample of such a clip in its tar."""
+        """Return the sample of such a clip in its tar."""
         return self.reader.shown[sample].key
 
     def span_s(self, sample: int) -> tuple[float, float]:
@@ -120,12 +120,12 @@ class VideoStream(BatchedSamples):
         return clip.begin_us / US_PER_S, float("inf") if clip.end_us is None else clip.end_us / US_PER_S
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Always empty: a stream cannot go back."""
+        """Return nothing: a stream cannot go back."""
         return []
 
 
 class StreamReader:
-    """Reads clips of tars from front to back (clipmill.train.data.loader.Reader); samples are numbered as they come.
+    """Reader of clips of tars from front to back (clipmill.train.data.loader.Reader); samples are numbered as they come.
 
     Attributes:
         shown: The clips that evaluations have shown, without their files.
@@ -147,7 +147,7 @@ class StreamReader:
         self._first_unreadable: Unreadable | None = None
 
     def describe(self) -> str:
-        """See `VideoStream.describe`."""
+        """Return what `VideoStream.describe` does."""
         tars = f"{len(self._tars)} tars" if len(self._tars) > 1 else self._tars[0]
         parts = [f"{tars} from front to back, decoded through the container: a stream has no packet tables"]
         if self.num_shortened:
@@ -157,11 +157,11 @@ class StreamReader:
         return "; ".join(parts)
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Sample]], Batch]:
-        """The function that makes batches of samples, for one iteration."""
+        """Return the function that makes batches of samples, for one iteration."""
         return BatchRing(loading.batch, pin=loading.pin, can_keep=loading.can_keep).collate
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Sample | FailedSample]:
-        """The samples or failures at the positions of some blocks, which ascend; an evaluation ends with the tars.
+        """Yield the samples or failures at the positions of some blocks, which ascend; an evaluation ends with the tars.
 
         Raises:
             UserError: the tars hold no clips, or fewer than a batch in training.
@@ -186,7 +186,7 @@ class StreamReader:
             yield outcome
 
     def _work(self, blocks: Iterator[Block], *, batch: int) -> Iterator[_Work]:
-        """The clips at the positions of some blocks."""
+        """Yield the clips at the positions of some blocks."""
         requests = (
             SampleRequest(position, position, block.seed) for block in blocks for position in block.positions.tolist()
         )
@@ -207,7 +207,7 @@ class StreamReader:
             epoch, position = epoch + 1 + num_skipped, position + num_skipped * num_items
 
     def _items(self, seed: int | None, *, epoch: int) -> Iterator[_Item]:
-        """The clips of an epoch: shuffled in training, in the order of the tars in an evaluation."""
+        """Return the clips of an epoch: shuffled in training, in the order of the tars in an evaluation."""
         if seed is None:
             return self._read_tars(self._tars)
         items = self._read_tars(tars_of_epoch(self._tars, seed=seed, epoch=epoch))
@@ -266,7 +266,7 @@ class StreamReader:
 
 
 def _fingerprint(tars: Sequence[str]) -> str:
-    """Hash of the names and sizes of tars, wherever they are; of remote tars, only the names are known."""
+    """Return the hash of the names and sizes of tars, wherever they are; of remote tars, only the names are known."""
     facts = [(tar.rpartition("/")[2], None if is_remote(tar) else Path(tar).stat().st_size) for tar in tars]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
@@ -315,7 +315,7 @@ _T = TypeVar("_T")
 
 
 def expand(pattern: str) -> list[str]:
-    """The tars that a pattern such as `DIR/{000000..000099}.tar` names, in its order; `::` joins several patterns.
+    """Return the tars that a pattern such as `DIR/{000000..000099}.tar` names, in its order; `::` joins several patterns.
 
     Raises:
         UserError: it is not a pattern, it names too many tars, or a local one or the first remote one is missing.
@@ -345,7 +345,7 @@ def expand(pattern: str) -> list[str]:
 
 
 def _names_of(pattern: str) -> list[str]:
-    """The names that a pattern stands for, counted before any of them is made."""
+    """Return the names that a pattern stands for, counted before any of them is made."""
     from webdataset.shardlists import envsubst, expand_urls
 
     try:
@@ -363,7 +363,7 @@ def _names_of(pattern: str) -> list[str]:
 
 
 def _num_names(pattern: str, *, depth: int = 0) -> int:
-    """How many names braces expand to, with letters counted as all letters; the grammar is that of braceexpand."""
+    """Count the names that braces expand to, with letters counted as all letters, by the grammar of braceexpand."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"braces within braces, more than {_MAX_DEPTH} deep")
     num = 1
@@ -380,7 +380,7 @@ def _num_names(pattern: str, *, depth: int = 0) -> int:
 
 
 def _outermost_braces(pattern: str) -> Iterator[tuple[int, int]]:
-    """Where each outermost pair of braces begins and ends."""
+    """Yield the begin and end of each outermost pair of braces."""
     begin = depth = 0
     for at, sign in _signs(pattern):
         if sign == "{":
@@ -397,7 +397,7 @@ def _outermost_braces(pattern: str) -> Iterator[tuple[int, int]]:
 
 
 def _parts(inner: str) -> Iterator[str]:
-    """The parts between the commas of a pair of braces."""
+    """Yield the parts between the commas of a pair of braces."""
     begin = depth = 0
     for at, sign in _signs(inner):
         depth += {"{": 1, "}": -1, ",": 0}[sign]
@@ -408,7 +408,7 @@ def _parts(inner: str) -> Iterator[str]:
 
 
 def _signs(pattern: str) -> Iterator[tuple[int, str]]:
-    """Braces and commas that are not escaped by a backslash, with their positions."""
+    """Yield braces and commas that are not escaped by a backslash, with their positions."""
     return ((found.start(), found[0]) for found in re.finditer(r"\\.|[{},]", pattern, re.DOTALL) if found[0] in "{},")
 
 
@@ -417,7 +417,7 @@ def _shorten(pattern: str) -> str:
 
 
 def items_in(tars: Iterable[str], *, cache: Path | None, cache_size: str | None = None) -> Iterator[Item]:
-    """The clips in `tars`, in order, and what cannot be read. While a remote tar is read, the next ones are fetched.
+    """Yield the clips in `tars`, in order, and what cannot be read. While a remote tar is read, the next ones are fetched.
 
     Raises:
         UserError: the cache cannot be written, or is too small for the tars that are read and fetched together.
@@ -461,7 +461,7 @@ def _items_of(tar: str, path: Path) -> Iterator[Item]:
 
 
 def tars_of_epoch(tars: Sequence[str], *, seed: int, epoch: int) -> list[str]:
-    """All of `tars` in the order of an epoch."""
+    """Return all of `tars` in the order of an epoch."""
     return [tars[number] for number in permute(np.arange(len(tars)), len(tars), seed=seed, epoch=epoch).tolist()]
 
 

@@ -34,7 +34,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Stuck:
-    """Takes the place of a result that was not ready in time; its text is the detail of the failure."""
+    """Substitute for a result that was not ready in time; its text is the detail of the failure."""
 
     after_s: float
 
@@ -203,7 +203,7 @@ class ThreadedReader(ABC):
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """How samples are read ahead of loading; None if loading them reads them."""
+        """Function that reads samples ahead of loading; None if loading them reads them."""
         return None
 
     @abstractmethod
@@ -219,7 +219,7 @@ class ThreadedReader(ABC):
         return np.zeros_like(rows), np.zeros_like(rows)
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the videos of rows; by default, each row is a video of its own."""
+        """Return the numbers of the videos of rows; by default, each row is a video of its own."""
         return rows
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
@@ -227,7 +227,7 @@ class ThreadedReader(ABC):
         return 0.0, 0.0
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
+        """Return frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
         [loaded] = self.load([SampleRequest(sample, sample, None)])
         if isinstance(loaded, FailedSample):
             return []
@@ -238,19 +238,19 @@ class ThreadedReader(ABC):
         return list(video[:num_frames])
 
     def deviations(self) -> list[str]:
-        """Deviations from the settings, with numbers; none by default."""
+        """Return deviations from the settings, with numbers; none by default."""
         return []
 
     def place(self, sample: int) -> str:
-        """Where the data of a sample are, as the end of a failure's detail; empty if there is one place only."""
+        """Return the place of a sample's data, as the end of a failure's detail; empty if there is only one place."""
         return ""
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Sample]], Batch]:
-        """The function that makes batches of samples, for one iteration."""
+        """Return the function that makes batches of samples, for one iteration."""
         return BatchRing(loading.batch, pin=loading.pin, can_keep=loading.can_keep).collate
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Outcome | None]:
-        """The samples or failures of some blocks, in order; None for an empty position."""
+        """Yield the samples or failures of some blocks, in order; None for an empty position."""
         ahead = self.ahead
         num_ahead = max(1, loading.num_ahead // loading.group)
 
@@ -285,7 +285,7 @@ class ThreadedReader(ABC):
 
 
 def _groups(blocks: Iterator[Block], group: int) -> Iterator[_Group]:
-    """The requests of some blocks: groups of the order in training, single ones in an evaluation."""
+    """Yield the requests of some blocks: groups of the order in training, single ones in an evaluation."""
     requests = (
         (position, None if sample < 0 else SampleRequest(sample, position, block.seed))
         for block in blocks
@@ -301,7 +301,7 @@ def _groups(blocks: Iterator[Block], group: int) -> Iterator[_Group]:
 def _read(
     groups: Iterator[_Group], ahead: ReadAhead | None, loading: LoaderSettings
 ) -> Generator[tuple[_Group, Any], None, None]:
-    """The groups, each with what was read of it, or Stuck."""
+    """Yield the groups, each with what was read of it, or Stuck."""
     if ahead is None:
         yield from ((group, None) for group in groups)
         return

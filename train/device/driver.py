@@ -21,7 +21,7 @@ _NO_DEVICE = (34, 100)
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver from /proc; None if there is none."""
+    """Return the version of the NVIDIA driver from /proc; None if there is none."""
     try:
         text = _VERSION_FILE.read_text()
     except OSError:
@@ -31,18 +31,18 @@ def driver_version() -> str | None:
 
 
 def required_driver(cuda: str | None) -> str | None:
-    """The oldest driver for a CUDA version such as 13.2; None without CUDA, or if it is not known."""
+    """Return the oldest driver for a CUDA version such as 13.2; None without CUDA, or if it is not known."""
     return None if cuda is None else _OLDEST.get(cuda.partition(".")[0])
 
 
 def is_older(driver: str, other: str) -> bool:
-    """Whether a driver's version is lower than another one."""
+    """Return True if a driver's version is lower than another one."""
     return [*map(int, driver.split("."))] < [*map(int, other.split("."))]
 
 
 @cache
 def why_no_gpu() -> str | None:
-    """Why torch cannot use the NVIDIA GPU of this machine; None if it can, or if there is none to use."""
+    """Return why torch cannot use the NVIDIA GPU of this machine; None if it can, or if there is none to use."""
     import torch
 
     # An empty list of GPUs is a choice.
@@ -65,7 +65,7 @@ def why_no_gpu() -> str | None:
 
 
 def _has_cuda_device() -> bool:
-    """Whether the driver's library finds a GPU, or fails for another reason than that there is none."""
+    """Return True if the driver's library finds a GPU, or fails for another reason than that there is none."""
     try:
         return ctypes.CDLL("libcuda.so.1").cuInit(0) not in _NO_DEVICE
     except (OSError, AttributeError):
@@ -73,7 +73,7 @@ def _has_cuda_device() -> bool:
 
 
 def _has_pci_device() -> bool:
-    """Whether the kernel lists a display device of NVIDIA, with or without a driver."""
+    """Return True if the kernel lists a display device of NVIDIA, with or without a driver."""
     for device in _PCI_DEVICES.glob("*"):
         try:
             vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))

@@ -49,7 +49,7 @@ class Precision:
         return _HALVES.get(self.name)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Autocast context of this precision."""
+        """Return the autocast context of this precision."""
         if self.products is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.products)
@@ -63,11 +63,11 @@ class Precision:
 
     @property
     def skips_steps(self) -> bool:
-        """Whether steps with non-finite gradients are skipped and the run goes on."""
+        """True if steps with non-finite gradients are skipped and the run goes on."""
         return self.name == "fp16"
 
     def accepts(self, grad_norm: Scalar) -> torch.Tensor:
-        """Whether to step with this gradient norm, a bool on its device; updates the scale. Called once a step."""
+        """Return True if to step with this gradient norm, a bool on its device; updates the scale. Called once a step."""
         norm = torch.as_tensor(grad_norm)
         if not self.skips_steps:
             return torch.ones_like(norm, dtype=torch.bool)
@@ -86,7 +86,7 @@ class Precision:
         return is_good
 
     def state_dict(self) -> dict[str, float]:
-        """State for checkpoints; synchronises with the device."""
+        """Return the state for checkpoints; synchronises with the device."""
         scale, num_skipped, num_good = float(self.loss_scale), int(self.num_skipped), int(self.num_good)
         return {"loss_scale": scale, "num_skipped": num_skipped, "num_good": num_good}
 
@@ -121,7 +121,7 @@ def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
 
 
 def choose_device(name: str, *, needs_gpu: bool = False) -> torch.device:
-    """The device of `--device`. `auto` prints why it is the CPU on a machine with a GPU that cannot be used.
+    """Return the device of `--device`. `auto` prints why it is the CPU on a machine with a GPU that cannot be used.
 
     Raises:
         UserError: There is no usable GPU, and one was asked for by --device cuda or --require-gpu (`needs_gpu`).

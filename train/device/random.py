@@ -40,7 +40,7 @@ def generator(position: int, *, seed: int, purpose: str) -> np.random.Generator:
 
 
 def splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash each number with the finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """Return hash each number with the finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -89,7 +89,7 @@ def _device_splitmix64(values: "torch.Tensor") -> "torch.Tensor":
 
 
 def _shift_right(values: "torch.Tensor", bits: int) -> "torch.Tensor":
-    """Logical shift to the right; torch's own copies the sign bit."""
+    """Shift to the right logically; torch's own shift copies the sign bit."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

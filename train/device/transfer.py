@@ -34,7 +34,7 @@ Scalar = float | torch.Tensor
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether reading a tensor does not synchronise with a device."""
+    """Return True if reading a tensor does not synchronise with a device."""
     return tensor.device.type == "cpu"
 
 
@@ -57,7 +57,7 @@ class DeviceEvent:
             self._event.synchronize()
 
     def since(self, other: "DeviceEvent") -> float:
-        """Seconds from another event of the device to this one; both must have been reached."""
+        """Return seconds from another event of the device to this one; both must have been reached."""
         if self._event is None or other._event is None:
             return self._at_s - other._at_s
         return other._event.elapsed_time(self._event) / 1e3
@@ -79,7 +79,7 @@ class LateMetrics:
         self.end = DeviceEvent(device)
 
     def read(self) -> dict[str, float]:
-        """All metrics in their order; waits for the transfer."""
+        """Return all metrics in their order; waits for the transfer."""
         if self._names:
             self.end.wait()
             self._numbers |= dict(zip(self._names, self._values.tolist(), strict=True))
@@ -88,7 +88,7 @@ class LateMetrics:
 
 
 class StepGuard:
-    """Prevents optimizer steps after a non-finite loss or gradient norm, without synchronising with the device.
+    """Guard against optimizer steps after a non-finite loss or gradient norm, without synchronising with the device.
 
     All ranks have the same metrics and therefore skip the same steps.
     """
@@ -97,7 +97,7 @@ class StepGuard:
         self._is_sound = torch.ones((), dtype=torch.bool, device=device)
 
     def after(self, loss: Scalar, grad_norm: Scalar, *, skips: bool) -> torch.Tensor:
-        """Whether to take this step, a bool on the device; with `skips` a bad norm prevents this step only (fp16)."""
+        """Return True if to take this step, a bool on the device; with `skips` a bad norm prevents this step only (fp16)."""
         is_loss_good, is_norm_good = (
             torch.as_tensor(one, device=self._is_sound.device).isfinite() for one in (loss, grad_norm)
         )
@@ -109,7 +109,7 @@ class StepGuard:
 
 
 def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Pinned memory of arbitrary content, to be filled once: copies from it may be pending long after they are made."""
+    """Allocate pinned memory, to be filled once: copies from it may be pending long after they are made."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
@@ -134,7 +134,7 @@ def send_pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tenso
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the values lie without gaps, in any order of the dimensions."""
+    """Return True if the values lie without gaps, in any order of the dimensions."""
     size = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1 and stride != size:
@@ -144,7 +144,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """The device with its number. "cuda" alone is the current GPU of a thread, and other threads begin with GPU 0."""
+    """Return the device with its number. "cuda" alone is the current GPU of a thread, and other threads begin with GPU 0."""
     device = torch.device(device)
     if device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
@@ -153,7 +153,7 @@ def with_index(device: torch.device | str) -> torch.device:
 
 @cache
 def constant_tensor(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """A cached tensor of nested tuples that are the same in every step; must not be written to."""
+    """Return a cached tensor of nested tuples that are the same in every step; must not be written to."""
     return send(torch.tensor(values, dtype=dtype), device)
 
 
@@ -164,7 +164,7 @@ def constant_tensor(values: tuple[Any, ...], device: torch.device, dtype: torch.
 
 
 def changing_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that training may change, by name: those of modules in training mode that checkpoints hold."""
+    """Return the buffers that training may change, by name: those of modules in training mode that checkpoints hold."""
     return {
         name: buffer
         for path, module in model.named_modules()

@@ -29,7 +29,7 @@ _LEFT, _FAILED = "left", "failed: "
 
 
 class Heartbeat:
-    """Sends heartbeats until `end`, from the moment at which the ranks have agreed on the name of their attempt."""
+    """Sender of heartbeats until `end`, from the moment at which the ranks have agreed on the name of their attempt."""
 
     def __init__(self, world: World, *, host: str, port: int, attempt: str) -> None:
         self._world = world
@@ -126,7 +126,7 @@ class Watch:
         self._reached_s: float | None = None
 
     def reason_to_stop(self, said: Mapping[int, str] | None, *, now_s: float) -> str | None:
-        """Why this rank should stop, given the last message of each rank that has sent one.
+        """Return why this rank should stop, given the last message of each rank that has sent one.
 
         Args:
             said: None if the store does not answer.

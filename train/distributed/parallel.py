@@ -200,13 +200,13 @@ def buckets(tensors: Sequence[Some]) -> list[list[Some]]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a DTensor, sharing its memory; plain tensors are returned as they are."""
+    """Return the local part of a DTensor, sharing its memory; plain tensors are returned as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def norms(parts: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norms of N whole tensors, float64 [N], with one collective for all of them.
+    """Return the Euclidean norms of N complete tensors, float64 [N], with one collective for all of them.
 
     Args:
         parts: the local part of each.
@@ -225,7 +225,7 @@ def norms(parts: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> tor
 
 
 def _summands(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Placement of sums over local parts: partial for shards, replicated for copies."""
+    """Return the placement of sums over local parts: partial for shards, replicated for copies."""
     return tuple(Replicate() if placement.is_replicate() else Partial() for placement in placements)
 
 
@@ -262,7 +262,7 @@ class ShardedRows(nn.Module):
         self.register_load_state_dict_pre_hook(_take_own)
 
     def read(self, ids_B: torch.Tensor) -> torch.Tensor:
-        """Rows [B, C] of `ids_B`; all ranks call it with the same ids."""
+        """Return the rows [B, C] of `ids_B`; all ranks call it with the same ids."""
         place_B = self._places(ids_B)
         is_own_B1 = (place_B < self._num_own)[:, None]
         return self._world.sum(torch.where(is_own_B1, self.rows[place_B], 0))
@@ -276,7 +276,7 @@ class ShardedRows(nn.Module):
         return torch.where((place_B >= 0) & (place_B < self._num_own), place_B, self._num_own)
 
     def whole(self) -> torch.Tensor:
-        """All rows [num_rows, C], sharing memory with the local ones; a DTensor with several ranks."""
+        """Return all rows [num_rows, C], sharing memory with the local ones; a DTensor with several ranks."""
         own = self.rows[: self._num_own]
         if self._world.size == 1:
             return own
@@ -287,7 +287,7 @@ class ShardedRows(nn.Module):
         )
 
     def with_spare(self, rows: torch.Tensor) -> torch.Tensor:
-        """The buffer `rows` for all rows or for this rank's part of them."""
+        """Return the buffer `rows` for all rows or for this rank's part of them."""
         own = rows.to_local() if isinstance(rows, DTensor) else rows
         if not isinstance(rows, DTensor) and len(rows) == self._shape[0]:
             own = rows[self._first : self._first + self._num_own]

@@ -111,7 +111,7 @@ class Pipeline(nn.Module):
         return given
 
     def _schedule_for(self, batch: PipelineBatch, *, size: int) -> "PipelineScheduleSingle":
-        """The schedule for this microbatch size and text length; the last one is reused."""
+        """Return the schedule for this microbatch size and text length; the last one is reused."""
         # A slow import that a single process does not need.
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -217,7 +217,7 @@ class _Running(nn.Module):
             self._batch, self.loss = None, None
 
     def forward(self, *given: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None = None) -> Any:
-        """The stage's output for a microbatch."""
+        """Return the stage's output for a microbatch."""
         assert self._batch is not None
         if self._is_first:
             rows = given[0]
@@ -229,12 +229,12 @@ class _Running(nn.Module):
             return self.part(*given, tokens=tokens)
 
     def loss_of(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss of a microbatch of the current batch."""
+        """Return the loss of a microbatch of the current batch."""
         assert self.loss is not None
         return self.loss(output, targets)
 
     def measured(self, before: Sequence[torch.Tensor], batch: PipelineBatch) -> list[torch.Tensor]:
-        """The stage's outputs for one sample with one token, as meta tensors."""
+        """Return the stage's outputs for one sample with one token, as meta tensors."""
         tokens_111 = batch.tokens_BKL[:1, :1, :1]
         given = [torch.zeros_like(one, device=tokens_111.device).requires_grad_(one.requires_grad) for one in before]
         with keep_buffers(self.part), torch.enable_grad(), self._step.autocast():
@@ -261,7 +261,7 @@ def _resize_border(
 
 
 def _tied_stages(part: nn.Module, stages: World) -> dict[str, list[int]]:
-    """The other stages that have the same parameter, by name."""
+    """Return the other stages that have the same parameter, by name."""
     own = {name for name, _ in part.named_parameters()}
     of_each = stages.gather_objects(sorted(own))
     found = {
@@ -374,7 +374,7 @@ def _balanced_ranges(costs: list[int], *, num_stages: int) -> list[range]:
 
 
 def _num_stages(costs: list[int], most: int) -> int:
-    """Minimum number of stages none of which costs more than `most`."""
+    """Return the minimum number of stages if no stage may cost more than `most`."""
     count, spent = 1, 0
     for cost in costs:
         count, spent = (count, spent + cost) if spent + cost <= most else (count + 1, cost)
@@ -434,7 +434,7 @@ def _receive_tensors(stages: World, *, device: torch.device) -> Tensors:
 
 
 def _header(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Dtype, number of dimensions and shape of a tensor; zeros for None. On the CPU, so that no GPU has to wait."""
+    """Return dtype, number of dimensions and shape of a tensor; zeros for None. On the CPU, so that no GPU has to wait."""
     header = torch.zeros(2 + _MAX_DIMENSIONS, dtype=torch.int64)
     if tensor is not None:
         numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]

@@ -1,4 +1,4 @@
-"""Whole or sharded tensors on disk through torch.distributed.checkpoint, for any number of ranks.
+"""Complete or sharded tensors on disk through torch.distributed.checkpoint, for any number of ranks.
 
 torch plans which rank writes and reads which part. The parts are plain bytes, and a JSON table says where they are, so
 that reading a checkpoint cannot execute code.
@@ -40,7 +40,7 @@ Table = dict[str, Any]
 
 
 class Storage:
-    """Writes the tensors of checkpoints. All ranks call its methods in the same order."""
+    """Writer of the tensors of checkpoints. All ranks call its methods in the same order."""
 
     def __init__(self, world: World) -> None:
         # A separate group, because checkpoints are written during training with its own collectives.
@@ -97,7 +97,7 @@ def read_into(folder: Path, table: Table, tensors: Mapping[str, torch.Tensor], *
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype by its name in the table; ValueError if there is none."""
+    """Return the dtype by its name in the table; ValueError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype")
@@ -109,7 +109,7 @@ class FailedElsewhere(Exception):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes the bytes of tensors into one file, and makes `dcp.save` return the place of each.
+    """Writer of the bytes of tensors into one file, which makes `dcp.save` return the place of each.
 
     torch's own writer makes an archive of each tensor, which takes longer than a step of a small model.
 
@@ -155,7 +155,7 @@ class _Piece:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads what `_Writer` wrote, by a table of plain values."""
+    """Reader of what `_Writer` wrote, by a table of plain values."""
 
     def __init__(self, folder: Path, table: Table) -> None:
         super().__init__(str(folder))
@@ -184,7 +184,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, in the order of bytes of this machine."""
+    """Return the memory of a contiguous tensor on the CPU, in the order of bytes of this machine."""
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 

@@ -42,7 +42,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes the files that are written once."""
+        """True if this is rank 0, which writes the files that are written once."""
         return self.rank == 0
 
     @property
@@ -77,7 +77,7 @@ class World:
         return replace(self, across=across, along=along)
 
     def share(self, batch: int) -> int:
-        """Number of samples of a batch on this rank; UserError if the ranks cannot have equal shares."""
+        """Return the number of samples of a batch on this rank; UserError if the ranks cannot have equal shares."""
         if batch % self.size:
             fitting = max(self.size, batch - batch % self.size)
             raise UserError(
@@ -154,7 +154,7 @@ class World:
 
 
 def joined_world() -> World:
-    """The ranks of the process group that this process has joined; else those that a launcher named; else one."""
+    """Return the ranks of the process group that this process has joined; else those that a launcher named; else one."""
     if dist.is_available() and dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

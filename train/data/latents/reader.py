@@ -62,13 +62,13 @@ class SegmentRequests:
     text_place: NDArray[np.int64] | None
 
     def column(self, name: str, *, default: int) -> NDArray[np.int64]:
-        """A column for the requests alone; `default` for each where there is none."""
+        """Return a column for the requests alone; `default` for each where there is none."""
         column = self.columns.get(name)
         return np.full(len(self.rows), default) if column is None else column[np.asarray(self.rows)]
 
 
 class SegmentReader:
-    """Reads segments. Thread-safe."""
+    """Reader of segments. Thread-safe."""
 
     def __init__(self, segments: LatentSegments) -> None:
         records = segments.records
@@ -98,7 +98,7 @@ class SegmentReader:
         return zip(repeat(requests.columns), requests.rows, parts, texts)
 
     def _due(self, requests: SegmentRequests, latents: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """The requests that have to wait for a member; once these were loaded, all others are verified too."""
+        """Return the requests that have to wait for a member; once these were loaded, all others are verified too."""
         are_parts = not self._records.shape.is_compressed and self._tars.are_mapped(latents)
         due = self._latents.are_due(requests.chunk)
         if self._text is not None and self._segments.text is not None and requests.text_place is not None:
@@ -109,7 +109,7 @@ class SegmentReader:
     def _loaded(
         self, requests: SegmentRequests, due: NDArray[np.bool_], loading: LoaderSettings
     ) -> Iterator[LatentSample | FailedSample]:
-        """As `read`; threads load what is due. Requests in a row that show the same chunk load it once."""
+        """Read with threads that load what is due. Consecutive requests for the same chunk load it once."""
         chunk: list[int] = requests.chunk.tolist()
         text: Iterable[_Text | None] = repeat(None, len(chunk))
         if self._segments.text is not None and (place := requests.text_place) is not None:
@@ -144,7 +144,7 @@ class SegmentReader:
                         yield requests.columns, row, *part
 
     def _load(self, chunk: int, segments: Iterable[_Wanted]) -> list[_Loaded]:
-        """The parts of a chunk for some segments, each with its embedding."""
+        """Return the parts of a chunk for some segments, each with its embedding."""
         content, shape, loaded = self._latents.load(chunk), self._records.shape, list[_Loaded]()
         first = int(self._records.header_bytes[chunk])
         if shape.is_compressed and not isinstance(content, Problem):
@@ -171,7 +171,7 @@ class SegmentReader:
 
 
 class LatentRing:
-    """Makes batches of the samples of a set, or of sets that are alike.
+    """Memory in which batches are made of the samples of a set, or of sets that are alike.
 
     Args:
         loading: Size of the largest batch, and its memory.
@@ -206,7 +206,7 @@ class LatentRing:
         self._keys_of, self._captions, self._from_numpy = keys_of, captions, torch.from_numpy
 
     def collate(self, samples: Sequence[LatentSample]) -> Batch:
-        """The batch of `samples`, in their order."""
+        """Return the batch of `samples`, in their order."""
         columns, rows, latents, texts = zip(*samples)  # noqa: B905 - all have four entries
         first, end = rows[0], rows[0] + len(rows)
         is_slice = columns[-1] is columns[0] and rows[-1] + 1 == end
@@ -242,7 +242,7 @@ class _Rows(BatchMemory):
         self._places = [slice(begin, begin + size) for begin in range(0, shape[0] * size, size)]
 
     def filled(self, parts: Sequence[Part]) -> "torch.Tensor":
-        """A tensor of rows; a part that is shorter than a row is followed by zeros."""
+        """Return a tensor of rows; a part that is shorter than a row is followed by zeros."""
         (rows, content), size = self.rows(len(parts)), self._row_bytes
         for place, (source, begin, end) in zip(self._places, parts):  # noqa: B905 - the last batch may be smaller
             content[place] = source[begin:end] if end - begin == size else bytes(source[begin:end]).ljust(size, b"\0")
@@ -278,7 +278,7 @@ class Keys(Sequence[str]):
 
 
 class LatentReader:
-    """Reads the segments of a table, whose parts are chunks of latents (clipmill.train.data.samples.RowReader).
+    """Reader of the segments of a table, whose parts are chunks of latents (clipmill.train.data.samples.RowReader).
 
     Sample i shows row i.
     """
@@ -303,12 +303,12 @@ class LatentReader:
         return float(self.num_frames / self.segments.records.shape.fps)
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
-        """The samples or failures of some blocks, in order."""
+        """Return the samples or failures of some blocks, in order."""
         # Not a generator, which would be resumed for every sample.
         return chain.from_iterable(self.read(block, loading) for block in blocks)
 
     def read(self, block: Block, loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
-        """The samples or failures of a block, in order."""
+        """Return the samples or failures of a block, in order."""
         return self.segment_reader.read(self.requests(block), loading)
 
     @cached_property
@@ -318,7 +318,7 @@ class LatentReader:
         return SegmentReader(self.segments)
 
     def requests(self, block: Block) -> SegmentRequests:
-        """Requests for a block, each with one caption: drawn with the seed, or the first one without."""
+        """Return requests for a block, each with one caption: drawn with the seed, or the first one without a seed."""
         rows, chunk, frame = block.samples, self._chunk[block.samples], self._frame[block.samples].astype(np.int64)
         num_frames = np.minimum(self.segments.records.num_frames[chunk] - frame, self.num_frames)
         columns = {"position": block.positions, "clip_id": rows.astype(np.int64)}
@@ -342,21 +342,21 @@ class LatentReader:
         return SegmentRequests(columns, range(len(rows)), chunk, frame, num_frames, text_place)
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[LatentSample]], Batch]:
-        """The function that makes batches of samples; it uses the same memory in all iterations."""
+        """Return the function that makes batches of samples; it uses the same memory in all iterations."""
         if loading not in self._rings:
             self._rings[loading] = LatentRing(self.segments, loading, keys_of=self.keys_of, captions=self.captions)
         return self._rings[loading].collate
 
     def keys_of(self, rows: NDArray[np.int64]) -> list[str]:
-        """The chunks of rows."""
+        """Return the chunks of rows."""
         return [self.segments.key(chunk) for chunk in self._chunk[rows].tolist()]
 
     def key(self, sample: int) -> str:
-        """The chunk of a sample."""
+        """Return the chunk of a sample."""
         return self.segments.key(int(self._chunk[sample]))
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the videos of rows."""
+        """Return the numbers of the videos of rows."""
         return self.segments.records.video_row[self._chunk[rows]].astype(np.int64)
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -372,7 +372,7 @@ class LatentReader:
         return begin_s, begin_s + float(num_frames / fps)
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Frames as a model sees them, in false colours: three channels as red, green and blue [h, w, 3].
+        """Return frames as a model sees them, in false colours: three channels as red, green and blue [h, w, 3].
 
         Empty if the latents do not match their checksum.
         """
@@ -395,12 +395,12 @@ class LatentReader:
         return list((np.clip(colours / (2 * FALSE_COLOUR_STDS) + 0.5, 0, 1) * 255).astype(np.uint8))
 
     def deviations(self) -> list[str]:
-        """Which chunks the latents were made of, if not of the current ones, and where the tars are."""
+        """Report latents of chunks other than the current ones, and where the tars are."""
         return [self.segments.made_of, self.segments.maps.describe()]
 
 
 class MixedLatentReader:
-    """Reads segments of several folders, numbered one folder after another. For the arguments see `MixedReader`."""
+    """Reader of segments of several folders, numbered one folder after another. For the arguments see `MixedReader`."""
 
     def __init__(self, parts: Sequence[Samples], addresses: Sequence[str], numbering: "Numbering") -> None:
         self._readers: list[LatentReader] = [part.reader for part in parts]  # type: ignore[misc]
@@ -408,11 +408,11 @@ class MixedLatentReader:
         self._rings: dict[LoaderSettings, LatentRing] = {}
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
-        """The samples or failures of some blocks, in order."""
+        """Return the samples or failures of some blocks, in order."""
         return chain.from_iterable(self._read(block, loading) for block in blocks)
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[LatentSample]], Batch]:
-        """The function that makes batches of samples; it uses the same memory in all iterations."""
+        """Return the function that makes batches of samples; it uses the same memory in all iterations."""
         if loading not in self._rings:
             self._rings[loading] = LatentRing(
                 self._readers[0].segments, loading, keys_of=self.keys_of, captions=self.captions
@@ -436,7 +436,7 @@ class MixedLatentReader:
         return np.cumsum([0, *counts]).tolist()
 
     def keys_of(self, clips: NDArray[np.int64]) -> list[str]:
-        """The chunks of clips."""
+        """Return the chunks of clips."""
         keys: list[str] = [""] * len(clips)
         for folder, where, rows in self._numbering.divide(clips):
             for index, key in zip(where.tolist(), self._readers[folder].keys_of(rows), strict=True):

@@ -67,7 +67,7 @@ def read_latents(latents: Variant, data_dir: Path, *, split: str, maps: MappedTa
 def read_text(
     text: Variant, stored: StoredLatents, maps: MappedTars, *, data_dir: Path, split: str, depends_on: Sequence[object]
 ) -> tuple[TextMembers, TextRows]:
-    """The members and rows of stored texts, whose tars follow the tars of the latents in `maps`."""
+    """Return the members and rows of stored texts, whose tars follow the tars of the latents in `maps`."""
 
     def read() -> tuple[TextMembers, TextRows]:
         if not text.num_shards:
@@ -97,7 +97,7 @@ def make_segment_table(
     num_frames: int,
     manifest: tuple[object, ...],
 ) -> SampleTable:
-    """The segments of the chunks that are selected, with their captions or labels."""
+    """Return the segments of the chunks that are selected, with their captions or labels."""
     chunks = None if selection.chunks is None else selection.rows
     records = stored.records if chunks is None else stored.records.take(chunks)
     segments = cut(records, num_frames=num_frames, tails=query.tails)
@@ -300,7 +300,7 @@ def pair_captions(
 def _words_sha256(
     captions: CaptionSpans, rows: NDArray[np.int32], *, rank: NDArray[np.int16], of_split: SplitCaptions
 ) -> str:
-    """Digest of the texts of `rows`, source by source."""
+    """Return the digest of the texts of `rows`, source by source."""
     each = []
     for code, its_rank in enumerate(of_split.rank_of_code.tolist()):
         if its_rank >= 0:
@@ -311,7 +311,7 @@ def _words_sha256(
 
 
 class SegmentSpans:
-    """Finds the segments that a span of a video overlaps; video and time are searched as one number.
+    """Search for the segments that a span of a video overlaps; video and time are searched as one number.
 
     Attributes:
         lengths_us: int64 [segments], duration of each, microseconds.
@@ -329,7 +329,7 @@ class SegmentSpans:
     def overlapped(
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each span the first segment of its video that overlaps it, and the one after the last."""
+        """Return for each span the first segment of its video that overlaps it, and the one after the last."""
         begin, end = self._keys(video_row=video_row, begin_s=begin_s, end_s=end_s)
         first = np.searchsorted(self._ends, begin, side="right")
         last = np.searchsorted(self._begins, end, side="left")
@@ -338,7 +338,7 @@ class SegmentSpans:
     def longest(
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each segment the span that shares the most time with it, and how much that is, microseconds.
+        """Return for each segment the span that shares the most time with it, and how much that is, microseconds.
 
         Among equal spans it is the first; -1 and 0 if none overlaps the segment.
         """
@@ -369,7 +369,7 @@ class SegmentSpans:
 def _pairs(
     first: NDArray[np.int64], last: NDArray[np.int64], *, num_segments: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Captions of each segment: how many, and which, segment by segment and ascending within each."""
+    """Return the captions of each segment: how many, and which, segment by segment and ascending within each."""
     steps = np.bincount(first, minlength=num_segments + 1) - np.bincount(last, minlength=num_segments + 1)
     counts = np.cumsum(steps)[:num_segments]
     pair_caption = np.empty(int((last - first).sum()), np.int32)
@@ -389,7 +389,7 @@ def _pairs(
 
 
 def _blocks(first: NDArray[np.int64], last: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Captions in order, in blocks of a bounded number of pairs."""
+    """Yield captions in order, in blocks of a bounded number of pairs."""
     total = np.cumsum(last - first)
     begin = 0
     while begin < len(first):

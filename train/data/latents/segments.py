@@ -1,4 +1,4 @@
-"""Where the latents of every chunk lie, and the segments they are cut into, as arrays: 40 bytes per chunk.
+"""Places of the latents of every chunk, and the segments that they are cut into, as arrays: 40 bytes per chunk.
 
 A segment is `num_frames` frames of one chunk; segment i of a chunk begins at frame i * num_frames. What is left at the
 end of a chunk is a tail: a shorter segment, which is excluded or zero-padded. Latents of a VAE of videos have the
@@ -45,7 +45,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
 
 @dataclass(frozen=True)
 class FrameShape:
-    """What all latents of a set have in common.
+    """Shape that all latents of a set have in common.
 
     Attributes:
         segment_frames: T', if a VAE of videos encoded whole segments, stored as [C, T', h, w]; 0 if it encoded frame by
@@ -96,18 +96,18 @@ class LatentRecords:
         return len(self.video_row)
 
     def take(self, rows: NDArray[np.int64]) -> "LatentRecords":
-        """Some of the chunks, in ascending order."""
+        """Select some of the chunks, in ascending order."""
         arrays: dict[str, Any] = {
             name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)
         }
         return replace(self, **arrays)
 
     def key(self, chunk: int, video_ids: pa.Array) -> str:
-        """Key of a chunk."""
+        """Return the key of a chunk."""
         return chunk_key(video_ids[int(self.video_row[chunk])].as_py(), int(self.start_ms[chunk]))
 
     def payload(self, chunk: int) -> Payload:
-        """The member of a chunk."""
+        """Return the member of a chunk."""
         header_bytes = int(self.header_bytes[chunk])
         size_bytes = header_bytes + int(self.num_frames[chunk]) * self.shape.frame_bytes
         if self.packed_bytes is not None:
@@ -164,7 +164,7 @@ def read_records(
 
 
 def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is_compressed: bool) -> FrameShape:
-    """The shape of all latents; raises UserError if they differ."""
+    """Return the shape of all latents; raises UserError if they differ."""
     alike = table.select([*_SHAPE_COLUMNS]).group_by(list(_SHAPE_COLUMNS), use_threads=False).aggregate([])
     shapes, segment_frames = [], int(variant.recipe.get("latent_frames") or 0)
     for row in alike.to_pylist():
@@ -187,7 +187,7 @@ def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is
 
 @dataclass(frozen=True)
 class Segments:
-    """All segments of a set of chunks, numbered chunk by chunk.
+    """Segments of a set of chunks, numbered chunk by chunk.
 
     Attributes:
         num_frames: of a full segment.
@@ -205,12 +205,12 @@ class Segments:
         return int(self.first[-1])
 
     def chunk_of(self, segments: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The chunk of each segment."""
+        """Return the chunk of each segment."""
         return np.searchsorted(self.first, segments, side="right") - 1
 
 
 def cut(records: LatentRecords, *, num_frames: int, tails: Tails) -> Segments:
-    """The segments of `records`."""
+    """Return the segments of `records`."""
     per_chunk, rest = np.divmod(records.num_frames.astype(np.int64), num_frames)
     if tails == "pad":
         per_chunk += rest > 0
@@ -230,7 +230,7 @@ def times_us(
 def frame_times_us(
     records: LatentRecords, chunk: NDArray[np.integer], begin: NDArray[np.integer], *, num_frames: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`times_us` of segments that begin with some frames of their chunks."""
+    """Return `times_us` of segments that begin with some frames of their chunks."""
     begin = begin.astype(np.int64)
     end = np.minimum(begin + num_frames, records.num_frames[chunk])
     fps = records.shape.fps
@@ -240,7 +240,7 @@ def frame_times_us(
 
 
 def frames_of(segment: str | None, shape: FrameShape) -> int:
-    """Number of frames in a segment whose length is given in seconds, as `5s`; None for the default.
+    """Return the number of frames in a segment whose length is given in seconds, as `5s`; None for the default.
 
     Raises:
         UserError: it is not a duration, not a whole number of frames, or not the segment that a video VAE encoded.
@@ -265,7 +265,7 @@ def frames_of(segment: str | None, shape: FrameShape) -> int:
 
 
 def seconds_of(segment: str) -> Fraction:
-    """Seconds of a duration such as `5s` or `2.5`; raises UserError if it is not one."""
+    """Return the seconds of a duration such as `5s` or `2.5`; raises UserError if it is not one."""
     match = _DURATION.fullmatch(segment)
     if match is None:
         raise UserError(f"{segment!r} is not a segment length", hint="give seconds, such as 5s")
@@ -303,7 +303,7 @@ class LatentSegments:
     made_of: str
 
     def key(self, chunk: int) -> str:
-        """Key of a chunk."""
+        """Return the key of a chunk."""
         return self.records.key(chunk, self.video_ids)
 
 

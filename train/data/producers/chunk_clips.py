@@ -1,4 +1,4 @@
-"""Whole chunks of a split, or segments of them: frames alone, without captions."""
+"""Complete chunks of a split, or segments of them: only frames, without captions."""
 
 from functools import partial
 from typing import Any

@@ -235,7 +235,7 @@ def _require_fitting(query: DataQuery, samples: Samples[LatentReader]) -> Sample
 
 
 def _common_facts(latents: Variant, shape: FrameShape, text: Variant | None) -> dict[str, str]:
-    """Shape and VAE of the latents, and the encoder of stored embeddings, which all folders of a mixture share."""
+    """Return shape and VAE of the latents, and the encoder of stored embeddings: equal in all folders of a mixture."""
     recipe = latents.recipe
     name, weights = recipe.get("vae"), str(recipe.get("vae_sha256"))[:8]
     scaled = f"(x - {recipe.get('shift_factor') or 0}) * {recipe.get('scaling_factor')}"

@@ -41,7 +41,7 @@ _NUM_READERS = 32  # of remote tars; a request waits for tens of milliseconds
 
 
 class ImageReader(ThreadedReader):
-    """Reads the images of a table, whose parts are the images of all tars, in their order. Thread-safe.
+    """Reader of the images of a table, whose parts are the images of all tars, in their order. Thread-safe.
 
     Sample i shows row i // repeats.
 
@@ -64,11 +64,11 @@ class ImageReader(ThreadedReader):
         self._annotations, self._repeats = annotations, repeats
 
     def key(self, sample: int) -> str:
-        """The tar of an image and its key there."""
+        """Return the tar of an image and its key there."""
         return self._tars.key(self._image(sample))
 
     def content(self, sample: int) -> bytes:
-        """The file of an image.
+        """Return the file of an image.
 
         Raises:
             SampleFailed: it cannot be read.
@@ -89,11 +89,11 @@ class ImageReader(ThreadedReader):
         return content
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """The image as a model sees it in an evaluation, RGB [H, W, 3], once; empty if it cannot be read or decoded."""
+        """Return the image as a model sees it in an evaluation, RGB [H, W, 3], once; empty if it cannot be read or decoded."""
         return super().pictures(sample, num_frames=1)
 
     def deviations(self) -> list[str]:
-        """How often an image is shown."""
+        """Return the number of times that an image is shown in an epoch."""
         num_frames = self._shape.sampling.num_frames
         return [
             f"{self._repeats} samples of each in an epoch" if self._repeats > 1 else "",
@@ -102,7 +102,7 @@ class ImageReader(ThreadedReader):
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """How images of remote tars are read ahead of decoding; None for local ones."""
+        """Function that reads images of remote tars ahead of decoding; None for local tars."""
         return ReadAhead(self.read, self.load_read, _NUM_READERS) if self._tars.has_remote else None
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
@@ -229,7 +229,7 @@ def open_images(query: DataQuery) -> Samples[ImageReader]:
 def _make_table(
     tars: ImageTars, texts: pa.ChunkedArray | None, classes: ClassList | None, *, needs_captions: bool
 ) -> SampleTable:
-    """The images that have what is asked for.
+    """Return the images that have what is asked for.
 
     Args:
         texts: Captions of all images; None for samples without.
@@ -295,7 +295,7 @@ _JPEG_FRAMES = (b"\xc0", b"\xc1", b"\xc2")  # markers of frame headers: baseline
 
 
 def decode_image(content: bytes) -> "av.VideoFrame":
-    """The upright image in a JPEG, PNG or WebP file, as 8-bit YUV 4:2:0.
+    """Return the upright image in a JPEG, PNG or WebP file, as 8-bit YUV 4:2:0.
 
     Raises:
         ValueError: it is another kind of file, animated, too large, cut or damaged.
@@ -322,7 +322,7 @@ def decode_image(content: bytes) -> "av.VideoFrame":
 
 
 def _codec_of(content: bytes) -> str:
-    """libav's name of the codec; raises ValueError for other files, and for animations."""
+    """Return libav's name of the codec; raises ValueError for other files, and for animations."""
     if content.startswith(b"\xff\xd8\xff"):
         return "mjpeg"
     if content.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -338,7 +338,7 @@ def _codec_of(content: bytes) -> str:
 
 
 def _claimed_size(content: bytes, codec: str) -> tuple[int, int]:
-    """Width and height as the header says, for the message of a rejected file; (0, 0) if they are not found."""
+    """Return the width and height in the header, for the message of a rejected file; (0, 0) if they are not found."""
     if codec == "png":
         return int.from_bytes(content[16:20]), int.from_bytes(content[20:24])
     if codec == "webp":
@@ -357,7 +357,7 @@ def _claimed_size(content: bytes, codec: str) -> tuple[int, int]:
 
 
 def _orientation_of(content: bytes, codec: str) -> int:
-    """The orientation in the EXIF data of a file, 1 to 8; 1 without any."""
+    """Return the orientation in the EXIF data of a file, 1 to 8; 1 without any."""
     mark = _EXIF_MARKS[codec]
     at = content.find(mark)
     if at < 0:
