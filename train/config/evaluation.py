@@ -152,7 +152,7 @@ PROBE_NUMBERS = ("top1", "top5", "mean_class")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeEvaluation(EvaluationSettings):
-    """Labels that are predicted from frozen features, and the methods; `max_samples` is the number of scored samples."""
+    """Labels that are predicted from frozen features, and the methods; `max_samples` counts scored samples."""
 
     # The split is read without an evaluation too: for the reconstructions at the end.
     split: str = "val"

@@ -136,7 +136,7 @@ class Towers(Checked):
         if self.attention == "divided" and (self.patch_dropout or (self.tubelet or 1) > 1):
             flag = self.flag("patch_dropout" if self.patch_dropout else "tubelet")
             yield UserError(
-                f"--towers.attention is divided, which needs every patch of every frame; {flag} drops or merges patches",
+                f"--towers.attention is divided, which needs every patch of every frame; {flag} removes some",
                 hint=f"leave out {flag}, or use --towers.attention joint",
                 flags=("--towers.attention", flag),
             )
@@ -363,7 +363,7 @@ class FrozenPart:
 
     Attributes:
         tower: Name of the module.
-        num_blocks: Number of blocks that are frozen, with everything before the first block; None for the complete tower.
+        num_blocks: Number of frozen blocks, with everything before the first block; None for the complete tower.
         trains_cross_attention: True if the cross-attention of the tower is trained nevertheless.
         given: Value of --freeze.
     """

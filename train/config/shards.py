@@ -40,8 +40,8 @@ class Kind:
             modules of its own data.
         lacks: Reasons why samples do not have some content, by content.
         spelling: Regular expression that matches in addresses of this kind.
-        test: Import path of a function that looks at the data of an address with this spelling, and returns True if they
-            are of this kind. Empty: they are.
+        test: Import path of a function that looks at the data of an address with this spelling, and returns True if
+            they are of this kind. Empty: they are.
         has_manifest: True if the data have a manifest: splits, sources of captions, labels, scores, and variants.
         can_be_mixed: True if samples are found by number, so that several addresses can be mixed.
     """
@@ -204,7 +204,17 @@ class DataSettings(Checked):
         if self.cache_size is not None:
             yield from errors_of(parse_size, self.cache_size, flag="--cache-size")
         if len(self.folders) > 1:
-            yield from _same_folders(self.folders)
+            first: dict[str, str] = {}
+            for folder in self.folders:
+                if (other := first.get(path := normalise_address(folder))) is not None:
+                    same = "twice" if other == folder else f"and {other}, which are the same folder"
+                    yield UserError(
+                        f"--shards names {folder} {same}",
+                        hint="name it once, and give it more weight with --mix",
+                        flags=("--shards",),
+                    )
+                    break
+                first[path] = folder
             yield from () if self.mix is None else errors_of(_require_weights, self.mix, num_folders=len(self.folders))
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
@@ -215,20 +225,6 @@ class DataSettings(Checked):
                 yield without_effect(flag, typed, f"{shards} is on this machine", use="a remote address")
         if "--mix" in typed and len(self.folders) == 1:
             yield without_effect("--mix", typed, f"{shards} is one folder", use="--shards once for each folder")
-
-
-def _same_folders(folders: Sequence[str]) -> Iterator[UserError]:
-    seen: dict[str, str] = {}
-    for folder in folders:
-        if (other := seen.get(normalise_address(folder))) is not None:
-            same = "twice" if other == folder else f"and {other}, which are the same folder"
-            yield UserError(
-                f"--shards names {folder} {same}",
-                hint="name it once, and give it more weight with --mix",
-                flags=("--shards",),
-            )
-            return
-        seen[normalise_address(folder)] = folder
 
 
 def _require_weights(mix: str, *, num_folders: int) -> None:
@@ -281,7 +277,7 @@ def no_weights(weights: str | Path, *, takes_tags: bool) -> UserError:
     """Return the error for a place without weights.
 
     Args:
-        takes_tags: whether a NAME:TAG of open_clip would do.
+        takes_tags: True if a NAME:TAG of open_clip is allowed.
     """
     kinds = ["a run (a training command's --out)", "an exported folder", "a file of weights"]
     kinds += ["a NAME:TAG of open_clip", "hf:NAME of the Hugging Face Hub"] if takes_tags else []

@@ -352,8 +352,8 @@ def check_best(best: str | None, settings: TrainingSettings) -> None:
 # Settings that may differ when a run is resumed: they do not change the weights, except by rounding.
 FREE_ON_RESUME = frozenset(
     {
-        *("shards", "variant", "cache", "cache_size", "out", "checkpoint_every", "keep_checkpoints", "best", "evaluate"),
-        *("track", "device", "require_gpu", "attention", "compile", "parallel", "microbatch", "workers"),
+        *("shards", "variant", "cache", "cache_size", "out", "checkpoint_every", "keep_checkpoints", "best"),
+        *("evaluate", "track", "device", "require_gpu", "attention", "compile", "parallel", "microbatch", "workers"),
         *("batches_ahead", "max_failures"),
     }
 )
@@ -366,7 +366,7 @@ def plain_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def shaping(settings: TrainingSettings) -> dict[str, Any]:
-    """Return the settings that determine the weights, as plain values by the names of their flags (`optimizer.name`)."""
+    """Return the settings that determine the weights, as plain values by their flags (`optimizer.name`)."""
     values = plain_values(asdict(settings))
     return flatten(
         {name: value for name, value in values.items() if name not in FREE_ON_RESUME | settings.free_on_resume}
