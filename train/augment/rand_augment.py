@@ -170,7 +170,7 @@ def _factor(strength: float) -> float:
 
 
 def _autocontrast(clips_NPHW: torch.Tensor) -> torch.Tensor:
-    """Stretch contrast as torchvision's autocontrast: the darkest value of each picture becomes 0, the brightest 255."""
+    """Stretch contrast as torchvision's autocontrast: a picture's darkest value becomes 0, its brightest 255."""
     low, high = clips_NPHW.amin((-2, -1), keepdim=True), clips_NPHW.amax((-2, -1), keepdim=True)
     # A picture of one value keeps it.
     is_flat = high == low

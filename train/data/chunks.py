@@ -1,7 +1,11 @@
-"""The chunks of a split in the `video` column: opening, reading and decoding them; and `ClipQuery`, which clips of them
-are opened, and how they are shown and loaded."""
+"""Chunks of a split in the `video` column, and the clips that are read from them.
+
+`ClipQuery` says which clips are opened, `ChunkSet` opens, reads and decodes the chunks, and `ClipReader` makes clips of
+them.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -57,7 +61,7 @@ def videos_of_split(data_dir: Path, split: str) -> pa.Array:
 
 @dataclass(frozen=True)
 class _OpenedChunks:
-    """The videos of a split and their chunks, and how many shards have open GOPs; None if this is unknown."""
+    """Videos of a split, their chunks, and the number of shards with open GOPs; None if it is unknown."""
 
     video_ids: pa.Array
     table: ChunkTable
@@ -95,20 +99,20 @@ class ChunkSet:
     """The chunks of a split in the `video` column: reading and decoding them. Thread-safe.
 
     Args:
-        rule: how frames are decoded.
-        tars: reads the tars, if they are not in `data_dir`.
-        where: an expression that selects samples (clipmill.shards.where); None for all.
-        has_captions: whether these have captions.
+        rule: Rule by which frames are decoded.
+        tars: Reader of the tars, if they are not in `data_dir`.
+        where: Expression that selects samples (clipmill.shards.where); None for all.
+        has_captions: True if the samples have captions.
 
     Attributes:
-        video_ids: the videos of the split.
-        table: the chunks; a chunk's video row is a row of `video_ids`.
-        selection: what `where` selects. The table has all chunks nevertheless.
-        decoder: decodes what was read.
-        num_readers: threads that read ahead of those that decode; 0 for a local folder, where these read too.
+        video_ids: Videos of the split.
+        table: Chunks; a chunk's video row is a row of `video_ids`.
+        selection: Chunks and captions that `where` selects. The table has all chunks nevertheless.
+        decoder: Decoder of the chunks that were read.
+        num_readers: Number of threads that read ahead of decoding; 0 for a local folder, which decoding threads read.
 
     Raises:
-        UserError: there is no such data folder, it has no shards, the split has no videos, or `where` is not an
+        UserError: The data folder does not exist or has no shards, the split has no videos, or `where` is not an
             expression, selects nothing, or uses scores that chunks lack.
     """
 
@@ -162,7 +166,7 @@ class ChunkSet:
         )
 
     def require_same_manifest(self) -> None:
-        """Raise a UserError if the manifest has changed since the chunks were opened: a table may be of both."""
+        """Raise a UserError if the manifest has changed since the chunks were opened: a table may mix both."""
         _, *mark = self.videos
         require_same_manifest(self._data_dir, tuple(mark))
 
@@ -218,16 +222,16 @@ def evenly_of_each(videos: NDArray[np.int64], *, at_most: int) -> NDArray[np.int
 
 @dataclass(frozen=True)
 class ClipQuery:
-    """A question to a data folder.
+    """Clips that are asked of a data folder.
 
     Attributes:
-        data_dir: the folder, or the local copy of its small files if its tars are elsewhere.
-        split: split of the videos.
-        shape: how clips are sampled, cropped and resized.
-        loading: batches, threads and this rank's share.
-        decode: how frames are decoded.
-        tars: reads the tars, if they are not in `data_dir`.
-        where: an expression that selects samples (`clipmill.shards.where`); None for all.
+        data_dir: Folder, or the local copy of its small files if its tars are elsewhere.
+        split: Split of the videos.
+        shape: Rules by which clips are sampled, cropped and resized.
+        loading: Batches, threads and this rank's share.
+        decode: Rule by which frames are decoded.
+        tars: Reader of the tars, if they are not in `data_dir`.
+        where: Expression that selects samples (`clipmill.shards.where`); None for all.
     """
 
     data_dir: Path
@@ -242,10 +246,10 @@ class ClipQuery:
         """Open the chunks of the split.
 
         Args:
-            has_captions: whether these have captions, which conditions may be about.
+            has_captions: True if the clips have captions, so that conditions may concern them.
 
         Raises:
-            UserError: see `ChunkSet`.
+            UserError: See `ChunkSet`.
         """
         return ChunkSet(
             self.data_dir,
@@ -268,7 +272,7 @@ class ClipQuery:
 
 
 def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loading: LoaderSettings) -> ClipQuery:
-    """Return the clips of a folder that settings ask for, as training shows them."""
+    """Return the clips of a folder that settings ask for, in the shape of training."""
     return ClipQuery(
         folder.path,
         split=split,
@@ -301,7 +305,7 @@ class ClipPlan:
 
     @cached_property
     def by_chunk(self) -> dict[int, dict[int, list[int]]]:
-        """The frames needed of each chunk, and the indices of each of them in the clip."""
+        """Frames needed of each chunk, and the indices of each frame in the clip."""
         by_chunk: dict[int, dict[int, list[int]]] = {}
         for index, (chunk, frame) in enumerate(self.frames):
             by_chunk.setdefault(chunk, {}).setdefault(frame, []).append(index)
@@ -310,7 +314,7 @@ class ClipPlan:
 
 @dataclass(frozen=True)
 class ReadClips:
-    """The clips of a group of requests, read ahead of decoding: bytes, or why they cannot be read, by chunk.
+    """Clips of a group of requests, read ahead of decoding: bytes, or the reason why they cannot be read, by chunk.
 
     Attributes:
         shared: Chunks that several of the clips need.
@@ -328,11 +332,11 @@ class ClipReader(ThreadedReader):
     Sample i shows row i // repeats.
 
     Args:
-        chunks: The chunks, which are the parts of the table.
-        shape: How clips are made.
-        annotations: What samples get beside frames.
-        repeats: Samples of a clip in an epoch. They follow one another, so that loaded as a group their chunks are read
-            and decoded once.
+        chunks: Chunks, which are the parts of the table.
+        shape: Rules by which clips are made.
+        annotations: Entries that samples get beside frames.
+        repeats: Samples of a clip in an epoch. They are consecutive, so that their chunks are read and decoded once if
+            they are loaded as a group.
         same_frames: Number of consecutive requests, of one clip, that draw the same moments in training.
     """
 
@@ -411,16 +415,29 @@ class ClipReader(ThreadedReader):
         return ReadClips(plans, shared, others)
 
     def load_read(self, read: ReadClips) -> list[Sample | FailedSample]:
-        """Decode and crop clips that were read: those that `load` gives."""
+        """Decode and crop clips that were read, with the result of `load`."""
         return self._load(read.plans, read)
 
     def _load(self, plans: Sequence[ClipPlan], read: ReadClips | None) -> list[Sample | FailedSample]:
-        shared = self._decode_shared(plans, read) if len(plans) > 1 else {}
+        # A chunk that several plans need is decoded once. If it fails, it fails each of the plans, when they read it.
+        shared: dict[int, ChunkFrames] = {}
+        for chunk, needed in _shared_chunks(plans).items() if len(plans) > 1 else ():
+            with suppress(SampleFailed):
+                shared[chunk] = self.decoder.decode(self._bytes(chunk, needed, {} if read is None else read.shared))
         loaded: list[Sample | FailedSample] = []
         for number, plan in enumerate(plans):
             contents = {} if read is None else {**read.shared, **read.others[number]}
             try:
-                loaded.append(self._sample(plan, self._make(plan, shared, contents)))
+                clip = self._make(plan, shared, contents)
+                sample = Sample(
+                    position=plan.request.position,
+                    key=plan.key,
+                    clip_id=plan.request.sample,
+                    video=clip.video,
+                    colour=clip.colour,
+                )
+                self.annotate(sample, plan.request)
+                loaded.append(sample)
             except SampleFailed as error:
                 loaded.append(error.at(plan.request.position))
         return loaded
@@ -445,23 +462,17 @@ class ClipReader(ThreadedReader):
         return make_clip(pictures, self._shape, rng=plan.rng, in_graph=in_graph, key=plan.key)
 
     def annotate(self, sample: Sample, request: SampleRequest) -> None:
-        """Add to a sample what it has beside frames."""
+        """Add the entries beside frames to a sample."""
         for annotations in self._annotations:
             annotations.add(sample, request)
-
-    def _sample(self, plan: ClipPlan, clip: Clip) -> Sample:
-        request = plan.request
-        sample = Sample(
-            position=request.position, key=plan.key, clip_id=request.sample, video=clip.video, colour=clip.colour
-        )
-        self.annotate(sample, request)
-        return sample
 
     def _make(
         self, plan: ClipPlan, shared: Mapping[int, ChunkFrames], read: Mapping[int, ChunkBytes | SampleFailed]
     ) -> Clip:
-        """Decode the chunks that are not `shared`, reading those that are not `read`; each frame is cropped as the
-        decoder outputs it."""
+        """Decode the chunks that are not `shared`, after reading the chunks that are not in `read`.
+
+        Each frame is cropped as the decoder outputs it.
+        """
         chunks = self.chunks
         if chunks.rule == "filter":
             decoded = {
@@ -482,17 +493,6 @@ class ClipReader(ThreadedReader):
                 self.decoder.decode_each(self._bytes(chunk, indices, read), add)
         return building.clip()
 
-    def _decode_shared(self, plans: Sequence[ClipPlan], read: ReadClips | None) -> dict[int, ChunkFrames]:
-        """Return the frames of the chunks that several plans need; a chunk that fails is left out, and fails each of the plans."""
-        shared: dict[int, ChunkFrames] = {}
-        for chunk, needed in _shared_chunks(plans).items():
-            try:
-                content = self._bytes(chunk, needed, {} if read is None else read.shared)
-                shared[chunk] = self.decoder.decode(content)
-            except SampleFailed:
-                continue
-        return shared
-
     def _try_read(self, chunk: int, frames: Collection[int]) -> ChunkBytes | SampleFailed:
         try:
             return self.chunks.read(chunk, frames)
@@ -507,7 +507,7 @@ class ClipReader(ThreadedReader):
 
 
 def _shared_chunks(plans: Sequence[ClipPlan]) -> dict[int, set[int]]:
-    """Return the chunks that several plans need, and the frames that all of them need of each."""
+    """Return the chunks that several plans need, and the frames that the plans need of each chunk."""
     needed: dict[int, set[int]] = {}
     for plan in plans:
         for chunk, frames in plan.by_chunk.items():

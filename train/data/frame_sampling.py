@@ -98,7 +98,7 @@ def frame_indices(
     rng: np.random.Generator | None,
     num_views: int = 1,
 ) -> list[FrameIndex]:
-    """Return the frames of the span [begin_us, end_us), which lies in `chunks`; the frame rate is that of the first chunk.
+    """Return the frames of the span [begin_us, end_us), which lies in `chunks`, at the frame rate of the first chunk.
 
     Without `rng`, as in evaluation, the frames of `num_views` views, one view after another.
     """
@@ -222,7 +222,7 @@ def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> F
 def window_frames(
     latents_BFCHW: "torch.Tensor", *, num_frames: int, offset_B: NDArray[np.float64] | None
 ) -> "torch.Tensor":
-    """Return `num_frames` consecutive frames of each segment, in its middle or at `offset_B` in [0, 1) of the room left."""
+    """Return `num_frames` consecutive frames of each segment, in its middle or at `offset_B`, [0, 1) of the room."""
     import torch
 
     from clipmill.train.device.transfer import send
@@ -238,7 +238,7 @@ def window_frames(
 def spread_frames(
     latents_BFCHW: "torch.Tensor", *, num_frames: int, offset_BK: NDArray[np.float64] | None
 ) -> "torch.Tensor":
-    """Return one frame from each of `num_frames` equal parts of a segment, in its middle or at `offset_BK`, in [0, 1)."""
+    """Return a frame from each of `num_frames` equal parts of a segment, in the middle or at `offset_BK` in [0, 1)."""
     import torch
 
     from clipmill.train.device.transfer import send

@@ -72,7 +72,7 @@ class HeldOut:
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a binomial proportion (Wilson 1927); conservative for other means of values in [0, 1]."""
+    """Return the 95 % interval of a binomial proportion (Wilson 1927); conservative for means of values in [0, 1]."""
     if not count:
         return 0.0, 1.0
     spread = _Z**2 / count
@@ -112,7 +112,7 @@ def held_out_facts(
 
 
 def look_alikes_of(address: str, *, cache: Path | None, split: str, trained_split: str) -> set[str] | None:
-    """Return the keys of the chunks of a split that look like one of another split; None if there are no scores to tell by."""
+    """Return the keys of the chunks of a split that look like a chunk of another split; None without scores."""
     from clipmill.shards.leakage import keys_alike
     from clipmill.train.data.data_folder import open_data_folder
 

@@ -193,7 +193,7 @@ class ImageTars:
 
 
 def holds_images(tar: str, path: Path) -> bool | None:
-    """Return True if the first sample of the tar at `path` with an image or a video has no video; None if there is none."""
+    """Return True if the first sample with an image or a video is an image; None if there is no such sample."""
     for sample in samples_of(tar, path, limits={}):
         if isinstance(sample, TarSample):
             if not sample.places.keys().isdisjoint(VIDEO_EXTENSIONS):

@@ -113,7 +113,7 @@ class Reader(Protocol):
     """Reader of rows as samples."""
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Any]:
-        """Return the samples or failures of some blocks, in order; None for an empty position. They are loaded ahead."""
+        """Return the samples or failures of some blocks, in order, loaded ahead; None for an empty position."""
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Any]], Batch]:
         """Return the function that makes batches of samples, for one iteration."""
@@ -141,7 +141,7 @@ class TrainingSet(Protocol):
         """Yield endless batches in training order; raises TooManyFailures after more than `max_failures` failures."""
 
     def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
-        """Yield this rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty."""
+        """Yield this rank's share of every `every`-th sample, once, in order; the last batch may be smaller."""
 
     def load_state_dict(self, *states: LoaderState) -> None:
         """Resume `batches` from the states of all ranks; raises UserError if they do not match the set."""

@@ -67,7 +67,7 @@ class MixedOrder:
         return np.searchsorted(self.offsets, samples, side="right") - 1
 
     def at(self, positions: Positions) -> Positions:
-        """Return the samples, in [0, num_samples), at `positions` (int64 [N], any order, not negative); -1 where empty."""
+        """Return the samples, in [0, num_samples), at `positions` (int64 [N], any order, >= 0); -1 where empty."""
         group_N, member_N = np.divmod(np.asarray(positions, dtype=np.int64), self._group)
         folder_N, number_N = self._place(group_N)
         samples_N = np.empty_like(group_N)
@@ -109,7 +109,7 @@ class MixedOrder:
         return group_N - slot_N, slot_N
 
     def _shuffled(self, first_U: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the folder of each slot of some blocks; the last block of a period may have slots that are not in use."""
+        """Return the folder of each slot of some blocks; the last block of a period may have unused slots."""
         group_US = first_U[:, None] + np.arange(self._block)
         folder_US = self._folders(group_US.ravel(), 0, len(self._orders)).reshape(group_US.shape)
         key_US = draw_uniform(group_US.ravel(), 1, seed=self._seed, purpose="folder").reshape(group_US.shape)

@@ -108,9 +108,9 @@ def _give_back_memory() -> None:
 
 
 def scratch(count: int, kind: Any) -> NDArray[Any]:
-    """Return an array without values. A large one is a mapped file without a name, which takes no memory of the process.
+    """Return an array without values. A large array is a mapped file without a name, outside the process's memory.
 
-    What computes shared arrays collects its rows in these, so that the kernel can write them to the disk.
+    Code that computes shared arrays collects its rows in such arrays, so that the kernel can write them to the disk.
     """
     size_bytes = count * np.dtype(kind).itemsize
     if size_bytes < SCRATCH_BYTES:

@@ -45,7 +45,7 @@ class SampleOrder:
         return -(-self.num_samples // self.group) * self.group
 
     def at(self, positions: Positions) -> Positions:
-        """Return the samples, in [0, num_samples), at `positions` (int64, any shape and order, >= 0); -1 where empty."""
+        """Return the samples, in [0, num_samples), at `positions` (int64, any shape, >= 0); -1 where empty."""
         epochs, of_epoch = np.divmod(np.asarray(positions, dtype=np.int64), self.positions_per_epoch)
         groups, members = np.divmod(of_epoch, self.group)
         num_full = self.num_samples // self.group
@@ -143,7 +143,7 @@ class LoaderState(TypedDict):
 
 
 class Cursor(NamedTuple):  # as `LoadedBatch`
-    """Positions that have been taken: all before `position`, and those in `ahead` (ascending, at or after `position`)."""
+    """Positions that have been taken: all before `position`, and the later ones in `ahead` (ascending)."""
 
     position: int
     ahead: tuple[int, ...] = ()
@@ -160,7 +160,7 @@ class Cursor(NamedTuple):  # as `LoadedBatch`
         return share.at(first + numbers + np.searchsorted(left_before, numbers, side="right"))
 
     def after(self, num_common: int, num_own: int, share: Share) -> "Cursor":
-        """Return the cursor after every rank has taken `num_common` positions and this one `num_own` (at least as many)."""
+        """Return the cursor after every rank has taken `num_common` positions, and this rank `num_own` (at least these)."""
         if not self.ahead and num_own == num_common and share.group == 1:
             return Cursor(self.position + num_common * share.num_ranks)
         position = self._after_all(num_common, share)

@@ -297,7 +297,7 @@ def _folder(name: str) -> str:
 
 
 def _is_record(info: ObjectInfo, commit: Commit) -> bool:
-    """Return True if an object is the record of a commit, as far as its etag tells: in S3 it is often the MD5 of the content.
+    """Return True if an object is the record of a commit, by its etag: in S3 it is often the MD5 of the content.
 
     A data folder that was uploaded has its records at any time, before and after the table.
     """
@@ -375,7 +375,7 @@ def open_cache(chosen: Path | None, *, size: str | None = None) -> ObjectCache:
 
 
 def local_copy(address: str, *, cache: Path | None, size: str | None = None) -> Path:
-    """Return the path of a local file, or of the copy of a remote one in the cache, fetched if it is missing or outdated.
+    """Return the path of a local file, or of a remote file's copy in the cache, fetched if it is missing or outdated.
 
     Raises:
         OSError: it cannot be fetched, or is shorter than announced.

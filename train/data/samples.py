@@ -66,7 +66,7 @@ _TYPES = (SampleTable, RowCaptions, CaptionChoice, Sources)
 def open_table(
     name: str, make: Callable[[], SampleTable], *, depends_on: Sequence[object], num_rows: int
 ) -> SampleTable:
-    """Return the table that `make` makes, once per machine if it is large; see `clipmill.train.data.node_cache.open_shared`.
+    """Return the table that `make` makes, once per machine if it is large (clipmill.train.data.node_cache).
 
     Args:
         name: Name of the kind of samples, for the file.
@@ -84,7 +84,7 @@ def open_fingerprint(
     depends_on: Sequence[object],
     num_rows: int,
 ) -> str:
-    """Return the hash of the samples and their order, and of the texts of their captions; computed once per machine if it is long.
+    """Return the hash of the samples, their order, and the texts of their captions; made once per machine if large.
 
     Args:
         facts: What the samples depend on beside the rows, such as variants.
@@ -335,7 +335,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         return self.source.fingerprint()
 
     def describe(self) -> str:
-        """Return one line for the log: what the set contains, what was left out and why, and deviations from the settings."""
+        """Return a line for the log: the content of the set, omitted samples with reasons, and deviations from settings."""
         of_captions = [] if self._captions is None or not len(self.table) else self._captions.describe()
         return "; ".join(filter(None, [*self.table.remarks, *of_captions, *self.reader.deviations()]))
 

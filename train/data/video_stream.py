@@ -125,7 +125,7 @@ class VideoStream(BatchedSamples):
 
 
 class StreamReader:
-    """Reader of clips of tars from front to back (clipmill.train.data.loader.Reader); samples are numbered as they come.
+    """Reader of clips of tars from front to back (clipmill.train.data.loader.Reader), which numbers them as they come.
 
     Attributes:
         shown: The clips that evaluations have shown, without their files.
@@ -161,7 +161,7 @@ class StreamReader:
         return BatchRing(loading.batch, pin=loading.pin, can_keep=loading.can_keep).collate
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Sample | FailedSample]:
-        """Yield the samples or failures at the positions of some blocks, which ascend; an evaluation ends with the tars.
+        """Yield the samples or failures at ascending positions of some blocks; an evaluation ends with the tars.
 
         Raises:
             UserError: the tars hold no clips, or fewer than a batch in training.
@@ -315,7 +315,7 @@ _T = TypeVar("_T")
 
 
 def expand(pattern: str) -> list[str]:
-    """Return the tars that a pattern such as `DIR/{000000..000099}.tar` names, in its order; `::` joins several patterns.
+    """Return the tars that a pattern such as `DIR/{000000..000099}.tar` names, in order; `::` joins several patterns.
 
     Raises:
         UserError: it is not a pattern, it names too many tars, or a local one or the first remote one is missing.
@@ -417,7 +417,7 @@ def _shorten(pattern: str) -> str:
 
 
 def items_in(tars: Iterable[str], *, cache: Path | None, cache_size: str | None = None) -> Iterator[Item]:
-    """Yield the clips in `tars`, in order, and what cannot be read. While a remote tar is read, the next ones are fetched.
+    """Yield the clips in `tars` in order, and unreadable items. While a remote tar is read, the next ones are fetched.
 
     Raises:
         UserError: the cache cannot be written, or is too small for the tars that are read and fetched together.

@@ -67,7 +67,7 @@ class Precision:
         return self.name == "fp16"
 
     def accepts(self, grad_norm: Scalar) -> torch.Tensor:
-        """Return True if to step with this gradient norm, a bool on its device; updates the scale. Called once a step."""
+        """Return True, a bool on the device, to step with this gradient norm; update the scale. Call it once a step."""
         norm = torch.as_tensor(grad_norm)
         if not self.skips_steps:
             return torch.ones_like(norm, dtype=torch.bool)

@@ -97,7 +97,7 @@ class StepGuard:
         self._is_sound = torch.ones((), dtype=torch.bool, device=device)
 
     def after(self, loss: Scalar, grad_norm: Scalar, *, skips: bool) -> torch.Tensor:
-        """Return True if to take this step, a bool on the device; with `skips` a bad norm prevents this step only (fp16)."""
+        """Return True, a bool on the device, to take this step; with `skips` a bad norm prevents only this step (fp16)."""
         is_loss_good, is_norm_good = (
             torch.as_tensor(one, device=self._is_sound.device).isfinite() for one in (loss, grad_norm)
         )
@@ -144,7 +144,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """Return the device with its number. "cuda" alone is the current GPU of a thread, and other threads begin with GPU 0."""
+    """Return the device with its number. "cuda" is the current GPU of a thread, and other threads begin with GPU 0."""
     device = torch.device(device)
     if device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())

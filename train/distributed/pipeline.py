@@ -434,7 +434,7 @@ def _receive_tensors(stages: World, *, device: torch.device) -> Tensors:
 
 
 def _header(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return dtype, number of dimensions and shape of a tensor; zeros for None. On the CPU, so that no GPU has to wait."""
+    """Return dtype, number of dimensions and shape of a tensor, on the CPU so that no GPU waits; zeros for None."""
     header = torch.zeros(2 + _MAX_DIMENSIONS, dtype=torch.int64)
     if tensor is not None:
         numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]

@@ -154,7 +154,7 @@ class World:
 
 
 def joined_world() -> World:
-    """Return the ranks of the process group that this process has joined; else those that a launcher named; else one."""
+    """Return the ranks of the joined process group, else the ranks that a launcher named, else a single rank."""
     if dist.is_available() and dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

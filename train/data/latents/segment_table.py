@@ -223,9 +223,7 @@ def pair_captions(
             or no caption is selected.
     """
     stored.verify()
-    of_split = captions_of_split(
-        stored, query.data_dir, split=query.split, video_ids=video_ids, wanted_sources=query.sources
-    )
+    of_split = captions_of_split(stored, query.data_dir, split=query.split, video_ids=video_ids, weights=query.sources)
     span = SegmentSpans(records, segments)
     none = np.empty(0, np.int64)
     parts: list[dict[str, NDArray[Any]]] = [

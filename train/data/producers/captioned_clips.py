@@ -71,7 +71,7 @@ def open_captioned_clips(
             chunks,
             data_dir=data_dir,
             split=query.split,
-            wanted_sources=captions.sources,
+            weights=captions.sources,
             stored_text=stored_text,
             each_caption=each_caption,
             table=table,

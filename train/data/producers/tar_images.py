@@ -89,7 +89,7 @@ class ImageReader(ThreadedReader):
         return content
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return the image as a model sees it in an evaluation, RGB [H, W, 3], once; empty if it cannot be read or decoded."""
+        """Return the image as a model sees it in an evaluation, RGB [H, W, 3], once; empty if it cannot be read."""
         return super().pictures(sample, num_frames=1)
 
     def deviations(self) -> list[str]:
