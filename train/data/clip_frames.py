@@ -77,7 +77,8 @@ def simple_rectangle(width: int, height: int, *, share: float, rng: np.random.Ge
 def multi_scale_rectangle(width: int, height: int, *, rng: np.random.Generator) -> Rectangle:
     """Return a rectangle at one of 13 offsets.
 
-    Its sides are 1, 7/8, 3/4 or 0.66 of the short side, at most one step apart. The multi-scale crop of TSN (Wang et al., 2016), which VideoMAE uses.
+    Its sides are 1, 7/8, 3/4 or 0.66 of the short side, at most one step apart. This is the multi-scale crop of TSN
+    (Wang et al., 2016), which VideoMAE uses.
     """
     sides = [int(min(width, height) * scale) for scale in _SCALES]
     widths = [width if abs(side - width) < _SNAP_PX else side for side in sides]

@@ -33,9 +33,9 @@ from clipmill.train.data.tar_samples import (
     Unreadable,
     caption_of,
     description_of,
+    expand,
     samples_of,
 )
-from clipmill.train.data.video_stream import expand
 from clipmill.train.data.workers import Stuck, in_order
 
 # The first of these that a sample has is its image; open_clip prefers them in the same order.
@@ -280,7 +280,7 @@ class ImageQuery:
     """A question to tars of images.
 
     Attributes:
-        pattern: of local or remote tars (`clipmill.train.data.video_stream.expand`).
+        pattern: of local or remote tars (`clipmill.train.data.tar_samples.expand`).
         shape: how images are cropped and resized; every image fills all frames of its clip.
         loading: batches, threads and this rank's share.
         cache, cache_size: folder for copies of remote tars, and the limit (`clipmill.train.data.remote.open_cache`).

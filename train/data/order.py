@@ -160,7 +160,7 @@ class Cursor(NamedTuple):  # as `LoadedBatch`
         return share.at(first + numbers + np.searchsorted(left_before, numbers, side="right"))
 
     def after(self, num_common: int, num_own: int, share: Share) -> "Cursor":
-        """Return the cursor after every rank has taken `num_common` positions, and this rank `num_own` (at least these)."""
+        """Return the cursor after every rank has taken `num_common` positions, and this rank `num_own` or more."""
         if not self.ahead and num_own == num_common and share.group == 1:
             return Cursor(self.position + num_common * share.num_ranks)
         position = self._after_all(num_common, share)

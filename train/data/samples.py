@@ -335,7 +335,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         return self.source.fingerprint()
 
     def describe(self) -> str:
-        """Return a line for the log: the content of the set, omitted samples with reasons, and deviations from settings."""
+        """Return a line for the log: content of the set, omitted samples with reasons, deviations from the settings."""
         of_captions = [] if self._captions is None or not len(self.table) else self._captions.describe()
         return "; ".join(filter(None, [*self.table.remarks, *of_captions, *self.reader.deviations()]))
 

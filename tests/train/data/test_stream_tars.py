@@ -196,15 +196,15 @@ def test_a_window_of_large_videos_is_bounded_in_bytes(monkeypatch: pytest.Monkey
 
 
 def test_a_stream_of_fewer_clips_than_a_batch_is_the_users_mistake(tmp_path: Path, payload: bytes) -> None:
-    with pytest.raises(UserError, match="fewer clips than the 4 that are needed"):
+    with pytest.raises(UserError, match="fewer than the required 4 clips"):
         first(open_stream(write_tar(tmp_path / "0.tar", payload, ["a", "b"])), 1)
 
 
 def test_tars_without_samples_are_the_users_mistake(tmp_path: Path, payload: bytes) -> None:
     write_tar(tmp_path / "0.tar", payload, [])
-    with pytest.raises(UserError, match="fewer clips than the 1 that are needed"):
+    with pytest.raises(UserError, match="fewer than the required 1 clip"):
         list(open_stream(tmp_path / "0.tar").evaluation_batches())
-    with pytest.raises(UserError, match="fewer clips than the 4 that are needed"):
+    with pytest.raises(UserError, match="fewer than the required 4 clips"):
         first(open_stream(tmp_path / "0.tar"), 1)
 
 
