@@ -77,7 +77,7 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Co
         captions, videos = read_captions(data_dir), read_videos(data_dir)
         of_splits = videos.filter(pc.is_in(videos["split"], value_set=pa.array(list(splits))))
         is_of_splits = pc.is_in(
-            captions["video_id"].cast(pa.string()), value_set=of_splits['video_id'].combine_chunks()
+            captions["video_id"].cast(pa.string()), value_set=of_splits["video_id"].combine_chunks()
         )
         of = f" of {data_dir}" if len(data_dirs) > 1 else ""
         names = class_names_of(captions, label=label, of=of).filter(is_of_splits)

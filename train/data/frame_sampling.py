@@ -6,7 +6,7 @@ A caption names a span [begin, end) of its video, from which T moments are taken
     stride   T moments that are `stride` frames apart (VideoMAE's 16 x 4): the window of T x stride frames lies at a
              random offset in the span in training, in its middle in evaluation; in a shorter span the stride is
              span / T
-    lavila   LaViLa's rule: the span without its last frame in T segments with borders rounded to whole frames, half to
+    lavila   LaViLa's rule: the span without its last frame in T segments with borders rounded to frames, half to
              even; a random frame between two borders (both included) in training, the lower middle one in evaluation
 
 An evaluation with several views of a clip takes its moments at `view_offsets` in place of the middle.
@@ -19,7 +19,7 @@ beginning of frame 33 at 10 fps and not the end of frame 32. Nothing is rounded 
 a common denominator.
 
 Segments of latents have their frames in memory already; `spread_frames` (uniform) and `window_frames` (stride) select
-from them. Shape suffixes there: B batch, F frames of a segment, C channels, H and W sides of a latent, K parts.
+from them. Shape suffixes: B batch, F frames of a segment, C channels, H and W sides of a latent, K parts.
 """
 
 import math
@@ -54,7 +54,7 @@ class Sampling:
 
     @property
     def window(self) -> str:
-        """The window of the stride rule, as text."""
+        """Window of the stride rule, as text."""
         return f"{self.num_frames} x {self.stride} frames"
 
 
@@ -83,7 +83,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class FrameIndex:
-    """A frame: index of its chunk in the list that was given, and index of the frame in the chunk."""
+    """A frame: index of its chunk in the given list, and index of the frame in the chunk."""
 
     chunk: int
     frame: int
@@ -100,7 +100,7 @@ def frame_indices(
 ) -> list[FrameIndex]:
     """Return the frames of the span [begin_us, end_us), which lies in `chunks`, at the frame rate of the first chunk.
 
-    Without `rng`, as in evaluation, the frames of `num_views` views, one view after another.
+    Without `rng`, as in evaluation, these are the frames of `num_views` views, one view after another.
     """
     fps_num, fps_den = chunks[0].fps_num, chunks[0].fps_den
     frames: list[FrameIndex] = []
@@ -143,11 +143,11 @@ def moments_of(
     """Return the moments of [begin_us, end_us) that `sampling` selects, random with `rng` as in training.
 
     Args:
-        fps_num, fps_den: frames per second, for the rules that count frames.
-        at: offset of an evaluation's view (`view_offsets`).
+        fps_num, fps_den: Frames per second, for the rules that count frames.
+        at: Offset of an evaluation's view (`view_offsets`).
 
     Raises:
-        ValueError: the span is empty, or no frame is requested.
+        ValueError: The span is empty, or no frame is requested.
     """
     count = sampling.num_frames
     if end_us <= begin_us or count < 1:
@@ -199,7 +199,7 @@ def locate_frames(moments: Moments, chunks: Sequence[ChunkTimes]) -> list[FrameI
     """Return the frame on screen at each moment, among `chunks` of one video in order of time.
 
     Raises:
-        ValueError: a moment lies in none of the chunks.
+        ValueError: A moment lies in none of the chunks.
     """
     return [_locate(numerator, moments.denominator, chunks) for numerator in moments.numerators]
 

@@ -13,7 +13,7 @@ from clipmill.shards.columns import SCORES
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import kind_of
 
-FEW = 100  # clips or questions: with fewer, the interval of a metric of 50 % is wider than 20 points
+FEW = 100  # clips or questions; with fewer, the interval of a metric of 50 % is wider than 20 points
 _Z = 1.96  # 95 % of a normal distribution
 
 
@@ -22,7 +22,7 @@ class EvaluatedClips(Protocol):
 
     @property
     def num_samples(self) -> int | None:
-        """Number of samples; None if it is not known."""
+        """Number of samples; None if it is unknown."""
         ...
 
     def key(self, sample: int) -> str:
@@ -35,10 +35,11 @@ class HeldOut:
     """Facts about the clips of an evaluation; the fields are keys of result files.
 
     Attributes:
-        num_clips: distinct clips.
-        num_chunks: the chunks in which they begin, if any of them looks like one of `trained_split`.
-        num_alike: those of them that do; None if there are no scores to tell by.
-        were_trained_on: whether the clips are those of the training, because tars have no splits.
+        num_clips: Number of distinct clips.
+        num_chunks: Number of chunks in which they begin, if any of them looks like a chunk of `trained_split`.
+        num_alike: Number of these chunks that look like a chunk of `trained_split`; None without scores.
+        trained_split: Split of the training.
+        were_trained_on: True if the model was trained on the clips, because tars have no splits.
     """
 
     num_clips: int
@@ -55,20 +56,20 @@ class HeldOut:
         """Return cautions about the metrics; empty for many clips without look-alikes.
 
         Args:
-            share: a metric in [0, 1], whose 95 % interval is stated.
-            of: number and noun of what metrics are means of; by default the clips.
+            share: Metric in [0, 1], whose 95 % interval is stated.
+            of: Number and noun of the things that metrics average over; by default the clips.
         """
         num, noun = of or (self.num_clips, "clip")
-        found = ["the model was trained on these clips: tars have no splits"] if self.were_trained_on else []
+        cautions = ["the model was trained on these clips: tars have no splits"] if self.were_trained_on else []
         if num < FEW:
             low, high = interval(0.0 if share is None else share, num)
             between = f", so that {percent(share)} has a 95 % interval from {percent(low)} to {percent(high)}"
-            found.append(f"only {count_noun(num, noun)}{'' if share is None else between}")
+            cautions.append(f"only {count_noun(num, noun)}{'' if share is None else between}")
         if self.num_alike:
             chunks = f"{self.num_alike:,} of {count_noun(self.num_chunks, 'chunk')}"
             verb = "looks" if self.num_alike == 1 else "look"
-            found.append(f"{chunks} {verb} like a chunk of the training split {self.trained_split!r}")
-        return found
+            cautions.append(f"{chunks} {verb} like a chunk of the training split {self.trained_split!r}")
+        return cautions
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
@@ -98,17 +99,15 @@ def held_out_facts(
     is_own = bool(data.get("is_own_data") or data.get("is_part_of_own_data"))
     if not kind_of(settings.folder).has_manifest:
         return HeldOut(num_clips=num_clips, were_trained_on=is_own)
-    found = HeldOut(num_clips=num_clips, trained_split=settings.split)
+    facts = HeldOut(num_clips=num_clips, trained_split=settings.split)
     if split == settings.split or not is_own:
-        return found
+        return facts
     assert samples.num_samples is not None  # a data folder knows its samples
     alike = look_alikes_of(settings.folder, cache=settings.cache, split=split, trained_split=settings.split)
     if alike is None:
-        return found
+        return facts
     keys = {samples.key(number) for number in range(samples.num_samples)} if alike else set()
-    return HeldOut(
-        num_clips=found.num_clips, num_chunks=len(keys), num_alike=len(keys & alike), trained_split=settings.split
-    )
+    return HeldOut(num_clips=num_clips, num_chunks=len(keys), num_alike=len(keys & alike), trained_split=settings.split)
 
 
 def look_alikes_of(address: str, *, cache: Path | None, split: str, trained_split: str) -> set[str] | None:
@@ -122,4 +121,4 @@ def look_alikes_of(address: str, *, cache: Path | None, split: str, trained_spli
             folder.tars.files.copy_column(SCORES)
         return keys_alike(folder.path, split=split, other_split=trained_split)
     except UserError:
-        return None  # prep status says what is wrong with the scores
+        return None  # prep status reports what is wrong with the scores

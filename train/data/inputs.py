@@ -1,4 +1,4 @@
-"""The data of a task by its settings: data folders, mixtures, classes, and the size of pictures."""
+"""Data of a task by its settings: data folders, mixtures, classes, and the size of pictures."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -27,10 +27,10 @@ def open_folder(settings: ClipSettings, *, reason: str, column: str | None = VID
     """Open the data folder of a task that cannot read tars, for `reason`.
 
     Args:
-        column: see `open_data_folder`.
+        column: See `open_data_folder`.
 
     Raises:
-        UserError: the settings name tars, or the folder cannot be read.
+        UserError: The settings name tars, or the folder cannot be read.
     """
     if not kind_of(settings.folder).has_manifest:
         raise UserError(f"{settings.folder} names tars, and {reason}", hint="name the data folder that prep made")
@@ -49,7 +49,7 @@ def open_mixed(open_one: Callable[[str], Opened], settings: DataSettings) -> "Op
         open_one: Opens the samples of a folder.
 
     Raises:
-        UserError: as of `open_one`, with the folder that it is about; or the samples cannot be mixed.
+        UserError: An error of `open_one`, with the folder that it concerns; or the samples cannot be mixed.
     """
     if len(settings.folders) == 1:
         return open_one(settings.folder)
@@ -78,10 +78,10 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
     """Return the classes of a label in all data of the settings.
 
     Args:
-        splits: of data folders; None for all.
+        splits: Splits of data folders; None for all.
 
     Raises:
-        UserError: some of the data have no such label, or there are fewer than two classes.
+        UserError: Some of the data do not have the label, or there are fewer than two classes.
     """
     from clipmill.train.data.classes import read_classes
 

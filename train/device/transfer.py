@@ -97,7 +97,7 @@ class StepGuard:
         self._is_sound = torch.ones((), dtype=torch.bool, device=device)
 
     def after(self, loss: Scalar, grad_norm: Scalar, *, skips: bool) -> torch.Tensor:
-        """Return True, a bool on the device, to take this step; with `skips` a bad norm prevents only this one (fp16)."""
+        """Return True, a bool on the device, to take this step; with `skips` (fp16) a bad norm prevents only this."""
         is_loss_good, is_norm_good = (
             torch.as_tensor(one, device=self._is_sound.device).isfinite() for one in (loss, grad_norm)
         )
