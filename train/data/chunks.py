@@ -362,7 +362,7 @@ class ClipReader(ThreadedReader):
         return self.chunks.key(int(self._first_chunk[sample // self._repeats]))
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of clips in their videos, microseconds."""
+        """Return the start and end of clips in their videos, microseconds."""
         return self._begin_us[rows], self._end_us[rows]
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -370,7 +370,7 @@ class ClipReader(ThreadedReader):
         return self.chunks.table.video_row[self._first_chunk[rows]].astype(np.int64)
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Start of the first and end of the last frame of an evaluated clip in its video, seconds."""
+        """Return the start of the first and end of the last frame of an evaluated clip in its video, seconds."""
         frames = self.plan(SampleRequest(sample, sample, None)).frames
         times = [(self.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])]
         (first, first_frame), (last, last_frame) = times

@@ -345,7 +345,7 @@ class MixedSamples(BatchedSamples):
             part.require_different_texts()
 
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of clips in their videos, microseconds."""
+        """Return the start and end of clips in their videos, microseconds."""
         begin_us, end_us = np.empty_like(clips), np.empty_like(clips)
         for folder, where, rows in self.numbering.divide(clips):
             begin_us[where], end_us[where] = self.parts[folder].span_us(rows)

@@ -135,13 +135,13 @@ class RowReader(Reader, Protocol):
         """Return the chunk in which a sample begins, or its name in a tar."""
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of rows in their videos, microseconds."""
+        """Return the start and end of rows in their videos, microseconds."""
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the numbers of the videos of rows."""
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
+        """Return the start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Return frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
@@ -353,16 +353,16 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         return self.reader.key(sample)
 
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of clips in their videos, microseconds."""
+        """Return the start and end of clips in their videos, microseconds."""
         return self.reader.span_us(clips)
 
     def span_s(self, sample: int) -> tuple[float, float]:
-        """Start and end of a sample in its video, seconds."""
+        """Return the start and end of a sample in its video, seconds."""
         begin_us, end_us = self.reader.span_us(np.array([sample // self._repeats]))
         return float(begin_us[0]) / US_PER_S, float(end_us[0]) / US_PER_S
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
+        """Return the start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
         return self.reader.shown_span_s(sample, num_frames=num_frames)
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:

@@ -122,7 +122,7 @@ class VideoStream(BatchedSamples):
         return self.reader.shown[sample].key
 
     def span_s(self, sample: int) -> tuple[float, float]:
-        """Start and end of such a clip in its file, seconds."""
+        """Return the start and end of such a clip in its file, seconds."""
         clip = self.reader.shown[sample]
         return clip.begin_us / US_PER_S, float("inf") if clip.end_us is None else clip.end_us / US_PER_S
 

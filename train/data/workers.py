@@ -215,7 +215,7 @@ class ThreadedReader(ABC):
         """Name of a sample in failures."""
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of rows in their videos, microseconds: by default 0, for samples without time."""
+        """Return the start and end of rows in their videos, microseconds: by default 0, for samples without time."""
         return np.zeros_like(rows), np.zeros_like(rows)
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -223,7 +223,7 @@ class ThreadedReader(ABC):
         return rows
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
+        """Return the start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
         return 0.0, 0.0
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
