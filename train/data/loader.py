@@ -1,6 +1,6 @@
 """`Loader`: batches of samples for one rank: their order, failures by name, and exact resumption.
 
-It knows rows by number only. What the rows are is the concern of a `SampleTable` (clipmill.train.data.samples), and a
+It knows rows only by number. The rows are the concern of a `SampleTable` (clipmill.train.data.samples), and a
 reader turns rows into samples: threads decode clips and images (clipmill.train.data.workers), latents are copied from
 mapped files, and a stream is read from front to back.
 
@@ -50,8 +50,8 @@ class Block(NamedTuple):
     """Samples to load, in order.
 
     Attributes:
-        samples: int64 [N], numbers of the samples; -1 for an empty position of the order.
-        positions: int64 [N], positions in the order; the numbers of the samples in an evaluation.
+        samples: Numbers of the samples, int64 [N]; -1 for an empty position of the order.
+        positions: Positions in the order, int64 [N]; the numbers of the samples in an evaluation.
         seed: Seed of random draws; None in an evaluation.
     """
 
@@ -65,12 +65,12 @@ class LoaderSettings:
     """Settings by which samples are loaded and batched.
 
     Attributes:
-        batch: samples in this rank's batch.
-        num_ahead: maximum number of samples loaded or being loaded ahead of the caller.
-        group: number of consecutive samples that are loaded together.
-        stuck_after_s: seconds after which a sample that is still being loaded fails.
-        pin: put batches into pinned memory, for copies to a GPU.
-        can_keep: never overwrite a batch that is still in use; otherwise the second batch after it overwrites it.
+        batch: Number of samples in this rank's batch.
+        num_ahead: Maximum number of samples loaded or being loaded ahead of the caller.
+        group: Number of consecutive samples that are loaded together.
+        stuck_after_s: Seconds after which a sample that is still being loaded fails.
+        pin: Put batches into pinned memory, for copies to a GPU.
+        can_keep: Never overwrite a batch that is still in use; otherwise the second batch after it overwrites it.
     """
 
     batch: int = 32
@@ -90,7 +90,7 @@ class LoaderSettings:
 
     @property
     def share(self) -> Share:
-        """The positions of this rank."""
+        """Positions of this rank."""
         return Share(self.rank, self.num_ranks, self.group)
 
 
@@ -106,7 +106,7 @@ class Rows(Protocol):
         """Number of samples; None if unknown, as in a stream."""
 
     def describe(self) -> str:
-        """Return one line for the log: what the set contains, what was excluded and why."""
+        """Return a line for the log: content of the set, and omitted samples with reasons."""
 
 
 class Reader(Protocol):
@@ -135,7 +135,7 @@ class TrainingSet(Protocol):
         """Number of samples that training takes in an epoch; None if unknown."""
 
     def describe(self) -> str:
-        """Return one line for the log: what the set contains, what was excluded and why."""
+        """Return a line for the log: content of the set, and omitted samples with reasons."""
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
         """Yield endless batches in training order; raises TooManyFailures after more than `max_failures` failures."""
@@ -158,10 +158,10 @@ class Loader:
     """Batches of the samples of a table, as a reader makes them.
 
     Args:
-        rows: What is known of the samples.
+        rows: Facts about the samples.
         reader: Reader of the samples.
         loading: Batches and this rank's share.
-        order: Order of training; by default the samples under the seed, or as they come if their number is unknown.
+        order: Order of training; by default the samples by the seed, or as they come if their number is unknown.
 
     Attributes:
         reader, loading: As given.
@@ -179,7 +179,7 @@ class Loader:
         """Yield endless batches in training order, from `position` on; by default from the cursor.
 
         Raises:
-            TooManyFailures: more than `max_failures` samples failed.
+            TooManyFailures: More than `max_failures` samples failed.
         """
         batch, share = self.loading.batch, self.loading.share
         begin = self.cursor if position is None else Cursor(position)
@@ -219,7 +219,7 @@ class Loader:
         One state is enough if no sample had failed, or if there was one rank.
 
         Raises:
-            UserError: the states are of another sample set, another seed or different steps.
+            UserError: The states are of another sample set, another seed or different steps.
         """
         order, _, content = self._rows.fingerprint.partition(SEPARATOR)
         for state in states:
@@ -262,13 +262,10 @@ class Loader:
 def _evaluation_blocks(samples: Iterable[int]) -> Iterator[Block]:
     if isinstance(samples, range):
         for begin in range(0, len(samples), _BLOCK):
-            numbers = np.arange(*_bounds(samples[begin : begin + _BLOCK]))
+            part = samples[begin : begin + _BLOCK]
+            numbers = np.arange(part.start, part.stop, part.step)
             yield Block(numbers, numbers, None)
         return
-    for sample in samples:  # not collected in blocks: their number may be unknown
+    for sample in samples:  # one by one, because their number may be unknown
         number = np.array([sample])
         yield Block(number, number, None)
-
-
-def _bounds(numbers: range) -> tuple[int, int, int]:
-    return numbers.start, numbers.stop, numbers.step
