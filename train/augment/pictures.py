@@ -2,8 +2,8 @@
 
 Chroma, which has half the size of luma, is upsampled bilinearly, with samples at the centres of the four pixels they
 represent, as planes are cropped and resized (and as swscale positions them). Swscale's default repeats each sample
-instead, which is less accurate; the README has the figures. Upsampled values are whole sixteenths, exact in float32, so
-that flipping the planes mirrors the result exactly.
+instead, which is less accurate; the README has the figures. Upsampled values are multiples of 1/16, exact in float32,
+so that flipping the planes mirrors the result exactly.
 
 Peak memory of a clip in bytes per pixel of a frame: result 12, upsampled chroma 8, flipped planes 1.5.
 """
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
 # Effects on clips: colour jitter with normalisation, Gaussian blur, and random erasing.
 #
-# Jitter and normalisation are one affine map of RGB. The four changes are those of torchvision's ColorJitter, with two
+# Jitter and normalisation are one affine map of RGB. The four changes are as in torchvision's ColorJitter, with two
 # differences:
 #
 # - Hue rotates the colour plane of YIQ. Torchvision rotates hue in HSV, which preserves the largest of R, G and B and
 #   is not linear; a rotation in YIQ preserves the grey value and is linear, so that it fits into the matrix.
-# - Values are clamped to [0, 1] once, after all changes, not after each: what one change pushes beyond white and the
-#   next one brings back is not lost.
+# - Values are clamped to [0, 1] once, after all changes, not after each: a value that one change pushes beyond white
+#   and the next change brings back is not lost.
 #
 # All four preserve or scale the grey value of a pixel, so they commute, and their order need not be drawn.
 #
-# Gaussian blur is two matrix products, along the rows and along the columns. The kernel is that of torchvision's
-# GaussianBlur (values of the bell curve at whole pixels, normalised to a sum of 1; the frame is extended by reflection,
-# without repeating the edge), truncated at three times the largest sigma.
+# Gaussian blur is two matrix products, along the rows and along the columns. The kernel is the kernel of torchvision's
+# GaussianBlur (values of the bell curve at integer pixels, normalised to a sum of 1; the frame is extended by
+# reflection, without repeating the edge), truncated at three times the largest sigma.
 #
 # Random erasing (Zhong et al. 2020) replaces a box by noise, the same box in all frames of a clip. The noise is
 # normal for each pixel, channel and frame, which is how normalised inputs are distributed (the "pixel" mode of
 # VideoMAE and timm). It is a function of the clip's own seed, so that a clip that is made twice, as the partner of
-# another one, in another part of its batch or on another device, is the same clip: torch's generators draw different
+# another clip, in another part of its batch or on another device, is the same clip: torch's generators draw different
 # numbers on a GPU and on a CPU.
 
 
 # BT.601, whatever the clip's own matrix; as in torchvision, but with a sum of exactly 1.
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
-RADIUS_PX = math.ceil(3 * MAX_SIGMA_PX)  # of the blur kernel
+RADIUS_PX = math.ceil(3 * MAX_SIGMA_PX)  # radius of the blur kernel
 
 _YIQ = np.array([GREY_WEIGHTS, [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]])
 _GREY = np.outer(np.ones(3), GREY_WEIGHTS)
@@ -149,17 +149,17 @@ def to_model_input(
     """Convert clips to a model's input: RGB, augmented as drawn, clamped between black and white, normalised.
 
     Args:
-        video: uint8 [B, T, S * S * 3 // 2], frames as planes Y, U, V; S is `size_px`, even.
-        colour: uint8 [B], the clips' colour kinds (clipmill.train.augment.colour), on the same device.
-        mean, std: of each channel, for values from 0 to 1.
-        draw: the augmentation; none by default.
-        dtype: of the result; the arithmetic is float32.
+        video: Frames as planes Y, U, V, uint8 [B, T, S * S * 3 // 2]; S is `size_px`, even.
+        colour: Colour kinds of the clips (clipmill.train.augment.colour), uint8 [B], on the same device.
+        mean, std: Mean and standard deviation of each channel, for values from 0 to 1.
+        draw: Augmentation; none by default.
+        dtype: Dtype of the result; the arithmetic is float32.
 
     Returns:
-        [B, 3, T, S, S].
+        The input, [B, 3, T, S, S].
 
     Raises:
-        ValueError: the frames are not of `size_px`.
+        ValueError: The frames do not have the size `size_px`.
     """
     if size_px % 2 or video.shape[-1] != size_px * size_px * 3 // 2:
         raise ValueError(f"pictures of {video.shape[-1]} bytes are not 4:2:0 planes of {size_px} x {size_px}")
@@ -204,7 +204,7 @@ def one_pass(
     black: tuple[float, ...],
     white: tuple[float, ...],
 ) -> torch.Tensor:
-    """Return the pass itself, on tensors alone, so that torch.compile can compile it whole; see `to_model_input`."""
+    """Compute `to_model_input` on tensors only, so that torch.compile can compile it completely."""
     num_luma, half_px = size_px * size_px, size_px // 2
     luma = video[..., :num_luma].unflatten(-1, (size_px, size_px))
     chroma = video[..., num_luma:].unflatten(-1, (2, half_px, half_px))

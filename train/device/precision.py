@@ -29,11 +29,13 @@ class Precision:
     that all ranks decide alike. It stays on the device, without synchronising with the host.
 
     Attributes:
-        reason: why it was selected, for the log.
-        loss_scale: factor of losses before their backward pass. After the first fp16 step this and the two counts are
+        name: Name of the precision: bf16, fp16, tf32 or fp32.
+        reason: Reason for the choice, for the log.
+        device_type: Type of the device: cpu or cuda.
+        loss_scale: Factor of losses before their backward pass. After the first fp16 step this and the two counts are
             zero-dimensional float64 tensors on the device.
-        num_skipped: number of skipped steps.
-        num_good: number of steps taken since the last skipped one or since the scale was doubled.
+        num_skipped: Number of skipped steps.
+        num_good: Number of steps taken since the last skipped step or since the scale was doubled.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Precision:
 
     @property
     def products(self) -> torch.dtype | None:
-        """Dtype of matrix products; None for that of the weights."""
+        """Dtype of matrix products; None for the dtype of the weights."""
         return _HALVES.get(self.name)
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -63,7 +65,7 @@ class Precision:
 
     @property
     def skips_steps(self) -> bool:
-        """True if steps with non-finite gradients are skipped and the run goes on."""
+        """True if steps with non-finite gradients are skipped and the run continues."""
         return self.name == "fp16"
 
     def accepts(self, grad_norm: Scalar) -> torch.Tensor:
