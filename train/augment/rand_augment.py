@@ -4,7 +4,7 @@ N operations are drawn for a clip, with repetition; each is applied with probabi
 strength. The strength s is normally distributed around magnitude / 10 and clamped to [0, 1]; operations with two
 directions get a random sign:
 
-    autocontrast, equalize, invert   without strength; statistics are those of each frame
+    autocontrast, equalize, invert   without strength; statistics of each frame
     posterize                        keeps 4 - floor(4 s) bits
     solarize                         inverts values from 256 - floor(256 s) on
     solarize_add                     adds floor(110 s) to values below 128
@@ -14,10 +14,10 @@ directions get a random sign:
     shear_x, shear_y                 by 0.3 s pixels per pixel, in either direction; the first row or column stays
     translate_x, translate_y         by 0.45 s of the side, in either direction
 
-Colour operations are torchvision's, on uint8. Those that map each value by itself are tables, and consecutive tables
-become a single one. The geometric operations are bilinear, with a grid of elementwise products: torchvision computes it
-by a matrix product, which TF32 would round to a tenth of a pixel. Pixels from outside the frame have the mean colour of
-the model's inputs.
+Colour operations are torchvision's, on uint8. Operations that map each value by itself are tables, and consecutive
+tables become a single table. The geometric operations are bilinear, with a grid of elementwise products: torchvision
+computes it by a matrix product, which TF32 would round to a tenth of a pixel. Pixels from outside the frame have the
+mean colour of the model's inputs.
 
 A GPU takes longer to launch an operator than to run it on a clip. Clips whose next operation is of the same kind are
 therefore changed together, and each kind is written with as few operators as give the same numbers.
@@ -48,7 +48,7 @@ _HALF, _WHITE = 128, 255
 def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Triple) -> None:
     """Apply the drawn operations to the clips of `video` (float32 [B, C, T, H, W], normalised) in place.
 
-    Clips with operations are rounded to uint8; the others keep their exact values.
+    Clips with operations are rounded to uint8; other clips keep their exact values.
     """
     steps = {
         int(number): _steps(draw.operation[number], draw.strength[number])
@@ -63,7 +63,7 @@ def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Tr
     clips_PHW = [*chosen_NPHW.mul_(_WHITE).round_().clamp_(0, _WHITE).to(torch.uint8).unbind(0)]
     left = [*steps.values()]
     while waiting := [place for place, of_clip in enumerate(left) if of_clip]:
-        # The kind with the most steps behind it, so that long sequences do not remain for the end.
+        # The kind with the most remaining steps first, so that long sequences do not remain for the end.
         num_steps = Counter[str]()
         for place in waiting:
             num_steps[_kind(left[place][0][0][0])] += len(left[place])
@@ -99,10 +99,10 @@ def change(clip_TCHW: torch.Tensor, name: str, strength: float, *, fill: Triple)
 
 
 def change_clips(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]], *, fill: Triple) -> torch.Tensor:
-    """Apply a step to each of several uint8 clips; all are of one kind.
+    """Apply a step of one kind to each of several uint8 clips.
 
     Args:
-        steps: Operations of each clip; only tables may be several.
+        steps: Operations of each clip; a step has several operations only if they are tables.
         fill: Colour of pixels from outside the frame, from 0 to 1.
     """
     operations = [step[0] for step in steps]
@@ -125,7 +125,7 @@ _KINDS = ("autocontrast", "equalize", "table", "blend", "sharpness", "move")
 
 
 def _kind(name: str) -> str:
-    """Return the operations that are computed by the same operators, with other numbers."""
+    """Return the kind of an operation; operations of a kind are computed by the same operators."""
     if name in _MOVES:
         return "move"
     if name in ("saturation", "contrast"):

@@ -59,7 +59,7 @@ class Sources:
     not_asked_for: tuple[str, ...] = ()
 
     def describe(self, num_captions: NDArray[np.int64]) -> str:
-        """Return names with their weights and numbers of captions."""
+        """Return the names with their weights and numbers of captions."""
         each = zip(self.names, self.weights.tolist(), num_captions.tolist(), strict=True)
         parts = (f"{name} = {weight:g} ({count_noun(number, 'caption')})" for name, weight, number in each)
         return f"sources {', '.join(parts)}"

@@ -107,7 +107,7 @@ class VideoStream(BatchedSamples):
         return f"a stream of {count_noun(len(self.tars), 'tar')}"
 
     def describe(self) -> str:
-        """Return one line for the log: how the clips are read, and deviations from the settings so far."""
+        """Return a line for the log: the way in which clips are read, and deviations from the settings so far."""
         return self.reader.describe()
 
     def require_different_texts(self) -> None:

@@ -101,17 +101,17 @@ class Precision:
 def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
     """Select a precision for a device (`cpu`, `cuda`) and set whether torch may use TF32.
 
-    TF32 is used with --precision tf32 only: it is too coarse for similarities at a temperature of 0.01. Raises a
+    TF32 is used only with --precision tf32: it is too coarse for similarities at a temperature of 0.01. Raises a
     UserError if bf16 was requested and the GPU does not support it.
     """
     has_bf16 = device_type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if choice == "bf16" and device_type == "cuda" and not has_bf16:
         raise UserError(
-            f"{torch.cuda.get_device_name()} has no bf16 (asked for by --precision bf16)",
+            f"{torch.cuda.get_device_name()} has no bf16 (requested by --precision bf16)",
             hint="use --precision fp16, or fp32",
             flags=("--precision",),
         )
-    name, reason = str(choice), f"asked for by --precision {choice}"
+    name, reason = str(choice), f"requested by --precision {choice}"
     if choice == "auto":
         name = "bf16" if has_bf16 else "fp32"
         reason = "the GPU has it" if has_bf16 else f"a {device_type} without bf16"
@@ -126,17 +126,17 @@ def choose_device(name: str, *, needs_gpu: bool = False) -> torch.device:
     """Return the device of `--device`. `auto` prints why it is the CPU on a machine with a GPU that cannot be used.
 
     Raises:
-        UserError: There is no usable GPU, and one was asked for by --device cuda or --require-gpu (`needs_gpu`).
+        UserError: There is no usable GPU, and --device cuda or --require-gpu (`needs_gpu`) requests one.
     """
     if name == "cpu" or torch.cuda.is_available():
         return torch.device("cuda" if name == "auto" else name)
-    from clipmill.train.device.driver import why_no_gpu  # only where torch finds no GPU
+    from clipmill.train.device.driver import why_no_gpu  # loaded only if torch finds no GPU
 
     reason = why_no_gpu()
     if name == "cuda" or needs_gpu:
         flag = "--require-gpu" if needs_gpu else "--device cuda"
         raise UserError(
-            f"torch finds no CUDA device{f': {reason}' if reason else ''} (asked for by {flag})",
+            f"torch finds no CUDA device{f': {reason}' if reason else ''} (requested by {flag})",
             hint="use --device cpu or auto" if not needs_gpu else "repair it, or leave out --require-gpu",
             flags=(flag,),
         )

@@ -57,7 +57,7 @@ class DeviceEvent:
             self._event.synchronize()
 
     def since(self, other: "DeviceEvent") -> float:
-        """Return seconds from another event of the device to this one; both must have been reached."""
+        """Return the seconds from another event of the device to this one; both must have been reached."""
         if self._event is None or other._event is None:
             return self._at_s - other._at_s
         return other._event.elapsed_time(self._event) / 1e3

@@ -1,6 +1,6 @@
 """Complete or sharded tensors on disk through torch.distributed.checkpoint, for any number of ranks.
 
-torch plans which rank writes and reads which part. The parts are plain bytes, and a JSON table says where they are, so
+torch plans which rank writes and reads which part. The parts are plain bytes, and a JSON table has their places, so
 that reading a checkpoint cannot execute code.
 """
 
@@ -48,15 +48,19 @@ class Storage:
         # Without pinned or shared memory, so that no resource outlives the copies. DefaultStager can be used only once.
         self._stager = StateDictStager(pin_memory=False, share_memory=False)
 
-    def staged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def stage(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy tensors to the CPU, reusing the memory of the previous call."""
         return cast(dict[str, torch.Tensor], self._stager.stage(dict(tensors)))
 
     def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
         """Write this rank's parts of `tensors` into `folder`; replicated tensors are written once.
 
-        Returns the table of all pieces and their files, the same on all ranks. Raises OSError if this rank could not
-        write its parts, FailedElsewhere if another could not.
+        Returns:
+            The table of all pieces and their files, the same on all ranks.
+
+        Raises:
+            OSError: This rank could not write its parts.
+            FailedElsewhere: Another rank could not write its parts.
         """
         writer = _Writer(folder, rank=0 if self._group is None else dist.get_rank(self._group))
         metadata = dcp.save(
@@ -83,7 +87,7 @@ class Storage:
 
 
 def read_into(folder: Path, table: Table, tensors: Mapping[str, torch.Tensor], *, world: World) -> None:
-    """Load stored tensors into whole or sharded ones of the same names and sizes (or ValueError); all ranks call it."""
+    """Load stored tensors into tensors of the same names and sizes (or ValueError); all ranks call it."""
     try:
         dcp.load(
             dict(tensors),
@@ -135,7 +139,7 @@ class _Writer(dcp.FileSystemWriter):
                     results.append(WriteResult(item.index, size_in_bytes=len(content), storage_data=place))
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:  # that of a write does not name the file
+        except OSError as error:  # the error of a write does not name the file
             self.error = OSError(error.errno, error.strerror, str(self._file))
         future.set_result([] if self.error else results)
         return future
