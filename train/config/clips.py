@@ -124,7 +124,7 @@ class Overrides(Checked):
     size_px: Annotated[int | None, Range(2, 4096)] = None
     """Frame size in pixels; positional embeddings are interpolated. Default: as in training."""
 
-    def given(self) -> dict[str, Any]:
+    def given_values(self) -> dict[str, Any]:
         """Return the overrides that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
@@ -134,7 +134,7 @@ class Overrides(Checked):
         Raises:
             UserError: Clips of latents cannot be shown in that way.
         """
-        values = {name: value for name, value in self.given().items() if value != getattr(settings, name)}
+        values = {name: value for name, value in self.given_values().items() if value != getattr(settings, name)}
         wrong = [name for name in values if name != "num_frames"]
         if wrong and settings.reads_latents:
             raise UserError(
@@ -144,12 +144,12 @@ class Overrides(Checked):
             )
         return Overrides(**values)
 
-    def applied(self, settings: Settings) -> Settings:
+    def apply_to(self, settings: Settings) -> Settings:
         """Return the settings of a run with these overrides.
 
         A model named after its frame size accepts other sizes, too.
         """
-        changes, model = self.given(), getattr(settings, "model", "")
+        changes, model = self.given_values(), getattr(settings, "model", "")
         if self.size_px is not None and model in PICTURE_PX:
             changes["model"] = model.removesuffix(f"-{PICTURE_PX[model]}")
         return replace(settings, **changes)  # type: ignore[type-var]

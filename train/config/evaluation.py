@@ -83,7 +83,7 @@ class EvaluationSettings(Checked):
     max_samples: Annotated[int, Range(least=2), EVERY] = 5000
     """Maximum number of samples: every k-th of the split, with the smallest sufficient k."""
 
-    def evaluated(self) -> tuple[EvaluatedData, ...]:
+    def evaluated_data(self) -> tuple[EvaluatedData, ...]:
         """Return the data of each evaluation; raises UserError if --evaluate.shards cannot be read."""
         if not self.shards:
             return (EvaluatedData(name=self.split, shards=None, split=self.split),)
@@ -121,7 +121,7 @@ class EvaluationSettings(Checked):
 
     def from_anywhere(self) -> Self:
         """Return the settings with absolute paths of data folders, valid in any working directory."""
-        named = [data for data in self.evaluated() if data.shards is not None]
+        named = [data for data in self.evaluated_data() if data.shards is not None]
         return replace(self, shards=tuple(data.text(base=Path.cwd()) for data in named))
 
     def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ class EvaluationSettings(Checked):
 
     def rules(self) -> Iterator[UserError]:
         """Yield errors in --evaluate.shards, in its protocols and in --evaluate.where."""
-        yield from errors_of(self.evaluated)
+        yield from errors_of(self.evaluated_data)
         yield from errors_of(check_where, self.where)
 
     def protocol_named(self, name: str) -> str:

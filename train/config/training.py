@@ -278,14 +278,14 @@ class TrainingSettings(DataSettings):
         """True if a lower value of `best` is better."""
         return self.best is not None and self.best.rpartition("/")[2] in self.evaluate.lower_is_better
 
-    def evaluated(self) -> tuple[EvaluatedData, ...]:
+    def evaluated_data(self) -> tuple[EvaluatedData, ...]:
         """Return the data of each evaluation in the loop: each data folder of the run, unless others are named.
 
         Raises:
             UserError: --evaluate.shards cannot be parsed.
         """
         if self.evaluate.shards or len(self.folders) == 1:
-            return self.evaluate.evaluated()
+            return self.evaluate.evaluated_data()
         split, named = self.evaluate.split, zip(folder_names(self.folders), self.folders, strict=True)
         return tuple(EvaluatedData(name=name, shards=folder, split=split, is_named=False) for name, folder in named)
 
@@ -340,7 +340,9 @@ class TrainingSettings(DataSettings):
 
 def check_best(best: str | None, settings: TrainingSettings) -> None:
     """Raise a UserError if `--best` is not a metric of the evaluations, as far as these are known."""
-    numbers = [f"{data.name}/{name}" for data in settings.evaluated() for name in settings.evaluate.number_names(data)]
+    numbers = [
+        f"{data.name}/{name}" for data in settings.evaluated_data() for name in settings.evaluate.number_names(data)
+    ]
     if best is not None and numbers and best not in numbers:
         raise UserError(
             f"--best {best} is not a metric of the evaluation",

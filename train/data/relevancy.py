@@ -77,7 +77,7 @@ class Relevancy:
         """Return the matrix of some clips and some sentences, in the given order."""
         return Relevancy(self.values_V, self.codes_RC, self.row_of_N[clips], self.column_of_M[sentences])
 
-    def transposed(self) -> "Relevancy":
+    def transpose(self) -> "Relevancy":
         """Return the matrix of clips for sentences."""
         return Relevancy(self.values_V, np.ascontiguousarray(self.codes_RC.T), self.column_of_M, self.row_of_N)
 
@@ -94,7 +94,7 @@ class Actions:
     verb_N: NDArray[np.int64]
     nouns_NK: NDArray[np.bool_]
 
-    def distinct(self) -> tuple["Actions", NDArray[np.int32]]:
+    def without_repeats(self) -> tuple["Actions", NDArray[np.int32]]:
         """Return the distinct classes, and for each caption their index."""
         bits = np.packbits(self.nouns_NK, axis=1)
         rows = np.concatenate([self.verb_N.astype("<i8")[:, None].view(np.uint8), bits], axis=1)
@@ -104,8 +104,8 @@ class Actions:
 
 def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
     """Return the relevancy of sentences for clips; if neither has a noun, the IoU counts as 0."""
-    clips, row_of_N = clips.distinct()
-    sentences, column_of_M = sentences.distinct()
+    clips, row_of_N = clips.without_repeats()
+    sentences, column_of_M = sentences.without_repeats()
     num_clip, num_sentence = clips.nouns_NK.sum(1), sentences.nouns_NK.sum(1)
     most = int(num_clip.max(initial=0) + num_sentence.max(initial=0)) + 1
     # Each entry is one of few triples: equal verbs or not, number of shared nouns, number of nouns in the union.
@@ -222,7 +222,7 @@ class RelevantCaptions:
             _take(actions, own_caption), _take(actions, self._caption_of_sentence)
         )
 
-    def relevant(self, clip: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def relevant_entries(self, clip: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return the sentences that a clip can be shown with, as entries of their captions, and their relevancy."""
         values_M = self._relevancy.rows(np.array([clip]))[0]
         values_M[self._own[clip]] = 1.0
@@ -231,7 +231,7 @@ class RelevantCaptions:
 
     def draw(self, clip: int, *, position: int, seed: int) -> tuple[int, float]:
         """Draw one of them, and its relevancy: a pure function of (clip, position, seed)."""
-        entries, values = self.relevant(clip)
+        entries, values = self.relevant_entries(clip)
         bound, at = np.array([len(entries)]), np.array([position])
         number = int(integers_below(bound, at, seed=seed, purpose="relevant caption")[0])
         return int(entries[number]), float(values[number])

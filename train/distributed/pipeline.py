@@ -226,7 +226,7 @@ class _Running(nn.Module):
             rows = given[0]
         assert rows is not None
         begin = int(rows[0])
-        with self._step.random(begin // self._size), self._step.autocast():
+        with self._step.seed_generators(begin // self._size), self._step.autocast():
             if self._is_first:
                 given = (self._batch.inputs(slice(begin, begin + len(rows))),)
             return self.part(*given, tokens=tokens)

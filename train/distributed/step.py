@@ -37,7 +37,7 @@ class Step:
     synced: Callable[[bool], AbstractContextManager[bool | None]] = nullcontext
 
     @contextmanager
-    def random(self, part: int) -> Iterator[None]:
+    def seed_generators(self, part: int) -> Iterator[None]:
         """Seed torch's generators for microbatch `part` from seed, step, rank, part and pipeline stage.
 
         A microbatch can thus be computed twice with the same dropout, and checkpoints hold no generator state.

@@ -62,7 +62,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         samples = self.mixed(lambda task: task._with_different_texts(world))
         if self._settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
-            self._in_loop = [self._open_evaluation(one, world) for one in self._settings.evaluated()]
+            self._in_loop = [self._open_evaluation(one, world) for one in self._settings.evaluated_data()]
         return samples
 
     def _with_different_texts(self, world: World) -> "OneFolder":
