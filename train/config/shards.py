@@ -1,4 +1,7 @@
-"""`--shards` and `--mix`: the data of a run, their kinds, names and proportions. `KINDS` has a row for each kind."""
+"""`--shards` and `--mix`: the data of a run, their kinds, names and proportions, and places that do not exist.
+
+`KINDS` has a row for each kind of data: the row is all that other modules know of a kind.
+"""
 
 import os
 import re
@@ -44,6 +47,9 @@ class Kind:
             they are of this kind. Empty: they are.
         has_manifest: True if the data have a manifest: splits, sources of captions, labels, scores, and variants.
         can_be_mixed: True if samples are found by number, so that several addresses can be mixed.
+        has_images: True if samples are images, without time.
+        class_names: Import path of a function that reads the names of the classes of a label without a manifest. Empty:
+            without a manifest there are no labels.
     """
 
     openers: Mapping[Content, str]
@@ -52,6 +58,8 @@ class Kind:
     test: str = ""
     has_manifest: bool = True
     can_be_mixed: bool = True
+    has_images: bool = False
+    class_names: str = ""
 
 
 IMAGES = Kind(
@@ -59,6 +67,8 @@ IMAGES = Kind(
     spelling=_TARS,
     test="clipmill.train.data.image_tars:names_images",
     has_manifest=False,
+    has_images=True,
+    class_names="clipmill.train.data.image_tars:class_names_of_images",
 )
 STREAM = Kind(
     {"captions": "clipmill.train.data.video_stream:open_stream"},
@@ -81,7 +91,7 @@ CLIPS = Kind(
         "frames": f"{_PRODUCERS}.chunk_clips:open_frames",
     }
 )
-KINDS = (IMAGES, STREAM, CLIPS)  # the first one that fits
+KINDS = (IMAGES, STREAM, CLIPS)  # the first kind that fits counts
 
 
 def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:

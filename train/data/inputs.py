@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.imported import import_object
 from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.shards import IMAGES, DataSettings, kind_of, parse_mix
+from clipmill.train.config.shards import DataSettings, kind_of, parse_mix
 from clipmill.train.data.data_folder import DataFolder, open_data_folder
 from clipmill.train.data.query import LATENT_PATCH, TARS_SPLIT
 from clipmill.train.models.dual_encoder import size_of
@@ -89,17 +90,16 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
     folders: list[Path] = []
     for address in settings.folders:
         kind = kind_of(address, settings)
-        if kind is IMAGES:
-            from clipmill.train.data.image_tars import class_names_of_images
-
-            names |= class_names_of_images(address, label=label, cache=settings.cache, cache_size=settings.cache_size)
-        elif not kind.has_manifest:
+        if kind.has_manifest:
+            folder = open_data_folder(address, cache=settings.cache, cache_size=settings.cache_size, column=None)
+            folders.append(folder.path)
+        elif kind.class_names:
+            read_names = import_object(kind.class_names)
+            names |= read_names(address, label=label, cache=settings.cache, cache_size=settings.cache_size)
+        else:
             raise UserError(
                 f"{address} is a stream of tars, without labels", hint="name the data folder that prep made"
             )
-        else:
-            folder = open_data_folder(address, cache=settings.cache, cache_size=settings.cache_size, column=None)
-            folders.append(folder.path)
     if splits is None:
         splits = {split for folder in folders for split in read_videos(folder)["split"].to_pylist()} or {TARS_SPLIT}
     return read_classes(*folders, label=label, splits=splits, also=names)

@@ -14,7 +14,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO, how_to_make
 from clipmill.shards.dataset import current_variant
 from clipmill.train.config.evaluation import EvaluatedData
-from clipmill.train.config.shards import IMAGES, kind_of
+from clipmill.train.config.shards import kind_of
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.clip_frames import Views
 from clipmill.train.data.data_folder import open_data_folder
@@ -79,7 +79,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 
         settings = self._settings
-        if wanted.protocol == "zero-shot" and kind_of(settings.folder, settings) is IMAGES:
+        if wanted.protocol == "zero-shot" and kind_of(settings.folder, settings).has_images:
             from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
 
             numbers = class_numbers(settings.folder, wanted.classes)
