@@ -18,7 +18,7 @@ COLOUR_KINDS = (
 
 # Weights of red and blue in luma.
 _LUMA_WEIGHTS = ((0.299, 0.114), (0.2126, 0.0722), (0.2627, 0.0593))
-# H.273 also has SMPTE 240M (7), whose weights are closest to those of BT.709.
+# H.273 also has SMPTE 240M (7), whose weights are closest to the weights of BT.709.
 _MATRIX_OF_COLORSPACE = {1: 1, 7: 1, 9: 2, 10: 2}
 _FULL_RANGE = 2
 

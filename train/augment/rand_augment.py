@@ -202,7 +202,7 @@ def _blend(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.T
     grey_NTHW = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).to(torch.uint8)
     factors_N = np.array([_factor(strength) for _, strength in operations], dtype=np.float32)
     mixed_NCTHW = clips_NCTHW.float().mul_(send(factors_N[:, None, None, None, None], clips_NPHW.device))
-    # For each clip, because `alpha` alone adds with a single rounding, as torchvision does.
+    # For each clip, because only `alpha` adds with a single rounding, as torchvision does.
     for (name, strength), mixed_CTHW, grey_THW in zip(operations, mixed_NCTHW, grey_NTHW, strict=True):
         other = grey_THW if name == "saturation" else grey_THW.mean((1, 2), keepdim=True, dtype=torch.float32)
         mixed_CTHW.add_(other, alpha=1 - _factor(strength))

@@ -40,7 +40,7 @@ class CaptionSettings(Checked):
 
     sources: str | None = None
     """Sampling weights of caption sources, such as `human=1,*rephraser*=2`; other sources are left out. Default: all
-    sources alike but those of models (`captioner@1f2e3d4c`)."""
+    sources alike, except sources of models (`captioner@1f2e3d4c`)."""
     min_relevancy: Annotated[float | None, SHARE] = None
     """Also show captions of other clips whose relevancy, by verb and nouns, exceeds this (0.1 for EK-100). Default:
     only the clip's own captions."""
@@ -269,7 +269,7 @@ class LatentSettings(ClipSettings):
             )
         if self.reads_latents and self.towers.patch_px is not None:
             yield UserError(
-                f"--towers.patch-px is {self.towers.patch_px}, and latents have patches of their own",
+                f"--towers.patch-px is {self.towers.patch_px}, and latents have their own patches",
                 hint="leave it out, or use --input pixels",
                 flags=("--towers.patch-px",),
             )

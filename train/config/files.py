@@ -425,4 +425,4 @@ def _words(values: Mapping[str, Any], given: Mapping[str, str]) -> str:
     """Format values as flags, without the flags that are given otherwise."""
     shown = {_flag(name): value for name, value in values.items() if value not in _OFF}
     words = " ".join(f"{flag} {value}" for flag, value in shown.items() if flag not in given)
-    return words or ("all are given otherwise" if shown else "no value of its own")
+    return words or ("all are given otherwise" if shown else "none")

@@ -61,7 +61,7 @@ PATCH_PX: dict[str, int] = {"tiny": 16, "s16": 16, "b32": 32, "b16": 16, "l16": 
 PICTURE_PX: dict[str, int] = {"l14-336": 336}
 _KINDS = (
     f"Architecture of the video tower (docs/models.md): {', '.join(TOWERS)}. "
-    "Default: that of --init.weights, else that of the task."
+    "Default: from --init.weights, else the task's."
 )
 # Settings that a tower of the kind videomae does not have, and their values for none.
 _OF_CLIP_ALONE = {"embedding_width": None, "patch_dropout": 0.0, "attention": None}
@@ -92,30 +92,30 @@ class Towers(Checked):
     image: Annotated[str | None, TOWERS_BY_NAME] = None
     """Image tower of a library, applied to each frame: open_clip:NAME, timm:NAME or hf:FOLDER (docs/models.md)."""
     pool_frames: Annotated[Literal["mean", "attention"], TOWERS_BY_NAME, GoesWith("image")] = "mean"
-    """Embedding of a clip from those of its frames by --towers.image: their mean, or attention pooling."""
+    """Embedding of a clip from the embeddings of its frames by --towers.image: their mean, or attention pooling."""
     tubelet: Annotated[int | None, Range(least=1)] = None
     """Frames per patch (tubelet). Default: 1 for clip and timesformer, 2 for videomae."""
     width: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Width of the video tower. Default: that of --model."""
+    """Width of the video tower. Default: from --model."""
     depth: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Number of blocks of the video tower. Default: that of --model."""
+    """Number of blocks of the video tower. Default: from --model."""
     heads: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Number of attention heads per block of the video tower. Default: heads as wide as those of --model."""
+    """Number of attention heads per block of the video tower. Default: heads as wide as in --model."""
     mlp_ratio: Annotated[float, Range(1 / 64, 64), TOWER_SIZES] = 4.0
     """Hidden width of the video tower's MLPs, as a multiple of its width."""
     patch_px: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Patch size in pixels. Default: that of --model."""
+    """Patch size in pixels. Default: from --model."""
     temporal: Annotated[Literal["zero", "random"], GoesWith("kind", (None, "clip", "timesformer"), use="clip")] = "zero"
     """Initialisation of the temporal embedding: zero (AVION's code) or random (AVION's paper)."""
     attention: Literal["joint", "divided"] | None = None
     """Attention of a clip tower: over all patches of a clip, or divided over time and space (the TimeSformer of LaViLa
-    and Frozen in Time). Default: that of --init.weights, else joint."""
+    and Frozen in Time). Default: from --init.weights, else joint."""
     embedding_width: Annotated[int | None, SIZE] = None
-    """Width of the joint embedding space (AVION: 256). Default: that of --init.weights, else CLIP's."""
+    """Width of the joint embedding space (AVION: 256). Default: from --init.weights, else CLIP's."""
     activation: Activation | None = None
-    """Activation of the MLPs. Default: that of --init.weights, else gelu (OpenAI's CLIP: quick_gelu)."""
+    """Activation of the MLPs. Default: from --init.weights, else gelu (OpenAI's CLIP: quick_gelu)."""
     video_norm_eps: Annotated[float | None, EPS_RANGE] = None
-    """Epsilon of the video tower's layer norms. Default: that of --init.weights, else 1e-5 for clip (AVION:
+    """Epsilon of the video tower's layer norms. Default: from --init.weights, else 1e-5 for clip (AVION:
     1e-6), 1e-12 for videomae, 1e-6 for timesformer."""
     packed_text: bool = True
     """Pack captions without padding. Otherwise each is padded to the context length of 77 tokens."""
@@ -176,17 +176,17 @@ class DualEncoderTowers(Towers):
     """Architecture of a video tower and a text tower."""
 
     text_width: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Width of the text tower. Default: that of --model."""
+    """Width of the text tower. Default: from --model."""
     text_depth: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Number of blocks of the text tower. Default: that of --model."""
+    """Number of blocks of the text tower. Default: from --model."""
     text_heads: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Number of attention heads per block of the text tower. Default: heads as wide as those of --model."""
+    """Number of attention heads per block of the text tower. Default: heads as wide as in --model."""
     text: Annotated[str | None, TOWERS_BY_NAME] = None
     """Text tower of a library with its own tokenizer: open_clip:NAME or hf:FOLDER (docs/models.md)."""
     text_pooling: Annotated[Literal["own", "mean", "first", "last"], TOWERS_BY_NAME, GoesWith("text")] = "own"
     """Embedding of a text from its tokens, of --towers.text hf: the model's own, their mean, the first or the last."""
     context_length: Annotated[int | None, Range(4, 8192)] = None
-    """Number of tokens of a text. Default: that of the text tower or --init.weights (CLIP: 77). Longer ones stretch the
+    """Number of tokens of a text. Default: from the text tower or --init.weights (CLIP: 77). Longer texts stretch the
     positional embeddings of a CLIP: 20 are kept, the others interpolated (Long-CLIP: 248)."""
 
     def rules(self) -> Iterator[UserError]:
@@ -273,7 +273,7 @@ class Init(Checked):
     allow: tuple[str, ...] = ()
     """Patterns of tensors that may be missing, unexpected or of another shape, such as `video.proj` or `visual.*`."""
     pixel_mean: Annotated[tuple[float, float, float] | None, PIXEL_MEAN] = None
-    """Mean of R, G and B for normalisation. Default: that of --init.weights, else CLIP's (videomae:
+    """Mean of R, G and B for normalisation. Default: from --init.weights, else CLIP's (videomae:
     ImageNet's)."""
     pixel_std: Annotated[tuple[float, float, float] | None, PIXEL_STD] = None
     """Standard deviation of R, G and B for normalisation. Default: see --init.pixel-mean."""
@@ -298,8 +298,8 @@ class DualEncoderInit(Init):
     """Weights to start from: one source, or one source for each tower."""
 
     text: str | None = None
-    """Initial weights of the text tower, named like --init.weights, which then has those of the video tower alone.
-    Default: --init.weights has both."""
+    """Initial weights of the text tower, named like --init.weights, which then has only the weights of the video
+    tower. Default: --init.weights has both."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -404,7 +404,7 @@ def random_freeze_warning(freeze: Sequence[str]) -> str:
 
 
 def towers_to_adapt(lora: Lora, freeze: Sequence[str], *, towers: Sequence[Tower]) -> tuple[Tower, ...]:
-    """Return those of a model's towers that get adapters."""
+    """Return the towers of a model that get adapters."""
     if not lora.rank:
         return ()
     whole = {part.tower for part in map(frozen_part, freeze) if part.is_whole}
@@ -462,6 +462,4 @@ def tuning_mistakes(
 
 
 def _no_tower(flag: str, tower: str, towers: Sequence[str]) -> UserError:
-    return UserError(
-        f"{flag}: the model has no {tower} tower of its own", hint=f"it has: {', '.join(towers)}", flags=(flag,)
-    )
+    return UserError(f"{flag}: the model has no {tower} tower", hint=f"it has: {', '.join(towers)}", flags=(flag,))

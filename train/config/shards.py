@@ -185,8 +185,8 @@ class DataSettings(Checked):
     cache: Annotated[Path | None, groups.WHERE] = None
     """Folder for local copies of remote --shards. Default: the user's cache folder."""
     cache_size: Annotated[str | None, groups.WHERE] = None
-    """Maximum size of the whole tars in the cache, such as 100GB; the least recently used are removed first. Default:
-    80% of the free disk, counting what the cache holds."""
+    """Maximum size of the complete tars in the cache, such as 100GB; the least recently used tars are removed first.
+    Default: 80% of the free disk, with the content of the cache counted as free."""
 
     @property
     def folders(self) -> tuple[str, ...]:

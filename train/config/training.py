@@ -203,7 +203,7 @@ class TrainingSettings(DataSettings):
     """Split to train on."""
     variant: Annotated[tuple[str, ...], groups.WHERE, groups.SEVERAL] = ()
     """Names of variants to read in place of the current ones, as prep status shows them; each applies to every data
-    folder that has it. Default: the current variants, or with --resume those of the run."""
+    folder that has it. Default: the current variants, or with --resume the variants of the run."""
     where: Annotated[str | None, groups.WHERE] = None
     """Condition that selects the samples to train on, on scores, captions and videos: 'motion > 0.2 and cuts = 0 and
     not duplicate' (docs/data.md). A clip is used if all of its chunks are selected. Default: all."""
@@ -227,8 +227,8 @@ class TrainingSettings(DataSettings):
     optimizer: Annotated[OptimizerSettings, groups.OPTIMIZER] = field(default_factory=OptimizerSettings)
     """Optimizer, schedule and weight averaging."""
     microbatch: Annotated[int | None, groups.TRAINING, FIRST_RUN, Range(least=1)] = None
-    """Samples per forward pass of a process. A smaller number saves memory; gradients are those of the whole batch.
-    Default: the process's share of the batch."""
+    """Samples per forward pass of a process. A smaller number saves memory, and the gradients are still of the complete
+    batch. Default: the process's share of the batch."""
 
     checkpoint_every: Annotated[int | str, groups.CHECKPOINTS, EVERY] = 500
     """Number of steps between checkpoints, or epochs, such as 1ep. The last step always writes one."""

@@ -138,7 +138,7 @@ class Batches:
             if not isinstance(state, Mapping) or not entries <= state.keys() or not _is_sound(state):
                 raise UserError(
                     f"not a state of these batches: {quote_value(state)}",
-                    hint="give what state_dict() returned, each rank's as an argument of its own",
+                    hint="give what state_dict() returned, as a separate argument for each rank",
                 )
             if state["shuffle"] != self._shuffle:
                 raise UserError(
@@ -224,7 +224,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _complete_first(method: _Method) -> _Method:
-    """Return a method of a dictionary that first makes the late entries, also those of a batch it is compared with."""
+    """Return a method of a dictionary that first makes the late entries, also of a batch as its argument."""
 
     @wraps(method)
     def call(batch: "LateBatch", *values: Any, **names: Any) -> Any:
@@ -271,7 +271,7 @@ class LateBatch(dict[str, Any]):
         return super().__getitem__(name)
 
     def __iter__(self) -> Iterator[str]:
-        # Without a method of its own, dict(batch) and {**batch} would copy the memory of the dictionary as it is.
+        # Without this method, dict(batch) and {**batch} would copy the memory of the dictionary as it is.
         return super().__iter__()
 
     def __reduce__(self) -> tuple[Any, ...]:

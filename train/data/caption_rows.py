@@ -191,8 +191,8 @@ class SplitCaptions:
 
     Attributes:
         video_row: Row of each video of the manifest among the videos of the split, else -1.
-        rank_of_code: int16, rank in `sources` of each source of the manifest; -1 for omitted sources.
-        num_by_code: int64, captions of the split by source of the manifest.
+        rank_of_code: Rank in `sources` of each source of the manifest, int16; -1 for omitted sources.
+        num_by_code: Number of captions of the split by source of the manifest, int64.
         max_id: Highest ID of a caption.
     """
 
@@ -361,7 +361,7 @@ class ClipCaptions:
         choice: Choice among the captions of a clip, as entries of the next two arrays.
         rows: Row of the text of each caption, [P], grouped by clip, then by source.
         caption_ids: Id of each caption, [P].
-        rank_counts: int64, number of captions by source.
+        rank_counts: Number of captions by source, int64.
     """
 
     spans: Spans

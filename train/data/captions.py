@@ -288,12 +288,12 @@ class RowCaptions:
         choice: Choice of an entry, by the weights of caption sources.
         sources: The caption sources in use.
         texts_sha256: Digest of the texts.
-        same_text: The text, if all captions have the same.
-        caption_id: int [C], ids of captions in the manifest.
-        caption: int32 [P], index of each entry in the arrays of captions; None if entries and captions are the same.
-        text_row: int32 [C], rows of the texts in the stored captions.
-        place: int64 [C], where stored embeddings lie (clipmill.train.data.mapped_tars); None without them.
-        num_tokens: int32 [C], lengths of stored sequences; None if embeddings are single vectors.
+        same_text: Text of all captions, if it is the same; None otherwise.
+        caption_id: Ids of captions in the manifest, int [C].
+        text_row: Rows of the texts in the stored captions, int32 [C].
+        caption: Index of each entry in the arrays of captions, int32 [P]; None if entries and captions are the same.
+        place: Places of stored embeddings, int64 [C] (clipmill.train.data.mapped_tars); None without embeddings.
+        num_tokens: Lengths of stored sequences, int32 [C]; None if embeddings are single vectors.
     """
 
     choice: CaptionChoice
@@ -354,7 +354,7 @@ class Captions:
         texts: The stored texts of the manifest.
         tokenize: Tokenizer of captions; None for texts.
         stored_text: Embeddings that samples get in place of captions; None for captions.
-        relevant: Captions drawn by relevancy; None to draw among those of a clip.
+        relevant: Draw of captions by relevancy; None to draw among the captions of a clip.
     """
 
     def __init__(

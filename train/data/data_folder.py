@@ -396,7 +396,7 @@ def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | Non
     """Return what a selection depends on besides chunks and manifest; raises UserError as `parse_where` does.
 
     Args:
-        tars: of a remote data folder, whose scores or other columns are copied if they are used.
+        tars: Tars of a remote data folder, whose scores or other columns are copied if they are used.
     """
     if where is None:
         return ("",)

@@ -1,4 +1,4 @@
-"""Decoders: from packets alone, through the container of a file in memory, and of a chunk by either way.
+"""Decoders: of packets without their container, of files in memory, and of chunks by either way.
 
 A requested frame that the decoder does not output is an error; no other frame takes its place.
 """

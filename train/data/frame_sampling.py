@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 US_PER_S = 1_000_000
-# Starts of chunks are stored in whole milliseconds: neighbouring chunks may leave a gap, or overlap, by this much.
+# Starts of chunks are stored in milliseconds: neighbouring chunks may leave a gap, or overlap, by this much.
 START_ROUNDING_US = 1000
 MIDDLE = Fraction(1, 2)
 _JITTER_STEPS = 1 << 20

@@ -89,7 +89,7 @@ def held_out_facts(
 
     Args:
         samples: The samples after their evaluation, by which the clips of a stream are counted.
-        settings: of the data to evaluate, and of the training split.
+        settings: Settings of the data to evaluate, with the training split.
         data: the data fields of the result (`clipmill.train.run.folder.data_facts`). Only data that were trained on are
             searched for look-alikes.
     """

@@ -4,7 +4,7 @@ It knows rows only by number. The rows are the concern of a `SampleTable` (clipm
 reader turns rows into samples: threads decode clips and images (clipmill.train.data.workers), latents are copied from
 mapped files, and a stream is read from front to back.
 
-Training follows the endless order of clipmill.train.data.order, and its whole state is a cursor in it. A sample that
+Training follows the endless order of clipmill.train.data.order, and its state is a cursor in it. A sample that
 fails is reported beside the batch and replaced by the next sample in order, so the same failures give the same batches
 (clipmill.train.data.outcomes).
 """

@@ -8,8 +8,8 @@ few fractions. Only distinct rows and columns are stored, with a byte per entry,
 rounded.
 
 Training for multi-instance retrieval shows a clip with any sentence of the split whose relevancy for it is more than
-0.1, all equally likely. A sentence is a distinct text; its classes are those of the caption with the lowest id that has
-it. The clip's own sentence always counts, with relevancy 1.
+0.1, all equally likely. A sentence is a distinct text with the classes of the first caption, by id, that has it. The
+clip's own sentence always counts, with relevancy 1.
 
 Shape suffixes: N clips, M sentences, R distinct rows, C distinct columns, V distinct values, K noun classes.
 """

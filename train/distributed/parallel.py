@@ -33,7 +33,7 @@ def wrap_model(
     device: torch.device,
     products: torch.dtype | None,
 ) -> nn.Module:
-    """Wrap `model` for forward and backward passes; its parameters remain those of `model`.
+    """Wrap `model` for forward and backward passes; its parameters remain the parameters of `model`.
 
     After a backward pass within `sync_gradients(..., True)` the gradients are averaged over ranks. With FSDP `model`
     itself is modified and its parameters become DTensors.
@@ -135,7 +135,7 @@ def exchange_buffers(model: nn.Module, world: World) -> None:
 
 @torch.no_grad()
 def _send(tensors: Sequence[torch.Tensor], world: World, *, source: int) -> None:
-    """Copy tensors of rank `source` into those of all other ranks."""
+    """Copy tensors of rank `source` into the tensors of all other ranks."""
     for bucket in buckets(sorted(tensors, key=lambda tensor: str(tensor.dtype))):
         flat = torch.cat([tensor.flatten() for tensor in bucket])
         dist.broadcast(flat, group=world.group, group_src=source)
