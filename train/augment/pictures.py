@@ -1,4 +1,4 @@
-"""From YUV planes to RGB frames in one pass: all colour changes are affine, and combine to one 3x4 matrix per clip.
+"""RGB frames from YUV planes in one pass: all colour changes are affine, and combine to one 3x4 matrix per clip.
 
 Chroma, which has half the size of luma, is upsampled bilinearly, with samples at the centres of the four pixels they
 represent, as planes are cropped and resized (and as swscale positions them). Swscale's default repeats each sample

@@ -97,7 +97,7 @@ class Pipeline(nn.Module):
         stages = self._world.stages
         # Row numbers stand for the samples, so that only computed samples are turned into pictures.
         rows = torch.arange(num_samples)
-        named = {"tokens": batch.tokens_BKL}
+        named: dict[str, Any] = {"tokens": batch.tokens_BKL}
         if not stages.is_first:
             named["rows"] = rows
         if stages.rank == stages.size - 1:
