@@ -238,24 +238,6 @@ class MixedFolders:
         return set_fingerprint(order, content) if any(contents) else order
 
 
-def mixed_folders(
-    sets: Sequence[Any], addresses: Sequence[str], *, weights: Sequence[Fraction] | None, seed: int, group: int = 1
-) -> MixedFolders:
-    """Return the folders of sample sets that can be mixed.
-
-    Raises:
-        UserError: They differ in facts that have to be equal.
-    """
-    require_alike({address: samples.source.alike for address, samples in zip(addresses, sets, strict=True)})
-    return MixedFolders(
-        names=folder_names(addresses),
-        addresses=tuple(addresses),
-        described=tuple(samples.describe() for samples in sets),
-        variants=tuple(samples.variant_name for samples in sets),
-        order=MixedOrder([samples.num_samples for samples in sets], weights=weights, seed=seed, group=group),
-    )
-
-
 def require_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
     """Raise a UserError if data folders, given by address, differ in one of their facts."""
     (first, first_facts), *others = facts.items()
@@ -289,7 +271,15 @@ class MixedSamples(BatchedSamples):
     ) -> None:
         first = self.first = parts[0]
         self.parts, loading = parts, first.loader.loading
-        self.folders = mixed_folders(parts, addresses, weights=weights, seed=loading.seed, group=loading.group)
+        require_alike({address: part.source.alike for address, part in zip(addresses, parts, strict=True)})
+        sizes = [part.num_samples for part in parts]
+        self.folders = MixedFolders(
+            names=folder_names(addresses),
+            addresses=tuple(addresses),
+            described=tuple(part.describe() for part in parts),
+            variants=tuple(part.variant_name for part in parts),
+            order=MixedOrder(sizes, weights=weights, seed=loading.seed, group=loading.group),
+        )
         self.numbering = Numbering(parts)
         reader: Reader = import_object(first.reader.mixture)(parts, self.folders.addresses, self.numbering)
         self.loader = Loader(self, reader, loading, order=self.folders.order)

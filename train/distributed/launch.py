@@ -209,7 +209,13 @@ def difference(ranks: Sequence[Start]) -> str | None:
         differing = {COMMAND: differing[COMMAND]}
     if not differing:
         return None
-    parts = [f"{name} is {_by_rank(of_ranks)}" for name, of_ranks in differing.items()]
+    parts = []
+    for name, of_ranks in differing.items():
+        ranks_of: dict[str, list[int]] = {}
+        for rank, value in enumerate(of_ranks):
+            ranks_of.setdefault(value, []).append(rank)
+        places = " and ".join(f"{value} on {_name_ranks(of_value)}" for value, of_value in ranks_of.items())
+        parts.append(f"{name} is {places}")
     more = f"; and {len(parts) - _MAX_SHOWN} more" if len(parts) > _MAX_SHOWN else ""
     return "; ".join(parts[:_MAX_SHOWN]) + more
 
@@ -217,13 +223,6 @@ def difference(ranks: Sequence[Start]) -> str | None:
 def _value_text(start: Start, name: str) -> str:
     value = start.get(name, "missing")
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _by_rank(values: Sequence[str]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return " and ".join(f"{value} on {_name_ranks(of_value)}" for value, of_value in ranks.items())
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

@@ -157,7 +157,13 @@ class SegmentReader:
             size_bytes = first + int(self._records.num_frames[chunk]) * shape.frame_bytes
             content = memoryview(decompress_frame(content, size_bytes=size_bytes))
         for frame, num_frames, text in segments:
-            embedding = None if text is None else self._embedding(*text)
+            embedding: Part | Problem | None = None
+            if text is not None and self._text is not None and self._segments.text is not None:
+                member, place, num_tokens = text
+                stored = self._text.load(member)
+                embedding = stored
+                if not isinstance(stored, Problem):
+                    embedding = self._segments.text.row_of(stored, member, place, num_tokens=num_tokens)
             if isinstance(content, Problem):
                 loaded.append(content)
             elif isinstance(embedding, Problem):
@@ -166,13 +172,6 @@ class SegmentReader:
                 begin = first + frame * shape.frame_bytes
                 loaded.append(((content, begin, begin + num_frames * shape.frame_bytes), embedding))
         return loaded
-
-    def _embedding(self, member: int, place: int, num_tokens: int) -> Part | Problem:
-        assert self._text is not None and self._segments.text is not None
-        content = self._text.load(member)
-        if isinstance(content, Problem):
-            return content
-        return self._segments.text.row_of(content, member, place, num_tokens=num_tokens)
 
 
 class LatentRing:
