@@ -171,7 +171,7 @@ def _bytes_of(tensor: "torch.Tensor") -> memoryview:
 
 
 class BatchRing:
-    """Collates samples of equal shapes into batches, whose videos lie in a `BatchMemory`.
+    """Collation of samples of equal shapes into batches, whose videos lie in a `BatchMemory`.
 
     Args:
         batch: Number of samples in the largest batch.

@@ -387,7 +387,7 @@ def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], 
 
     Args:
         usable: Usable spans of `block`.
-        rank: [captions], rank of the source of each caption; captions with -1 are omitted.
+        rank: Rank of the source of each caption, [captions]; captions with -1 are omitted.
         each_caption: Make one clip of each caption instead; `block` then has a span for each.
     """
     # The first chunk identifies the video.

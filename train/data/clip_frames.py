@@ -166,7 +166,8 @@ class CroppedPlanes:
     """The frames of a clip, each cropped to `rectangle` and resized when it is added.
 
     Attributes:
-        planes: uint8 [num_frames, size_px * size_px * 3 / 2]; uninitialised until all frames were added.
+        planes: Planes of the frames, uint8 [num_frames, size_px * size_px * 3 / 2]; uninitialised until all frames were
+            added.
     """
 
     def __init__(self, num_frames: int, rectangle: Rectangle, *, size_px: int) -> None:

@@ -88,9 +88,9 @@ def held_out_facts(
     """Return facts about the clips of a split; None if the samples do not count them.
 
     Args:
-        samples: The samples after their evaluation, by which the clips of a stream are counted.
+        samples: Samples after their evaluation, because evaluating a stream counts its clips.
         settings: Settings of the data to evaluate, with the training split.
-        data: the data fields of the result (`clipmill.train.run.folder.data_facts`). Only data that were trained on are
+        data: Data fields of the result (`clipmill.train.run.folder.data_facts`). Only data that were trained on are
             searched for look-alikes.
     """
     num_clips: int | None = getattr(samples, "num_clips", samples.num_samples)

@@ -290,28 +290,28 @@ class Samples(BatchedSamples, Generic[AnyReader]):
 
     @cached_property
     def num_caption_ids(self) -> int:
-        """Ids of captions are in [0, num_caption_ids); 0 in a set without captions."""
+        """Upper bound of caption ids, which are in [0, num_caption_ids); 0 in a set without captions."""
         return self.table.num_caption_ids
 
     @property
     def all_labels(self) -> NDArray[np.int64]:
-        """int64 [clips, labels], the class of each in each class list; -1 if it has none."""
+        """Class of each clip in each class list, int64 [clips, labels]; -1 without a class."""
         assert self.table.label is not None, "these samples have no labels"
         return self.table.label
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """int64 [clips], the class of each in the first class list."""
+        """Class of each clip in the first class list, int64 [clips]."""
         return self.all_labels[:, 0]
 
     @property
     def video(self) -> NDArray[np.int64]:
-        """int64 [clips], number of the video of each."""
+        """Number of the video of each clip, int64 [clips]."""
         return self.reader.video_of(np.arange(len(self.table)))
 
     @property
     def captions(self) -> Any:
-        """The captions of the clips."""
+        """Captions of the clips."""
         assert self._captions is not None, "these samples have no captions"
         return self._captions
 
@@ -322,7 +322,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
 
     @property
     def variant_name(self) -> str:
-        """The variants that the samples come from."""
+        """Variants that the samples come from."""
         return self.source.variant_name
 
     @property

@@ -76,8 +76,8 @@ class Precision:
         is_good = norm.isfinite()
         if not isinstance(self.loss_scale, torch.Tensor):
             self.loss_scale, self.num_skipped, self.num_good = (
-                torch.full((), float(one), dtype=torch.float64, device=norm.device)
-                for one in (self.loss_scale, self.num_skipped, self.num_good)
+                torch.full((), float(number), dtype=torch.float64, device=norm.device)
+                for number in (self.loss_scale, self.num_skipped, self.num_good)
             )
         num_good = self.num_good + 1
         is_doubled = is_good & (num_good == _STEPS_TO_DOUBLE)

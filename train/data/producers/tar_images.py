@@ -213,7 +213,7 @@ def open_images(query: DataQuery) -> Samples[ImageReader]:
     """Open the images of the tars that a task asks for, with captions, labels or neither.
 
     Raises:
-        UserError: the settings select samples by what tars do not have, or as of `open_tar_images`.
+        UserError: The settings select samples by what tars do not have; or see `open_tar_images`.
     """
     settings = query.settings
     if settings.selection is not None:
