@@ -38,7 +38,7 @@ STORIES: tuple[tuple[str, str], ...] = (
         r"no row in the relevancy|has a row in the relevancy|has a class|protocol",
         "compare the files with the split of the data",
     ),
-    (r"in the cache as a whole", "use a larger `--cache-size`, or another `--cache`"),
+    (r"completely in the cache", "use a larger `--cache-size`, or another `--cache`"),
     (r"decoded|loaded|samples? failed|could not be read|failed, more than|cannot show", _REPAIR),
     (r"credentials are refused", "set or correct the variables of the account: [buckets](cluster.md)"),
     (r"cannot|could not|holds no object|no data folder", _CHECK),

@@ -70,6 +70,6 @@ def test_the_simulated_gpu_is_used_as_a_gpu_must_be(done: subprocess.CompletedPr
 
 def test_the_cpu_is_not_taken_without_a_word(done: subprocess.CompletedProcess[str], folder: Path) -> None:
     device, refused = (folder / "out").read_text().splitlines()
-    assert device == "cpu" and "asked for by --require-gpu" in refused
+    assert device == "cpu" and "requested by --require-gpu" in refused
     [line] = [line for line in (folder / "err").read_text().splitlines() if line.startswith("note:")]
     assert "the CPU is used" in line and "needs driver 580.65.06" in line

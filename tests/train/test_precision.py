@@ -11,7 +11,7 @@ from clipmill.train.optim.optimizer import clip_gradients
 def test_without_a_gpu_a_model_computes_in_float32_and_says_why() -> None:
     precision = open_precision("auto", device_type="cpu")
     assert (precision.name, precision.reason) == ("fp32", "the device is a CPU")
-    assert open_precision("bf16", device_type="cpu").reason == "asked for by --precision bf16"
+    assert open_precision("bf16", device_type="cpu").reason == "requested by --precision bf16"
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", None)])

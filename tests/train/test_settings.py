@@ -169,7 +169,7 @@ def test_a_run_of_a_task_loads_no_module_of_another(repository: Path) -> None:
         ("stepz: 3", r"unknown key stepz in .*bad.yaml; did you mean steps\?"),
         ("loss: {kindd: a}", r"unknown key loss.kindd in .*bad.yaml; did you mean loss.kind\?"),
         ("steps: many", "steps"),
-        ("- 1", "holds no settings"),
+        ("- 1", "has no settings"),
         ("steps: 1\nlr: [", r"is not YAML: did not find expected node content \(line [23]\)"),
         ("steps: 1\nsteps: 2", r"is not YAML: it has the key steps twice \(line 2\)"),
         ("max-failures: 1\nmax_failures: 2", "is not YAML: it has the key max_failures twice"),
@@ -197,7 +197,7 @@ def test_a_bad_file_of_settings_is_named(tmp_path: Path, content: str, message: 
         load_settings(path, DualEncoderSettings)
     assert str(path) in str(caught.value) and "is cut off" in str(caught.value)
     # A run is nothing without its settings.
-    assert "put back what the run wrote" in (caught.value.hint or "") and "remove" not in (caught.value.hint or "")
+    assert "restore the run's files" in (caught.value.hint or "") and "remove" not in (caught.value.hint or "")
     path.write_text(f"{content}\n")
     with pytest.raises(UserError, match=message) as caught:
         load_settings(path, DualEncoderSettings)

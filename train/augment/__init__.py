@@ -1,1 +1,1 @@
-"""From YUV planes to a model's input: colour conversion, augmentation and normalisation, on the device."""
+"""Model input from YUV planes: colour conversion, augmentation and normalisation, on the device."""

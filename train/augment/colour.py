@@ -18,24 +18,24 @@ COLOUR_KINDS = (
 
 # Weights of red and blue in luma.
 _LUMA_WEIGHTS = ((0.299, 0.114), (0.2126, 0.0722), (0.2627, 0.0593))
-# H.273 also has SMPTE 240M (7), whose weights are closest to those of BT.709.
+# H.273 also has SMPTE 240M (7), whose weights are closest to the weights of BT.709.
 _MATRIX_OF_COLORSPACE = {1: 1, 7: 1, 9: 2, 10: 2}
 _FULL_RANGE = 2
 
 
 def colour_kind(*, colorspace: int, color_range: int, is_full_format: bool) -> int:
-    """The kind of a frame.
+    """Return the kind of a frame.
 
     Args:
         colorspace: libav's number of the matrix (`frame.colorspace`); unspecified counts as BT.601, as in ffmpeg.
         color_range: libav's number (`frame.color_range`): 2 is full, everything else limited.
-        is_full_format: the pixel format implies full range (yuvj420p and the like).
+        is_full_format: True if the pixel format implies full range (yuvj420p and the like).
     """
     return 2 * _MATRIX_OF_COLORSPACE.get(colorspace, 0) + (is_full_format or color_range == _FULL_RANGE)
 
 
 def rgb_matrices() -> NDArray[np.float64]:
-    """[6, 3, 4]: for each kind, the affine map from (Y, U, V, 1) in 0..255 to R, G, B in 0..1."""
+    """Return the affine map of each kind, [6, 3, 4], from (Y, U, V, 1) in 0..255 to R, G, B in 0..1."""
     matrices = np.empty((len(COLOUR_KINDS), 3, 4))
     for number, (red, blue) in enumerate(_LUMA_WEIGHTS):
         green = 1 - red - blue

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from clipmill.train.config.clips import MAX_MAGNITUDE, Augment
 from clipmill.train.device.random import Positions, draw_uniform
 
-# The range of SimCLR (Chen et al., 2020), in pixels of the model's input.
+# Range of SimCLR (Chen et al., 2020), in pixels of the model's input.
 MIN_SIGMA_PX, MAX_SIGMA_PX = 0.1, 2.0
-# The operations of RandAugment (clipmill.train.augment.rand_augment), by their number in a draw.
+# Operations of RandAugment (clipmill.train.augment.rand_augment), by their number in a draw.
 OPERATIONS = (
     *("autocontrast", "equalize", "invert", "posterize", "solarize", "solarize_add"),
     *("saturation", "contrast", "brightness", "sharpness"),
@@ -19,7 +19,7 @@ OPERATIONS = (
 )
 _NAMES = ("flip", "brightness", "contrast", "saturation", "hue", "blur", "sigma")
 _OPERATION_PROBABILITY = 0.5
-# Of the erased box: share of the frame's area, height over width (Zhong et al. 2020, table 1 and section 3).
+# Erased box: share of the frame's area, height over width (Zhong et al. 2020, table 1 and section 3).
 _MIN_AREA, _MAX_AREA = 0.02, 1 / 3
 _MAX_ASPECT = 10 / 3
 _BOX_ATTEMPTS = 10
@@ -28,7 +28,7 @@ _SEEDS = 2.0**53
 
 @dataclass(frozen=True)
 class Draw:
-    """The drawn parameters, one row per clip: [B] unless stated otherwise."""
+    """Drawn parameters, one row per clip: [B] unless stated otherwise."""
 
     flip: NDArray[np.bool_]
     brightness: NDArray[np.float32]
@@ -40,12 +40,12 @@ class Draw:
     blur_sigma_px: NDArray[np.float32]
     """Standard deviation, 0 for no blur."""
     operation: NDArray[np.int64]
-    """[B, N]: indices in `OPERATIONS`, applied one after another; -1 for none."""
+    """Indices in `OPERATIONS`, applied one after another, [B, N]; -1 for none."""
     strength: NDArray[np.float64]
-    """[B, N]: strengths of these operations, from 0 to 1; negative for the opposite direction."""
+    """Strengths of these operations, from 0 to 1, [B, N]; negative for the opposite direction."""
     box: NDArray[np.float64]
-    """[B, 4]: height and width of the erased box, relative to the frame's side, and its offset from the top and from
-    the left, relative to the room left; a height of 0 for none."""
+    """Height and width of the erased box, relative to the frame's side, and its offset from the top and from the left,
+    relative to the remaining room, [B, 4]; a height of 0 for no box."""
     noise_seed: NDArray[np.int64]
 
 
@@ -93,7 +93,7 @@ def _operations(positions: Positions, settings: Augment, *, seed: int) -> tuple[
 
 
 def _boxes(positions: Positions, probability: float, *, seed: int) -> NDArray[np.float64]:
-    """Boxes of a random area and aspect ratio: the first of ten that fits, or none."""
+    """Draw boxes of a random area and aspect ratio: the first of ten that fits, or none."""
     boxes_B4 = np.zeros((len(positions), 4))
     if not probability:
         return boxes_B4

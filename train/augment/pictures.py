@@ -1,9 +1,9 @@
-"""From YUV planes to RGB frames in one pass: all colour changes are affine, and combine to one 3x4 matrix per clip.
+"""RGB frames from YUV planes in one pass: all colour changes are affine, and combine to one 3x4 matrix per clip.
 
 Chroma, which has half the size of luma, is upsampled bilinearly, with samples at the centres of the four pixels they
 represent, as planes are cropped and resized (and as swscale positions them). Swscale's default repeats each sample
-instead, which is less accurate; the README has the figures. Upsampled values are whole sixteenths, exact in float32, so
-that flipping the planes mirrors the result exactly.
+instead, which is less accurate; the README has the figures. Upsampled values are multiples of 1/16, exact in float32,
+so that flipping the planes mirrors the result exactly.
 
 Peak memory of a clip in bytes per pixel of a frame: result 12, upsampled chroma 8, flipped planes 1.5.
 """
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
 # Effects on clips: colour jitter with normalisation, Gaussian blur, and random erasing.
 #
-# Jitter and normalisation are one affine map of RGB. The four changes are those of torchvision's ColorJitter, with two
+# Jitter and normalisation are one affine map of RGB. The four changes are as in torchvision's ColorJitter, with two
 # differences:
 #
 # - Hue rotates the colour plane of YIQ. Torchvision rotates hue in HSV, which preserves the largest of R, G and B and
 #   is not linear; a rotation in YIQ preserves the grey value and is linear, so that it fits into the matrix.
-# - Values are clamped to [0, 1] once, after all changes, not after each: what one change pushes beyond white and the
-#   next one brings back is not lost.
+# - Values are clamped to [0, 1] once, after all changes, not after each: a value that one change pushes beyond white
+#   and the next change brings back is not lost.
 #
 # All four preserve or scale the grey value of a pixel, so they commute, and their order need not be drawn.
 #
-# Gaussian blur is two matrix products, along the rows and along the columns. The kernel is that of torchvision's
-# GaussianBlur (values of the bell curve at whole pixels, normalised to a sum of 1; the frame is extended by reflection,
-# without repeating the edge), truncated at three times the largest sigma.
+# Gaussian blur is two matrix products, along the rows and along the columns. The kernel is the kernel of torchvision's
+# GaussianBlur (values of the bell curve at integer pixels, normalised to a sum of 1; the frame is extended by
+# reflection, without repeating the edge), truncated at three times the largest sigma.
 #
 # Random erasing (Zhong et al. 2020) replaces a box by noise, the same box in all frames of a clip. The noise is
 # normal for each pixel, channel and frame, which is how normalised inputs are distributed (the "pixel" mode of
 # VideoMAE and timm). It is a function of the clip's own seed, so that a clip that is made twice, as the partner of
-# another one, in another part of its batch or on another device, is the same clip: torch's generators draw different
+# another clip, in another part of its batch or on another device, is the same clip: torch's generators draw different
 # numbers on a GPU and on a CPU.
 
 
 # BT.601, whatever the clip's own matrix; as in torchvision, but with a sum of exactly 1.
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
-RADIUS_PX = math.ceil(3 * MAX_SIGMA_PX)  # of the blur kernel
+RADIUS_PX = math.ceil(3 * MAX_SIGMA_PX)  # radius of the blur kernel
 
 _YIQ = np.array([GREY_WEIGHTS, [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]])
 _GREY = np.outer(np.ones(3), GREY_WEIGHTS)
@@ -61,7 +61,7 @@ _QUARTER_TURN = np.linalg.inv(_YIQ) @ np.array([[0, 0, 0], [0, 0, 1], [0, -1, 0]
 
 
 def colour_map(draw: Draw | None, *, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
-    """The affine map of colours, [B, 3, 5] (B = 1 without a draw).
+    """Return the affine map of colours, [B, 3, 5] (B = 1 without a draw).
 
     A colour c in [0, 1] of a clip whose mean grey is g is mapped to map @ (c, 1, g), normalised.
     """
@@ -84,7 +84,7 @@ def colour_map(draw: Draw | None, *, mean: tuple[float, ...], std: tuple[float, 
 
 
 def blur_matrix(size_px: int, *, sigma_px: float) -> NDArray[np.float32]:
-    """[size, size]: a row of pixels times this matrix is the blurred row."""
+    """Return a matrix [size, size]: a row of pixels times this matrix is the blurred row."""
     radius = min(RADIUS_PX, size_px - 1)
     steps = np.arange(-radius, radius + 1)
     weights = np.exp(-0.5 * (steps / sigma_px) ** 2)
@@ -119,14 +119,14 @@ def erase_clips(video: torch.Tensor, draw: Draw) -> None:
 
 
 def box_of(box_4: np.ndarray, *, size_px: int) -> tuple[slice, slice]:
-    """Rows and columns of a drawn box in frames of `size_px`."""
+    """Return the rows and columns of a drawn box in frames of `size_px`."""
     height, width = (min(max(1, round(float(side) * size_px)), size_px) for side in box_4[:2])
     top, left = int(box_4[2] * (size_px - height + 1)), int(box_4[3] * (size_px - width + 1))
     return slice(top, top + height), slice(left, left + width)
 
 
 def _noise(seed: int, shape: Sequence[int], *, device: torch.device) -> torch.Tensor:
-    """Normally distributed numbers, the same on any device up to rounding (Box and Muller 1958)."""
+    """Draw normally distributed numbers, the same on any device up to rounding (Box and Muller 1958)."""
     count = math.prod(shape)
     num_pairs = -(-count // 2)
     seed_1 = torch.full((1,), seed, dtype=torch.int64, device=device)
@@ -149,17 +149,17 @@ def to_model_input(
     """Convert clips to a model's input: RGB, augmented as drawn, clamped between black and white, normalised.
 
     Args:
-        video: uint8 [B, T, S * S * 3 // 2], frames as planes Y, U, V; S is `size_px`, even.
-        colour: uint8 [B], the clips' colour kinds (clipmill.train.augment.colour), on the same device.
-        mean, std: of each channel, for values from 0 to 1.
-        draw: the augmentation; none by default.
-        dtype: of the result; the arithmetic is float32.
+        video: Frames as planes Y, U, V, uint8 [B, T, S * S * 3 // 2]; S is `size_px`, even.
+        colour: Colour kinds of the clips (clipmill.train.augment.colour), uint8 [B], on the same device.
+        mean, std: Mean and standard deviation of each channel, for values from 0 to 1.
+        draw: Augmentation; none by default.
+        dtype: Dtype of the result; the arithmetic is float32.
 
     Returns:
-        [B, 3, T, S, S].
+        The input, [B, 3, T, S, S].
 
     Raises:
-        ValueError: the frames are not of `size_px`.
+        ValueError: The frames do not have the size `size_px`.
     """
     if size_px % 2 or video.shape[-1] != size_px * size_px * 3 // 2:
         raise ValueError(f"pictures of {video.shape[-1]} bytes are not 4:2:0 planes of {size_px} x {size_px}")
@@ -204,7 +204,7 @@ def one_pass(
     black: tuple[float, ...],
     white: tuple[float, ...],
 ) -> torch.Tensor:
-    """The pass itself, on tensors alone, so that torch.compile can compile it whole; see `to_model_input`."""
+    """Compute `to_model_input` on tensors only, so that torch.compile can compile it completely."""
     num_luma, half_px = size_px * size_px, size_px // 2
     luma = video[..., :num_luma].unflatten(-1, (size_px, size_px))
     chroma = video[..., num_luma:].unflatten(-1, (2, half_px, half_px))
@@ -228,7 +228,7 @@ def one_pass(
 
 
 def _mean_grey(luma: torch.Tensor, chroma: torch.Tensor, to_rgb_B34: torch.Tensor) -> torch.Tensor:
-    """[B]. Sums of integers are exact, whatever the order of additions on a device."""
+    """Return the mean grey, [B]. Sums of integers are exact, whatever the order of additions on a device."""
     num_frames, size_px = luma.shape[1:3]
     luma_B = luma.sum((2, 3), dtype=torch.int32).sum(1) / (num_frames * size_px**2)
     chroma_B2 = chroma.sum((3, 4), dtype=torch.int32).sum(1) / (num_frames * (size_px // 2) ** 2)

@@ -4,7 +4,7 @@ N operations are drawn for a clip, with repetition; each is applied with probabi
 strength. The strength s is normally distributed around magnitude / 10 and clamped to [0, 1]; operations with two
 directions get a random sign:
 
-    autocontrast, equalize, invert   without strength; statistics are those of each frame
+    autocontrast, equalize, invert   without strength; statistics of each frame
     posterize                        keeps 4 - floor(4 s) bits
     solarize                         inverts values from 256 - floor(256 s) on
     solarize_add                     adds floor(110 s) to values below 128
@@ -14,10 +14,10 @@ directions get a random sign:
     shear_x, shear_y                 by 0.3 s pixels per pixel, in either direction; the first row or column stays
     translate_x, translate_y         by 0.45 s of the side, in either direction
 
-Colour operations are torchvision's, on uint8. Those that map each value by itself are tables, and consecutive tables
-become a single one. The geometric operations are bilinear, with a grid of elementwise products: torchvision computes it
-by a matrix product, which TF32 would round to a tenth of a pixel. Pixels from outside the frame have the mean colour of
-the model's inputs.
+Colour operations are torchvision's, on uint8. Operations that map each value by itself are tables, and consecutive
+tables become a single table. The geometric operations are bilinear, with a grid of elementwise products: torchvision
+computes it by a matrix product, which TF32 would round to a tenth of a pixel. Pixels from outside the frame have the
+mean colour of the model's inputs.
 
 A GPU takes longer to launch an operator than to run it on a clip. Clips whose next operation is of the same kind are
 therefore changed together, and each kind is written with as few operators as give the same numbers.
@@ -48,7 +48,7 @@ _HALF, _WHITE = 128, 255
 def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Triple) -> None:
     """Apply the drawn operations to the clips of `video` (float32 [B, C, T, H, W], normalised) in place.
 
-    Clips with operations are rounded to uint8; the others keep their exact values.
+    Clips with operations are rounded to uint8; other clips keep their exact values.
     """
     steps = {
         int(number): _steps(draw.operation[number], draw.strength[number])
@@ -63,7 +63,7 @@ def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Tr
     clips_PHW = [*chosen_NPHW.mul_(_WHITE).round_().clamp_(0, _WHITE).to(torch.uint8).unbind(0)]
     left = [*steps.values()]
     while waiting := [place for place, of_clip in enumerate(left) if of_clip]:
-        # The kind with the most steps behind it, so that long sequences do not remain for the end.
+        # The kind with the most remaining steps first, so that long sequences do not remain for the end.
         num_steps = Counter[str]()
         for place in waiting:
             num_steps[_kind(left[place][0][0][0])] += len(left[place])
@@ -78,7 +78,7 @@ def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Tr
 
 
 def _steps(operations_N: NDArray[np.int64], strengths_N: NDArray[np.float64]) -> list[list[Operation]]:
-    """A clip's operations in order; consecutive tables are one step."""
+    """Return a clip's operations in order; consecutive tables are one step."""
     steps: list[list[Operation]] = []
     for number, strength in zip(operations_N.tolist(), strengths_N.tolist(), strict=True):
         if number < 0:
@@ -99,10 +99,10 @@ def change(clip_TCHW: torch.Tensor, name: str, strength: float, *, fill: Triple)
 
 
 def change_clips(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]], *, fill: Triple) -> torch.Tensor:
-    """Apply a step to each of several uint8 clips; all are of one kind.
+    """Apply a step of one kind to each of several uint8 clips.
 
     Args:
-        steps: Operations of each clip; only tables may be several.
+        steps: Operations of each clip; a step has several operations only if they are tables.
         fill: Colour of pixels from outside the frame, from 0 to 1.
     """
     operations = [step[0] for step in steps]
@@ -125,7 +125,7 @@ _KINDS = ("autocontrast", "equalize", "table", "blend", "sharpness", "move")
 
 
 def _kind(name: str) -> str:
-    """The operations that are computed by the same operators, with other numbers."""
+    """Return the kind of an operation; operations of a kind are computed by the same operators."""
     if name in _MOVES:
         return "move"
     if name in ("saturation", "contrast"):
@@ -134,12 +134,12 @@ def _kind(name: str) -> str:
 
 
 def _repeat_channels(values: Triple, num_frames: int, device: torch.device) -> torch.Tensor:
-    """A number for each channel, as [P, 1, 1]."""
+    """Return a number for each channel, as [P, 1, 1]."""
     return constant_tensor(tuple(((value,),) for value in values for _ in range(num_frames)), device, torch.float32)
 
 
 def _look_up(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]]) -> torch.Tensor:
-    """Operations that map each of the 256 values by itself."""
+    """Apply operations that map each of the 256 values by itself."""
     tables = send(np.concatenate([_table(step) for step in steps]), clips_NPHW.device)
     first_N111 = send(256 * np.arange(len(steps), dtype=np.int32)[:, None, None, None], clips_NPHW.device)
     index = clips_NPHW.to(torch.int32).add_(first_N111)
@@ -147,7 +147,7 @@ def _look_up(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]]) -> 
 
 
 def _table(step: Sequence[Operation]) -> NDArray[np.uint8]:
-    """Results of torchvision's operations, one after another, for each of the 256 values."""
+    """Return the results of torchvision's operations, one after another, for each of the 256 values."""
     values = np.arange(256, dtype=np.uint8)
     for name, strength in step:
         size = abs(strength)
@@ -170,7 +170,7 @@ def _factor(strength: float) -> float:
 
 
 def _autocontrast(clips_NPHW: torch.Tensor) -> torch.Tensor:
-    """torchvision's autocontrast: the darkest value of each picture becomes 0, and the brightest 255."""
+    """Stretch contrast as torchvision's autocontrast: a picture's darkest value becomes 0, its brightest 255."""
     low, high = clips_NPHW.amin((-2, -1), keepdim=True), clips_NPHW.amax((-2, -1), keepdim=True)
     # A picture of one value keeps it.
     is_flat = high == low
@@ -179,7 +179,7 @@ def _autocontrast(clips_NPHW: torch.Tensor) -> torch.Tensor:
 
 
 def _equalize(clips_NPHW: torch.Tensor) -> torch.Tensor:
-    """torchvision's equalize, of each picture."""
+    """Equalize each picture as torchvision does."""
     num_pixels, device = clips_NPHW.shape[-1] ** 2, clips_NPHW.device
     index_NPM = clips_NPHW.flatten(2).long()
     of_one = constant_tensor((1,), device, torch.int32).expand_as(index_NPM)
@@ -196,13 +196,13 @@ def _equalize(clips_NPHW: torch.Tensor) -> torch.Tensor:
 
 
 def _blend(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.Tensor:
-    """torchvision's adjust_saturation and adjust_contrast: mixed with the grey picture, or with the mean of it."""
+    """Mix with the grey picture, or with its mean, as torchvision's adjust_saturation and adjust_contrast."""
     clips_NCTHW = clips_NPHW.unflatten(1, (3, -1))
     red, green, blue = clips_NCTHW.unbind(1)
     grey_NTHW = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).to(torch.uint8)
     factors_N = np.array([_factor(strength) for _, strength in operations], dtype=np.float32)
     mixed_NCTHW = clips_NCTHW.float().mul_(send(factors_N[:, None, None, None, None], clips_NPHW.device))
-    # For each clip, because `alpha` alone adds with a single rounding, as torchvision does.
+    # For each clip, because only `alpha` adds with a single rounding, as torchvision does.
     for (name, strength), mixed_CTHW, grey_THW in zip(operations, mixed_NCTHW, grey_NTHW, strict=True):
         other = grey_THW if name == "saturation" else grey_THW.mean((1, 2), keepdim=True, dtype=torch.float32)
         mixed_CTHW.add_(other, alpha=1 - _factor(strength))
@@ -210,7 +210,7 @@ def _blend(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.T
 
 
 def _sharpen(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.Tensor:
-    """torchvision's adjust_sharpness, without its kernel tensor, for whose upload the host would wait for the GPU."""
+    """Sharpen as torchvision's adjust_sharpness, without its kernel tensor: the host would wait for its upload."""
     pixels_NPHW = clips_NPHW.float()
     num_pictures = pixels_NPHW.shape[1]
     # Integers, exact on any device: the pixel five times, each of its neighbours once.

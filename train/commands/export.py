@@ -79,7 +79,7 @@ def export_run(
     if is_run(run.path):
         path = run.require_checkpoint() if checkpoint is None else _checkpoint_of(run, checkpoint)
         run.require_facts()
-    use = Use(overrides=overrides, is_without_data=bool(overrides.given()), checkpoint=path)
+    use = Use(overrides=overrides, is_without_data=bool(overrides.given_values()), checkpoint=path)
     opened = open_weights_as(tasks_where(), weights, use, say=say)
     spec, task = opened.spec, opened.spec.name
     whose = f"{weights} is a run" if opened.run is not None else f"{weights} holds weights"
@@ -95,7 +95,7 @@ def export_run(
             hint="leave it out",
             flags=("--frame-embedding",),
         )
-    if path is not None and not opened.overrides.given():
+    if path is not None and not opened.overrides.given_values():
         tensors = whole_weights(path)
     else:
         tensors = opened.trained.fill(opened.task.build_model(None)).state_dict()

@@ -34,28 +34,28 @@ MAX_MAGNITUDE = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionSettings(Checked):
-    """Which caption of a clip a sample shows."""
+    """Choice of the caption of a clip that a sample shows."""
 
     prefix = "captions"
 
     sources: str | None = None
     """Sampling weights of caption sources, such as `human=1,*rephraser*=2`; other sources are left out. Default: all
-    sources alike but those of models (`captioner@1f2e3d4c`)."""
+    sources alike, except sources of models (`captioner@1f2e3d4c`)."""
     min_relevancy: Annotated[float | None, SHARE] = None
     """Also show captions of other clips whose relevancy, by verb and nouns, exceeds this (0.1 for EK-100). Default:
     only the clip's own captions."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yields weights that cannot be parsed."""
+        """Yield the error of weights that cannot be parsed."""
         if self.sources is not None:
             yield from errors_of(parse_weights, self.sources)
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """The weights of `name=weight,name=weight`, in this order.
+    """Return the weights of `name=weight,name=weight`, in this order.
 
     Raises:
-        UserError: it is not of that form, a weight is negative or not a number, or all are 0.
+        UserError: The text has another form, a weight is negative or not a number, or all are 0.
     """
     weights: dict[str, float] = {}
     for part in text.split(","):
@@ -108,14 +108,14 @@ class Augment(Checked):
     """Probability of random erasing: a box through all frames becomes noise (VideoMAE: 0.25)."""
 
 
-# Weights for use by a command: a run, or others; --run is the name of before.
+# Weights that a command uses: a run, or others; --run is the former name.
 Weights = Annotated[str, Parameter(name=("--weights", "--run"))]
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Overrides(Checked):
-    """How clips are shown to trained weights, where that differs from their training; fields of ClipSettings."""
+    """Differences between clips as trained weights see them and as in their training; fields of ClipSettings."""
 
     num_frames: Annotated[int | None, Range(1, 1024)] = None
     """Number of frames per clip; temporal embeddings are interpolated. Default: as in training."""
@@ -124,29 +124,32 @@ class Overrides(Checked):
     size_px: Annotated[int | None, Range(2, 4096)] = None
     """Frame size in pixels; positional embeddings are interpolated. Default: as in training."""
 
-    def given(self) -> dict[str, Any]:
-        """The overrides that are not None, by name."""
+    def given_values(self) -> dict[str, Any]:
+        """Return the overrides that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def beside(self, settings: Any) -> "Overrides":
-        """The overrides that differ from the settings of a run (`ClipSettings`).
+        """Return the overrides that differ from the settings of a run (`ClipSettings`).
 
         Raises:
-            UserError: clips of latents cannot be shown in that way.
+            UserError: Clips of latents cannot be shown in that way.
         """
-        found = {name: value for name, value in self.given().items() if value != getattr(settings, name)}
-        wrong = [name for name in found if name != "num_frames"]
+        values = {name: value for name, value in self.given_values().items() if value != getattr(settings, name)}
+        wrong = [name for name in values if name != "num_frames"]
         if wrong and settings.reads_latents:
             raise UserError(
-                f"--{wrong[0].replace('_', '-')} is {found[wrong[0]]}, which is about pictures, and the model takes "
+                f"--{wrong[0].replace('_', '-')} is {values[wrong[0]]}, which is about pixels, and the model takes "
                 "latents",
                 hint="leave it out; --num-frames may differ from the training's",
             )
-        return Overrides(**found)
+        return Overrides(**values)
 
-    def applied(self, settings: Settings) -> Settings:
-        """The settings of a run with these overrides. A model named after its frame size accepts other sizes, too."""
-        changes, model = self.given(), getattr(settings, "model", "")
+    def apply_to(self, settings: Settings) -> Settings:
+        """Return the settings of a run with these overrides.
+
+        A model named after its frame size accepts other sizes, too.
+        """
+        changes, model = self.given_values(), getattr(settings, "model", "")
         if self.size_px is not None and model in PICTURE_PX:
             changes["model"] = model.removesuffix(f"-{PICTURE_PX[model]}")
         return replace(settings, **changes)  # type: ignore[type-var]
@@ -167,11 +170,11 @@ class ClipSettings(TrainingSettings):
     """Clips, and the video tower that encodes them."""
 
     least_batch: ClassVar[int] = 1
-    """The smallest batch that the objective makes sense of."""
+    """Smallest batch for which the objective is defined."""
     only_kind: ClassVar[Kind | None] = None
-    """The kind of tower, for tasks that support a single one."""
+    """Kind of tower, for tasks that support a single kind."""
     has_head: ClassVar[bool] = False
-    """Whether the model has trained parameters besides those of its towers."""
+    """True if the model has trained parameters besides its towers'."""
 
     num_frames: NumFrames = 4
     """Number of frames per clip."""
@@ -207,19 +210,19 @@ class ClipSettings(TrainingSettings):
     """Low-rank adapters."""
 
     def tower_names(self) -> tuple[Tower, ...]:
-        """The towers that the model has."""
+        """Return the towers that the model has."""
         return ("video",)
 
     def trains_besides_towers(self) -> bool:
-        """Whether the model has trained parameters besides those of its towers."""
+        """Return True if the model has trained parameters besides its towers'."""
         return self.has_head
 
     def adapts_pretrained(self) -> bool:
-        """Whether the towers with adapters have pretrained weights."""
+        """Return True if the towers with adapters have pretrained weights."""
         return self.init.weights is not None
 
     def rules(self) -> Iterator[UserError]:
-        """Yields clips that tubelets do not divide, crops larger than the frame, and settings that train nothing."""
+        """Yield clips that tubelets do not divide, crops larger than the frame, and settings that train nothing."""
         yield from super().rules()
         if self.short_side_px is not None and self.short_side_px < self.size_px:
             yield UserError(
@@ -252,11 +255,11 @@ class LatentSettings(ClipSettings):
 
     @property
     def reads_latents(self) -> bool:
-        """Whether the model takes latents."""
+        """True if the model takes latents."""
         return self.input == "latents"
 
     def rules(self) -> Iterator[UserError]:
-        """Yields patches of pixels for latents, which have their own."""
+        """Yield patches of pixels for latents, which have their own."""
         yield from super().rules()
         if self.reads_latents and self.towers.image is not None:
             yield UserError(
@@ -266,12 +269,12 @@ class LatentSettings(ClipSettings):
             )
         if self.reads_latents and self.towers.patch_px is not None:
             yield UserError(
-                f"--towers.patch-px is {self.towers.patch_px}, and latents have patches of their own",
+                f"--towers.patch-px is {self.towers.patch_px}, and latents have their own patches",
                 hint="leave it out, or use --input pixels",
                 flags=("--towers.patch-px",),
             )
 
 
 def adapted_towers(settings: ClipSettings) -> tuple[Tower, ...]:
-    """The towers that get adapters."""
+    """Return the towers that get adapters."""
     return towers_to_adapt(settings.lora, settings.freeze, towers=settings.tower_names())

@@ -27,10 +27,11 @@ class EvaluatedData:
     """The data of one evaluation in the training loop.
 
     Attributes:
-        name: prefix of its metrics.
-        shards: data folder; None for that of the run.
-        protocol: one that differs from the task's own, where it has several.
-        is_named: whether --evaluate.shards names them; otherwise they are a folder of the training data.
+        name: Prefix of its metrics.
+        shards: Data folder; None for the run's.
+        split: Split to evaluate on.
+        protocol: Protocol that differs from the task's own, for tasks with several; None for the task's.
+        is_named: True if --evaluate.shards names the data; otherwise they are a folder of the training data.
     """
 
     name: str
@@ -40,13 +41,13 @@ class EvaluatedData:
     is_named: bool = True
 
     def text(self, *, base: Path) -> str:
-        """One of --evaluate.shards, with its path below `base` if it is relative."""
+        """Return a value of --evaluate.shards, with its path below `base` if it is relative."""
         shards = self.shards if self.shards is None or "://" in self.shards else base / self.shards
         return f"{self.name}={shards}@{self.split}" + (f":{self.protocol}" if self.protocol else "")
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Let the errors of opening these data name the flags that they come from, not those of the training data."""
+        """Let errors of opening these data name the flags of the evaluation, not the flags of the training data."""
         try:
             yield
         except UserError as error:
@@ -64,7 +65,7 @@ class EvaluatedData:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(Checked):
-    """On what, and how often, a model is evaluated during training."""
+    """Data and frequency of the evaluations during training."""
 
     prefix = "evaluate"
     lower_is_better: ClassVar[tuple[str, ...]] = ()
@@ -82,11 +83,11 @@ class EvaluationSettings(Checked):
     max_samples: Annotated[int, Range(least=2), EVERY] = 5000
     """Maximum number of samples: every k-th of the split, with the smallest sufficient k."""
 
-    def evaluated(self) -> tuple[EvaluatedData, ...]:
-        """The data of each evaluation; raises UserError if --evaluate.shards cannot be read."""
+    def evaluated_data(self) -> tuple[EvaluatedData, ...]:
+        """Return the data of each evaluation; raises UserError if --evaluate.shards cannot be read."""
         if not self.shards:
             return (EvaluatedData(name=self.split, shards=None, split=self.split),)
-        found: dict[str, EvaluatedData] = {}
+        data: dict[str, EvaluatedData] = {}
         for text in self.shards:
             given = _NAME.match(text)
             parts = _DATA.fullmatch(text, given.end() if given else 0)
@@ -104,36 +105,36 @@ class EvaluationSettings(Checked):
                 raise UserError(
                     f"{self.flag('shards')} has {text!r}, without a folder", hint=_USE, flags=(self.flag("shards"),)
                 )
-            if name in found:
+            if name in data:
                 raise UserError(
                     f"{self.flag('shards')} has two data folders named {name!r}",
                     hint="use NAME=DATA with other names",
                     flags=(self.flag("shards"),),
                 )
-            found[name] = EvaluatedData(
+            data[name] = EvaluatedData(
                 name=name,
                 shards=parts["shards"],
                 split=parts["split"] or self.split,
                 protocol=self.protocol_named(parts["protocol"]) if parts["protocol"] else None,
             )
-        return tuple(found.values())
+        return tuple(data.values())
 
     def from_anywhere(self) -> Self:
-        """The settings with absolute paths of data folders, valid in any working directory."""
-        found = [one for one in self.evaluated() if one.shards is not None]
-        return replace(self, shards=tuple(one.text(base=Path.cwd()) for one in found))
+        """Return the settings with absolute paths of data folders, valid in any working directory."""
+        named = [data for data in self.evaluated_data() if data.shards is not None]
+        return replace(self, shards=tuple(data.text(base=Path.cwd()) for data in named))
 
-    def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
-        """The metrics of an evaluation, without its name: what --best can select. Empty if they depend on the data."""
+    def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
+        """Return the metrics that --best can select, without the name of the data; empty if they depend on the data."""
         return ()
 
     def rules(self) -> Iterator[UserError]:
-        """Yields mistakes in --evaluate.shards, in its protocols and in --evaluate.where."""
-        yield from errors_of(self.evaluated)
+        """Yield errors in --evaluate.shards, in its protocols and in --evaluate.where."""
+        yield from errors_of(self.evaluated_data)
         yield from errors_of(check_where, self.where)
 
     def protocol_named(self, name: str) -> str:
-        """The protocol that --evaluate.shards names; raises UserError if this task has none of that name."""
+        """Return the protocol that --evaluate.shards names; raises UserError if this task has none of that name."""
         raise UserError(
             f"{self.flag('shards')} names the protocol {name!r}, but this task has only one",
             hint=_USE,
@@ -151,9 +152,9 @@ PROBE_NUMBERS = ("top1", "top5", "mean_class")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeEvaluation(EvaluationSettings):
-    """Which labels are predicted from frozen features, and how; `max_samples` of those that are scored."""
+    """Labels that are predicted from frozen features, and the methods; `max_samples` counts scored samples."""
 
-    # The split is read in any case: for reconstructions at the end.
+    # The split is read without an evaluation too: for the reconstructions at the end.
     split: str = "val"
     """Split to evaluate on, and to take the reconstructed clips of the results page from."""
     labels: Annotated[tuple[str, ...], FIRST_RUN, EVERY] = ()
@@ -167,12 +168,12 @@ class ProbeEvaluation(EvaluationSettings):
     max_bank: Annotated[int, Range(least=2), EVERY] = 20_000
     """Maximum number of samples of the training split, spread evenly, for neighbours and the linear probe."""
 
-    def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
-        """Names of the metrics of each label and method."""
+    def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
+        """Return the names of the metrics of each label and method."""
         return tuple(f"{label}_{way}_{name}" for label in self.labels for way in self.methods for name in PROBE_NUMBERS)
 
     def rules(self) -> Iterator[UserError]:
-        """Yields missing or repeated labels and methods."""
+        """Yield missing or repeated labels and methods."""
         yield from super().rules()
         if self.every and not self.labels:
             yield UserError(
@@ -187,8 +188,8 @@ class ProbeEvaluation(EvaluationSettings):
 
 
 def named_once(flag: str, values: tuple[str, ...], *, known: tuple[str, ...] = ()) -> Iterator[UserError]:
-    """Yields the mistakes of a flag with several values: a repeated value, or none."""
+    """Yield the errors of a flag with several values: a repeated value, or no value."""
     if len(set(values)) < len(values):
-        yield UserError(f"{flag} names one twice: {', '.join(values)}", hint="name each once", flags=(flag,))
+        yield UserError(f"{flag} has a repeated value: {', '.join(values)}", hint="name each value once", flags=(flag,))
     if known and not values:
-        yield UserError(f"{flag} names none", hint=f"there are {', '.join(known)}", flags=(flag,))
+        yield UserError(f"{flag} has no value", hint=f"choices: {', '.join(known)}", flags=(flag,))

@@ -1,5 +1,6 @@
-"""Settings of training: groups of the help, numbers of steps in epochs, fields that name a part, and fields that only
-some choices take. `clipmill.manifests.settings` has the annotations that both programs share.
+"""Parts of training settings: groups of the help, numbers of steps in epochs, named parts, and choices.
+
+`clipmill.manifests.settings` has the annotations that both programs share.
 
     batch: Annotated[int, groups.TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
     \"\"\"Batch size, over all processes.\"\"\"
@@ -23,7 +24,7 @@ _EPOCHS = re.compile(r"(\d+\.?\d*|\.\d+)ep")
 
 
 def help_group(title: str, position: int) -> Parameter:
-    """A group of flags; those of a task alone take positions from 6 to 9."""
+    """Return a group of flags in the help. Groups of a single task take positions from 6 to 9."""
     return Parameter(group=Group(title, sort_key=position))
 
 
@@ -51,8 +52,8 @@ SEVERAL = Parameter(negative_iterable=(), consume_multiple=True)  # --flag A B, 
 class Steps(Range):
     """Numbers of steps, which may be given in epochs: `500`, or `0.1ep` for a tenth of an epoch.
 
-    How many steps an epoch has is known once the samples are open (`clipmill.train.data.loader.TrainingSet`). Settings
-    keep what was given; the loop takes `in_steps` of them.
+    The number of steps in an epoch is known once the samples are open (`clipmill.train.data.loader.TrainingSet`).
+    Settings keep the given value; the loop takes `in_steps` of them.
     """
 
     def holds(self, value: Any) -> bool:
@@ -60,32 +61,32 @@ class Steps(Range):
         return epochs_of(value) is not None if isinstance(value, str) else super().holds(value)
 
     def __str__(self) -> str:
-        """The range in words: `1 or more, or a number of epochs such as 0.1ep`."""
+        """Return the range in words: `1 or more, or a number of epochs such as 0.1ep`."""
         return f"{super().__str__()}, or a number of epochs such as 0.1ep"
 
 
 def epochs_of(given: int | str) -> float | None:
-    """The number of epochs in `0.1ep`, more than 0; None for anything else."""
-    found = _EPOCHS.fullmatch(given) if isinstance(given, str) else None
-    return float(found[1]) or None if found else None
+    """Return the number of epochs in `0.1ep`, more than 0; None for anything else."""
+    match = _EPOCHS.fullmatch(given) if isinstance(given, str) else None
+    return float(match[1]) or None if match else None
 
 
 def num_steps(given: int | str, *, epoch_steps: float | None = None, flag: str = "") -> int:
-    """The number of steps that a setting gives, 1 or more if it is in epochs.
+    """Return the number of steps that a setting gives, 1 or more if it is in epochs.
 
     Args:
-        epoch_steps: steps in an epoch; None if unknown, as in a stream of tars.
-        flag: of the setting.
+        epoch_steps: Steps in an epoch; None if unknown, as in a stream of tars.
+        flag: Flag of the setting, for the error.
 
     Raises:
-        UserError: it is in epochs, and `epoch_steps` is None.
+        UserError: The number is in epochs, and `epoch_steps` is None.
     """
     if isinstance(given, int):
         return given
     epochs = epochs_of(given)
     if epoch_steps is None or epochs is None:
         raise UserError(
-            f"{flag} is {given}, and how long an epoch of these data is, is unknown",
+            f"{flag} is {given}, and the length of an epoch of these data is unknown",
             hint="give a number of steps",
             flags=(flag,),
         )
@@ -93,7 +94,7 @@ def num_steps(given: int | str, *, epoch_steps: float | None = None, flag: str =
 
 
 def in_steps(settings: Any, epoch_steps: float | None) -> Any:
-    """Training settings whose numbers of steps are no longer in epochs; raises as `num_steps`."""
+    """Return training settings whose numbers of steps are no longer in epochs; raises as `num_steps`."""
     changed: dict[str, dict[str, int]] = {"": {}, "evaluate": {}}
     for group, name, flag, given in _numbers(settings):
         changed[group][name] = num_steps(given, epoch_steps=epoch_steps, flag=flag)
@@ -108,7 +109,7 @@ def given_in_epochs(settings: Any, epoch_steps: float | None) -> list[str]:
 
 
 def _numbers(settings: Any) -> Iterator[tuple[str, str, str, int | str]]:
-    """Group, field, flag and value of the settings that may be in epochs."""
+    """Yield group, field, flag and value of the settings that may be in epochs."""
     for group, name in (("", "warmup_steps"), ("", "checkpoint_every"), ("evaluate", "every")):
         of = getattr(settings, group) if group else settings
         yield group, name, of.flag(name), getattr(of, name)
@@ -139,7 +140,7 @@ class Choice(Checked):
 
     @classmethod
     def hyperparameters(cls) -> Mapping[str, Mapping[str, Any]]:
-        """By the value of `choice`: the fields that not every value takes, and their defaults."""
+        """Return the fields that not every value of `choice` takes, with their defaults, by that value."""
         return {}
 
     def not_taken(self) -> Iterator[UserError]:
@@ -157,7 +158,7 @@ class Choice(Checked):
 
 
 class NamedPart(NamedTuple):
-    """A part that settings name: by which flag, of which kind, and its name."""
+    """A part that settings name: the flag, the known parts of its kind, and the name."""
 
     flag: str
     parts: Parts[Any]
@@ -167,8 +168,8 @@ class NamedPart(NamedTuple):
 def named_parts(settings: Checked) -> Iterator[NamedPart]:
     """Yield the parts that settings and their groups name: the fields in `parts` of their classes.
 
-    Names of parts are not checked when settings are constructed: what a run was trained with is read, and its model
-    used, without all of its packages.
+    Names of parts are not checked when settings are constructed, so that the settings of a run can be read, and its
+    model used, without all of its packages.
     """
     of_class: Mapping[str, Parts[Any]] = getattr(type(settings), "parts", {})
     for field in annotations_of(settings):
@@ -180,7 +181,7 @@ def named_parts(settings: Checked) -> Iterator[NamedPart]:
 
 
 def unknown_parts(settings: Checked) -> Iterator[UserError]:
-    """Yield the mistakes of naming parts that do not exist, or that cannot be used."""
+    """Yield errors about parts that do not exist, or that cannot be used."""
     for flag, parts, name in named_parts(settings):
         if name not in parts:
             yield parts.unknown(name, where=flag)

@@ -2,8 +2,10 @@
 
 Where a value comes from, the strongest first: a flag, a `--config` file (later files before earlier ones), the
 `--preset`, with `--resume` the settings that the run saved, the default. A run saves what took effect as
-RUN/settings.yaml, which loads back to an equal object; a comment on top says where the values came from. What a preset
-sets beside another loss or optimizer than its own: `choices.py`.
+RUN/settings.yaml, which loads back to an equal object; a comment on top says where the values came from.
+
+A preset may be used with another loss or optimizer than its own. `chosen_parts` then takes the published values of that
+choice, or the defaults, and remarks on it.
 """
 
 import textwrap
@@ -22,18 +24,18 @@ from clipmill.train.config.training import TrainingSettings, flatten, plain_valu
 
 PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
 Settings = TypeVar("Settings", bound=TrainingSettings)
-# The presets of one loss became those of all: the loss is a flag, whose default is theirs.
+# The presets of one loss became the presets of all losses: the loss is a flag, whose default is the former one.
 RENAMED = {f"fastclip-v3-{size}": f"fastclip-{size}" for size in ("medium", "large", "xlarge")}
-# Of a file of settings; what exceeds these was not written as one.
+# Limits of a file of settings; a file that exceeds them holds something else.
 _MAX_VALUES, _MAX_DEPTH, _MAX_LETTERS = 10_000, 20, 10_000
 _MOST_PARSED = 64
-_PARSED: dict[tuple[type, bytes], Any] = {}  # settings, which are frozen, by their kind and file
+_PARSED: dict[tuple[type, bytes], Any] = {}  # settings, which are frozen, by kind and content of the file
 _FLAGS_HINT = "one `key: value` a line, keys spelled as the flags"
 _TOO_MUCH = "has too many or too deeply nested values for a settings file"
 
 
 def settings_yaml(settings: TrainingSettings) -> str:
-    """The settings as YAML, one key per field."""
+    """Return the settings as YAML, one key per field."""
     import yaml
 
     values = plain_values(asdict(settings))
@@ -41,22 +43,22 @@ def settings_yaml(settings: TrainingSettings) -> str:
 
 
 def save_settings(settings: TrainingSettings, path: Path, *, comment: str = "") -> None:
-    """Publishes the settings as a YAML file, below `comment`."""
+    """Publish the settings as a YAML file, below `comment`."""
     publish_bytes(path, f"{comment}{settings_yaml(settings)}".encode())
 
 
 def load_settings(path: Path, kind: type[Settings]) -> Settings:
-    """Reads the settings that a run saved, through the parser that reads the command line.
+    """Read the settings that a run saved, through the parser that reads the command line.
 
-    It takes a tenth of a second or more, so that a process parses the same content once.
+    Parsing takes a tenth of a second or more, so a process parses the same content once.
 
     Raises:
-        UserError: the file cannot be read, or has a key or value that `kind` does not know.
+        UserError: The file cannot be read, or has a key or value that `kind` does not know.
     """
     try:
         content = path.read_bytes()
     except OSError:
-        return _parse_file(path, kind)  # says why
+        return _parse_file(path, kind)  # raises the error
     known: Settings | None = _PARSED.get((kind, content))
     if known is None:
         known = _parse_file(path, kind)
@@ -70,7 +72,7 @@ def _parse_file(path: Path, kind: type[Settings]) -> Settings:
     from cyclopts import CycloptsError
 
     app = _reader(kind)  # type: ignore[arg-type]  # classes are hashable, whatever their instances are
-    place = ""  # errors about the file name it, errors about its values do not
+    place = ""  # errors about the file already name it, errors about its values do not
     try:
         app.config, place = [yaml_source(path, kind)], f"{path}: "
         with deferred_checks():
@@ -81,18 +83,18 @@ def _parse_file(path: Path, kind: type[Settings]) -> Settings:
         from clipmill.manifests.usage_errors import usage_message
 
         wrong = f"{place}{error}" if isinstance(error, UserError) else usage_message(error)  # names the file
-        hints = ["put back what the run wrote"]
+        hints = ["restore the run's files"]
         if isinstance(error, UserError) and error.hint:
             hints += error.hint.splitlines()
         if path.is_file() and not path.read_bytes().endswith(b"\n"):
-            # What a run saves ends in a whole line.
+            # A run ends each of its files with a newline.
             wrong = f"{path} is cut off in the middle of a line; {wrong}"
         raise UserError(wrong, hint="; ".join(hints)) from error
 
 
 @cache
 def _reader(kind: type[Settings]) -> Any:
-    """A command line whose flags are the fields of the settings, which it returns."""
+    """Return a command line whose flags are the fields of the settings, which it returns."""
     from cyclopts import App
 
     app = App(exit_on_error=False, print_error=False, result_action="return_value")
@@ -108,15 +110,15 @@ def _reader(kind: type[Settings]) -> Any:
 def yaml_source(
     path: Path, kind: type[TrainingSettings], *, preset: str | None = None, remarks: list[str] | None = None
 ) -> Any:
-    """A source of settings for cyclopts.
+    """Return a source of settings for cyclopts.
 
     Args:
-        kind: of the settings.
-        preset: its name, if the file is a preset.
-        remarks: Takes remarks on rows that were taken, and on values that were not.
+        kind: Class of the settings.
+        preset: Name of the preset; None for another file.
+        remarks: List to which remarks are appended, on rows that were taken and values that were not.
 
     Raises:
-        UserError: there is no such file, or it is not a YAML mapping.
+        UserError: The file does not exist, or is not a YAML mapping.
     """
     from cyclopts.config import Dict
 
@@ -126,22 +128,22 @@ def yaml_source(
 
     def fill(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
         given = {argument.name: str(argument.tokens[-1].value) for argument in arguments if argument.tokens}
-        parts, said = chosen_parts(spelled, kind(), name=name, given=given, preset=preset)
+        parts, new_remarks = chosen_parts(spelled, kind(), name=name, given=given, preset=preset)
         named = _by_name()(arguments)
         for part in parts:
             Dict(part.values, source=part.source, use_commands_as_keys=False)(app, commands, named)
         if remarks is not None:
-            remarks.extend(said)
+            remarks.extend(new_remarks)
 
     return fill
 
 
 @cache
 def _by_name() -> type[Any]:
-    """A collection of arguments that finds one by its whole name at once.
+    """Return a collection of arguments that finds an argument by its complete name in a dict.
 
     cyclopts compares every key of a file with every argument, which is most of the time of a `train` command until it
-    begins. The arguments are those of the command. Names that are not found here are left to cyclopts, which reports
+    begins. Names that are not found here are left to cyclopts, which reports
     unknown ones.
     """
     from cyclopts.argument import Argument, ArgumentCollection
@@ -163,10 +165,10 @@ def _by_name() -> type[Any]:
 
 
 def read_values(path: Path) -> dict[object, Any]:
-    """The content of a YAML file of settings.
+    """Return the content of a YAML file of settings.
 
     Raises:
-        UserError: there is no such file, or it is not a YAML mapping.
+        UserError: The file does not exist, or is not a YAML mapping.
     """
     import yaml
 
@@ -179,13 +181,13 @@ def read_values(path: Path) -> dict[object, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or number
         raise UserError(f"{path} is not YAML: {_fault(error)}", hint="one `key: value` a line") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path} holds no settings", hint=_FLAGS_HINT)
+        raise UserError(f"{path} has no settings", hint=_FLAGS_HINT)
     _require_small(values, path)
     return values
 
 
 def _fault(error: Exception) -> str:
-    """What is wrong with a YAML file, with the number of the line if the parser knows it."""
+    """Describe the fault of a YAML file, with the number of the line if the parser knows it."""
     import yaml
 
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem is None:
@@ -194,7 +196,7 @@ def _fault(error: Exception) -> str:
 
 
 def _in_c(name: str) -> Any:
-    """A class of PyYAML, in the version that libyaml makes ten times as fast if it is there."""
+    """Return a class of PyYAML, in libyaml's version, which is ten times as fast, if it is installed."""
     import yaml
 
     return getattr(yaml, f"C{name}", None) or getattr(yaml, name)
@@ -202,7 +204,7 @@ def _in_c(name: str) -> Any:
 
 @cache
 def _loader() -> type[Any]:
-    """A safe loader that reports duplicate keys, of which it would otherwise take the last."""
+    """Return a safe loader that reports duplicate keys; PyYAML's takes the last one."""
     import yaml
 
     class UniqueKeys(_in_c("SafeLoader")):  # type: ignore[misc]
@@ -221,7 +223,7 @@ def _loader() -> type[Any]:
 
 
 def _require_shallow(content: bytes, path: Path) -> None:
-    """Raise a UserError for YAML that is nested more deeply than settings are: libyaml would overflow the stack."""
+    """Raise a UserError for YAML that is nested too deeply: libyaml would overflow the stack."""
     import yaml
 
     depth = 0
@@ -232,14 +234,14 @@ def _require_shallow(content: bytes, path: Path) -> None:
 
 
 def _require_small(values: dict[object, Any], path: Path) -> None:
-    """Raises a UserError for values that no settings have: recursive ones, thousands of them, or long texts."""
+    """Raise a UserError for values that no settings have: recursive ones, thousands of them, or long texts."""
     waiting: list[tuple[Any, int]] = [(values, 1)]
     num_seen = 0
     while waiting:
         value, depth = waiting.pop()
         num_seen += 1
         if isinstance(value, str) and len(value) > _MAX_LETTERS:
-            raise UserError(f"{path} holds a value of {len(value):,} characters", hint="one `key: value` a line")
+            raise UserError(f"{path} has a value of {len(value):,} characters", hint="one `key: value` a line")
         if num_seen > _MAX_VALUES or depth > _MAX_DEPTH:
             raise UserError(f"{path} {_TOO_MUCH}", hint=_FLAGS_HINT)
         if isinstance(value, dict):
@@ -249,10 +251,10 @@ def _require_small(values: dict[object, Any], path: Path) -> None:
 
 
 def preset_path(name: str, command: str = "") -> Path:
-    """File of the preset `name`: `tiny` is tiny-mae.yaml in `train mae`, and tiny.yaml where a command has none.
+    """Return the file of a preset: `tiny` is tiny-mae.yaml in `train mae`, and tiny.yaml where a command has none.
 
     Raises:
-        UserError: there is no such preset; the hint lists those there are, or names the one that took its place.
+        UserError: The preset does not exist; the hint lists the presets, or names its successor.
     """
     known = sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
     for stem in (f"{name}-{command}", name):
@@ -264,21 +266,21 @@ def preset_path(name: str, command: str = "") -> Path:
 
 
 def presets_of(kind: type[TrainingSettings]) -> dict[str, str]:
-    """The presets of a command by name, and what each is for: the first line of its file.
+    """Return the presets of a command by name, with their purpose: the first line of the file.
 
     A preset belongs to the commands that have all of its settings.
     """
-    found = {}
+    purposes = {}
     for path, values in _presets().items():
         name = path.stem.removesuffix(f"-{kind.command}")
         if preset_path(name, kind.command) == path and _fits(values, kind):
-            found[name] = path.read_text().partition("\n")[0].removeprefix("# ").rstrip(".")
-    return found
+            purposes[name] = path.read_text().partition("\n")[0].removeprefix("# ").rstrip(".")
+    return purposes
 
 
 @cache
 def _presets() -> Mapping[Path, dict[str, Any]]:
-    """The values of all presets by file."""
+    """Return the values of all presets by file."""
     return {
         path: {str(key): value for key, value in read_values(path).items()}
         for path in sorted(PRESETS_FOLDER.glob("*.yaml"))
@@ -297,7 +299,7 @@ _OFF = (None, False)
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the settings of a command come from.
+    """Origin of the settings of a command.
 
     Attributes:
         sources: Preset, row or file of each value by its flag; "" for a flag that was typed.
@@ -308,7 +310,7 @@ class Provenance:
     remarks: list[str] = field(default_factory=list)
 
     def as_comment(self) -> str:
-        """The flags by their source, as comment lines of YAML; empty if no sources are known."""
+        """Return the flags by their source, as comment lines of YAML; empty if no sources are known."""
         if not self.sources:
             return ""
         by_source: dict[str, list[str]] = {"flags": []}
@@ -325,7 +327,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Part:
-    """Settings that are given together, nested as in a file, and where they come from."""
+    """Settings that are given together, nested as in a file, and their source."""
 
     source: str
     values: dict[str, Any]
@@ -334,7 +336,7 @@ class Part:
 def chosen_parts(
     values: Mapping[str, Any], defaults: TrainingSettings, *, name: str, given: Mapping[str, str], preset: str | None
 ) -> tuple[list[Part], list[str]]:
-    """The parts of a file that apply, the strongest first, and remarks on what was chosen.
+    """Return the parts of a file that apply, the strongest first, and remarks on what was chosen.
 
     Args:
         values: Values of the file.
@@ -350,8 +352,8 @@ def chosen_parts(
         if not isinstance(kind, Choice):
             continue
         of_group, flag = common.get(group, {}), kind.flag(kind.choice)
-        own = str(of_group.get(kind.choice, getattr(kind, kind.choice)))
-        chosen = given.get(flag, own)
+        preset_choice = str(of_group.get(kind.choice, getattr(kind, kind.choice)))
+        chosen = given.get(flag, preset_choice)
         if rows := kind.published.get(preset or "", {}):
             if (row := rows.get(chosen)) is not None:
                 where = f"{name}, {flag} {chosen} ({row.source})"
@@ -361,13 +363,13 @@ def chosen_parts(
                 words = _words(_defaults_beside(rows, group, chosen, defaults), given)
                 others = ", ".join(rows)
                 remarks.append(f"{name} has no values for {flag} {chosen}, only for {others}; defaults: {words}")
-        elif chosen != own:
+        elif chosen != preset_choice:
             names = {hyperparameter for taken in kind.hyperparameters().values() for hyperparameter in taken}
             left_out = {f"{group}.{key}": value for key, value in of_group.items() if key in names}
             common[group] = {key: value for key, value in of_group.items() if key not in names}
             if set(map(_flag, left_out)) - set(given):
                 words = _words(left_out, given)
-                remarks.append(f"{name}: values for {flag} {own} are not used with {chosen}: {words}")
+                remarks.append(f"{name}: values for {flag} {preset_choice} are not used with {chosen}: {words}")
     chosen_values = list[Part]()
     for part in (*parts, Part(name, common)):
         kept, idle = _drop_idle(part.values, defaults, given)
@@ -379,12 +381,12 @@ def chosen_parts(
 def _defaults_beside(
     rows: Mapping[str, Published], group: str, chosen: str, defaults: TrainingSettings
 ) -> dict[str, Any]:
-    """Defaults of the settings that rows have, and of all hyperparameters of a choice without a row."""
+    """Return the defaults of the settings that rows have, and of all hyperparameters of a choice without a row."""
     taken = getattr(defaults, group).hyperparameters()
     of_choices = {f"{group}.{name}" for names in taken.values() for name in names}
     others = {name for row in rows.values() for name in flatten(row.values)} - of_choices
-    own = {f"{group}.{name}": value for name, value in taken.get(chosen, {}).items()}
-    return {name: reduce(getattr, name.split("."), defaults) for name in sorted(others)} | own
+    of_choice = {f"{group}.{name}": value for name, value in taken.get(chosen, {}).items()}
+    return {name: reduce(getattr, name.split("."), defaults) for name in sorted(others)} | of_choice
 
 
 def _drop_idle(
@@ -397,10 +399,10 @@ def _drop_idle(
         given: Values of flags and stronger files, by flag.
 
     Returns:
-        The values that are left; and for the flag of each other one, the flag and value beside which it does nothing.
+        The remaining values; and for the flag of each dropped value, the flag and value beside which it has no effect.
     """
     kept, idle = dict(values), dict[str, str]()
-    annotations = {one.name: one for one in annotations_of(defaults)}
+    annotations = {setting.name: setting for setting in annotations_of(defaults)}
     for key, value in values.items():
         setting = annotations.get(str(key).replace("-", "_"))
         group = getattr(defaults, setting.name) if setting else None  # the parser reports unknown keys
@@ -420,7 +422,7 @@ def _flag(setting: str) -> str:
 
 
 def _words(values: Mapping[str, Any], given: Mapping[str, str]) -> str:
-    """Values as flags, without those that are given otherwise."""
+    """Format values as flags, without the flags that are given otherwise."""
     shown = {_flag(name): value for name, value in values.items() if value not in _OFF}
     words = " ".join(f"{flag} {value}" for flag, value in shown.items() if flag not in given)
-    return words or ("all are given otherwise" if shown else "no value of its own")
+    return words or ("all are given otherwise" if shown else "none")

@@ -1,4 +1,4 @@
-"""Settings of the towers, and of the weights that training starts from."""
+"""Settings of the model: its towers, the weights that training starts from, frozen parts and adapters."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +15,15 @@ from clipmill.train.config.fields import FIRST_RUN, MODEL, SEVERAL, TOWER_SIZES,
 
 @dataclass(frozen=True, kw_only=True)
 class TowerSpec:
-    """A video tower, and what the settings need to know of it.
+    """A video tower, with the facts about it that settings need.
 
     Attributes:
-        name: value of `--towers.kind`.
-        build: import path of a function, or of a class, (size, image_px, num_frames, embedding_width, attend, towers)
+        name: Value of `--towers.kind`.
+        build: Import path of a function, or of a class, (size, image_px, num_frames, embedding_width, attend, towers)
             -> a module that embeds clips [B, C, T, H, W] as [B, embedding_width], not of unit length: the tower of a
             dual encoder. `size` is a `VideoViTSize`, `towers` are the settings `--towers.*`. None for a tower that a
             dual encoder does not have.
-        tubelet: frames of a cube, unless --towers.tubelet says otherwise.
+        tubelet: Frames of a cube, unless --towers.tubelet gives another number.
     """
 
     name: str
@@ -31,10 +31,10 @@ class TowerSpec:
     tubelet: int = 1
 
     def load(self) -> Callable[..., Any]:
-        """The function of `build`."""
+        """Return the function of `build`."""
         assert self.build is not None
-        found: Callable[..., Any] = import_object(self.build)
-        return found
+        build: Callable[..., Any] = import_object(self.build)
+        return build
 
 
 _ROWS = (
@@ -54,17 +54,17 @@ FormatChoice = Literal[
     "auto", "open_clip", "openai", "hf", "avion", "lavila", "videomae", "hf_videomae", "hf_timesformer"
 ]
 
-# Side of a patch, which the side of a picture must be a multiple of.
+# Side of a patch in pixels; the side of a picture must be a multiple of it.
 PATCH_PX: dict[str, int] = {"tiny": 16, "s16": 16, "b32": 32, "b16": 16, "l16": 16, "l14": 14, "l14-336": 14}
-# A name that stands for one size of pictures.
+# Names that stand for one size of pictures, in pixels.
 PICTURE_PX: dict[str, int] = {"l14-336": 336}
 _KINDS = (
     f"Architecture of the video tower (docs/models.md): {', '.join(TOWERS)}. "
-    "Default: that of --init.weights, else that of the task."
+    "Default: from --init.weights, else the task's."
 )
-# What a tower of the kind videomae does not have, and the value that says so.
+# Settings that a tower of the kind videomae does not have, and their values for none.
 _OF_CLIP_ALONE = {"embedding_width": None, "patch_dropout": 0.0, "attention": None}
-# The kind of a tower that a library builds, and what libraries decide by the name of a tower.
+# The kind of a tower that a library builds, and the settings that a library decides by the name of a tower.
 LIBRARY = "library"
 _REFERENCE = re.compile(r"(open_clip|timm|hf):\S.*")
 _OF_OUR_IMAGE = (
@@ -74,7 +74,7 @@ _OF_OUR_IMAGE = (
 _OF_OUR_TEXT = ("text_width", "text_depth", "text_heads")
 _WIDEST = 65_536
 SIZE = Range(1, _WIDEST)
-# Of values that are set, or read from the configuration of other weights.
+# Ranges of values that are set, or read from the configuration of other weights.
 EPS_RANGE = Range(above=0, below=1)
 PIXEL_MEAN = Range(0, 1, hint="three numbers from 0 to 1, for R, G and B")
 PIXEL_STD = Range(1e-3, 1, hint="three numbers from 0.001 to 1, for R, G and B")
@@ -91,30 +91,30 @@ class Towers(Checked):
     image: Annotated[str | None, TOWERS_BY_NAME] = None
     """Image tower of a library, applied to each frame: open_clip:NAME, timm:NAME or hf:FOLDER (docs/models.md)."""
     pool_frames: Annotated[Literal["mean", "attention"], TOWERS_BY_NAME, GoesWith("image")] = "mean"
-    """Embedding of a clip from those of its frames by --towers.image: their mean, or attention pooling."""
+    """Embedding of a clip from the embeddings of its frames by --towers.image: their mean, or attention pooling."""
     tubelet: Annotated[int | None, Range(least=1)] = None
     """Frames per patch (tubelet). Default: 1 for clip and timesformer, 2 for videomae."""
     width: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Width of the video tower. Default: that of --model."""
+    """Width of the video tower. Default: from --model."""
     depth: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Number of blocks of the video tower. Default: that of --model."""
+    """Number of blocks of the video tower. Default: from --model."""
     heads: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Number of attention heads per block of the video tower. Default: heads as wide as those of --model."""
+    """Number of attention heads per block of the video tower. Default: heads as wide as in --model."""
     mlp_ratio: Annotated[float, Range(1 / 64, 64), TOWER_SIZES] = 4.0
     """Hidden width of the video tower's MLPs, as a multiple of its width."""
     patch_px: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Patch size in pixels. Default: that of --model."""
+    """Patch size in pixels. Default: from --model."""
     temporal: Annotated[Literal["zero", "random"], GoesWith("kind", (None, "clip", "timesformer"), use="clip")] = "zero"
     """Initialisation of the temporal embedding: zero (AVION's code) or random (AVION's paper)."""
     attention: Literal["joint", "divided"] | None = None
     """Attention of a clip tower: over all patches of a clip, or divided over time and space (the TimeSformer of LaViLa
-    and Frozen in Time). Default: that of --init.weights, else joint."""
+    and Frozen in Time). Default: from --init.weights, else joint."""
     embedding_width: Annotated[int | None, SIZE] = None
-    """Width of the joint embedding space (AVION: 256). Default: that of --init.weights, else CLIP's."""
+    """Width of the joint embedding space (AVION: 256). Default: from --init.weights, else CLIP's."""
     activation: Activation | None = None
-    """Activation of the MLPs. Default: that of --init.weights, else gelu (OpenAI's CLIP: quick_gelu)."""
+    """Activation of the MLPs. Default: from --init.weights, else gelu (OpenAI's CLIP: quick_gelu)."""
     video_norm_eps: Annotated[float | None, EPS_RANGE] = None
-    """Epsilon of the video tower's layer norms. Default: that of --init.weights, else 1e-5 for clip (AVION:
+    """Epsilon of the video tower's layer norms. Default: from --init.weights, else 1e-5 for clip (AVION:
     1e-6), 1e-12 for videomae, 1e-6 for timesformer."""
     packed_text: bool = True
     """Pack captions without padding. Otherwise each is padded to the context length of 77 tokens."""
@@ -129,21 +129,21 @@ class Towers(Checked):
     """Recompute activations in the backward pass: less memory, one more forward pass."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yields settings that the tower does not have."""
+        """Yield errors about settings that the tower does not have."""
         if self.kind == "videomae":
             yield from of_clip_alone(self, hint="leave it out, or use --towers.kind clip")
         if self.attention == "divided" and (self.patch_dropout or (self.tubelet or 1) > 1):
             flag = self.flag("patch_dropout" if self.patch_dropout else "tubelet")
             yield UserError(
-                f"--towers.attention is divided, which needs every patch of every frame, and {flag} is not for it",
-                hint=f"leave {flag} out, or use --towers.attention joint",
+                f"--towers.attention is divided, which needs every patch of every frame; {flag} removes some",
+                hint=f"leave out {flag}, or use --towers.attention joint",
                 flags=("--towers.attention", flag),
             )
         if self.image is None:
             if self.kind == LIBRARY:
                 yield UserError(
                     f"--towers.kind is {LIBRARY}",
-                    hint="name the tower instead, with --towers.image",
+                    hint="name the tower with --towers.image instead",
                     flags=("--towers.kind",),
                 )
             return
@@ -151,16 +151,16 @@ class Towers(Checked):
         if self.kind not in (None, LIBRARY):
             yield UserError(
                 f"--towers.kind is {self.kind}, and --towers.image names a tower of a library",
-                hint="leave out one",
+                hint="leave out one of them",
                 flags=("--towers.kind", "--towers.image"),
             )
 
     def _of_library(self, name: str, reference: str, *, unused: tuple[str, ...]) -> Iterator[UserError]:
-        """Yields a name of another form, and settings that a library's tower decides by its name."""
+        """Yield errors about an invalid name, and about settings that the name of a library's tower decides."""
         flag = self.flag(name)
         if _REFERENCE.fullmatch(reference) is None:
             yield UserError(f"{flag} is {reference}", hint="use open_clip:NAME, timm:NAME or hf:FOLDER", flags=(flag,))
-        defaults = {one.name: one.default for one in fields(self)}
+        defaults = {setting.name: setting.default for setting in fields(self)}
         for other in unused:
             if getattr(self, other) != defaults[other]:
                 yield UserError(
@@ -175,21 +175,21 @@ class DualEncoderTowers(Towers):
     """Architecture of a video tower and a text tower."""
 
     text_width: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Width of the text tower. Default: that of --model."""
+    """Width of the text tower. Default: from --model."""
     text_depth: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Number of blocks of the text tower. Default: that of --model."""
+    """Number of blocks of the text tower. Default: from --model."""
     text_heads: Annotated[int | None, SIZE, TOWER_SIZES] = None
-    """Number of attention heads per block of the text tower. Default: heads as wide as those of --model."""
+    """Number of attention heads per block of the text tower. Default: heads as wide as in --model."""
     text: Annotated[str | None, TOWERS_BY_NAME] = None
     """Text tower of a library with its own tokenizer: open_clip:NAME or hf:FOLDER (docs/models.md)."""
     text_pooling: Annotated[Literal["own", "mean", "first", "last"], TOWERS_BY_NAME, GoesWith("text")] = "own"
     """Embedding of a text from its tokens, of --towers.text hf: the model's own, their mean, the first or the last."""
     context_length: Annotated[int | None, Range(4, 8192)] = None
-    """Number of tokens of a text. Default: that of the text tower or --init.weights (CLIP: 77). Longer ones stretch the
+    """Number of tokens of a text. Default: from the text tower or --init.weights (CLIP: 77). Longer texts stretch the
     positional embeddings of a CLIP: 20 are kept, the others interpolated (Long-CLIP: 248)."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yields settings that the towers do not have."""
+        """Yield errors about settings that the towers do not have."""
         yield from super().rules()
         if self.text is not None:
             yield from self._of_library("text", self.text, unused=_OF_OUR_TEXT)
@@ -202,7 +202,7 @@ class DualEncoderTowers(Towers):
 
 
 def of_clip_alone(towers: Towers, *, hint: str) -> Iterator[UserError]:
-    """Yields the settings of a videomae tower that only towers of the kind clip have."""
+    """Yield errors about settings of a videomae tower that only towers of the kind clip have."""
     for name, none in _OF_CLIP_ALONE.items():
         value = getattr(towers, name)
         if value != none:
@@ -212,23 +212,23 @@ def of_clip_alone(towers: Towers, *, hint: str) -> Iterator[UserError]:
 
 
 def kind_of(towers: Towers) -> str:
-    """The kind of a video tower, once it is known what weights it starts from."""
+    """Return the kind of a video tower, once its initial weights are known."""
     return towers.kind or ("clip" if towers.image is None else LIBRARY)
 
 
 def tubelet_of(towers: Towers) -> int:
-    """Frames of a cube of a video tower."""
-    spec = TOWERS.usable(kind_of(towers))  # whose absence is reported where the tower is needed
+    """Return the frames of a cube of a video tower."""
+    spec = TOWERS.usable(kind_of(towers))  # a missing tower is reported where it is needed
     return towers.tubelet or (1 if spec is None else spec.tubelet)
 
 
 def patch_px_of(model: ModelName, towers: Towers) -> int:
-    """Side of the patches of a model of pixels."""
+    """Return the side of the patches of a model of pixels."""
     return towers.patch_px or PATCH_PX[model]
 
 
 def check_picture(model: ModelName, towers: Towers, *, size_px: int) -> None:
-    """Raises a UserError if a model cannot take frames of `size_px`; a library's tower is asked when it is built."""
+    """Raise a UserError if a model cannot take frames of `size_px`; a library's tower is checked when it is built."""
     if towers.image is not None:
         return
     patch_px, only_px = patch_px_of(model, towers), None if towers.patch_px else PICTURE_PX.get(model)
@@ -249,7 +249,7 @@ def check_picture(model: ModelName, towers: Towers, *, size_px: int) -> None:
 
 
 def check_frames(towers: Towers, *, num_frames: int) -> None:
-    """Raises a UserError if a clip cannot be cut into cubes."""
+    """Raise a UserError if a clip cannot be cut into cubes."""
     tubelet = tubelet_of(towers)
     if num_frames % tubelet:
         raise UserError(
@@ -272,46 +272,46 @@ class Init(Checked):
     allow: tuple[str, ...] = ()
     """Patterns of tensors that may be missing, unexpected or of another shape, such as `video.proj` or `visual.*`."""
     pixel_mean: Annotated[tuple[float, float, float] | None, PIXEL_MEAN] = None
-    """Mean of R, G and B for normalisation. Default: that of --init.weights, else CLIP's (videomae:
+    """Mean of R, G and B for normalisation. Default: from --init.weights, else CLIP's (videomae:
     ImageNet's)."""
     pixel_std: Annotated[tuple[float, float, float] | None, PIXEL_STD] = None
     """Standard deviation of R, G and B for normalisation. Default: see --init.pixel-mean."""
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """All weights that are named."""
+        """Named weights."""
         return () if self.weights is None else (self.weights,)
 
     def rules(self) -> Iterator[UserError]:
-        """Yields flags about initial weights if there are none."""
+        """Yield errors about flags of initial weights if there are none."""
         if self.weights is None and (self.format != "auto" or self.allow):
             yield UserError(
-                "--init.format and --init.allow are about weights, and there are none",
-                hint="name them: --init.weights",
+                "--init.format and --init.allow need initial weights",
+                hint="name the weights with --init.weights",
                 flags=("--init.format", "--init.allow"),
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DualEncoderInit(Init):
-    """Weights to start from, of one source or of one for each tower."""
+    """Weights to start from: one source, or one source for each tower."""
 
     text: str | None = None
-    """Initial weights of the text tower, named like --init.weights, which then has those of the video tower alone.
-    Default: --init.weights has both."""
+    """Initial weights of the text tower, named like --init.weights, which then has only the weights of the video
+    tower. Default: --init.weights has both."""
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """All weights that are named."""
+        """Named weights."""
         return super().sources + (() if self.text is None else (self.text,))
 
     def rules(self) -> Iterator[UserError]:
-        """Yields weights of the text tower alone."""
+        """Yield an error about weights for the text tower only."""
         yield from super().rules()
         if self.text is not None and self.weights is None:
             yield UserError(
                 f"--init.text is {self.text}, and the video tower has no weights",
-                hint="name them: --init.weights",
+                hint="name weights with --init.weights",
                 flags=("--init.text",),
             )
 
@@ -322,7 +322,7 @@ Tower = Literal["video", "text", "decoder"]
 Freeze = Annotated[tuple[str, ...], MODEL, SEVERAL]
 
 _PART = re.compile(r"(?P<tower>video|text|decoder)(?:\.blocks:(?P<count>\d{1,4}))?")
-# Names for parts that the pattern has no place for.
+# Other names of parts.
 _ALIASES = {"encoder": "video"}
 _WITH_CROSS_ATTENTION_TRAINED = "decoder-except-cross-attention"
 _OF_ADAPTERS = GoesWith("rank", use="8")
@@ -349,7 +349,7 @@ class Lora(Checked):
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def rules(self) -> Iterator[UserError]:
-        """Yields adapters without any layer."""
+        """Yield an error about adapters without layers."""
         if self.rank and not self.targets:
             yield UserError(
                 "--lora.targets names no layers", hint="use attention, mlp, or both", flags=("--lora.targets",)
@@ -361,10 +361,10 @@ class FrozenPart:
     """A part of a model that keeps its initial weights.
 
     Attributes:
-        tower: name of the module.
-        num_blocks: freezes what comes before the first block, and so many blocks; None for the whole tower.
-        trains_cross_attention: the cross-attention of the tower is trained nevertheless.
-        given: the value of --freeze.
+        tower: Name of the module.
+        num_blocks: Number of frozen blocks, with everything before the first block; None for the complete tower.
+        trains_cross_attention: True if the cross-attention of the tower is trained nevertheless.
+        given: Value of --freeze.
     """
 
     tower: str
@@ -374,15 +374,15 @@ class FrozenPart:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the tower is trained."""
+        """True if nothing of the tower is trained."""
         return self.num_blocks is None and not self.trains_cross_attention
 
 
 def frozen_part(name: str) -> FrozenPart:
-    """The part that a value of --freeze names: `video`, `text.blocks:6`, `blocks:6` (of the video tower).
+    """Return the part that a value of --freeze names: `video`, `text.blocks:6`, `blocks:6` (of the video tower).
 
     Raises:
-        UserError: it names none.
+        UserError: The value names no part.
     """
     if name == _WITH_CROSS_ATTENTION_TRAINED:
         return FrozenPart("decoder", trains_cross_attention=True, given=name)
@@ -397,28 +397,28 @@ def frozen_part(name: str) -> FrozenPart:
 
 
 def random_freeze_warning(freeze: Sequence[str]) -> str:
-    """The warning about --freeze for a model with random weights; empty if it freezes only a decoder."""
+    """Return the warning about --freeze for a model with random weights; empty if it freezes only a decoder."""
     names = [part.given for part in map(frozen_part, freeze) if part.tower != "decoder"]
-    return f"--freeze {' '.join(names)} keeps random weights: --init.weights names none" if names else ""
+    return f"--freeze {' '.join(names)} keeps random weights: there are no --init.weights" if names else ""
 
 
 def towers_to_adapt(lora: Lora, freeze: Sequence[str], *, towers: Sequence[Tower]) -> tuple[Tower, ...]:
-    """The towers that get adapters, of a model with these towers."""
+    """Return the towers of a model that get adapters."""
     if not lora.rank:
         return ()
     whole = {part.tower for part in map(frozen_part, freeze) if part.is_whole}
-    return lora.towers or tuple(one for one in towers if one != "decoder" and one not in whole)
+    return lora.towers or tuple(tower for tower in towers if tower != "decoder" and tower not in whole)
 
 
 def tuning_mistakes(
     freeze: Sequence[str], lora: Lora, *, towers: Sequence[Tower], has_head: bool, has_weights: bool
 ) -> Iterator[UserError]:
-    """Yield the mistakes in --freeze and --lora.* for a model.
+    """Yield the errors in --freeze and --lora.* for a model.
 
     Args:
-        towers: that the model has.
-        has_head: it has trained parameters besides.
-        has_weights: it starts from the weights that --init.weights names.
+        towers: Towers of the model.
+        has_head: True if the model has trained parameters besides.
+        has_weights: True if it starts from the weights that --init.weights names.
     """
     parts = []
     for name in freeze:
@@ -440,7 +440,7 @@ def tuning_mistakes(
     if not has_weights:
         yield UserError(
             f"--lora.rank is {lora.rank}, and adapters are for pretrained weights",
-            hint="name the weights to adapt: --init.weights, or train without --lora.rank",
+            hint="name the weights to adapt with --init.weights, or train without --lora.rank",
             flags=("--lora.rank",),
         )
     for tower in lora.towers:
@@ -448,8 +448,8 @@ def tuning_mistakes(
             yield _no_tower(f"--lora.towers {tower}", tower, towers)
         elif tower in whole:
             yield UserError(
-                f"--lora.towers {tower} adapts a tower that --freeze {' '.join(freeze)} keeps as it is",
-                hint="leave it out of one of them: the weights of a tower with adapters are frozen in any case",
+                f"--lora.towers {tower} adapts a tower that --freeze {' '.join(freeze)} freezes",
+                hint="leave the tower out of one of them: the weights of a tower with adapters are always frozen",
                 flags=("--lora.towers", "--freeze"),
             )
     if not towers_to_adapt(lora, freeze, towers=towers):
@@ -461,6 +461,4 @@ def tuning_mistakes(
 
 
 def _no_tower(flag: str, tower: str, towers: Sequence[str]) -> UserError:
-    return UserError(
-        f"{flag}: the model has no {tower} tower of its own", hint=f"it has: {', '.join(towers)}", flags=(flag,)
-    )
+    return UserError(f"{flag}: the model has no {tower} tower", hint=f"it has: {', '.join(towers)}", flags=(flag,))

@@ -1,4 +1,7 @@
-"""`--shards` and `--mix`: the data of a run, their kinds, names and proportions. `KINDS` has a row for each kind."""
+"""`--shards` and `--mix`: the data of a run, their kinds, names and proportions, and places that do not exist.
+
+`KINDS` has a row for each kind of data: the row is all that other modules know of a kind.
+"""
 
 import os
 import re
@@ -21,7 +24,7 @@ from clipmill.train.config.fields import FIRST_RUN
 # One data folder, or several.
 Shards = str | tuple[str, ...]
 _REPEATED = Parameter(negative=())  # --shards A --shards B
-_MAX_WHOLE = 10**6  # of a weight as a whole number
+_MAX_WHOLE = 10**6  # numerator or denominator of a weight
 
 Content = Literal["captions", "labels", "frames"]
 
@@ -37,11 +40,15 @@ class Kind:
     Attributes:
         openers: Import paths of the functions that open its samples, by their content, so that a run loads only the
             modules of its own data.
-        lacks: Why samples have no other content.
-        spelling: Regular expression that is found in addresses of this kind.
-        test: Import path of a function that looks whether an address spelled so names this kind. Empty: it does.
-        has_manifest: The data have a manifest: splits, sources of captions, labels, scores, and variants.
-        can_be_mixed: Samples are found by number, so that several addresses can be mixed.
+        lacks: Reasons why samples do not have some content, by content.
+        spelling: Regular expression that matches in addresses of this kind.
+        test: Import path of a function that looks at the data of an address with this spelling, and returns True if
+            they are of this kind. Empty: they are.
+        has_manifest: True if the data have a manifest: splits, sources of captions, labels, scores, and variants.
+        can_be_mixed: True if samples are found by number, so that several addresses can be mixed.
+        has_images: True if samples are images, without time.
+        class_names: Import path of a function that reads the names of the classes of a label without a manifest. Empty:
+            without a manifest there are no labels.
     """
 
     openers: Mapping[Content, str]
@@ -50,6 +57,8 @@ class Kind:
     test: str = ""
     has_manifest: bool = True
     can_be_mixed: bool = True
+    has_images: bool = False
+    class_names: str = ""
 
 
 IMAGES = Kind(
@@ -57,6 +66,8 @@ IMAGES = Kind(
     spelling=_TARS,
     test="clipmill.train.data.image_tars:names_images",
     has_manifest=False,
+    has_images=True,
+    class_names="clipmill.train.data.image_tars:class_names_of_images",
 )
 STREAM = Kind(
     {"captions": "clipmill.train.data.video_stream:open_stream"},
@@ -79,18 +90,18 @@ CLIPS = Kind(
         "frames": f"{_PRODUCERS}.chunk_clips:open_frames",
     }
 )
-KINDS = (IMAGES, STREAM, CLIPS)  # the first one that fits
+KINDS = (IMAGES, STREAM, CLIPS)  # the first kind that fits counts
 
 
 def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
-    """The kind of data that an address names.
+    """Return the kind of data that an address names.
 
     Args:
-        settings: Settings with which the data are read. Without them, nothing is looked at: of kinds that are spelled
-            alike, which have the same kind of manifest, it is the first one.
+        settings: Settings with which the data are read. None to decide by the spelling only: the first kind that is
+            spelled so. Kinds with the same spelling agree on `has_manifest`.
 
     Raises:
-        UserError: the address names tars, and one is missing or cannot be read.
+        UserError: The address names tars, and a tar is missing or cannot be read.
     """
     if settings is not None and settings.reads_latents:
         return LATENTS
@@ -107,25 +118,25 @@ def is_local_folder(address: str) -> bool:
 
 
 def absolute_address(address: str) -> str:
-    """`--shards` with absolute paths, valid in any working directory; patterns of tars are joined by `::`."""
+    """Return `--shards` with absolute paths, valid in any working directory; patterns of tars are joined by `::`."""
     parts = address.split("::")
-    return "::".join(one if is_remote(one) or one.startswith("$") else str(Path.cwd() / one) for one in parts)
+    return "::".join(part if is_remote(part) or part.startswith("$") else str(Path.cwd() / part) for part in parts)
 
 
 def normalise_address(address: str) -> str:
-    """An address as it is compared with others; a loop of links stays as it is."""
+    """Return an address in the form in which addresses are compared; a loop of links stays as it is."""
     parts = address.split("::")
-    return "::".join(one.rstrip("/") if is_remote(one) else os.path.realpath(one) for one in parts)
+    return "::".join(part.rstrip("/") if is_remote(part) else os.path.realpath(part) for part in parts)
 
 
 def folders_of(shards: Shards) -> tuple[str, ...]:
-    """The data folders."""
+    """Return the data folders."""
     return (shards,) if isinstance(shards, str) else tuple(shards)
 
 
 def folder_names(folders: Sequence[str]) -> tuple[str, ...]:
-    """A short name for each of several folders, for metrics and failures: their last parts, as many as differ."""
-    parts = [[one for one in normalise_address(folder).split("/") if one] or ["data"] for folder in folders]
+    """Return a short name for each folder, for metrics and failures: the last parts that tell the folders apart."""
+    parts = [[part for part in normalise_address(folder).split("/") if part] or ["data"] for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = [re.sub(r"[^\w.-]+", "-", "-".join(part[-depth:])).strip("-.") or "data" for part in parts]
         if len(set(names)) == len(names):
@@ -134,10 +145,10 @@ def folder_names(folders: Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_mix(mix: str) -> tuple[Fraction, ...]:
-    """The weights of `--mix 2,1`, exactly as they are written.
+    """Return the weights of `--mix 2,1`, exactly as they are written.
 
     Raises:
-        UserError: one is not a number above 0, or they have too many digits.
+        UserError: A weight is not a number above 0, or has too many digits.
     """
     weights: list[Fraction] = []
     for part in mix.split(","):
@@ -162,7 +173,7 @@ def parse_mix(mix: str) -> tuple[Fraction, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(Checked):
-    """Where the training data is."""
+    """Location of the training data."""
 
     shards: Annotated[Shards, groups.WHERE, FIRST_RUN, _REPEATED] = "data"
     """Data folder made by prep, or tars; several are mixed. A path, an address (s3://bucket/data), or tars of videos or
@@ -173,8 +184,8 @@ class DataSettings(Checked):
     cache: Annotated[Path | None, groups.WHERE] = None
     """Folder for local copies of remote --shards. Default: the user's cache folder."""
     cache_size: Annotated[str | None, groups.WHERE] = None
-    """Maximum size of the whole tars in the cache, such as 100GB; the least recently used are removed first. Default:
-    80% of the free disk, counting what the cache holds."""
+    """Maximum size of the complete tars in the cache, such as 100GB; the least recently used tars are removed first.
+    Default: 80% of the free disk, with the content of the cache counted as free."""
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -183,11 +194,11 @@ class DataSettings(Checked):
 
     @property
     def folder(self) -> str:
-        """The data folder; raises UserError if there are several, for what reads a single one."""
+        """The only data folder; raises UserError if there are several."""
         if len(self.folders) == 1:
             return self.folders[0]
         raise UserError(
-            f"--shards names {len(self.folders)} data folders, and this reads one: {', '.join(self.folders)}",
+            f"--shards names {len(self.folders)} data folders, and this command reads one: {', '.join(self.folders)}",
             hint=f"name one of them: --shards {self.folders[0]}",
             flags=("--shards",),
         )
@@ -198,35 +209,31 @@ class DataSettings(Checked):
         return False
 
     def rules(self) -> Iterator[UserError]:
-        """Yields repeated data folders, a wrong number of weights, and an invalid size of the cache."""
+        """Yield errors about repeated data folders, a wrong number of weights, and an invalid size of the cache."""
         if self.cache_size is not None:
             yield from errors_of(parse_size, self.cache_size, flag="--cache-size")
         if len(self.folders) > 1:
-            yield from _same_folders(self.folders)
+            first: dict[str, str] = {}
+            for folder in self.folders:
+                if (other := first.get(path := normalise_address(folder))) is not None:
+                    same = "twice" if other == folder else f"and {other}, which are the same folder"
+                    yield UserError(
+                        f"--shards names {folder} {same}",
+                        hint="name it once, and give it more weight with --mix",
+                        flags=("--shards",),
+                    )
+                    break
+                first[path] = folder
             yield from () if self.mix is None else errors_of(_require_weights, self.mix, num_folders=len(self.folders))
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yields --cache and --cache-size with data that is read in place, and --mix with a single folder."""
+        """Yield errors about --cache and --cache-size with local data, and --mix with a single folder."""
         shards = f"--shards {' '.join(self.folders)}"
         for flag in ("--cache", "--cache-size"):
             if flag in typed and not any(map(is_remote, self.folders)):
                 yield without_effect(flag, typed, f"{shards} is on this machine", use="a remote address")
         if "--mix" in typed and len(self.folders) == 1:
             yield without_effect("--mix", typed, f"{shards} is one folder", use="--shards once for each folder")
-
-
-def _same_folders(folders: Sequence[str]) -> Iterator[UserError]:
-    seen: dict[str, str] = {}
-    for folder in folders:
-        if (other := seen.get(normalise_address(folder))) is not None:
-            same = "twice" if other == folder else f"and {other}, which are the same folder"
-            yield UserError(
-                f"--shards names {folder} {same}",
-                hint="name it once, and give it more weight with --mix",
-                flags=("--shards",),
-            )
-            return
-        seen[normalise_address(folder)] = folder
 
 
 def _require_weights(mix: str, *, num_folders: int) -> None:
@@ -244,14 +251,14 @@ HUB_PREFIX = "hf:"  # of the name of a model on the Hugging Face Hub
 
 
 def is_name_and_tag(weights: str) -> bool:
-    """Whether weights are named as NAME:TAG of open_clip, or as hf:NAME of the Hugging Face Hub."""
+    """Return True if weights are named as NAME:TAG of open_clip, or as hf:NAME of the Hugging Face Hub."""
     return NAME_AND_TAG.fullmatch(weights) is not None or weights.startswith(HUB_PREFIX)
 
 
 def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...] = ()) -> None:
     """Raise a UserError for a local data folder, or initial weights, that do not exist.
 
-    Of several processes none looks: where folders differ from node to node, the ranks have to agree on the mistake.
+    Several processes do not check: folders may differ from node to node, and the ranks have to agree on the error.
     """
     if "RANK" in os.environ:
         return
@@ -276,10 +283,10 @@ def require_named_weights(weights: str | Path, *, takes_tags: bool) -> None:
 
 
 def no_weights(weights: str | Path, *, takes_tags: bool) -> UserError:
-    """The error for a place without weights.
+    """Return the error for a place without weights.
 
     Args:
-        takes_tags: whether a NAME:TAG of open_clip would do.
+        takes_tags: True if a NAME:TAG of open_clip is allowed.
     """
     kinds = ["a run (a training command's --out)", "an exported folder", "a file of weights"]
     kinds += ["a NAME:TAG of open_clip", "hf:NAME of the Hugging Face Hub"] if takes_tags else []

@@ -30,7 +30,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
 def _rows(
     beta1: float, beta2: float, eps: float, *, source: str = "FastCLIP, tables 7 and 10", **rates: tuple[float, float]
 ) -> dict[str, Published]:
-    """The rows of a setting of FastCLIP: its betas and epsilon, and the rate and weight decay of each optimizer."""
+    """Return the rows of a setting of FastCLIP: betas and epsilon, and rate and weight decay of each optimizer."""
     given = {"beta1": beta1, "beta2": beta2, "eps": eps}
     rows = {}
     for name, (lr, weight_decay) in rates.items():
@@ -87,24 +87,21 @@ class OptimizerSettings(Choice):
 
     @classmethod
     def hyperparameters(cls) -> dict[str, dict[str, float]]:
-        """Those of each optimizer, with its defaults."""
+        """Return the hyperparameters of each optimizer, with their defaults."""
         return DEFAULTS
 
     def rules(self) -> Iterator[UserError]:
-        """Yields hyperparameters that the optimizer does not have."""
+        """Yield errors about hyperparameters that the optimizer does not have."""
         yield from self.not_taken()
 
     def lr_scale(self, batch: int) -> float:
-        """Factor of the learning rates for a batch size: linear scaling (Goyal et al. 2017, section 2.1)."""
+        """Return the factor of the learning rates for a batch size: linear scaling (Goyal et al. 2017, section 2.1)."""
         return 1.0 if self.lr_batch is None else batch / self.lr_batch
 
     def number(self, name: str) -> float:
-        """The effective value of `beta1`, `beta2`, `eps` or `momentum`: as given, or the optimizer's default."""
+        """Return the effective value of `beta1`, `beta2`, `eps` or `momentum`: as given, or the optimizer's default."""
         given: float | None = getattr(self, name)
         return DEFAULTS[self.name][name] if given is None else given
-
-
-# Settings of distributed training and of experiment tracking.
 
 
 TYPE_RULE = "type:"
@@ -116,7 +113,7 @@ Schedule = Literal["1f1b", "gpipe"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings(Checked):
-    """How a model is distributed over several processes."""
+    """Distribution of a model over several processes."""
 
     prefix = "parallel"
 
@@ -133,24 +130,24 @@ class ParallelSettings(Checked):
     of a kind (type:block); 5,9: these counts."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yields an invalid partition, and a strategy that a pipeline cannot have."""
+        """Yield errors about an invalid partition, and about a strategy that a pipeline cannot have."""
         yield from errors_of(check_rule, self.partition)
         if self.stages > 1 and self.strategy == "fsdp":
             yield UserError(
                 f"--parallel.strategy fsdp and --parallel.stages {self.stages} do not go together",
-                hint="a stage has its own layers alone: use ddp, or zero1 for a part of the optimizer's state too",
+                hint="a stage has only its own layers: use ddp, or zero1 to shard the optimizer's state too",
                 flags=("--parallel.strategy", "--parallel.stages"),
             )
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yields flags of pipelines if there is a single stage."""
+        """Yield errors about flags of pipelines if there is a single stage."""
         for flag in typed if self.stages == 1 else ():
             if flag in (self.flag("schedule"), self.flag("partition")):
                 yield without_effect(flag, typed, "--parallel.stages is 1", use="--parallel.stages 2 or more")
 
 
 def check_rule(rule: str) -> None:
-    """Raises a UserError if `rule` is not a valid `partition`."""
+    """Raise a UserError if `rule` is not a valid `partition`."""
     if (
         rule in ("parameters", "uniform")
         or COUNTS_RULE.fullmatch(rule)
@@ -166,7 +163,7 @@ def check_rule(rule: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackSettings(Checked):
-    """Where metrics are logged besides the console and metrics.jsonl."""
+    """Places where metrics are logged besides the console and metrics.jsonl."""
 
     prefix = "track"
 
@@ -179,11 +176,11 @@ class TrackSettings(Checked):
 
 
 Device = Literal["auto", "cpu", "cuda"]
-# What lies beyond these would fail later and less clearly, for want of memory, threads or digits.
+# Values beyond these ranges would fail later and less clearly, because memory, threads or digits are short.
 STEPS = Range(1, 10**10)
 EVERY = Steps(1, 10**10)
 COUNT = Range(1, 10**6)
-# Fields of which tasks have defaults of their own; their meaning is inherited.
+# Fields with task-specific defaults; their meaning is inherited.
 LearningRate = Annotated[float, groups.TRAINING, FIRST_RUN, Range(1e-12, 1e3)]
 WeightDecay = Annotated[float, groups.TRAINING, FIRST_RUN, Range(0, 1e3)]
 
@@ -194,11 +191,11 @@ class TrainingSettings(DataSettings):
     """Settings of the training loop, common to all tasks."""
 
     command: ClassVar[str] = ""
-    """The command whose settings these are."""
+    """Command that has these settings."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
     """Settings of the task that may differ when a run is resumed, besides FREE_ON_RESUME."""
     of_other_data: ClassVar[Mapping[str, Any]] = {}
-    """Settings that are about the training data alone, with their values on other data."""
+    """Settings that concern only the training data, with their values on other data."""
 
     out: Annotated[Path, groups.WHERE, FIRST_RUN] = Path("run")
     """Run folder. It holds settings, metrics, checkpoints and the results page."""
@@ -206,7 +203,7 @@ class TrainingSettings(DataSettings):
     """Split to train on."""
     variant: Annotated[tuple[str, ...], groups.WHERE, groups.SEVERAL] = ()
     """Names of variants to read in place of the current ones, as prep status shows them; each applies to every data
-    folder that has it. Default: the current variants, or with --resume those of the run."""
+    folder that has it. Default: the current variants, or with --resume the variants of the run."""
     where: Annotated[str | None, groups.WHERE] = None
     """Condition that selects the samples to train on, on scores, captions and videos: 'motion > 0.2 and cuts = 0 and
     not duplicate' (docs/data.md). A clip is used if all of its chunks are selected. Default: all."""
@@ -230,8 +227,8 @@ class TrainingSettings(DataSettings):
     optimizer: Annotated[OptimizerSettings, groups.OPTIMIZER] = field(default_factory=OptimizerSettings)
     """Optimizer, schedule and weight averaging."""
     microbatch: Annotated[int | None, groups.TRAINING, FIRST_RUN, Range(least=1)] = None
-    """Samples per forward pass of a process. A smaller number saves memory; gradients are those of the whole batch.
-    Default: the process's share of the batch."""
+    """Samples per forward pass of a process. A smaller number saves memory, and the gradients are still of the complete
+    batch. Default: the process's share of the batch."""
 
     checkpoint_every: Annotated[int | str, groups.CHECKPOINTS, EVERY] = 500
     """Number of steps between checkpoints, or epochs, such as 1ep. The last step always writes one."""
@@ -271,9 +268,9 @@ class TrainingSettings(DataSettings):
     """Number of failed samples that a run tolerates before it stops."""
 
     def on(self, shards: str) -> Self:
-        """The settings for an evaluation on other data, or on one of the data folders of the run, with all settings."""
+        """Return the settings for an evaluation on other data, or on a data folder of the run with all settings."""
         is_own = normalise_address(shards) in map(normalise_address, self.folders)
-        # --best names a metric of the run, whose evaluations are those of all of its folders.
+        # --best names a metric of the run, whose evaluations cover all of its folders.
         return replace(self, shards=shards, best=None, **({} if is_own else self.of_other_data))
 
     @property
@@ -281,27 +278,27 @@ class TrainingSettings(DataSettings):
         """True if a lower value of `best` is better."""
         return self.best is not None and self.best.rpartition("/")[2] in self.evaluate.lower_is_better
 
-    def evaluated(self) -> tuple[EvaluatedData, ...]:
-        """The data of each evaluation in the loop; of several data folders, each has its own unless others are named.
+    def evaluated_data(self) -> tuple[EvaluatedData, ...]:
+        """Return the data of each evaluation in the loop: each data folder of the run, unless others are named.
 
         Raises:
-            UserError: --evaluate.shards cannot be read.
+            UserError: --evaluate.shards cannot be parsed.
         """
         if self.evaluate.shards or len(self.folders) == 1:
-            return self.evaluate.evaluated()
+            return self.evaluate.evaluated_data()
         split, named = self.evaluate.split, zip(folder_names(self.folders), self.folders, strict=True)
         return tuple(EvaluatedData(name=name, shards=folder, split=split, is_named=False) for name, folder in named)
 
     @property
     def selection(self) -> str | None:
-        """The condition on the samples to train on: --where, and what --share keeps; None for all."""
+        """Condition on the samples to train on, from --where and --share; None for all."""
         if self.share == 1:
             return self.where
         kept = f"md5(concat(video, ' {self.seed}')) < '{int(self.share * 2**32):08x}'"
         return kept if self.where is None else f"{kept} and ({self.where})"
 
     def rules(self) -> Iterator[UserError]:
-        """Yields --best without an evaluation, and learning rates above the peak."""
+        """Yield errors about --best without an evaluation, and learning rates above the peak."""
         yield from super().rules()
         if self.best is not None and not self.evaluate.every:
             yield UserError(
@@ -332,7 +329,7 @@ class TrainingSettings(DataSettings):
             )
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yields --decode with data that is not decoded, and --optimizer.start-lr without warmup."""
+        """Yield errors about --decode with latents, and --optimizer.start-lr without warmup."""
         yield from super().without_effect(typed)
         if "--decode" in typed and self.reads_latents:
             yield without_effect("--decode", typed, "--input is latents", use="--input pixels")
@@ -342,44 +339,36 @@ class TrainingSettings(DataSettings):
 
 
 def check_best(best: str | None, settings: TrainingSettings) -> None:
-    """Raises a UserError if `--best` is not a metric of the evaluations, as far as these are known."""
-    numbers = [f"{one.name}/{name}" for one in settings.evaluated() for name in settings.evaluate.number_names(one)]
+    """Raise a UserError if `--best` is not a metric of the evaluations, as far as these are known."""
+    numbers = [
+        f"{data.name}/{name}" for data in settings.evaluated_data() for name in settings.evaluate.number_names(data)
+    ]
     if best is not None and numbers and best not in numbers:
         raise UserError(
             f"--best {best} is not a metric of the evaluation",
-            hint=f"there are {', '.join(numbers)}",
+            hint=f"choices: {', '.join(numbers)}",
             flags=("--best",),
         )
 
 
-# What may differ when a run is resumed: it does not change the weights, but for rounding.
+# Settings that may differ when a run is resumed: they do not change the weights, except by rounding.
 FREE_ON_RESUME = frozenset(
     {
-        *(
-            "shards",
-            "variant",
-            "cache",
-            "cache_size",
-            "out",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "best",
-            "evaluate",
-        ),
-        *("track", "device", "require_gpu", "attention", "compile", "parallel", "microbatch", "workers"),
+        *("shards", "variant", "cache", "cache_size", "out", "checkpoint_every", "keep_checkpoints", "best"),
+        *("evaluate", "track", "device", "require_gpu", "attention", "compile", "parallel", "microbatch", "workers"),
         *("batches_ahead", "max_failures"),
     }
 )
 
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings as a dict, with paths as strings."""
+    """Return settings as a dict, with paths as strings."""
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
     return {name: plain_values(value) if isinstance(value, dict) else value for name, value in plain.items()}
 
 
 def shaping(settings: TrainingSettings) -> dict[str, Any]:
-    """The settings that decide the weights, as plain values by the names of their flags (`optimizer.name`)."""
+    """Return the settings that determine the weights, as plain values by their flags (`optimizer.name`)."""
     values = plain_values(asdict(settings))
     return flatten(
         {name: value for name, value in values.items() if name not in FREE_ON_RESUME | settings.free_on_resume}
@@ -387,17 +376,17 @@ def shaping(settings: TrainingSettings) -> dict[str, Any]:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested plain values by the names of their flags."""
-    found: dict[str, Any] = {}
+    """Flatten nested plain values to a dict by the names of their flags."""
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found |= flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
-    return found
+            flat[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
+    return flat
 
 
-# What starts a run where another one ended, with other settings or data; OLD and NEW are run folders.
+# Hint to begin with the weights of a run, with other settings or data; OLD and NEW are run folders.
 NEW_RUN = "start another run from its weights: --init.weights OLD --out NEW"
 GO_ON = (
     "to continue the run as it is, leave out these flags, and a --preset or --config that sets them; otherwise "
@@ -406,15 +395,15 @@ GO_ON = (
 
 
 def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: str = GO_ON) -> None:
-    """Raises a UserError if settings that determine the weights differ (both as returned by `shaping`).
+    """Raise a UserError if settings that determine the weights differ (both as returned by `shaping`).
 
     Args:
-        where: whose the old ones are.
-        hint: what to do then.
+        where: Owner of the old settings, for the message.
+        hint: Hint of the error.
     """
-    other = [name for name in new if name in old and old[name] != new[name]]
-    if other:
-        first, *more = [f"--{name.replace('_', '-')} is {new[name]}, {{}}{old[name]}" for name in other]
-        words = [first.format(f"{where} has "), *(one.format("not ") for one in more)]
-        flags = [f"--{name.replace('_', '-')}" for name in other]
+    changed = [name for name in new if name in old and old[name] != new[name]]
+    if changed:
+        first, *more = [f"--{name.replace('_', '-')} is {new[name]}, {{}}{old[name]}" for name in changed]
+        words = [first.format(f"{where} has "), *(text.format("not ") for text in more)]
+        flags = [f"--{name.replace('_', '-')}" for name in changed]
         raise UserError("; ".join(words), hint=hint, flags=flags)

@@ -1,1 +1,1 @@
-"""From shards to batches: sample order, clip arithmetic, decoding, cropping, loading."""
+"""Batches from shards: sample order, clip arithmetic, decoding, cropping, loading."""

@@ -21,13 +21,13 @@ Data = str | Path | Sequence[str | Path]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_ARGUMENTS = {"--shards": "data"}  # of other names than their flags
+_ARGUMENTS = {"--shards": "data"}  # arguments whose names differ from their flags
 
 
 def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function of the Python interface, whose errors name its arguments (`num_frames=`) in place of flags.
+    """Return a function of the Python interface whose errors name its arguments (`num_frames=`) in place of flags.
 
-    What is refused below it is a setting of a command (`--num-frames`). Flags that it has no argument for stay.
+    Errors from below name settings of a command (`--num-frames`). A flag without an argument stays as it is.
     """
     names = inspect.signature(call).parameters.keys()
 
@@ -43,7 +43,7 @@ def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _argument(flag: str, names: Collection[str]) -> str:
-    """Argument for a flag, by its name, by its name within the group, or by the group; the flag itself otherwise."""
+    """Return the argument for a flag: by name, by name in the group, or the group; the flag itself if there is none."""
     group, _, name = flag.removeprefix("--").replace("-", "_").partition(".")
     if (argument := _ARGUMENTS.get(flag, name or group)) in names:
         return argument
@@ -58,14 +58,14 @@ def require_whole_numbers(**arguments: object) -> None:
 
 
 def require_texts(**arguments: object) -> None:
-    """Refuse arguments, given by their names, that are not texts; None means none."""
+    """Refuse arguments, given by their names, that are neither texts nor None."""
     for name, value in arguments.items():
         if not isinstance(value, str | NoneType):
             raise UserError(f"{name} is {quote_value(value)}", hint="use a text")
 
 
 def colours_of(name: str, values: Sequence[float] | None) -> tuple[float, float, float] | None:
-    """A mean or standard deviation as a list, an array or a tensor has it; raises UserError for anything else."""
+    """Return a mean or standard deviation from a list, an array or a tensor; raises UserError for anything else."""
     if values is None:
         return None
     try:
@@ -76,17 +76,19 @@ def colours_of(name: str, values: Sequence[float] | None) -> tuple[float, float,
 
 
 def require_device(device: object) -> None:
-    """Refuse a device that this machine does not have; None means no device."""
+    """Refuse a device that this machine does not have. None means no device."""
     if device is None:
         return
-    there = _devices()
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    gpus = [] if kind is None else [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())]
+    available = ["cpu", *gpus]
     try:
         asked = torch.device(device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError):  # not a name that torch knows
         asked = None
-    if asked is None or (f"{asked.type}:{asked.index or 0}" not in there and asked.type != "cpu"):
+    if asked is None or (f"{asked.type}:{asked.index or 0}" not in available and asked.type != "cpu"):
         given = str(device) if isinstance(device, torch.device) else device
-        raise UserError(f"device is {quote_value(given)}", hint=f"available here: {', '.join(there)}")
+        raise UserError(f"device is {quote_value(given)}", hint=f"available here: {', '.join(available)}")
 
 
 def require_process(process: int, *, what: str) -> None:
@@ -98,21 +100,14 @@ def require_process(process: int, *, what: str) -> None:
         )
 
 
-def _devices() -> list[str]:
-    """The CPU and each GPU that torch finds."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    gpus = [] if kind is None else [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())]
-    return ["cpu", *gpus]
-
-
 def ranks_of(rank: int | None, world: int | None) -> World | None:
-    """The ranks that the caller gives; None to take those of this process.
+    """Return the ranks that the caller gives; None to take the ranks of this process group.
 
     Raises:
-        UserError: one of the two is missing, out of range, or needed in a worker of a DataLoader.
+        UserError: One of the two is missing or out of range, or both are missing in a worker of a DataLoader.
     """
     if (rank is None) != (world is None):
-        raise UserError(f"rank is {rank} and world is {world}", hint="give both, or none of them")
+        raise UserError(f"rank is {rank} and world is {world}", hint="give both, or neither of them")
     if rank is None or world is None:
         if get_worker_info() is not None:
             raise UserError(
@@ -127,13 +122,13 @@ def ranks_of(rank: int | None, world: int | None) -> World | None:
 
 
 def shards_of(data: Data, mix: Sequence[float] | None) -> Shards:
-    """The setting --shards: one data folder, or several.
+    """Return the setting --shards: one data folder, or several.
 
     Raises:
-        UserError: there is none, one is not a name, or `mix` has nothing to mix.
+        UserError: There is no folder, an entry is not a name, or `mix` has nothing to mix.
     """
     several = [data] if isinstance(data, str | Path) or not isinstance(data, Iterable) else list(data)
-    if wrong := [one for one in several if not isinstance(one, str | Path)]:
+    if wrong := [folder for folder in several if not isinstance(folder, str | Path)]:
         raise UserError(f"data is {quote_value(wrong[0])}", hint="name a data folder, as a string or Path, or a list")
     folders = tuple(map(str, several))
     if not folders:

@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 Input = Literal["pixels", "latents"]
 
 PICTURES = ("video", "colour", "latents")
-# What a model computes with; position, key and ids stay on the CPU, where they are needed.
+# Inputs of models; position, key and ids stay on the CPU, where they are needed.
 TENSORS = (*PICTURES, "tokens", "num_frames", "text", "text_mask", "relevancy", "label", "targets")
 
 _SCALARS = {"clip_id": "int64", "caption_id": "int64", "label": "int64", "relevancy": "float32", "colour": "uint8"}
-NUM_BUFFERS = 2  # the second batch after it overwrites a batch
+NUM_BUFFERS = 2  # a batch is overwritten by the second batch after it
 _ARRAYS = ("tokens", "targets", "text")
 
 
 class Sample(TypedDict, total=False):
-    """One clip of pixels."""
+    """A clip of pixels."""
 
     position: int
     key: str
@@ -96,9 +96,9 @@ class Batch(TypedDict, total=False):
 
 
 class KeptMemory:
-    """Memory for batches that may be kept: it is used again once nothing refers to the array made of it.
+    """Memory for batches that may be kept: it is reused once nothing refers to the array made of it.
 
-    Allocating each batch anew would cost page faults, which take as long as a large copy.
+    Allocating memory for each batch would cost page faults, which take as long as a large copy.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
@@ -107,7 +107,7 @@ class KeptMemory:
         self._loans: dict[int, _Loan] = {}
 
     def array(self, num: int) -> NDArray[Any]:
-        """An array of `num` rows, at most as many as the shape has; its content is arbitrary."""
+        """Return an array of `num` rows, at most as many as the shape has; its content is arbitrary."""
         memory = self._free.pop() if self._free else np.empty(self._shape, self._dtype)
         rows = memory[:num]
         # A tensor made of the array, and whatever shares its memory, keeps the array alive.
@@ -147,7 +147,7 @@ class BatchMemory:
         self._ring = deque((tensor, _bytes_of(tensor)) for tensor in rings)
 
     def rows(self, num: int) -> "tuple[torch.Tensor, memoryview]":
-        """Memory for the first `num` rows of a batch, as a tensor and as bytes; its content is arbitrary."""
+        """Return memory for the first `num` rows of a batch, as a tensor and as bytes; its content is arbitrary."""
         if self._kept is not None:
             array = self._kept.array(num)
             return self._from_numpy(array).view(self._dtype), array.data.cast("B")
@@ -157,7 +157,7 @@ class BatchMemory:
         else:
             from clipmill.train.device.transfer import pinned_memory  # here, so that reading tars needs no torch
 
-            # Of the full size, so that the memory of any batch suits the next one.
+            # The full size, so that the memory of any batch suits the next one.
             tensor = pinned_memory(self._shape, self._dtype)
             content = _bytes_of(tensor)
         return (tensor if num == self._shape[0] else tensor[:num]), content
@@ -171,11 +171,11 @@ def _bytes_of(tensor: "torch.Tensor") -> memoryview:
 
 
 class BatchRing:
-    """Collates samples of equal shapes into batches, whose videos lie in a `BatchMemory`.
+    """Collation of samples of equal shapes into batches, whose videos lie in a `BatchMemory`.
 
     Args:
-        batch: number of samples in the largest batch.
-        pin, can_keep: see `BatchMemory`.
+        batch: Number of samples in the largest batch.
+        pin, can_keep: See `BatchMemory`.
     """
 
     def __init__(self, batch: int, *, pin: bool, can_keep: bool = False) -> None:
@@ -183,7 +183,7 @@ class BatchRing:
         self._memory: BatchMemory | None = None
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """The batch of `samples`, in their order; in buffers in turn, the second one after it overwrites its video."""
+        """Return the batch of `samples`, in their order. The second batch after it may overwrite its video."""
         import torch
 
         batch = Batch(
@@ -216,7 +216,7 @@ class BatchRing:
 
 
 def to_device(batch: Batch, device: "torch.device", *, names: Sequence[str] = TENSORS) -> Batch:
-    """The batch with the tensors `names` on `device`, and the lengths of its captions on the CPU."""
+    """Return the batch with the tensors `names` on `device`, and the lengths of its captions on the CPU."""
     from clipmill.train.device.transfer import send_pinned  # here, so that reading tars needs no torch
 
     moved = batch.copy()

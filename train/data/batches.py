@@ -23,24 +23,24 @@ class Batches:
     """Batches of one split for one process, opened by `open_clips` or `open_latents`.
 
     `for batch in batches` is an epoch of `len(batches)` batches of equal size, the same number on every rank. Samples
-    that are left over begin the next iteration: as in the training commands, the order has no end, and none is dropped
-    or repeated. With `shuffle=False` an iteration is every sample once, in order, and the last batch may be smaller. A
-    stream of tars has no length and, with `shuffle`, no end.
+    that are left over begin the next iteration: as in the training commands, the order has no end, and no sample is
+    dropped or repeated. With `shuffle=False` an iteration gives every sample once, in order, and the last batch may be
+    smaller. A stream of tars has no length and, with `shuffle`, no end.
 
     A batch is a dictionary of tensors, or of arrays where `device` is None, and of lists of strings (docs/python.md).
     It belongs to the caller and is never overwritten.
 
     Args:
-        samples: the loader of this rank.
-        finish: adds to a batch, of arrays where `device` is None, what the commands do not need. It is called in the
-            caller's thread, because the one that loads ahead has more to do.
-        world: the ranks; None for `joined_world()`.
-        batch: samples in this rank's batch.
+        samples: Loader of this rank.
+        finish: Function that adds to a batch, of arrays where `device` is None, the entries that the commands do not
+            need. It is called in the caller's thread, because the thread that loads ahead has more to do.
+        world: Ranks; None for `joined_world()`.
+        batch: Number of samples in this rank's batch.
 
     Attributes:
-        failures: the failed samples so far, with key, reason and detail (clipmill.train.data.outcomes). If they are
-            more than `max_failures`, iterating raises FailedWork.
-        classes: the names of the classes, in the order of their numbers; empty without labels.
+        failures: Failed samples so far, with key, reason and detail (clipmill.train.data.outcomes). If there are more
+            than `max_failures`, iterating raises FailedWork.
+        classes: Names of the classes, in the order of their numbers; empty without labels.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Batches:
         return self._batch * self._world.size
 
     def __len__(self) -> int:
-        """Number of batches in an iteration; TypeError for a stream of tars."""
+        """Return the number of batches in an iteration; TypeError for a stream of tars."""
         if self.num_samples is None:
             raise TypeError(f"{self._samples.variant_name} has no length")
         if self._shuffle:
@@ -89,7 +89,11 @@ class Batches:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._require_process()
-        self._require_same_rank()
+        if not self._is_given and (now := joined_world()) != self._world:
+            raise UserError(
+                f"opened as rank {self._world.rank} of {self._world.size}, used as rank {now.rank} of {now.size}",
+                hint="open the data after the process group is made (docs/python.md), or give rank= and world=",
+            )
         return self._iterate()
 
     def __getitem__(self, index: object) -> NoReturn:
@@ -112,20 +116,20 @@ class Batches:
             running.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """State after the last batch taken, of plain values; the same on all ranks unless a sample has failed."""
+        """Return the state after the last batch, as plain values; equal on all ranks unless a sample has failed."""
         # `taken`: samples of this iteration, over all ranks.
         state: dict[str, Any] = {**self._samples.state_dict(), "taken": self._taken, "shuffle": self._shuffle}
         return state | {"position": self._cursor.position, "ahead": list(self._cursor.ahead)}
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
-        """Continue after the batch at which a state was taken; the next iteration is the rest of that one.
+        """Continue after the batch at which a state was taken; the next iteration is the rest of that iteration.
 
         Batch size and number of ranks may differ. One state is enough if no sample had failed, or if there was one
         rank; otherwise all ranks' states are needed.
 
         Raises:
-            UserError: the states are of other data, another split, seed or order, or of different steps; or they are
-            not states, or none is given.
+            UserError: The states belong to other data, another split, seed or order, or to different steps; or they
+            are not states, or no state is given.
         """
         entries = self.state_dict().keys()
         if not states:
@@ -134,7 +138,7 @@ class Batches:
             if not isinstance(state, Mapping) or not entries <= state.keys() or not _is_sound(state):
                 raise UserError(
                     f"not a state of these batches: {quote_value(state)}",
-                    hint="give what state_dict() returned, each rank's as an argument of its own",
+                    hint="give what state_dict() returned, as a separate argument for each rank",
                 )
             if state["shuffle"] != self._shuffle:
                 raise UserError(
@@ -159,8 +163,8 @@ class Batches:
             self.close()
             self._cursor = self._cursor if self._resumes else Cursor(0)
         self._resumes = False
-        whole = len(self) * self._step if self._shuffle and self.num_samples is not None else None
-        while whole is None or taken < whole:
+        num_taken = len(self) * self._step if self._shuffle and self.num_samples is not None else None
+        while num_taken is None or taken < num_taken:
             if iteration != self._num_iterations:
                 raise UserError(
                     "another iteration over these batches has begun",
@@ -170,20 +174,20 @@ class Batches:
             if loaded is None:
                 break
             taken += self._step
-            self._taken = taken if whole is not None and taken < whole else 0
+            self._taken = taken if num_taken is not None and taken < num_taken else 0
             self._cursor = loaded.cursor
             if not self._shuffle and self.num_samples is not None and self._cursor.position >= self.num_samples:
                 self._cursor = Cursor(0)
             list_failures(self.failures, loaded.failed, max_failures=self._max_failures)
             if loaded.batch:
-                found = cast(dict[str, Any], loaded.batch)
-                yield self._finish(found if self._device is not None else _as_arrays(found))
+                batch = cast(dict[str, Any], loaded.batch)
+                yield self._finish(batch if self._device is not None else _as_arrays(batch))
                 self._require_process()
         if not self._shuffle:
             self._cursor = Cursor(0)
 
     def _next(self) -> LoadedBatch | None:
-        """The next batch of the running loader; None after the last one of `shuffle=False`."""
+        """Return the next batch of the running loader; None after the last one of `shuffle=False`."""
         if self._running is None:
             self._samples.cursor = self._cursor
             loaded = (
@@ -203,53 +207,45 @@ class Batches:
     def _require_process(self) -> None:
         require_process(self._process, what="batches")
 
-    def _require_same_rank(self) -> None:
-        if not self._is_given and (now := joined_world()) != self._world:
-            raise UserError(
-                f"opened as rank {self._world.rank} of {self._world.size}, used as rank {now.rank} of {now.size}",
-                hint="open the data after the process group is made (docs/python.md), or give rank= and world=",
-            )
-
 
 _KINDS = {"position": Integral, "taken": Integral, "seed": Integral, "ahead": list, "samples": str, "shuffle": bool}
 _AS_THEN = "open the same data, in their order, with the split, where=, captions or segment= and seed= of the state"
 
 
 def _is_sound(state: Mapping[str, Any]) -> bool:
-    """Whether the entries are of the kinds that state_dict() gives them."""
+    """Return True if the entries have the types that state_dict() gives them."""
     if not all(isinstance(state[name], kind) for name, kind in _KINDS.items() if name in state):
         return False
-    return all(
-        isinstance(one, Integral) and int(one) >= 0 for one in (state["position"], state["taken"], *state["ahead"])
-    )
+    numbers = (state["position"], state["taken"], *state["ahead"])
+    return all(isinstance(number, Integral) and int(number) >= 0 for number in numbers)
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _complete_first(method: _Method) -> _Method:
-    """A method of a dictionary that first makes the late entries, also those of a batch it is compared with."""
+    """Return a method of a dictionary that first makes the late entries, also of a batch as its argument."""
 
     @wraps(method)
     def call(batch: "LateBatch", *values: Any, **names: Any) -> Any:
-        for one in (batch, *values):
-            if isinstance(one, LateBatch):
-                one.make()
+        for value in (batch, *values):
+            if isinstance(value, LateBatch):
+                value.make()
         return method(batch, *values, **names)
 
     return cast(_Method, call)
 
 
 class LateBatch(dict[str, Any]):
-    """A batch whose `late` entries are made when one of them is first asked for; otherwise like any dictionary.
+    """A batch whose `late` entries are made when a late entry is first read; otherwise like any dictionary.
 
     Most training steps need neither keys nor times, and making strings takes several per cent of the time of a loader
     that only copies. Copies, pickles and what a framework makes of such a batch have all entries.
 
     Args:
-        entries: the others, by name.
-        late: names of the late ones.
-        make: makes them.
+        entries: Other entries, by name.
+        late: Names of the late entries.
+        make: Function that makes the late entries.
     """
 
     __slots__ = ("_late", "_make")
@@ -275,7 +271,7 @@ class LateBatch(dict[str, Any]):
         return super().__getitem__(name)
 
     def __iter__(self) -> Iterator[str]:
-        # Without a method of its own, dict(batch) and {**batch} would copy the memory of the dictionary as it is.
+        # Without this method, dict(batch) and {**batch} would copy the memory of the dictionary as it is.
         return super().__iter__()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -311,7 +307,9 @@ class LateBatch(dict[str, Any]):
 
 
 def _as_arrays(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with arrays in place of tensors; NumPy has no bfloat16."""
+    """Return the batch with arrays in place of tensors; NumPy has no bfloat16."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    arrays = {name: (one.float() if one.dtype is torch.bfloat16 else one).numpy() for name, one in tensors.items()}
+    arrays = {
+        name: (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy() for name, tensor in tensors.items()
+    }
     return batch | arrays

@@ -1,8 +1,8 @@
 """The captions of a split, grouped into clips: the table of captioned clips.
 
 Captions come in the order of videos and times (clipmill.manifests.caption_spans), so that spans are searched rather
-than captions, and texts stay where they are. What is kept of them is collected in `scratch`: tens of millions take
-little memory.
+than captions, and texts stay where they are. The kept arrays are collected in `scratch`, so that tens of millions of
+captions take little memory.
 """
 
 from collections import Counter
@@ -47,11 +47,11 @@ class UsableCaptions:
     """The captions that can be shown; one entry of each array per caption.
 
     Attributes:
-        caption: index in the arrays that were given.
-        begin_us, end_us: the span to show.
-        first_chunk, last_chunk: the chunks that hold it, as rows of the chunk table.
-        num_unusable: captions that cannot be shown, by reason.
-        num_shortened: captions that end after the last chunk of their video and are shown up to its end.
+        caption: Index in the given arrays.
+        begin_us, end_us: Span to show, microseconds.
+        first_chunk, last_chunk: Chunks that hold the span, as rows of the chunk table.
+        num_unusable: Number of captions that cannot be shown, by reason.
+        num_shortened: Number of captions that end after the last chunk of their video and are shown up to its end.
     """
 
     caption: NDArray[np.int64]
@@ -63,7 +63,7 @@ class UsableCaptions:
     num_shortened: int
 
     def remarks(self) -> list[str]:
-        """Excluded and shortened captions, by reason."""
+        """Return remarks on excluded and shortened captions, by reason."""
         return remarks_of(self.num_unusable, self.num_shortened)
 
 
@@ -80,17 +80,20 @@ def usable_captions(
     """Find the span and the chunks of each caption; an `end_s` of inf stands for the end of the video.
 
     Args:
-        selected: the captions to use; None for all.
-        selected_chunks: the chunks to use; None for all. All chunks of a caption must be among them.
-        counts: number of captions that each of these stands for; None for one.
+        selected: Mask of the captions to use; None for all.
+        selected_chunks: Mask of the chunks to use; None for all. All chunks of a caption must be among them.
+        counts: Number of captions that each entry stands for; None for one.
     """
     search = chunks.search()
     left = np.arange(len(video_row))
     num_unusable: dict[Unusable, int] = {}
 
+    def count(mask: NDArray[np.bool_]) -> int:
+        return int(mask.sum() if counts is None else counts[left[mask]].sum())
+
     def drop(reason: Unusable, bad: NDArray[np.bool_]) -> NDArray[np.int64]:
         if bad.any():
-            num_unusable[reason] = _number(bad, left, counts)
+            num_unusable[reason] = count(bad)
         return left[~bad]
 
     # Negated, so that NaN counts as empty.
@@ -138,17 +141,12 @@ def usable_captions(
         first_chunk=first[kept],
         last_chunk=last[kept],
         num_unusable=num_unusable,
-        num_shortened=_number((wanted_end_us - end_us > one_frame_us)[kept], left, counts),
+        num_shortened=count((wanted_end_us - end_us > one_frame_us)[kept]),
     )
 
 
-def _number(mask: NDArray[np.bool_], rows: NDArray[np.int64], counts: NDArray[np.integer] | None) -> int:
-    """How many captions the `rows` in `mask` stand for."""
-    return int(mask.sum() if counts is None else counts[rows[mask]].sum())
-
-
 def _to_us(times_s: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Microseconds; times beyond the end of any video are clipped to a later time that fits into 64 bits."""
+    """Convert to microseconds; times beyond the end of any video are clipped to a later time that fits into 64 bits."""
     return np.rint(np.clip(times_s, -_LONGEST_S, _LONGEST_S) * US_PER_S).astype(np.int64)
 
 
@@ -157,8 +155,8 @@ class Spans:
     """Clips in order of videos and time; one entry of each array per clip, whose index is the clip_id.
 
     Attributes:
-        begin_us, end_us: the span in its video.
-        first_part, last_part: the chunks that hold it, as rows of the chunk table.
+        begin_us, end_us: Span in the video, microseconds.
+        first_part, last_part: Chunks that hold the span, as rows of the chunk table.
     """
 
     begin_us: NDArray[np.int64]
@@ -171,13 +169,13 @@ class Spans:
 
 
 def spans_of_captions(usable: UsableCaptions) -> tuple[Spans, NDArray[np.int64]]:
-    """The span of each caption in order of videos and time, and which caption it is."""
+    """Return the span of each caption in order of videos and time, and which caption it is."""
     order = np.lexsort((usable.end_us, usable.begin_us, usable.first_chunk))
     return spans_at(usable, order), usable.caption[order]
 
 
 def spans_at(usable: UsableCaptions, which: NDArray[np.int64]) -> Spans:
-    """The spans of some captions."""
+    """Return the spans of some captions."""
     return Spans(
         begin_us=usable.begin_us[which],
         end_us=usable.end_us[which],
@@ -188,12 +186,12 @@ def spans_at(usable: UsableCaptions, which: NDArray[np.int64]) -> Spans:
 
 @dataclass(frozen=True)
 class SplitCaptions:
-    """Facts about the captions of a split, before each of them is read.
+    """Facts about the captions of a split, before the captions are read.
 
     Attributes:
         video_row: Row of each video of the manifest among the videos of the split, else -1.
-        rank_of_code: int16, rank in `sources` of each source of the manifest; -1 for those that are left out.
-        num_by_code: int64, captions of the split by source of the manifest.
+        rank_of_code: Rank in `sources` of each source of the manifest, int16; -1 for omitted sources.
+        num_by_code: Number of captions of the split by source of the manifest, int64.
         max_id: Highest ID of a caption.
     """
 
@@ -210,26 +208,26 @@ class SplitCaptions:
 
     @property
     def num_other_sources(self) -> int:
-        """Captions of sources that are left out."""
+        """Number of captions of omitted sources."""
         return int(self.num_by_code[self.rank_of_code < 0].sum())
 
 
 def captions_of_split(
-    spans: CaptionSpans, data_dir: Path, *, split: str, video_ids: pa.Array, wanted_sources: str | None
+    spans: CaptionSpans, data_dir: Path, *, split: str, video_ids: pa.Array, weights: str | None
 ) -> SplitCaptions:
     """Count the captions of a split, and choose among their sources.
 
     Args:
-        video_ids: the videos of the split.
-        wanted_sources: see `choose_sources`.
+        video_ids: Videos of the split.
+        weights: See `choose_sources`.
     """
     video_row = rows_of_split(data_dir, split, video_ids=video_ids)
     count, max_id = np.zeros(len(spans.sources), np.int64), -1
     for block in spans.blocks(video_row):
         count += np.bincount(block.source, minlength=len(count))
         max_id = max(max_id, int(block.caption_id.max(initial=-1)))
-    used = np.flatnonzero(count)  # of the others, all captions are of other splits
-    sources = choose_sources([spans.sources[code] for code in used], wanted=wanted_sources, elsewhere=spans.sources)
+    used = np.flatnonzero(count)  # all captions of the other sources are of other splits
+    sources = choose_sources([spans.sources[code] for code in used], weights=weights, elsewhere=spans.sources)
     rank_of_code = np.full(len(count), -1, np.int16)
     rank_of_code[used] = sources.rank
     return SplitCaptions(video_row, sources, rank_of_code, count, max_id)
@@ -241,7 +239,7 @@ def make_clip_table(
     *,
     data_dir: Path,
     split: str,
-    wanted_sources: str | None,
+    weights: str | None,
     stored_text: "StoredText | None",
     each_caption: bool,
     table: pa.Table | None,
@@ -250,17 +248,15 @@ def make_clip_table(
 
     Args:
         spans: Captions of the videos of `data_dir`.
-        wanted_sources: See `choose_sources`.
-        stored_text: Captions without an embedding there are left out; None to take all.
+        weights: `--captions.sources`; see `choose_sources`.
+        stored_text: Stored embeddings; captions without an embedding are omitted. None to take all captions.
         each_caption: Make a clip of each caption rather than of each span.
         table: The captions as a table, if they are not the manifest's.
 
     Raises:
-        UserError: the split has no captions, or none is selected.
+        UserError: The split has no captions, or none is selected.
     """
-    of_split = captions_of_split(
-        spans, data_dir, split=split, video_ids=chunks.video_ids, wanted_sources=wanted_sources
-    )
+    of_split = captions_of_split(spans, data_dir, split=split, video_ids=chunks.video_ids, weights=weights)
     if not of_split.num_captions:
         raise no_captions(data_dir, split)
     selected = chunks.selection.of_captions(table)
@@ -297,7 +293,7 @@ def make_clip_table(
         num_unusable.update(usable.num_unusable)
         num_shortened += usable.num_shortened
         groups.add(clips_of(usable, block, rank, each_caption=each_caption), first_chunk=first_chunk)
-    captions = groups.joined()
+    captions = groups.join()
     is_used = scratch(len(spans.texts), np.bool_)
     is_used[:] = False
     is_used[captions.rows] = True
@@ -311,7 +307,7 @@ def make_clip_table(
     if len(rows) != clips:
         num_used += f", one at a time for each of {clips:,} clips"
     remarks = [num_used]
-    if len(sources.names) > 1 or wanted_sources is not None:
+    if len(sources.names) > 1 or weights is not None:
         remarks.append(sources.describe(captions.rank_counts))
     remarks.append(sources.describe_excluded(of_split.num_other_sources))
     if num_not_embedded:
@@ -336,7 +332,7 @@ class NoCaptions(UserError):
 
 
 def no_captions(data_dir: Path, split: str) -> NoCaptions:
-    """The error for a split without captions."""
+    """Return the error for a split without captions."""
     return NoCaptions(
         f"the manifest of {data_dir} has no captions of split {split!r}",
         hint="run prep manifest with annotations that have captions of this split",
@@ -345,7 +341,7 @@ def no_captions(data_dir: Path, split: str) -> NoCaptions:
 
 
 def used_texts(texts: pa.ChunkedArray, is_used: NDArray[np.bool_]) -> tuple[str, str | None]:
-    """`TextDigest` of the texts in use, and the text if all of them have the same."""
+    """Return the `TextDigest` of the texts in use, and the text if all of them have the same."""
     digest, begin, same = TextDigest(), 0, set[str | None]()
     for chunk in texts.chunks:
         used = chunk.filter(pa.array(is_used[begin : begin + len(chunk)]))
@@ -362,9 +358,9 @@ class ClipCaptions:
 
     Attributes:
         choice: Choice among the captions of a clip, as entries of the next two arrays.
-        rows: [P] of the text of each caption; grouped by clip, then by source.
-        caption_ids: [P] likewise.
-        rank_counts: int64, number of captions by source.
+        rows: Row of the text of each caption, [P], grouped by clip, then by source.
+        caption_ids: Id of each caption, [P].
+        rank_counts: Number of captions by source, int64.
     """
 
     spans: Spans
@@ -390,8 +386,8 @@ def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], 
 
     Args:
         usable: Usable spans of `block`.
-        rank: [captions], rank of the source of each caption; captions with -1 are left out.
-        each_caption: make one clip of each caption instead; `block` then has a span for each.
+        rank: Rank of the source of each caption, [captions]; captions with -1 are omitted.
+        each_caption: Make one clip of each caption instead; `block` then has a span for each.
     """
     # The first chunk identifies the video.
     keys: tuple[NDArray[np.integer], ...] = (usable.end_us, usable.begin_us, usable.first_chunk)
@@ -408,7 +404,7 @@ def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], 
     if len(spans) < len(block.counts) or order is not None:
         first = np.cumsum(block.counts) - block.counts
         which = np.repeat(first[spans] - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-    number = np.repeat(np.arange(len(spans), dtype=np.int32), counts)  # of each caption's span in `spans`
+    number = np.repeat(np.arange(len(spans), dtype=np.int32), counts)  # number of each caption's span in `spans`
     clip, rank_of_caption, row = np.repeat(np.cumsum(is_new, dtype=np.int32) - 1, counts), rank[which], block.row[which]
     caption_id = block.caption_id[which]
     is_used = rank_of_caption >= 0
@@ -429,7 +425,7 @@ def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], 
 
 
 def _ascend(keys: tuple[NDArray[Any], ...]) -> bool:
-    """Whether rows are in the order of `np.lexsort(keys)`."""
+    """Return True if rows are in the order of `np.lexsort(keys)`."""
     num_pairs = max(0, len(keys[0]) - 1)
     is_less, is_same = np.zeros(num_pairs, bool), np.ones(num_pairs, bool)
     for key in keys[::-1]:
@@ -439,10 +435,10 @@ def _ascend(keys: tuple[NDArray[Any], ...]) -> bool:
 
 
 class ClipGroups:
-    """Collects the clips of blocks of videos.
+    """Collection of the clips of blocks of videos.
 
     Args:
-        num_captions: limit of their captions.
+        num_captions: Maximum number of captions.
         max_id: Highest ID of a caption.
     """
 
@@ -457,7 +453,7 @@ class ClipGroups:
         self._rank_counts = np.zeros(len(sources.names), np.int64)
 
     def add(self, part: Clips, *, first_chunk: int = 0) -> None:
-        """Add a block whose chunks are those from `first_chunk` on."""
+        """Add a block whose chunks begin at `first_chunk`."""
         for name, rows in self._spans.items():
             rows.add(getattr(part.spans, name) + (first_chunk if name.endswith("part") else 0))
         runs = runs_of(part.clip, part.rank, num_clips=len(part.spans))
@@ -468,8 +464,8 @@ class ClipGroups:
         self._caption_ids.add(part.caption_id)
         self._rank_counts += np.bincount(part.rank, minlength=len(self._rank_counts))
 
-    def joined(self) -> ClipCaptions:
-        """All of them."""
+    def join(self) -> ClipCaptions:
+        """Join the blocks."""
         self._first_entry.add(np.array([len(self._rows)]))
         choice = choice_of(
             self._first_entry.array,

@@ -1,7 +1,10 @@
-"""`Captions`: which of its captions a sample is shown with, and what a sample gets of it: tokens, a text, an embedding.
+"""`Captions`: the choice of the caption that a sample is shown with, and its form: tokens, a text or an embedding.
 
-Training shows one of the captions at a time (clipmill.train.data.captions), an evaluation the first one of the
-first source.
+Training shows one of the captions at a time: a source is drawn by its weight, then one of its captions, all equally
+likely. The draw is a pure function of (seed, position). An evaluation shows the first caption of the first source.
+
+All captions of a clip are consecutive entries of an array, ordered by source; the entries of a source of a clip are a
+run.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -28,17 +31,15 @@ if TYPE_CHECKING:
     from clipmill.train.models.text import Tokenize
 
 
-_BLOCK = 1 << 16
+_BLOCK = 1 << 16  # captions whose texts are read at a time
+_MAX_TOKENIZED = 20_000
 
 
 class Annotations(Protocol):
     """Entries of samples beside frames and names, such as captions or labels."""
 
     def add(self, sample: Sample, request: "SampleRequest") -> None:
-        """Add it to a sample; `request.sample` is the row of the table."""
-
-
-_MAX_TOKENIZED = 20_000
+        """Add the entries to a sample; `request.sample` is the row of the table."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ class Sources:
     """The caption sources that are used.
 
     Attributes:
-        names: in the order in which they count as first, second, ...
-        weights: float64 [names], all positive.
-        rank: int16, by the source's code in the manifest: index in `names`, -1 for sources that are excluded.
-        not_asked_for: sources of models, excluded because nothing names them.
+        names: Names, in the order in which they count as first, second, ...
+        weights: Sampling weights, float64 [names], all positive.
+        rank: Index in `names` by the source's code in the manifest, int16; -1 for excluded sources.
+        not_asked_for: Sources of models, excluded because nothing names them.
     """
 
     names: tuple[str, ...]
@@ -58,7 +59,7 @@ class Sources:
     not_asked_for: tuple[str, ...] = ()
 
     def describe(self, num_captions: NDArray[np.int64]) -> str:
-        """Names with their weights and numbers of captions."""
+        """Return the names with their weights and numbers of captions."""
         each = zip(self.names, self.weights.tolist(), num_captions.tolist(), strict=True)
         parts = (f"{name} = {weight:g} ({count_noun(number, 'caption')})" for name, weight, number in each)
         return f"sources {', '.join(parts)}"
@@ -76,33 +77,33 @@ class Sources:
 
 
 def asking_for(names: Sequence[str]) -> str:
-    """The value of `--captions.sources` that takes these sources alike, whatever their models' fingerprints."""
-    wanted = dict.fromkeys(f"{name.partition('@')[0]}@*=1" if is_of_model(name) else f"{name}=1" for name in names)
-    return ",".join(wanted)
+    """Return the value of `--captions.sources` that takes these sources alike, whatever their models' fingerprints."""
+    pairs = dict.fromkeys(f"{name.partition('@')[0]}@*=1" if is_of_model(name) else f"{name}=1" for name in names)
+    return ",".join(pairs)
 
 
-def choose_sources(names: list[str], *, wanted: str | None, elsewhere: Collection[str] = ()) -> Sources:
-    """Select sources among `names`, those of a split.
+def choose_sources(names: list[str], *, weights: str | None, elsewhere: Collection[str] = ()) -> Sources:
+    """Select sources among `names`, the sources of a split.
 
     Args:
-        elsewhere: sources of other splits, such as pseudo-captions of training videos in an evaluation. They can be
-            wanted, too, as long as the split has captions of another one that is.
-        wanted: `--captions.sources`: names or shell patterns with weights; the first one that matches a source gives
-            its weight. None gives every source the weight 1, in alphabetical order, but those of models
+        weights: `--captions.sources`: names or shell patterns with weights; the first pattern that matches a source
+            gives its weight. None gives every source the weight 1, in alphabetical order, except sources of models
             (`captioner@1f2e3d4c`), which are used only if they are named.
+        elsewhere: Sources of other splits, such as pseudo-captions of training videos in an evaluation. They can be
+            named, too, as long as the split has captions of another named source.
 
     Raises:
-        UserError: a name or pattern matches no source, or no source of the split is left.
+        UserError: A name or pattern matches no source, or no source of the split is left.
     """
     left = sorted(names, key=source_order)
     by_people = [name for name in left if not is_of_model(name)]
-    if wanted is None and left and not by_people:
+    if weights is None and left and not by_people:
         raise UserError(
             f"all captions of this split are of models ({', '.join(left)}), which are used only if they are named",
             hint=f'name them: --captions.sources "{asking_for(left)}"',
         )
-    not_asked_for = tuple(left[len(by_people) :]) if wanted is None else ()
-    pairs = [(name, 1.0) for name in by_people] if wanted is None else list(parse_weights(wanted).items())
+    not_asked_for = tuple(left[len(by_people) :]) if weights is None else ()
+    pairs = [(name, 1.0) for name in by_people] if weights is None else list(parse_weights(weights).items())
     chosen: list[tuple[str, float]] = []
     for pattern, weight in pairs:
         # The full name of a source means that source, even if it could be read as a pattern.
@@ -113,20 +114,19 @@ def choose_sources(names: list[str], *, wanted: str | None, elsewhere: Collectio
                 hint=f"available sources: {', '.join(sorted(names)) or 'none'}",
                 flags=("--captions.sources",),
             )
-        found = [name for name in left if name in matching]
-        left = [name for name in left if name not in found]
-        chosen += [(name, weight) for name in found if weight > 0]
+        matching = [name for name in left if name in matching]
+        left = [name for name in left if name not in matching]
+        chosen += [(name, weight) for name in matching if weight > 0]
     if names and not chosen:
         raise UserError(
-            f"--captions.sources is {wanted!r}, and this split has no captions of these sources",
+            f"--captions.sources is {weights!r}, and this split has no captions of these sources",
             hint=f"sources of this split: {', '.join(sorted(names))}",
             flags=("--captions.sources",),
         )
     rank = np.full(len(names), -1, np.int16)
     for number, (name, _) in enumerate(chosen):
         rank[names.index(name)] = number
-    weights = np.array([weight for _, weight in chosen])
-    return Sources(tuple(name for name, _ in chosen), weights, rank, not_asked_for)
+    return Sources(tuple(name for name, _ in chosen), np.array([weight for _, weight in chosen]), rank, not_asked_for)
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class CaptionChoice:
     """The captions of clips.
 
     Attributes:
-        first_entry: [R + 1], first entry of each run.
-        first_run: [N + 1], first run of each clip; None if every clip has one run.
-        before: float64 [R + 1], sum of the weights of all earlier runs; None likewise.
+        first_entry: First entry of each run, [R + 1].
+        first_run: First run of each clip, [N + 1]; None if every clip has one run.
+        before: Sum of the weights of all earlier runs, float64 [R + 1]; None if every clip has one run.
     """
 
     first_entry: NDArray[Any]
@@ -149,7 +149,7 @@ class CaptionChoice:
         return len(self.first_entry if self.first_run is None else self.first_run) - 1
 
     def first(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first caption of the first source of each clip, as entries."""
+        """Return the first caption of the first source of each clip, as entries."""
         runs = clips if self.first_run is None else self.first_run[clips]
         return self.first_entry[runs].astype(np.int64)
 
@@ -159,32 +159,32 @@ class CaptionChoice:
         if self.first_run is not None and self.before is not None:
             low, high = self.first_run[clips], self.first_run[clips + 1]
             share = draw_uniform(position, 1, seed=seed, purpose="source")[:, 0]
-            wanted = self.before[low] + share * (self.before[high] - self.before[low])
+            point = self.before[low] + share * (self.before[high] - self.before[low])
             # Rounding may lead slightly out of the clip.
-            runs = np.clip(np.searchsorted(self.before, wanted, side="right") - 1, low, high - 1)
+            runs = np.clip(np.searchsorted(self.before, point, side="right") - 1, low, high - 1)
         begin, end = self.first_entry[runs].astype(np.int64), self.first_entry[runs + 1].astype(np.int64)
         return begin + integers_below(end - begin, position, seed=seed, purpose="caption")
 
     def draw_one(self, clip: int, *, position: int, seed: int) -> int:
-        """`draw` for one clip, with a shortcut for a single caption, as it is called for every sample."""
+        """Draw a caption of one clip. A single caption has a shortcut, because this is called for every sample."""
         entries = self.entries(clip)
         if len(entries) == 1:
             return entries[0]
         return int(self.draw(np.array([clip]), position=np.array([position]), seed=seed)[0])
 
     def entries(self, clip: int) -> range:
-        """All captions of a clip."""
+        """Return all captions of a clip, as entries."""
         first, last = (clip, clip + 1) if self.first_run is None else self.first_run[clip : clip + 2].tolist()
         return range(int(self.first_entry[first]), int(self.first_entry[last]))
 
     @property
     def clip_of_entry(self) -> NDArray[np.int64]:
-        """The clip of each caption."""
+        """Clip of each caption."""
         bounds = self.first_entry if self.first_run is None else self.first_entry[self.first_run]
         return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
 
     def weights(self, clip: int) -> NDArray[np.float64]:
-        """Probability of each caption of a clip, in the order of `entries`; the sum is 1."""
+        """Return the probability of each caption of a clip, in the order of `entries`; the sum is 1."""
         if self.first_run is None or self.before is None:
             count = len(self.entries(clip))
             return np.full(count, 1 / count)
@@ -199,9 +199,9 @@ class Runs:
     """The entries of consecutive clips, divided by source.
 
     Attributes:
-        first_entry: [R], first entry of each run.
-        rank: int16 [R], of its source.
-        num_runs: [N], number of runs of each clip.
+        first_entry: First entry of each run, [R].
+        rank: Rank of its source, int16 [R].
+        num_runs: Number of runs of each clip, [N].
     """
 
     first_entry: NDArray[np.int64]
@@ -210,7 +210,7 @@ class Runs:
 
 
 def runs_of(clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int) -> Runs:
-    """The runs of entries of these clips and sources, sorted by both."""
+    """Return the runs of entries of these clips and sources, sorted by both."""
     begins = np.flatnonzero(np.r_[len(clip) > 0, (clip[1:] != clip[:-1]) | (rank[1:] != rank[:-1])])
     return Runs(begins, rank[begins], np.bincount(clip[begins], minlength=num_clips))
 
@@ -246,30 +246,30 @@ def smallest_integers(numbers: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def describe_cut(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "Tokenize") -> str:
-    """How many of the texts at `rows` fill the context of a tokenizer, which cuts what is longer; '' for none.
+    """Count the texts at `rows` that fill the context of a tokenizer, which cuts longer ones; '' for none.
 
-    A token is a byte at least, and a word is a token at least, so that few texts have to be tokenized. Of very many,
-    evenly spaced ones are.
+    A token is a byte at least, and a word is a token at least, so that few texts have to be tokenized. Of more than
+    20,000 such texts, evenly spaced ones are tokenized.
     """
     empty = tokenize("")
     context, padding = len(empty), empty[-1]
     num_bytes = pc.binary_length(texts).to_numpy()[rows]
     uncertain = rows[num_bytes >= context - 2]
-    looked_at = uncertain[:: max(1, len(uncertain) // _MAX_TOKENIZED)]
-    if not len(looked_at):
+    sampled = uncertain[:: max(1, len(uncertain) // _MAX_TOKENIZED)]
+    if not len(sampled):
         return ""
-    found = 0
-    for row in looked_at.tolist():
+    num_full = 0
+    for row in sampled.tolist():
         text = str(texts[row].as_py())
-        found += len(text.split()) >= context - 2 or tokenize(text)[-1] != padding
-    if not found:
+        num_full += len(text.split()) >= context - 2 or tokenize(text)[-1] != padding
+    if not num_full:
         return ""
-    about = "" if len(looked_at) == len(uncertain) else "about "
-    return f"{about}{round(found / len(looked_at) * len(uncertain)):,} of {context} tokens or more, cut to {context}"
+    about = "" if len(sampled) == len(uncertain) else "about "
+    return f"{about}{round(num_full / len(sampled) * len(uncertain)):,} of {context} tokens or more, cut to {context}"
 
 
 def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -> str | None:
-    """The text at `rows`, which ascend (None: all), if it is the same at all of them; None if texts differ."""
+    """Return the text at `rows`, which ascend (None: all), if it is the same at all of them; None if texts differ."""
     first, begin = texts[0 if rows is None else int(rows[0])], 0
     for chunk in texts.chunks:  # texts of most sets differ in the first one
         is_same = pc.equal(chunk, first).to_numpy(zero_copy_only=False)
@@ -280,14 +280,6 @@ def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -
     return str(first.as_py())
 
 
-def all_the_same(text: str, num_captions: int, *, split: str) -> UserError:
-    """The error for captions that are all the same text."""
-    return UserError(
-        f"all {num_captions:,} captions of split {split!r} are {text!r:.60}: there is nothing to tell apart",
-        hint="run prep manifest with annotations whose captions differ",
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowCaptions:
     """The captions of rows.
@@ -296,12 +288,12 @@ class RowCaptions:
         choice: Choice of an entry, by the weights of caption sources.
         sources: The caption sources in use.
         texts_sha256: Digest of the texts.
-        same_text: The text, if all captions have the same.
-        caption_id: int [C], ids of captions in the manifest.
-        caption: int32 [P], index of each entry in the arrays of captions; None if entries and captions are the same.
-        text_row: int32 [C], rows of the texts in the stored captions.
-        place: int64 [C], where stored embeddings lie (clipmill.train.data.mapped_tars); None without them.
-        num_tokens: int32 [C], lengths of stored sequences; None if embeddings are single vectors.
+        same_text: Text of all captions, if it is the same; None otherwise.
+        caption_id: Ids of captions in the manifest, int [C].
+        text_row: Rows of the texts in the stored captions, int32 [C].
+        caption: Index of each entry in the arrays of captions, int32 [P]; None if entries and captions are the same.
+        place: Places of stored embeddings, int64 [C] (clipmill.train.data.mapped_tars); None without embeddings.
+        num_tokens: Lengths of stored sequences, int32 [C]; None if embeddings are single vectors.
     """
 
     choice: CaptionChoice
@@ -316,7 +308,7 @@ class RowCaptions:
 
     @classmethod
     def of_one_each(cls, text_row: NDArray[np.int32], *, texts: "pa.ChunkedArray", texts_sha256: str) -> "RowCaptions":
-        """The captions of rows that have one each, whose ids are the numbers of the rows.
+        """Return the captions of rows with a single caption each, whose ids are the numbers of the rows.
 
         Args:
             text_row: Rows of the texts, ascending.
@@ -337,7 +329,7 @@ class RowCaptions:
         return int(self.choice.first_entry[-1])
 
     def of_entries(self, entries: Any) -> Any:
-        """The captions of some entries, or of one, as indices of the arrays of captions."""
+        """Return the captions of some entries, or of one, as indices of the arrays of captions."""
         return entries if self.caption is None else self.caption[entries]
 
 
@@ -362,7 +354,7 @@ class Captions:
         texts: The stored texts of the manifest.
         tokenize: Tokenizer of captions; None for texts.
         stored_text: Embeddings that samples get in place of captions; None for captions.
-        relevant: Captions drawn by relevancy; None to draw among those of a clip.
+        relevant: Draw of captions by relevancy; None to draw among the captions of a clip.
     """
 
     def __init__(
@@ -383,7 +375,7 @@ class Captions:
         return self.rows.num_entries
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Number of samples that training takes in an epoch."""
+        """Return the number of samples that training takes in an epoch."""
         return num_samples
 
     def add(self, sample: Sample, request: "SampleRequest") -> None:
@@ -400,46 +392,50 @@ class Captions:
             sample["relevancy"] = relevancy
 
     def caption_id(self, entry: int) -> int:
-        """Id of a caption in the manifest."""
+        """Return the id of a caption in the manifest."""
         return int(self.rows.caption_id[self.rows.of_entries(entry)])
 
     def text(self, row: int) -> str:
-        """The text of a row's caption in an evaluation."""
+        """Return the text of a row's caption in an evaluation."""
         return self.text_at(self.first_entry(row))
 
     def text_at(self, entry: int) -> str:
-        """The text of a caption."""
+        """Return the text of a caption."""
         return self.texts(np.array([entry]))[0]
 
     def texts(self, entries: NDArray[np.int64]) -> list[str]:
-        """The texts of some captions."""
+        """Return the texts of some captions."""
         return self.texts_at(self.rows.text_row[self.rows.of_entries(entries)])
 
     def texts_at(self, text_rows: NDArray[np.integer]) -> list[str]:
-        """The texts at some rows of the stored captions."""
+        """Return the texts at some rows of the stored captions."""
         # Arrow's own `take` concatenates all chunks first.
         return [str(self.stored_texts[row].as_py()) for row in text_rows.tolist()]
 
     def texts_of(self, row: int) -> list[str]:
-        """The texts of all captions of a row, in the order of their sources."""
+        """Return the texts of all captions of a row, in the order of their sources."""
         return self.texts(np.array(self.rows.choice.entries(row)))
 
     def all_texts(self) -> Iterator[str]:
-        """The texts of all captions in use."""
+        """Yield the texts of all captions in use."""
         for begin in range(0, self.num_entries, _BLOCK):
             yield from self.texts(np.arange(begin, min(begin + _BLOCK, self.num_entries)))
 
     def first_entry(self, row: int) -> int:
-        """Entry of the caption that an evaluation shows."""
+        """Return the entry of the caption that an evaluation shows."""
         return int(self.rows.choice.first(np.array([row]))[0])
 
     def require_different_texts(self, *, split: str) -> None:
         """Raise a UserError if all captions are the same text, so that there is nothing to tell apart."""
         if self.rows.same_text is not None:
-            raise all_the_same(self.rows.same_text, len(self.rows.caption_id), split=split)
+            raise UserError(
+                f"all {len(self.rows.caption_id):,} captions of split {split!r} are {self.rows.same_text!r:.60}: there "
+                "is nothing to tell apart",
+                hint="run prep manifest with annotations whose captions differ",
+            )
 
     def describe(self) -> list[str]:
-        """How many captions are cut by the tokenizer, for the log."""
+        """Count the captions that the tokenizer cuts, for the log."""
         return (
             []
             if self.tokenize is None
@@ -447,11 +443,11 @@ class Captions:
         )
 
     def facts(self) -> tuple[Any, ...]:
-        """Facts on which the samples depend, for their fingerprint."""
+        """Return facts on which the samples depend, for their fingerprint."""
         return () if self._relevant is None else (self._relevant.sha256,)
 
     def _draw(self, request: "SampleRequest") -> tuple[int, float]:
-        """Entry of the caption to show, and its relevancy."""
+        """Return the entry of the caption to show, and its relevancy."""
         if request.seed is None:
             return self.first_entry(request.sample), 1.0
         if self._relevant is not None:

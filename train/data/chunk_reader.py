@@ -1,4 +1,7 @@
-"""`read_chunks`: whole chunks of a split, decoded, for analysis in Python (docs/python.md)."""
+"""`read_chunks` and `chunks_table`: decoded chunks of a split, and a table of all chunks, for analysis in Python.
+
+docs/python.md shows how they are used.
+"""
 
 import base64
 import html
@@ -44,9 +47,9 @@ class Chunk:
 
     Attributes:
         key: `<video id>_<start in ms>`.
-        begin_s, end_s: its span in the video, seconds.
-        frames: uint8 [T, H, W, 3], RGB, in the size that is stored.
-        time_s: float64 [T], when each frame is shown, in the video.
+        begin_s, end_s: Span in the video, seconds.
+        frames: RGB frames in the stored size, uint8 [T, H, W, 3].
+        time_s: Time of each frame in the video, seconds, float64 [T].
     """
 
     key: str
@@ -73,7 +76,7 @@ class Chunks:
     """The chunks of a split, decoded in order of videos and time; opened by `read_chunks`.
 
     Attributes:
-        failures: the chunks that could not be decoded so far, with key, reason and detail.
+        failures: Chunks that could not be decoded so far, with key, reason and detail.
     """
 
     def __init__(self, chunks: ChunkSet, *, every: int, workers: int, max_failures: int) -> None:
@@ -104,15 +107,15 @@ class Chunks:
     def _load(self, number: int) -> Chunk | FailedSample:
         chunks, times = self._chunks, self._chunks.table.times(number)
         key = chunks.key(number)
-        wanted = range(0, times.num_frames, self._every)
+        frames = range(0, times.num_frames, self._every)
         pictures: dict[int, NDArray[np.uint8]] = {}
 
         def add(frame: int, picture: "av.VideoFrame") -> None:
-            # One thread: to start others takes longer than to convert a picture of this size.
+            # One thread: starting more takes longer than converting a picture of this size.
             pictures[frame] = np.asarray(picture.to_ndarray(format="rgb24", threads=1), np.uint8)
 
         try:
-            chunks.decoder.decode_each(chunks.read(number, wanted), add)
+            chunks.decoder.decode_each(chunks.read(number, frames), add)
         except SampleFailed as error:
             return error.at(number)
         begin_s, frame_s = times.start_ms / 1000, times.fps_den / times.fps_num
@@ -121,8 +124,8 @@ class Chunks:
             video_id=split_key(key)[0],
             begin_s=begin_s,
             end_s=begin_s + times.num_frames * frame_s,
-            frames=np.stack([pictures[frame] for frame in wanted]),
-            time_s=begin_s + np.array(wanted) * frame_s,
+            frames=np.stack([pictures[frame] for frame in frames]),
+            time_s=begin_s + np.array(frames) * frame_s,
         )
 
 
@@ -136,15 +139,15 @@ def read_chunks(
     max_failures: int = 100,
     cache: Path | None = None,
 ) -> Chunks:
-    """Read whole chunks of a split for analysis: an iterable of `Chunk`, with a length.
+    """Read the chunks of a split for analysis: an iterable of `Chunk`, with a length.
 
     Args:
-        data: data folder that prep made, as a path or an address.
-        every: decode every n-th frame, from the first one on. A chunk of 450 frames of 456 x 256 takes 158 MB.
-        split, workers, max_failures, cache: see `open_clips`.
+        data: Data folder that prep made, as a path or an address.
+        every: Decode every n-th frame, from the first one on. A chunk of 450 frames of 456 x 256 takes 158 MB.
+        split, workers, max_failures, cache: See `open_clips`.
 
     Raises:
-        UserError: there is no such data or split, or an argument is out of range.
+        UserError: The data or the split does not exist, or an argument is out of range.
     """
     require_whole_numbers(every=every, workers=workers, max_failures=max_failures)
     require_texts(split=split)
@@ -160,19 +163,19 @@ _MS_PER_S, _LABEL = 1000, "label_"
 
 @names_arguments
 def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
-    """The chunks of all splits as a pyarrow table, ordered by video and time; no video is decoded.
+    """Return the chunks of all splits as a pyarrow table, ordered by video and time; no video is decoded.
 
-    Columns: key, video_id, split, begin_s, end_s (seconds in the video); captions (list of strings: those that are on
-    show during the chunk, also in part, in the order of caption_id) and caption_id (list of int64); each label column
-    `label_NAME` (list of strings, one per caption); and with `prep scores`, each score and `duplicate` (bool), null
-    for chunks without scores.
+    Columns: key, video_id, split, begin_s, end_s (seconds in the video); captions (list of strings: the captions that
+    are shown during the chunk or a part of it, in the order of caption_id) and caption_id (list of int64); each label
+    column `label_NAME` (list of strings, one per caption); and with `prep scores`, each score and `duplicate` (bool),
+    null for chunks without scores.
 
     Args:
-        data: data folder that prep made, as a path or an address.
-        cache: folder for copies of remote data. Default: the user's cache folder.
+        data: Data folder that prep made, as a path or an address.
+        cache: Folder for copies of remote data. Default: the user's cache folder.
 
     Raises:
-        UserError: there is no such data, a table of it is damaged, or the scores are of other chunks.
+        UserError: The data do not exist, one of their tables is damaged, or the scores are of other chunks.
     """
     folder = open_data_folder(str(data), cache=cache)
     data_dir = folder.path
@@ -185,7 +188,9 @@ def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
     ids = video_ids.take(pa.array(chunks.video_row))
     starts_ms = chunks.start_ms.tolist()
     columns = {
-        "key": pa.array([chunk_key(one, start) for one, start in zip(ids.to_pylist(), starts_ms, strict=True)]),
+        "key": pa.array(
+            [chunk_key(video_id, start) for video_id, start in zip(ids.to_pylist(), starts_ms, strict=True)]
+        ),
         "video_id": ids,
         "split": videos["split"].combine_chunks().take(pa.array(chunks.video_row)),
         "begin_s": pa.array(chunks.start_ms / _MS_PER_S),
@@ -200,7 +205,7 @@ def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
 
 
 def _captions(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> Iterator[tuple[str, pa.Array]]:
-    """The captions of each chunk, and their columns of labels: a list for each chunk."""
+    """Yield the captions of each chunk, and their columns of labels: a list for each chunk."""
     captions = read_captions(data_dir)
     rows, chunk = _shown_pairs(captions, chunks, video_ids)
     order = np.lexsort((rows, chunk))
@@ -215,7 +220,7 @@ def _captions(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> Iterat
 def _shown_pairs(
     captions: pa.Table, chunks: ChunkTable, video_ids: pa.Array
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Each pair of a caption, as its row, and a chunk that shows a part of it."""
+    """Return each pair of a caption, as its row, and a chunk that shows a part of it."""
     video = rows_of(captions["video_id"], video_ids)
     begin_s, end_s = captions["begin_s"].to_numpy(), captions["end_s"].to_numpy()
     search = chunks.search()
@@ -234,9 +239,9 @@ def _shown_pairs(
 
 
 def _scores(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> dict[str, pa.ChunkedArray]:
-    """The numbers of each chunk, and whether it looks like one of an earlier video."""
+    """Return the scores of each chunk, and whether it looks like a chunk of an earlier video."""
     table = open_scores(data_dir, columns={"video_id", "start_ms", *NUMBERS, "duplicate_of"}).table
     rows = find_chunks(table, video_ids=video_ids, video_row=chunks.video_row, start_ms=chunks.start_ms)
-    found = pa.array(rows, mask=rows < 0)
-    of_chunks = {name: table[name].take(found) for name in NUMBERS}
-    return of_chunks | {"duplicate": pa.compute.greater_equal(table["duplicate_of"].take(found), 0)}
+    scored = pa.array(rows, mask=rows < 0)
+    of_chunks = {name: table[name].take(scored) for name in NUMBERS}
+    return of_chunks | {"duplicate": pa.compute.greater_equal(table["duplicate_of"].take(scored), 0)}

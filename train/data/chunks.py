@@ -1,7 +1,11 @@
-"""The chunks of a split in the `video` column: opening, reading and decoding them; and `ClipQuery`, which clips of them
-are opened, and how they are shown and loaded."""
+"""Chunks of a split in the `video` column, and the clips that are read from them.
+
+`ClipQuery` says which clips are opened, `ChunkSet` opens, reads and decodes the chunks, and `ClipReader` makes clips of
+them.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def videos_of_split(data_dir: Path, split: str) -> pa.Array:
-    """Ids of the videos of a split; raises UserError if there are none."""
+    """Return the ids of the videos of a split; raises UserError if there are none."""
     videos = read_videos(data_dir)
     of_split = videos.filter(pc.equal(videos["split"], split))
     if not of_split.num_rows:
@@ -56,7 +60,7 @@ def videos_of_split(data_dir: Path, split: str) -> pa.Array:
 
 @dataclass(frozen=True)
 class _OpenedChunks:
-    """The videos of a split and their chunks, and how many shards have open GOPs; None if this is unknown."""
+    """Videos of a split, their chunks, and the number of shards with open GOPs; None if it is unknown."""
 
     video_ids: pa.Array
     table: ChunkTable
@@ -73,7 +77,7 @@ def _open_chunks(variant: Variant, data_dir: Path, *, split: str) -> _OpenedChun
 
 
 def manifest_mark(data_dir: Path) -> tuple[object, ...]:
-    """What data that are read from the manifest depend on: its fingerprint, and the checksums of its tables."""
+    """Return what data from the manifest depend on: its fingerprint, and the checksums of its tables."""
     manifest = read_manifest(data_dir)
     tables = manifest.get("tables") or [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(manifest_dir(data_dir).iterdir())
@@ -94,20 +98,20 @@ class ChunkSet:
     """The chunks of a split in the `video` column: reading and decoding them. Thread-safe.
 
     Args:
-        rule: how frames are decoded.
-        tars: reads the tars, if they are not in `data_dir`.
-        where: an expression that selects samples (clipmill.shards.where); None for all.
-        has_captions: whether these have captions.
+        rule: Rule by which frames are decoded.
+        tars: Reader of the tars, if they are not in `data_dir`.
+        where: Expression that selects samples (clipmill.shards.where); None for all.
+        has_captions: True if the samples have captions.
 
     Attributes:
-        video_ids: the videos of the split.
-        table: the chunks; a chunk's video row is a row of `video_ids`.
-        selection: what `where` selects. The table has all chunks nevertheless.
-        decoder: decodes what was read.
-        num_readers: threads that read ahead of those that decode; 0 for a local folder, where these read too.
+        video_ids: Videos of the split.
+        table: Chunks; a chunk's video row is a row of `video_ids`.
+        selection: Chunks and captions that `where` selects. The table has all chunks nevertheless.
+        decoder: Decoder of the chunks that were read.
+        num_readers: Number of threads that read ahead of decoding; 0 for a local folder, which decoding threads read.
 
     Raises:
-        UserError: there is no such data folder, it has no shards, the split has no videos, or `where` is not an
+        UserError: The data folder does not exist or has no shards, the split has no videos, or `where` is not an
             expression, selects nothing, or uses scores that chunks lack.
     """
 
@@ -161,12 +165,12 @@ class ChunkSet:
         )
 
     def require_same_manifest(self) -> None:
-        """Raise a UserError if the manifest has changed since the chunks were opened: a table may be of both."""
+        """Raise a UserError if the manifest has changed since the chunks were opened: a table may mix both."""
         _, *mark = self.videos
         require_same_manifest(self._data_dir, tuple(mark))
 
     def key(self, chunk: int) -> str:
-        """Key of a chunk."""
+        """Return the key of a chunk."""
         video_id = self.video_ids[int(self.table.video_row[chunk])].as_py()
         return chunk_key(video_id, int(self.table.start_ms[chunk]))
 
@@ -176,7 +180,7 @@ class ChunkSet:
         return read_chunk(shard, row, frames, rule=self.rule, key=self.key(chunk))
 
     def describe(self) -> str:
-        """Which shards are not decoded by the rule; empty if all are."""
+        """Name the shards that are not decoded by the rule; empty if all are."""
         if not self._num_open:
             return ""
         return (
@@ -185,7 +189,7 @@ class ChunkSet:
         )
 
     def source_paths(self) -> pa.Array:
-        """Paths or URLs of the videos' files in the manifest, for each of `video_ids`."""
+        """Return paths or URLs of the videos' files in the manifest, for each of `video_ids`."""
         videos = read_videos(self._data_dir)
         rows = pc.index_in(self.video_ids.cast(pa.string()), value_set=videos["video_id"].combine_chunks())
         return videos["path"].combine_chunks().take(rows)
@@ -208,7 +212,7 @@ def _has_closed_gops(shard: CommittedShard) -> bool:
 
 
 def evenly_of_each(videos: NDArray[np.int64], *, at_most: int) -> NDArray[np.int64]:
-    """Rows of at most `at_most` samples of each video, spread evenly; `videos` are those of the samples, ascending."""
+    """Return rows of at most `at_most` samples of each video, spread evenly; `videos` of samples, ascending."""
     _, first, count = np.unique(videos, return_index=True, return_counts=True)
     count, number = np.repeat(count, count), np.arange(len(videos)) - np.repeat(first, count)
     num_taken = np.minimum(count, at_most)
@@ -217,16 +221,16 @@ def evenly_of_each(videos: NDArray[np.int64], *, at_most: int) -> NDArray[np.int
 
 @dataclass(frozen=True)
 class ClipQuery:
-    """A question to a data folder.
+    """Clips that are asked of a data folder.
 
     Attributes:
-        data_dir: the folder, or the local copy of its small files if its tars are elsewhere.
-        split: split of the videos.
-        shape: how clips are sampled, cropped and resized.
-        loading: batches, threads and this rank's share.
-        decode: how frames are decoded.
-        tars: reads the tars, if they are not in `data_dir`.
-        where: an expression that selects samples (`clipmill.shards.where`); None for all.
+        data_dir: Folder, or the local copy of its small files if its tars are elsewhere.
+        split: Split of the videos.
+        shape: Rules by which clips are sampled, cropped and resized.
+        loading: Batches, threads and this rank's share.
+        decode: Rule by which frames are decoded.
+        tars: Reader of the tars, if they are not in `data_dir`.
+        where: Expression that selects samples (`clipmill.shards.where`); None for all.
     """
 
     data_dir: Path
@@ -241,10 +245,10 @@ class ClipQuery:
         """Open the chunks of the split.
 
         Args:
-            has_captions: whether these have captions, which conditions may be about.
+            has_captions: True if the clips have captions, so that conditions may concern them.
 
         Raises:
-            UserError: see `ChunkSet`.
+            UserError: See `ChunkSet`.
         """
         return ChunkSet(
             self.data_dir,
@@ -256,7 +260,7 @@ class ClipQuery:
         )
 
     def nothing(self, chunks: ChunkSet) -> tuple[str, str]:
-        """Message and hint of the error if none of the clips can be shown."""
+        """Return the message and hint of the error if none of the clips can be shown."""
         hint = (
             "see prep status; captions and labels come from prep manifest"
             if not chunks.selection.text
@@ -267,7 +271,7 @@ class ClipQuery:
 
 
 def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loading: LoaderSettings) -> ClipQuery:
-    """The clips of a folder that settings ask for, as training shows them."""
+    """Return the clips of a folder that settings ask for, in the shape of training."""
     return ClipQuery(
         folder.path,
         split=split,
@@ -280,7 +284,7 @@ def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loadin
 
 
 def query_clips(query: DataQuery) -> ClipQuery:
-    """The clips of the data folder that a task asks for; raises UserError if the folder cannot be read."""
+    """Return the clips of the data folder that a task asks for; raises UserError if the folder cannot be read."""
     folder = query.open_folder(column=VIDEO)
     clips = clip_query(query.settings, folder, split=query.split, loading=query.loading)
     return replace(clips, shape=query.shape)
@@ -300,7 +304,7 @@ class ClipPlan:
 
     @cached_property
     def by_chunk(self) -> dict[int, dict[int, list[int]]]:
-        """The frames needed of each chunk, and the indices of each of them in the clip."""
+        """Frames needed of each chunk, and the indices of each frame in the clip."""
         by_chunk: dict[int, dict[int, list[int]]] = {}
         for index, (chunk, frame) in enumerate(self.frames):
             by_chunk.setdefault(chunk, {}).setdefault(frame, []).append(index)
@@ -309,7 +313,7 @@ class ClipPlan:
 
 @dataclass(frozen=True)
 class ReadClips:
-    """The clips of a group of requests, read ahead of decoding: bytes, or why they cannot be read, by chunk.
+    """Clips of a group of requests, read ahead of decoding: bytes, or the reason why they cannot be read, by chunk.
 
     Attributes:
         shared: Chunks that several of the clips need.
@@ -322,16 +326,16 @@ class ReadClips:
 
 
 class ClipReader(ThreadedReader):
-    """Reads the clips of a table from chunks: the frames of their spans, decoded and cropped. Thread-safe.
+    """Reader of the clips of a table from chunks: the frames of their spans, decoded and cropped. Thread-safe.
 
     Sample i shows row i // repeats.
 
     Args:
-        chunks: The chunks, which are the parts of the table.
-        shape: How clips are made.
-        annotations: What samples get beside frames.
-        repeats: Samples of a clip in an epoch. They follow one another, so that loaded as a group their chunks are read
-            and decoded once.
+        chunks: Chunks, which are the parts of the table.
+        shape: Rules by which clips are made.
+        annotations: Entries that samples get beside frames.
+        repeats: Samples of a clip in an epoch. They are consecutive, so that their chunks are read and decoded once if
+            they are loaded as a group.
         same_frames: Number of consecutive requests, of one clip, that draw the same moments in training.
     """
 
@@ -353,19 +357,19 @@ class ClipReader(ThreadedReader):
         self._repeats, self._of_same_frames = repeats, same_frames
 
     def key(self, sample: int) -> str:
-        """The chunk in which the clip begins."""
+        """Return the chunk in which the clip begins."""
         return self.chunks.key(int(self._first_chunk[sample // self._repeats]))
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of clips in their videos, microseconds."""
+        """Return the start and end of clips in their videos, microseconds."""
         return self._begin_us[rows], self._end_us[rows]
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the videos of clips."""
+        """Return the numbers of the videos of clips."""
         return self.chunks.table.video_row[self._first_chunk[rows]].astype(np.int64)
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Start of the first and end of the last frame of an evaluated clip in its video, seconds."""
+        """Return the start of the first and end of the last frame of an evaluated clip in its video, seconds."""
         frames = self.plan(SampleRequest(sample, sample, None)).frames
         times = [(self.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])]
         (first, first_frame), (last, last_frame) = times
@@ -375,7 +379,7 @@ class ClipReader(ThreadedReader):
         )
 
     def deviations(self) -> list[str]:
-        """Deviations from the settings, with numbers."""
+        """Return deviations from the settings, with numbers."""
         parts = [self.chunks.describe()]
         if self._repeats > 1:
             noun = "crops of the same frames" if self._of_same_frames > 1 else "samples"
@@ -391,7 +395,7 @@ class ClipReader(ThreadedReader):
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """How clips of a remote folder are read ahead of decoding; None for a local one."""
+        """Function that reads clips of a remote folder ahead of decoding; None for a local folder."""
         num_readers = self.chunks.num_readers
         return ReadAhead(self.read, self.load_read, num_readers) if num_readers else None
 
@@ -410,16 +414,29 @@ class ClipReader(ThreadedReader):
         return ReadClips(plans, shared, others)
 
     def load_read(self, read: ReadClips) -> list[Sample | FailedSample]:
-        """Decode and crop clips that were read: those that `load` gives."""
+        """Decode and crop clips that were read, with the result of `load`."""
         return self._load(read.plans, read)
 
     def _load(self, plans: Sequence[ClipPlan], read: ReadClips | None) -> list[Sample | FailedSample]:
-        shared = self._decode_shared(plans, read) if len(plans) > 1 else {}
+        # A chunk that several plans need is decoded once. If it fails, it fails each of the plans, when they read it.
+        shared: dict[int, ChunkFrames] = {}
+        for chunk, needed in _shared_chunks(plans).items() if len(plans) > 1 else ():
+            with suppress(SampleFailed):
+                shared[chunk] = self.decoder.decode(self._bytes(chunk, needed, {} if read is None else read.shared))
         loaded: list[Sample | FailedSample] = []
         for number, plan in enumerate(plans):
             contents = {} if read is None else {**read.shared, **read.others[number]}
             try:
-                loaded.append(self._sample(plan, self._make(plan, shared, contents)))
+                clip = self._make(plan, shared, contents)
+                sample = Sample(
+                    position=plan.request.position,
+                    key=plan.key,
+                    clip_id=plan.request.sample,
+                    video=clip.video,
+                    colour=clip.colour,
+                )
+                self.annotate(sample, plan.request)
+                loaded.append(sample)
             except SampleFailed as error:
                 loaded.append(error.at(plan.request.position))
         return loaded
@@ -444,23 +461,17 @@ class ClipReader(ThreadedReader):
         return make_clip(pictures, self._shape, rng=plan.rng, in_graph=in_graph, key=plan.key)
 
     def annotate(self, sample: Sample, request: SampleRequest) -> None:
-        """Add to a sample what it has beside frames."""
+        """Add the entries beside frames to a sample."""
         for annotations in self._annotations:
             annotations.add(sample, request)
-
-    def _sample(self, plan: ClipPlan, clip: Clip) -> Sample:
-        request = plan.request
-        sample = Sample(
-            position=request.position, key=plan.key, clip_id=request.sample, video=clip.video, colour=clip.colour
-        )
-        self.annotate(sample, request)
-        return sample
 
     def _make(
         self, plan: ClipPlan, shared: Mapping[int, ChunkFrames], read: Mapping[int, ChunkBytes | SampleFailed]
     ) -> Clip:
-        """Decode the chunks that are not `shared`, reading those that are not `read`; each frame is cropped as the
-        decoder outputs it."""
+        """Decode the chunks that are not `shared`, after reading the chunks that are not in `read`.
+
+        Each frame is cropped as the decoder outputs it.
+        """
         chunks = self.chunks
         if chunks.rule == "filter":
             decoded = {
@@ -481,17 +492,6 @@ class ClipReader(ThreadedReader):
                 self.decoder.decode_each(self._bytes(chunk, indices, read), add)
         return building.clip()
 
-    def _decode_shared(self, plans: Sequence[ClipPlan], read: ReadClips | None) -> dict[int, ChunkFrames]:
-        """Frames of the chunks that several plans need; a chunk that fails is left out, and fails each of the plans."""
-        shared: dict[int, ChunkFrames] = {}
-        for chunk, needed in _shared_chunks(plans).items():
-            try:
-                content = self._bytes(chunk, needed, {} if read is None else read.shared)
-                shared[chunk] = self.decoder.decode(content)
-            except SampleFailed:
-                continue
-        return shared
-
     def _try_read(self, chunk: int, frames: Collection[int]) -> ChunkBytes | SampleFailed:
         try:
             return self.chunks.read(chunk, frames)
@@ -506,7 +506,7 @@ class ClipReader(ThreadedReader):
 
 
 def _shared_chunks(plans: Sequence[ClipPlan]) -> dict[int, set[int]]:
-    """The chunks that several plans need, and the frames that all of them need of each."""
+    """Return the chunks that several plans need, and the frames that the plans need of each chunk."""
     needed: dict[int, set[int]] = {}
     for plan in plans:
         for chunk, frames in plan.by_chunk.items():

@@ -1,6 +1,6 @@
-"""Classes of clips, from the label columns of the captions.
+"""Classes of clips, from the label columns of the captions, and files with the names of classes.
 
-The classes are those of all captions of the training and the evaluation split, whether or not their videos could be
+The classes come from all captions of the training and the evaluation split, whether or not their videos could be
 obtained. An action of EPIC-KITCHENS-100 is a string "verb:noun" of two class numbers, and actions are sorted as
 strings: "0:10" comes before "0:2". Other classes are sorted as numbers if all are numbers, otherwise as strings.
 
@@ -36,8 +36,8 @@ class ClassList:
     """The classes of a label, in order.
 
     Attributes:
-        label: name of the label, as in the settings.
-        names: of each class; of an action "verb:noun".
+        label: Name of the label, as in the settings.
+        names: Name of each class; "verb:noun" for an action.
     """
 
     label: str
@@ -48,107 +48,107 @@ class ClassList:
 
     @property
     def parts(self) -> dict[str, NDArray[np.int64]]:
-        """The verb and the noun of each action; empty for other labels, and for actions with names of their own."""
+        """Verb and noun of each action; empty for other labels, and for actions with other names."""
         if self.label != ACTION or not all(map(_PAIR.fullmatch, self.names)):
             return {}
         pairs = np.array([name.split(":") for name in self.names], np.int64).reshape(-1, 2)
         return {"verb": pairs[:, 0], "noun": pairs[:, 1]}
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values for a file of settings."""
         return {"label": self.label, "names": list(self.names)}
 
     def describe(self, label: NDArray[np.int64]) -> str:
-        """How many of the classes occur among samples of these classes (-1: none)."""
+        """Count the classes that occur among samples of these classes (-1: none)."""
         return f"{len(np.unique(label[label >= 0])):,} of {count_noun(len(self), 'class', 'classes')} ({self.label})"
 
 
 def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Collection[str] = ()) -> ClassList:
-    """The classes of some splits: of several data folders, those of all, by their names.
+    """Return the classes of some splits of one or more data folders, united by name.
 
     Args:
-        also: names of classes of other data.
+        also: Names of classes of other data.
 
     Raises:
-        UserError: captions of a folder have no such label, or there are fewer than two classes.
+        UserError: The captions of a folder do not have the label, or there are fewer than two classes.
     """
-    found = set(also)
+    class_names = set(also)
     for data_dir in data_dirs:
         captions, videos = read_captions(data_dir), read_videos(data_dir)
-        own = videos.filter(pc.is_in(videos["split"], value_set=pa.array(list(splits))))["video_id"].combine_chunks()
-        is_own = pc.is_in(captions["video_id"].cast(pa.string()), value_set=own)
+        of_splits = videos.filter(pc.is_in(videos["split"], value_set=pa.array(list(splits))))
+        is_of_splits = pc.is_in(
+            captions["video_id"].cast(pa.string()), value_set=of_splits["video_id"].combine_chunks()
+        )
         of = f" of {data_dir}" if len(data_dirs) > 1 else ""
-        names = class_names_of(captions, label=label, of=of).filter(is_own)
-        found.update(pc.unique(names.drop_null()).to_pylist())
-    if len(found) < 2:
-        values = f"only the value {min(found)!r}" if found else "no value"
+        names = class_names_of(captions, label=label, of=of).filter(is_of_splits)
+        class_names.update(pc.unique(names.drop_null()).to_pylist())
+    if len(class_names) < 2:
+        values = f"only the value {min(class_names)!r}" if class_names else "no value"
         raise UserError(
             f"the data of split {' and '.join(sorted(set(splits)))} have {values} of {label!r}: nothing to tell apart",
             hint="use a dataset with labels (see docs/classification.md), or another --label",
             flags=("--label",),
         )
-    are_numbers = all(name.removeprefix("-").isdecimal() for name in found)
-    return ClassList(label, tuple(sorted(found, key=int) if are_numbers else sorted(found)))
+    are_numbers = all(name.removeprefix("-").isdecimal() for name in class_names)
+    return ClassList(label, tuple(sorted(class_names, key=int) if are_numbers else sorted(class_names)))
 
 
 def class_labels(schema: pa.Schema) -> tuple[str, ...]:
-    """The labels of captions that can be classes: not lists; `action` too where there are verbs and nouns."""
-    found = [one.name for one in schema if one.name.startswith(_PREFIX) and not pa.types.is_nested(one.type)]
+    """Return the labels of captions that can be classes: not lists; and `action` if there are verbs and nouns."""
+    columns = [field.name for field in schema if field.name.startswith(_PREFIX) and not pa.types.is_nested(field.type)]
     action = [ACTION] if _has_pairs(schema) else []
-    return (*(name.removeprefix(_PREFIX) for name in found), *action)
+    return (*(name.removeprefix(_PREFIX) for name in columns), *action)
 
 
 def _has_pairs(schema: pa.Schema) -> bool:
-    """Return True if captions have the class numbers of verbs and nouns, as those of EPIC-KITCHENS-100 have, and no
-    label `action` of their own.
-    """
+    """Return True if captions have class numbers of verbs and nouns, as in EPIC-KITCHENS-100, and no label `action`."""
     are_numbers = all(name in schema.names and pa.types.is_integer(schema.field(name).type) for name in (_VERB, _NOUN))
     return are_numbers and f"{_PREFIX}{ACTION}" not in schema.names
 
 
 def proposed_label(labels: Sequence[str]) -> str:
-    """The label to propose: actions, whose verbs and nouns are scored too, or else the first one."""
+    """Return the label to propose: actions, whose verbs and nouns are scored too, or else the first label."""
     return ACTION if ACTION in labels else labels[0]
 
 
 def list_labels(labels: Sequence[str]) -> str:
-    """Labels and a proposal, for hints."""
+    """List labels, with a proposal, for hints."""
     if not labels:
         return "none; see docs/classification.md for datasets with labels"
     return f"{', '.join(labels)}; for example --label {proposed_label(labels)}"
 
 
 def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.ChunkedArray:
-    """The name of each caption's class, null if it has none.
+    """Return the name of each caption's class, null if it has none.
 
     Args:
-        of: whose captions these are, for the message.
+        of: Source of the captions, for the message: " of FOLDER".
 
     Raises:
-        UserError: there is no such label, or a caption can have several values of it.
+        UserError: The label does not exist, or a caption can have several values of it.
     """
     is_pair = label == ACTION and _has_pairs(captions.schema)
-    wanted = (_VERB, _NOUN) if is_pair else (f"{_PREFIX}{label}",)
-    for name in wanted:
+    columns = (_VERB, _NOUN) if is_pair else (f"{_PREFIX}{label}",)
+    for name in columns:
         if name not in captions.column_names:
             raise UserError(
                 f"the captions{of} have no column {name} (asked for as label {label!r})",
-                hint=f"labels there: {list_labels(class_labels(captions.schema))}",
+                hint=f"available labels: {list_labels(class_labels(captions.schema))}",
                 flags=("--label",),
             )
         if pa.types.is_nested(captions[name].type):
             raise UserError(
                 f"captions can have several {label}, which cannot be a class",
-                hint=f"labels there: {list_labels(class_labels(captions.schema))}",
+                hint=f"available labels: {list_labels(class_labels(captions.schema))}",
             )
-    texts = [captions[name].cast(pa.string()) for name in wanted]
+    texts = [captions[name].cast(pa.string()) for name in columns]
     return pc.binary_join_element_wise(*texts, ":") if is_pair else texts[0]
 
 
 def class_numbers_of(names: pa.ChunkedArray, classes: ClassList) -> NDArray[np.int64]:
-    """The class of each name, int64; -1 if it is null or none of the classes."""
-    found = pc.index_in(names, value_set=pa.array(classes.names))
-    return pc.fill_null(found, -1).to_numpy().astype(np.int64)
+    """Return the class of each name, int64; -1 if it is null or not among the classes."""
+    numbers = pc.index_in(names, value_set=pa.array(classes.names))
+    return pc.fill_null(numbers, -1).to_numpy().astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,12 @@ class LabelledRows:
     """The captions of a split that have at least one of some labels.
 
     Attributes:
-        row: int64 [R], row of each in the table of captions, ascending.
-        label: int64 [R, L], the class in each class list; -1 if it has none of them.
-        num_captions: captions of the split, with or without labels.
-        num_unlabelled: captions with none of the labels.
-        num_other_classes: captions with labels, but with none of the classes.
-        other_classes: some names of these, and of the classes, if no caption has one of the classes; '' otherwise.
+        row: Rows in the table of captions, ascending, int64 [R].
+        label: Class in each class list, int64 [R, L]; -1 if the caption has none of its classes.
+        num_captions: Number of captions of the split, with or without labels.
+        num_unlabelled: Number of captions without any of the labels.
+        num_other_classes: Number of captions with labels, but without any of the classes.
+        other_classes: Some names of other classes and of the classes, if no caption has one of the classes; else ''.
     """
 
     row: NDArray[np.int64]
@@ -172,7 +172,7 @@ class LabelledRows:
     other_classes: str = ""
 
     def remarks(self) -> list[str]:
-        """Excluded captions, by reason."""
+        """Return remarks on excluded captions, by reason."""
         counts = {
             f"{self.num_unlabelled:,} without label": self.num_unlabelled,
             f"{self.num_other_classes:,} of other classes{self.other_classes}": self.num_other_classes,
@@ -184,20 +184,20 @@ def labelled_rows(captions: pa.Table, *, is_of_split: NDArray[np.bool_], classes
     """Find the labelled captions of a split and number their classes.
 
     Raises:
-        UserError: the captions have no such label, or can have several values of it.
+        UserError: The captions do not have the label, or can have several values of it.
     """
     of_split = np.flatnonzero(is_of_split)
     label_RL = np.empty((len(of_split), len(classes)), np.int64)
     has_any = np.zeros(len(of_split), bool)
-    for column, its in enumerate(classes):
-        names = class_names_of(captions, label=its.label).take(pa.array(of_split))
-        label_RL[:, column] = class_numbers_of(names, its)
+    for column, class_list in enumerate(classes):
+        names = class_names_of(captions, label=class_list.label).take(pa.array(of_split))
+        label_RL[:, column] = class_numbers_of(names, class_list)
         has_any |= names.is_valid().to_numpy()
     is_kept = (label_RL >= 0).any(axis=1)
     other_classes = ""
     if has_any.any() and not is_kept.any():
         here = class_names_of(captions, label=classes[-1].label).take(pa.array(of_split)).drop_null().unique()
-        other_classes = f" ({_some_names(here.to_pylist())}; those of the model: {_some_names(classes[-1].names)})"
+        other_classes = f" ({_some_names(here.to_pylist())}; classes of the model: {_some_names(classes[-1].names)})"
     return LabelledRows(
         row=of_split[is_kept],
         label=label_RL[is_kept],
@@ -216,49 +216,45 @@ def _some_names(names: Sequence[str]) -> str:
 Names = tuple[tuple[str, ...], ...]
 _TABLE, _UNUSED = ("id", "key"), ("instances", "category")
 _FORMS = "give EPIC_100_verb_classes.csv as it was published (id,key,instances,category), or one class name per line"
-# A first line of such words, several of them, is a header rather than the name of a class.
+# A first line of several words, one of them among these, is a header rather than the name of a class.
 _OF_HEADERS = frozenset({"id", "key", "name", "label", "class", "category", "index", "class_id", "class_name"})
 _WORD = re.compile(r"\w+")
 
 
 def read_class_file(path: Path) -> Names:
-    """The names of each class, one or more.
+    """Return the names of each class, one or more.
 
     Raises:
-        UserError: the file cannot be read, is empty, is a table with other columns, or has a name twice.
+        UserError: The file cannot be read, is empty, is a table with other columns, or has a name twice.
     """
     lines = [line.strip() for line in text_lines(path) if line.strip()]
     header = next(csv.reader(lines[:1]), [])
+    words = [cell.strip().lower() for cell in header]
+    is_header = len(words) > 1 and all(map(_WORD.fullmatch, words)) and not _OF_HEADERS.isdisjoint(words)
     if set(_TABLE) <= set(header) <= {*_TABLE, *_UNUSED}:
-        found = _names_of_table(path)
-    elif path.suffix.lower() == ".csv" or _is_header(header):
+        classes = _names_of_table(path)
+    elif path.suffix.lower() == ".csv" or is_header:
         raise UserError(f"{path} begins with the line {on_one_line(lines[0]) if lines else ''!r}", hint=_FORMS)
     else:
-        found = tuple(tuple(name.strip() for name in line.split("|") if name.strip()) for line in lines)
-    names = [name for its in found for name in its]
-    if not all(found) or not names:
+        classes = tuple(tuple(name.strip() for name in line.split("|") if name.strip()) for line in lines)
+    names = [name for names_of_class in classes for name in names_of_class]
+    if not all(classes) or not names:
         raise UserError(f"{path} has a line without a name", hint="one class per line, its names separated by |")
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"{path} has {twice!r} twice", hint="a name belongs to one class")
-    return found
+    return classes
 
 
 def require_names(classes: NDArray[np.integer], names: Sequence[object], *, path: Path, label: str) -> None:
-    """Raise a UserError if a class number of a label has no name: the list is of another label, or not whole."""
+    """Raise a UserError if a class number of a label has no name: the list is of another label, or incomplete."""
     most = int(classes.max(initial=-1))
     if most >= len(names):
         raise UserError(
             f"{path} names {count_noun(len(names), 'class', 'classes')}, numbered from 0, and the captions "
-            f"have {label} "
-            f"{most}",
+            f"have {label} {most}",
             hint="give the names of all classes of this label, in the order of their numbers",
         )
-
-
-def _is_header(cells: Sequence[str]) -> bool:
-    words = [cell.strip().lower() for cell in cells]
-    return len(words) > 1 and all(map(_WORD.fullmatch, words)) and not _OF_HEADERS.isdisjoint(words)
 
 
 def _names_of_table(path: Path) -> Names:

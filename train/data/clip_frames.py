@@ -1,4 +1,4 @@
-"""From decoded frames to the clip of a batch."""
+"""The frames of a clip, cropped and resized alike: from decoded frames to the clip of a batch."""
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Crop rectangles: one for all frames of a clip, whatever chunks they come from.
 
 
-SIMPLE_SHARE = 224 / 256  # AlexNet's, and AVION's for EPIC-KITCHENS-100
+SIMPLE_SHARE = 224 / 256  # AlexNet, and AVION for EPIC-KITCHENS-100
 _NUM_TRIES = 10
 _MIN_RATIO, _MAX_RATIO = 3 / 4, 4 / 3
 _LOG_MIN_RATIO, _LOG_MAX_RATIO = math.log(_MIN_RATIO), math.log(_MAX_RATIO)
@@ -44,7 +44,7 @@ class Rectangle:
 
 
 def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: np.random.Generator) -> Rectangle:
-    """A random rectangle with `min_area` to 1 of the frame's area and an aspect ratio of 3:4 to 4:3.
+    """Return a random rectangle with `min_area` to 1 of the frame's area and an aspect ratio of 3:4 to 4:3.
 
     The rule of torchvision's RandomResizedCrop: ten attempts, then the largest centred rectangle of an allowed ratio.
     """
@@ -62,7 +62,7 @@ def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: n
 
 
 def simple_rectangle(width: int, height: int, *, share: float, rng: np.random.Generator) -> Rectangle:
-    """A square of `share` of the short side at a random position: SimpleRandomCrop (AlexNet; AVION, section 4.2).
+    """Return a square of `share` of the short side, at a random position: SimpleRandomCrop (AlexNet; AVION, 4.2).
 
     Resizing it to `share` of S pixels is resizing the frame's short side to S and cropping. Side and offsets are even,
     as ffmpeg's crop filter rounds offsets, so that a frame whose short side is S already is copied, chroma included.
@@ -75,9 +75,10 @@ def simple_rectangle(width: int, height: int, *, share: float, rng: np.random.Ge
 
 
 def multi_scale_rectangle(width: int, height: int, *, rng: np.random.Generator) -> Rectangle:
-    """A rectangle at one of 13 offsets, whose sides are 1, 7/8, 3/4 or 0.66 of the short side, at most one step apart.
+    """Return a rectangle at one of 13 offsets.
 
-    The multi-scale crop of TSN (Wang et al., 2016), which VideoMAE uses.
+    Its sides are 1, 7/8, 3/4 or 0.66 of the short side, at most one step apart. This is the multi-scale crop of TSN
+    (Wang et al., 2016), which VideoMAE uses.
     """
     sides = [int(min(width, height) * scale) for scale in _SCALES]
     widths = [width if abs(side - width) < _SNAP_PX else side for side in sides]
@@ -91,13 +92,13 @@ def multi_scale_rectangle(width: int, height: int, *, rng: np.random.Generator) 
 
 
 def centre_square(width: int, height: int) -> Rectangle:
-    """The largest centred square."""
+    """Return the largest centred square."""
     side = min(width, height)
     return _centred_crop(width, height, side, side)
 
 
 def square_views(width: int, height: int, *, num_crops: int) -> list[Rectangle]:
-    """The largest squares, spread along the longer side from end to end; a single one is in the centre."""
+    """Return the largest squares, spread along the longer side from end to end; a single one is in the centre."""
     side = min(width, height)
     if num_crops == 1:
         return [centre_square(width, height)]
@@ -114,7 +115,7 @@ def rectangle_of(
     simple_share: float = SIMPLE_SHARE,
     rng: np.random.Generator | None,
 ) -> Rectangle:
-    """The crop rectangle of a clip; without `rng`, as in evaluation, the centre square whatever the rule."""
+    """Return the crop rectangle of a clip; without `rng`, as in evaluation, the centre square whatever the rule."""
     if rng is None or rule == "centre":
         return centre_square(width, height)
     if rule == "simple":
@@ -133,12 +134,12 @@ _Item = TypeVar("_Item", bound=Hashable)
 
 _PLANAR = frozenset({"yuv420p", "yuvj420p"})
 _SHRINKS_MUCH = 2
-# The loader's threads are the parallel part.
+# The loader's threads already use all cores.
 cv2.setNumThreads(1)
 
 
 def as_yuv420(frame: "av.VideoFrame") -> "av.VideoFrame":
-    """The frame as 8-bit YUV 4:2:0, converted by swscale if necessary; RGB becomes BT.601 of limited range."""
+    """Return the frame as 8-bit YUV 4:2:0, converted by swscale if necessary; RGB becomes BT.601 of limited range."""
     return frame if frame.format.name in _PLANAR else frame.reformat(format="yuv420p")
 
 
@@ -154,7 +155,7 @@ def crop_clip(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_p
 
 
 def indices_of(items: Iterable[_Item]) -> dict[_Item, list[int]]:
-    """For each distinct item its indices in `items`."""
+    """Return the indices in `items` of each distinct item."""
     indices: dict[_Item, list[int]] = {}
     for index, item in enumerate(items):
         indices.setdefault(item, []).append(index)
@@ -165,25 +166,32 @@ class CroppedPlanes:
     """The frames of a clip, each cropped to `rectangle` and resized when it is added.
 
     Attributes:
-        planes: uint8 [num_frames, size_px * size_px * 3 / 2]; uninitialised until all frames were added.
+        planes: Planes of the frames, uint8 [num_frames, size_px * size_px * 3 / 2]; uninitialised until all frames were
+            added.
     """
 
     def __init__(self, num_frames: int, rectangle: Rectangle, *, size_px: int) -> None:
-        half_px, chroma = size_px // 2, _halve(rectangle)
+        half_px = size_px // 2
+        # Chroma has half the resolution: the smallest rectangle that covers the crop.
+        left, top = rectangle.left // 2, rectangle.top // 2
+        right, bottom = -(-(rectangle.left + rectangle.width) // 2), -(-(rectangle.top + rectangle.height) // 2)
+        chroma = Rectangle(left, top, right - left, bottom - top)
         self.planes: Planes = np.empty((num_frames, size_px * size_px * 3 // 2), np.uint8)
         self._parts = []
         begin = 0
         for side_px, part in ((size_px, rectangle), (half_px, chroma), (half_px, chroma)):
             end = begin + side_px * side_px
             pictures = self.planes[:, begin:end].reshape(num_frames, side_px, side_px)
-            self._parts.append((part, pictures, _interpolation(part, side_px=side_px)))
+            # Bilinear samples would miss pixels of a picture that shrinks to half or less.
+            shrinks_much = max(part.width, part.height) >= _SHRINKS_MUCH * side_px
+            self._parts.append((part, pictures, cv2.INTER_AREA if shrinks_much else cv2.INTER_LINEAR))
             begin = end
 
     def add(self, frame: "av.VideoFrame", indices: Sequence[int]) -> None:
-        """Crop and resize a frame (yuv420p or yuvj420p) and store it at `indices`; it is not needed after that."""
+        """Crop and resize a frame (yuv420p or yuvj420p) and store it at `indices`; it may be released after that."""
         first, *others = indices
         is_free = cv2.ipp.useIPP_NotExact()
-        cv2.ipp.setUseIPP_NotExact(True)  # of this thread
+        cv2.ipp.setUseIPP_NotExact(True)  # for this thread only
         try:
             for plane, (part, pictures, interpolation) in zip(frame.planes, self._parts, strict=True):
                 cut = _cut(plane, part)
@@ -198,17 +206,6 @@ def _cut(plane: "av.video.plane.VideoPlane", part: Rectangle) -> NDArray[np.uint
     line_bytes = plane.line_size
     size, begin = (part.height, part.width), part.top * line_bytes + part.left
     return np.ndarray(size, np.uint8, buffer=memoryview(plane), offset=begin, strides=(line_bytes, 1))
-
-
-def _interpolation(part: Rectangle, *, side_px: int) -> int:
-    shrinks_much = max(part.width, part.height) >= _SHRINKS_MUCH * side_px
-    return cv2.INTER_AREA if shrinks_much else cv2.INTER_LINEAR
-
-
-def _halve(rectangle: Rectangle) -> Rectangle:
-    left, top = rectangle.left // 2, rectangle.top // 2
-    right, bottom = -(-(rectangle.left + rectangle.width) // 2), -(-(rectangle.top + rectangle.height) // 2)
-    return Rectangle(left, top, right - left, bottom - top)
 
 
 def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:
@@ -232,20 +229,20 @@ def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, 
 
 
 def rgb_pictures(video: NDArray[np.uint8], colour: int, *, size_px: int) -> NDArray[np.uint8]:
-    """The frames of a YUV clip, uint8 [T, S * S * 3 / 2], as RGB [T, S, S, 3] on the CPU.
+    """Return the frames of a YUV clip, uint8 [T, S * S * 3 / 2], as RGB [T, S, S, 3] on the CPU.
 
     Equal to `clipmill.train.augment.pictures.to_rgb_uint8` up to rounding. OpenCV converts them, since torch's threads
     are slow inside the loader's threads.
 
     Args:
-        colour: colour matrix and range (clipmill.train.augment.colour).
+        colour: Colour matrix and range (clipmill.train.augment.colour).
     """
     num_luma, half_px = size_px * size_px, size_px // 2
     pictures = np.empty((len(video), size_px, size_px, 3), np.uint8)
     yuv, full = np.empty(pictures.shape[1:], np.uint8), np.empty((2, size_px, size_px), np.uint8)
     for planes, picture in zip(video, pictures, strict=True):
-        for half, whole in zip(planes[num_luma:].reshape(2, half_px, half_px), full, strict=True):
-            cv2.resize(half, (size_px, size_px), dst=whole, interpolation=cv2.INTER_LINEAR)
+        for chroma, plane in zip(planes[num_luma:].reshape(2, half_px, half_px), full, strict=True):
+            cv2.resize(chroma, (size_px, size_px), dst=plane, interpolation=cv2.INTER_LINEAR)
         cv2.merge([planes[:num_luma].reshape(size_px, size_px), *full], dst=yuv)
         cv2.transform(yuv, _matrices()[colour], dst=picture)
     return pictures
@@ -272,13 +269,16 @@ class Views:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipShape:
-    """How a clip is made: its moments, the size of its frames, and how these are cropped in training.
+    """Rules of a clip: its moments, the size of its frames, and their crop in training.
 
     Attributes:
-        views: of an evaluation.
-        min_crop_area: minimum share of a frame's area that a "random" crop keeps.
-        simple_share: share of a frame's short side that a "simple" crop keeps.
-        rgb: return RGB in place of YUV 4:2:0 (slower: twice the bytes, converted on the CPU).
+        sampling: Moments of a clip.
+        size_px: Side of the square frames, pixels.
+        crop: Rule of the crop in training.
+        min_crop_area: Minimum share of a frame's area that a "random" crop keeps.
+        simple_share: Share of a frame's short side that a "simple" crop keeps.
+        rgb: Return RGB in place of YUV 4:2:0 (slower: twice the bytes, converted on the CPU).
+        views: Views of an evaluation.
     """
 
     sampling: Sampling
@@ -295,9 +295,9 @@ class Clip:
     """The frames of a clip.
 
     Attributes:
-        video: uint8 [T, S * S * 3 / 2], or [T, S, S, 3] as RGB (clipmill.train.data.batch); views follow one another,
-            all crops of the first moments first.
-        colour: colour matrix and range of the decoded frames (clipmill.train.augment.colour).
+        video: Frames, uint8 [T, S * S * 3 / 2], or [T, S, S, 3] as RGB (clipmill.train.data.batch); one view after
+            another, all crops of the first moments first.
+        colour: Colour matrix and range of the decoded frames (clipmill.train.augment.colour).
     """
 
     video: NDArray[np.uint8]
@@ -305,14 +305,15 @@ class Clip:
 
 
 class ClipBuilder:
-    """A clip built from one frame after another, in any order; a frame is not needed once it was added.
+    """A clip that is built frame by frame, in any order; a frame may be released once it was added.
 
     All frames are cropped to the same rectangle, or to the square of each view, and resized.
 
     Args:
-        num_frames: frames of all sets of moments.
-        rng: draws the rectangle once the size of the first frame is known; None in evaluation, which crops squares.
-        key: of the clip's first chunk, for the error.
+        num_frames: Number of frames of all sets of moments.
+        rng: Generator that draws the rectangle once the size of the first frame is known; None in evaluation, which
+            crops squares.
+        key: Key of the clip's first chunk, for the error.
     """
 
     def __init__(self, shape: ClipShape, *, num_frames: int, rng: np.random.Generator | None, key: str) -> None:
@@ -324,23 +325,23 @@ class ClipBuilder:
         """Crop and resize a frame, and store it at `indices` of the clip.
 
         Raises:
-            SampleFailed: its size or colour differs from earlier frames, as frames of neighbouring chunks may.
+            SampleFailed: The size or colour differs from earlier frames, as in neighbouring chunks it may.
         """
         planar = as_yuv420(frame)
-        found = _format_of(planar)
+        frame_format = _format_of(planar)
         if self._format is None:
-            self._format = found
+            self._format = frame_format
             self._crops = [
                 CroppedPlanes(self._num_frames, rectangle, size_px=self._shape.size_px)
-                for rectangle in _rectangles(self._shape, found, rng=self._rng)
+                for rectangle in _rectangles(self._shape, frame_format, rng=self._rng)
             ]
-        elif found != self._format:
-            raise _format_failure({self._format, found}, key=self._key)
+        elif frame_format != self._format:
+            raise _format_failure({self._format, frame_format}, key=self._key)
         for crop in self._crops:
             crop.add(planar, indices)
 
     def clip(self) -> Clip:
-        """The clip, once all its frames were added."""
+        """Return the clip, once all its frames were added."""
         assert self._format is not None, "a clip of no frames"
         return _clip_of([crop.planes for crop in self._crops], self._shape, self._format)
 
@@ -351,11 +352,11 @@ def make_clip(
     """Build a clip from all its frames; a frame that occurs several times in the list is resized once.
 
     Args:
-        rng, key: see `ClipBuilder`.
-        in_graph: crop and resize in libav's filter graph.
+        rng, key: See `ClipBuilder`.
+        in_graph: Crop and resize in libav's filter graph.
 
     Raises:
-        SampleFailed: frames differ in size or colour.
+        SampleFailed: Frames differ in size or colour.
     """
     if not in_graph:
         building = ClipBuilder(shape, num_frames=len(frames), rng=rng, key=key)
@@ -367,13 +368,14 @@ def make_clip(
     formats = {_format_of(frame) for frame in planar}
     if len(formats) > 1:
         raise _format_failure(formats, key=key)
-    (found,) = formats
-    rectangles = _rectangles(shape, found, rng=rng)
-    return _clip_of([crop_clip_in_graph(planar, part, size_px=shape.size_px) for part in rectangles], shape, found)
+    (frame_format,) = formats
+    rectangles = _rectangles(shape, frame_format, rng=rng)
+    crops = [crop_clip_in_graph(planar, part, size_px=shape.size_px) for part in rectangles]
+    return _clip_of(crops, shape, frame_format)
 
 
-def _rectangles(shape: ClipShape, found: _FrameFormat, *, rng: np.random.Generator | None) -> list[Rectangle]:
-    width, height, _ = found
+def _rectangles(shape: ClipShape, frame_format: _FrameFormat, *, rng: np.random.Generator | None) -> list[Rectangle]:
+    width, height, _ = frame_format
     if rng is None and shape.views.num_crops > 1:
         return square_views(width, height, num_crops=shape.views.num_crops)
     return [
@@ -388,8 +390,8 @@ def _rectangles(shape: ClipShape, found: _FrameFormat, *, rng: np.random.Generat
     ]
 
 
-def _clip_of(crops: list[NDArray[np.uint8]], shape: ClipShape, found: _FrameFormat) -> Clip:
-    video, colour = crops[0], found[2]
+def _clip_of(crops: list[NDArray[np.uint8]], shape: ClipShape, frame_format: _FrameFormat) -> Clip:
+    video, colour = crops[0], frame_format[2]
     if len(crops) > 1:
         # Crops [M] of [N * T, ...] frames to [N * M * T, ...].
         num_frames = shape.sampling.num_frames

@@ -1,4 +1,7 @@
-"""Data folders by their paths or addresses; the readers of buckets are loaded for addresses only."""
+"""A data folder by its path or address, its chunks as arrays, and the chunks and captions that `--where` selects.
+
+The readers of buckets are loaded only for addresses.
+"""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -37,10 +40,10 @@ class DataFolder:
 
 
 def folder_path(address: str, *, cache: Path | None) -> Path:
-    """Path of a local data folder, or of the copy of a remote one.
+    """Return the path of a local data folder, or of the copy of a remote one.
 
     Raises:
-        UserError: there is no such storage, or the cache folder cannot be created.
+        UserError: The storage does not exist, or the cache folder cannot be created.
     """
     if not is_remote(address):
         return Path(address)
@@ -56,12 +59,12 @@ def open_data_folder(
 
     Args:
         cache: Folder for copies; None for the user's cache.
-        cache_size: Limit for complete tars there, such as 100GB; None for a limit by the free disk.
+        cache_size: Limit for complete tars in it, such as 100GB; None for a limit by the free disk.
         column: Column whose shards are read; None if only the manifest is read. `RemoteFiles.copy_column` copies the
             small files of other columns when they are needed.
 
     Raises:
-        UserError: it cannot be read, or is not a data folder.
+        UserError: The folder cannot be read, or is not a data folder.
     """
     choose_folder(cache)
     if not is_remote(address):
@@ -82,10 +85,13 @@ class ChunkTable:
     """Chunks ordered by (video row, start); one entry of each array per chunk, int32 or int64.
 
     Attributes:
-        video_row: row of the chunk's video in the list of videos.
-        shard: id of its shard.
-        row: row of the chunk in that shard.
-        crc32: of the chunk's bytes.
+        video_row: Row of the chunk's video in the list of videos.
+        start_ms: Start in the video, milliseconds.
+        num_frames: Number of frames.
+        fps_num, fps_den: Frames per second, as a fraction.
+        shard: Id of the shard.
+        row: Row of the chunk in that shard.
+        crc32: Checksum of the chunk's bytes.
     """
 
     video_row: NDArray[Any]
@@ -102,13 +108,13 @@ class ChunkTable:
 
     @property
     def end_us(self) -> NDArray[np.int64]:
-        """Where the last frame of each chunk leaves the screen, rounded up to a microsecond."""
+        """Time at which the last frame of each chunk leaves the screen, rounded up to a microsecond."""
         return self.end_us_of(slice(None))
 
     def end_us_of(self, chunks: NDArray[np.integer] | slice) -> NDArray[np.int64]:
-        """`end_us` of some chunks.
+        """Return `end_us` of some chunks.
 
-        Rounded down, a span of whole frames would be a little too short, and its moments a frame too early.
+        Rounded down, a span of complete frames would be a little too short, and its moments a frame too early.
         """
         columns = (getattr(self, name)[chunks] for name in _INDEX_COLUMNS)
         start_ms, num_frames, fps_num, fps_den = (column.astype(np.int64) for column in columns)
@@ -116,20 +122,20 @@ class ChunkTable:
 
     @property
     def gaps(self) -> NDArray[np.bool_]:
-        """True for each chunk that does not directly follow another one of its video."""
+        """True for each chunk that does not directly follow another chunk of its video."""
         return _gaps(self, self.end_us)
 
     def of_videos(self, low: int, high: int) -> tuple[int, "ChunkTable"]:
-        """The chunks of the videos [low, high), as views, and the index of the first of them."""
+        """Return the chunks of the videos [low, high), as views, and the index of the first of them."""
         begin, end = np.searchsorted(self.video_row, np.array([low, high], self.video_row.dtype)).tolist()
-        return begin, ChunkTable(**{one.name: getattr(self, one.name)[begin:end] for one in fields(self)})
+        return begin, ChunkTable(**{column.name: getattr(self, column.name)[begin:end] for column in fields(self)})
 
     def search(self) -> "ChunkSearch":
-        """Arrays for finding many chunks."""
+        """Return arrays for finding many chunks."""
         return ChunkSearch(self)
 
     def times(self, chunk: int) -> ChunkTimes:
-        """Position of a chunk in its video."""
+        """Return the position of a chunk in its video."""
         return ChunkTimes(**{name: int(getattr(self, name)[chunk]) for name in _INDEX_COLUMNS})
 
 
@@ -141,11 +147,11 @@ def _gaps(table: ChunkTable, end_us: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 class ChunkSearch:
-    """Finds the chunks of moments; holds 24 bytes per chunk.
+    """Search for the chunks of moments; holds 24 bytes per chunk.
 
     Attributes:
-        end_us: of each chunk.
-        num_gaps: number of chunks so far that do not directly follow another one of their video.
+        end_us: End of each chunk, microseconds.
+        num_gaps: Number of chunks so far that do not directly follow another chunk of their video.
     """
 
     def __init__(self, table: ChunkTable) -> None:
@@ -156,11 +162,11 @@ class ChunkSearch:
         self.num_gaps: NDArray[np.int64] = np.cumsum(_gaps(table, self.end_us))
 
     def last_started(self, video_row: NDArray[np.int64], at_ms: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each (video, time) the last chunk that has started; -1 or another video's chunk if none has."""
+        """Return the last chunk that has started at each (video, time); -1 or another video's chunk if none has."""
         return np.searchsorted(self._starts, self._moments.numbers(video_row, at_ms), side="right") - 1
 
     def last_of(self, video_row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each video its last chunk; -1 or another video's chunk if it has none."""
+        """Return the last chunk of each video; -1 or another video's chunk if it has none."""
         return np.searchsorted(self._video_row, video_row.astype(self._video_row.dtype), side="right") - 1
 
 
@@ -168,22 +174,22 @@ def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, froz
     """Collect the chunks of the videos `video_ids` of a variant, and its shards with open GOPs, None if unknown.
 
     Raises:
-        Damaged: a file is not an index of chunks, or the merged table differs from its checksums.
-        OSError: it cannot be read.
+        Damaged: A file is not an index of chunks, or the merged table differs from its checksums.
+        OSError: A file cannot be read.
     """
-    found_rows = read_chunk_rows(variant, columns=("video_id", *CHUNK_COLUMNS))
-    entries, codes = found_rows.coded("video_id")
-    arrays = {name: column_of(found_rows.table[name]) for name in CHUNK_COLUMNS}
+    chunk_rows = read_chunk_rows(variant, columns=("video_id", *CHUNK_COLUMNS))
+    entries, codes = chunk_rows.coded("video_id")
+    arrays = {name: column_of(chunk_rows.table[name]) for name in CHUNK_COLUMNS}
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
-    found, order = own_in_order(video_row, arrays["start_ms"])
-    if found is not None or order is not None:
-        rows = found if order is None else order if found is None else found[order]
+    of_videos, order = own_in_order(video_row, arrays["start_ms"])
+    if of_videos is not None or order is not None:
+        rows = of_videos if order is None else order if of_videos is None else of_videos[order]
         video_row, arrays = video_row[rows], {name: array[rows] for name, array in arrays.items()}
-    return ChunkTable(video_row=video_row, **arrays), found_rows.open_gops
+    return ChunkTable(video_row=video_row, **arrays), chunk_rows.open_gops
 
 
 def column_of(column: pa.ChunkedArray) -> NDArray[Any]:
-    """The values of a column without nulls: a view of a single chunk, or a scratch array."""
+    """Return the values of a column without nulls: a view of a single chunk, or a scratch array."""
     parts = [chunk.to_numpy() for chunk in column.chunks]
     if len(parts) == 1:
         return parts[0]
@@ -194,14 +200,14 @@ def column_of(column: pa.ChunkedArray) -> NDArray[Any]:
 def own_in_order(
     video_row: NDArray[np.integer], start_ms: NDArray[np.integer]
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-    """The rows with a video (not -1), None for all; and their order by video and start, None if they are in it."""
-    found = None if bool((video_row >= 0).all()) else np.flatnonzero(video_row >= 0)
-    rows: Any = slice(None) if found is None else found
-    return found, order_of(video_row[rows], start_ms[rows])
+    """Return the rows with a video (not -1), None for all; and their order by video and start, None if ordered."""
+    of_videos = None if bool((video_row >= 0).all()) else np.flatnonzero(video_row >= 0)
+    rows: Any = slice(None) if of_videos is None else of_videos
+    return of_videos, order_of(video_row[rows], start_ms[rows])
 
 
 def rows_of(values: pa.ChunkedArray, among: pa.Array) -> NDArray[np.int64]:
-    """Index of each value in `among`, -1 if missing; the entries of a dictionary are looked up once."""
+    """Return the index of each value in `among`, -1 if missing; the entries of a dictionary are looked up once."""
     pieces = [np.empty(0, np.int64)]
     looked_up: tuple[pa.Array, NDArray[np.int64]] | None = None
     for piece in values.chunks:
@@ -215,7 +221,7 @@ def rows_of(values: pa.ChunkedArray, among: pa.Array) -> NDArray[np.int64]:
 
 
 def index_in(values: pa.Array, among: pa.Array) -> NDArray[np.int64]:
-    """Index of each value in `among`, -1 if missing. Hashes all of `among`."""
+    """Return the index of each value in `among`, -1 if missing. Hashes all of `among`."""
     return pc.fill_null(pc.index_in(values, value_set=among), -1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
@@ -223,7 +229,7 @@ _BLOCK = 1 << 21  # captions at a time: for each block, the ids of all videos ar
 
 
 class ChunkRows(NamedTuple):
-    """The chunks of a split: IDs of its videos, and for each chunk its video there and its start, int64 [chunks]."""
+    """Chunks of a split: ids of its videos; each chunk's row in them, and its start in milliseconds, int64 [chunks]."""
 
     video_ids: pa.Array
     video_row: NDArray[np.integer]
@@ -231,25 +237,23 @@ class ChunkRows(NamedTuple):
 
 
 class Selection:
-    """What an expression selects of a split: chunks, and captions.
+    """Chunks and captions of a split that an expression selects.
 
     A clip is selected if all chunks that it touches are selected and, in a set with captions, its caption is.
 
     Args:
-        text: the expression; None selects everything.
-        video_ids: the videos of the split.
-        video_row: [chunks], the video of each chunk, as an index of `video_ids`.
-        start_ms: [chunks], its start.
-        has_captions: whether samples have captions; otherwise, conditions on captions are a mistake.
-        tars: those of the data folder, if it is remote.
-        depends_on: what the chunks depend on (clipmill.train.data.node_cache).
+        text: Expression; None selects everything.
+        chunks: Chunks of the split.
+        has_captions: True if samples have captions; otherwise, conditions on captions are an error.
+        tars: Tars of the data folder, if it is remote.
+        depends_on: Facts that the chunks depend on (clipmill.train.data.node_cache).
 
     Attributes:
-        chunks: bool [chunks], those that are selected; None for all.
-        num_captions, num_selected: captions of the split, and those of them that are selected, once they are known.
+        chunks: Mask of the selected chunks, bool [chunks]; None for all.
+        num_captions, num_selected: Number of captions of the split, and of selected captions, once they are known.
 
     Raises:
-        UserError: the text is not an expression, selects no chunk, or uses scores that chunks lack.
+        UserError: The text is not an expression, selects no chunk, or uses scores that chunks lack.
     """
 
     def __init__(
@@ -293,32 +297,32 @@ class Selection:
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The chunks that are selected."""
+        """Selected chunks."""
         return np.arange(self._num_chunks) if self.chunks is None else np.flatnonzero(self.chunks)
 
     @property
     def has_captions(self) -> bool:
-        """Whether captions are selected too, not only chunks."""
+        """True if captions are selected too, not only chunks."""
         return self._of_captions is not None
 
     @property
     def depends_on(self) -> tuple[object, ...]:
-        """What the selection depends on besides the chunks and the manifest."""
+        """Facts that the selection depends on besides the chunks and the manifest."""
         return selection_mark(None if self._where is None else self._where.text, self._data_dir)
 
     @property
     def text(self) -> str:
-        """The expression as a part of a fingerprint; empty without one."""
+        """Expression as a part of a fingerprint; empty without an expression."""
         return "" if self._where is None else f" where {self._where.text}"
 
     def of_captions(self, table: pa.Table | None = None) -> NDArray[np.bool_] | None:
-        """bool [rows of captions.parquet], the captions of the split that are selected; None for all.
+        """Return which captions of the split are selected, bool [rows of captions.parquet]; None for all.
 
         Args:
-            table: captions to select from, in place of the manifest's.
+            table: Captions to select from, in place of the manifest's.
 
         Raises:
-            UserError: none of them is selected.
+            UserError: No caption is selected.
         """
         where = self._of_captions
         if where is None:
@@ -352,7 +356,7 @@ class Selection:
         return selected
 
     def remarks(self) -> list[str]:
-        """The expression and how much it selects, for the log; empty without one."""
+        """Return the expression and how much it selects, for the log; empty without one."""
         if self._where is None:
             return []
         num_chunks = self._num_chunks if self.chunks is None else int(self.chunks.sum())
@@ -364,7 +368,7 @@ class Selection:
         return [f"where {self._where.text}: {' and '.join(parts)} selected"]
 
     def _num_chunks_by_labels(self, num_chunks: int) -> int:
-        """The number of chunks that the expression selects where only chunks are selected, as on the pages of prep.
+        """Return the number of chunks that the expression selects if only chunks are selected, as on the pages of prep.
 
         Args:
             num_chunks: Number without conditions on labels, for an expression whose labels belong to captions only.
@@ -388,10 +392,10 @@ class Selection:
 
 
 def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | None" = None) -> tuple[object, ...]:
-    """What a selection depends on besides the chunks and the manifest; raises UserError as `parse_where` does.
+    """Return what a selection depends on besides chunks and manifest; raises UserError as `parse_where` does.
 
     Args:
-        tars: of a remote data folder, whose scores or other columns are copied if they are used.
+        tars: Tars of a remote data folder, whose scores or other columns are copied if they are used.
     """
     if where is None:
         return ("",)
@@ -406,7 +410,7 @@ def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | Non
 
 
 def _mark_of(data_dir: Path, column: str) -> tuple[object, ...]:
-    """What the values of a column depend on; reading them reports what is wrong with them."""
+    """Return what the values of a column depend on; a damaged column is reported when it is read."""
     name = current_variant(data_dir, column)
     if name is None:
         return ()

@@ -1,4 +1,4 @@
-"""Decoders: from packets alone, through the container of a file in memory, and of a chunk by either way.
+"""Decoders: of packets without their container, of files in memory, and of chunks by either way.
 
 A requested frame that the decoder does not output is an error; no other frame takes its place.
 """
@@ -33,13 +33,15 @@ DecodeRule = Literal["packets", "filter", "plain"]
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """What was read of a chunk.
+    """Bytes that were read of a chunk.
 
     Attributes:
-        key: of the chunk.
-        frames: presentation indices of the frames that are needed.
+        key: Key of the chunk.
+        frames: Presentation indices of the frames that are needed.
+        codec: libav's name of the codec.
+        extradata: Codec headers.
         packets: (presentation index, bytes) in decode order; None if the chunk is decoded through its container.
-        whole: the mp4 file, if the chunk is decoded through it.
+        whole: Bytes of the mp4 file, if the chunk is decoded through it.
     """
 
     key: str
@@ -57,26 +59,30 @@ class ChunkBytes:
 def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule: DecodeRule, key: str) -> ChunkBytes:
     """Read and verify the bytes needed to decode `frames` of a chunk.
 
-    These are packets if the rule is "packets" and the GOPs are closed, otherwise the whole file.
+    Packets are read if the rule is "packets" and the GOPs are closed, otherwise the complete file.
 
     Raises:
-        SampleFailed: the chunk cannot be read, or its bytes do not match their checksum.
-        UserError: the bucket refuses the credentials.
+        SampleFailed: The chunk cannot be read, or its bytes do not match their checksum.
+        UserError: The bucket refuses the credentials.
     """
     try:
         tables = shard.packet_tables
         by_packets = rule == "packets" and tables.has_closed_gops(row)
         packets = read_packets(shard, row, frames, table=tables.of_row(row), key=key) if by_packets else None
         codec, extradata = tables.stream(row)
+        whole = b""
+        if packets is None:
+            whole = shard.read_range(*tables.payload(row))
+            _verify(whole, tables.payload_crc32(row), shard=shard, key=key)
         return ChunkBytes(
             key=key,
             frames=frozenset(frames),
             codec=codec,
             extradata=extradata,
             packets=packets,
-            whole=b"" if by_packets else _read_whole(shard, row, key=key),
+            whole=whole,
         )
-    except UserError:  # credentials that are refused, for this chunk and for all others
+    except UserError:  # refused credentials concern all chunks, not only this one
         raise
     except (OSError, Damaged, Inaccessible) as error:
         if isinstance(error, Inaccessible) and isinstance(error.cause, UserError):
@@ -92,8 +98,8 @@ def read_packets(
     """Read and verify the packets needed for `frames`: (presentation index, bytes) in decode order.
 
     Raises:
-        SampleFailed: a packet lies outside its chunk, or does not match its checksum.
-        OSError, DamagedTar: the tar cannot be read.
+        SampleFailed: A packet lies outside its chunk, or does not match its checksum.
+        OSError, DamagedTar: The tar cannot be read.
     """
     needed = table.needed_for(frames)
     begins, sizes = table.offset[needed].tolist(), table.size[needed].tolist()
@@ -122,13 +128,6 @@ def read_packets(
     return packets
 
 
-def _read_whole(shard: CommittedShard, row: int, *, key: str) -> bytes:
-    tables = shard.packet_tables
-    payload = shard.read_range(*tables.payload(row))
-    _verify(payload, tables.payload_crc32(row), shard=shard, key=key)
-    return payload
-
-
 def _verify(content: bytes | memoryview, crc32: int, *, shard: CommittedShard, key: str) -> None:
     if zlib.crc32(content) != crc32:
         raise SampleFailed(key, reason="checksum", detail=f"its bytes in {shard.tar_name} do not match their checksum")
@@ -146,9 +145,9 @@ MAX_PIXELS = 1 << 26
 
 
 class PacketDecoder:
-    """Decodes packets of closed GOPs without opening a container. Each thread needs its own.
+    """Decoder of packets of closed GOPs that opens no container. Each thread needs its own.
 
-    The contexts of the last few codecs and extradata are kept: what they decode depends on the packets alone.
+    The contexts of the last few codecs and extradata are kept: their output depends only on the packets.
     """
 
     def __init__(self) -> None:
@@ -167,13 +166,13 @@ class PacketDecoder:
         The frame is then still in the processor's cache. If `use` keeps no frame, the decoder reuses few buffers.
 
         Args:
-            codec: libav's name: h264, hevc, av1, vp9, mjpeg.
+            codec: libav's name of the codec: h264, hevc, av1, vp9, mjpeg.
             packets: (presentation index, bytes) in decode order, from a key packet on, with all references.
-            use: takes the presentation index and the frame.
+            use: Function of the presentation index and the frame.
 
         Raises:
-            av.FFmpegError: the decoder rejects a packet.
-            ValueError: libav has no such decoder, or frames are not output in the order of their indices.
+            av.FFmpegError: The decoder rejects a packet.
+            ValueError: libav does not have the decoder, or frames are not output in the order of their indices.
         """
         import av
 
@@ -212,8 +211,8 @@ class PacketDecoder:
             if not isinstance(new, av.VideoCodecContext):
                 raise ValueError(f"{codec} is not a video codec")
             context = new
-            context.thread_count = 1  # the loader's threads are the parallel part
-            context.options = {"err_detect": "explode"}  # an error, not a concealed one
+            context.thread_count = 1  # the loader's threads already use all cores
+            context.options = {"err_detect": "explode"}  # report errors, do not conceal them
             context.extradata = extradata or None
             if len(self._contexts) == _MAX_CONTEXTS:
                 self._contexts.popitem(last=False)
@@ -225,17 +224,17 @@ class PlainVideo:
     """The first video stream of a file in memory, decoded through its container; frames count in presentation order.
 
     Args:
-        content: the whole file.
+        content: Bytes of the complete file.
 
     Attributes:
-        pts: of every frame, ascending, in units of `time_base` seconds.
-        time_base: seconds, exact.
-        end_pts: end of the last frame, which lasts as long as the median frame.
-        width, height: in pixels.
+        pts: Timestamps of all frames, ascending, in units of `time_base` seconds.
+        time_base: Unit of timestamps, seconds, exact.
+        end_pts: End of the last frame, which lasts as long as the median frame.
+        width, height: Size of the frames, pixels.
 
     Raises:
-        av.FFmpegError: it cannot be opened or read.
-        ValueError: it has no video stream, its frames are too large, or a packet has no timestamp.
+        av.FFmpegError: The file cannot be opened or read.
+        ValueError: The file has no video stream, its frames are too large, or a packet has no timestamp.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -261,8 +260,8 @@ class PlainVideo:
         self.end_pts = self.pts[-1] + (gaps[len(gaps) // 2] if gaps else 1)
 
     def decode(self, frames: Collection[int]) -> "dict[int, av.VideoFrame]":
-        """Those of `frames` that the decoder outputs intact, by number; av.FFmpegError if it rejects the file."""
-        found: dict[int, av.VideoFrame] = {}
+        """Return the `frames` that the decoder outputs intact, by number; av.FFmpegError if it rejects the file."""
+        decoded: dict[int, av.VideoFrame] = {}
         with self._open() as (container, stream):
             decoder = container.decode(stream)
             now: int | None = None  # time of the last frame that was output
@@ -280,10 +279,10 @@ class PlainVideo:
                         continue
                     now = frame.pts
                     if now == target and not frame.is_corrupt:
-                        found[number] = frame
+                        decoded[number] = frame
                     if now >= target:
                         break
-        return found
+        return decoded
 
     @contextmanager
     def _open(self) -> "Iterator[tuple[InputContainer, VideoStream]]":
@@ -299,33 +298,33 @@ class PlainVideo:
             if stream.width * stream.height > MAX_PIXELS:
                 raise ValueError(f"frames of {stream.width} x {stream.height} are larger than {MAX_PIXELS:,} pixels")
             stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}  # the packets may say otherwise
-            stream.codec_context.thread_count = 1  # the loader's threads are the parallel part
+            stream.codec_context.thread_count = 1  # the loader's threads already use all cores
             yield container, stream
 
 
 class ChunkDecoder:
-    """Decodes chunks, from packets or through the container; each thread has its own contexts."""
+    """Decoder of chunks, from packets or through the container; each thread has its own contexts."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     def decode(self, content: ChunkBytes) -> ChunkFrames:
-        """The frames for which `content` was read; see `decode_each`."""
-        found: ChunkFrames = {}
-        self.decode_each(content, found.__setitem__)
-        return found
+        """Return the frames for which `content` was read; see `decode_each`."""
+        frames: ChunkFrames = {}
+        self.decode_each(content, frames.__setitem__)
+        return frames
 
     def decode_each(self, content: ChunkBytes, use: "Callable[[int, av.VideoFrame], None]") -> None:
         """Pass each frame for which `content` was read to `use`, with its index, as the decoder outputs it.
 
         Raises:
-            SampleFailed: the chunk cannot be decoded, or the decoder does not output a frame.
+            SampleFailed: The chunk cannot be decoded, or the decoder does not output a frame.
         """
         import av
 
         missing = set(content.frames)
 
-        def use_wanted(number: int, frame: av.VideoFrame) -> None:
+        def use_needed(number: int, frame: av.VideoFrame) -> None:
             if number in missing:
                 use(number, frame)
                 missing.discard(number)
@@ -333,13 +332,13 @@ class ChunkDecoder:
         try:
             if content.packets is None:
                 for number, frame in PlainVideo(content.whole).decode(content.frames).items():
-                    use_wanted(number, frame)
+                    use_needed(number, frame)
             else:
                 if not hasattr(self._local, "decoder"):
                     self._local.decoder = PacketDecoder()
                 decoder: PacketDecoder = self._local.decoder
                 decoder.decode_each(
-                    codec=content.codec, extradata=content.extradata, packets=content.packets, use=use_wanted
+                    codec=content.codec, extradata=content.extradata, packets=content.packets, use=use_needed
                 )
         except (av.FFmpegError, ValueError) as error:
             detail = f"{type(error).__name__}: {error}"

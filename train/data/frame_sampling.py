@@ -1,4 +1,4 @@
-"""Which frames a clip consists of: exact integer arithmetic, no I/O.
+"""The frames that a clip consists of: exact integer arithmetic, no I/O.
 
 A caption names a span [begin, end) of its video, from which T moments are taken (`moments_of`):
 
@@ -6,7 +6,7 @@ A caption names a span [begin, end) of its video, from which T moments are taken
     stride   T moments that are `stride` frames apart (VideoMAE's 16 x 4): the window of T x stride frames lies at a
              random offset in the span in training, in its middle in evaluation; in a shorter span the stride is
              span / T
-    lavila   LaViLa's rule: the span without its last frame in T segments with borders rounded to whole frames, half to
+    lavila   LaViLa's rule: the span without its last frame in T segments with borders rounded to frames, half to
              even; a random frame between two borders (both included) in training, the lower middle one in evaluation
 
 An evaluation with several views of a clip takes its moments at `view_offsets` in place of the middle.
@@ -19,7 +19,7 @@ beginning of frame 33 at 10 fps and not the end of frame 32. Nothing is rounded 
 a common denominator.
 
 Segments of latents have their frames in memory already; `spread_frames` (uniform) and `window_frames` (stride) select
-from them. Shape suffixes there: B batch, F frames of a segment, C channels, H and W sides of a latent, K parts.
+from them. Shape suffixes: B batch, F frames of a segment, C channels, H and W sides of a latent, K parts.
 """
 
 import math
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 US_PER_S = 1_000_000
-# Starts of chunks are stored in whole milliseconds: neighbouring chunks may leave a gap, or overlap, by this much.
+# Starts of chunks are stored in milliseconds: neighbouring chunks may leave a gap, or overlap, by this much.
 START_ROUNDING_US = 1000
 MIDDLE = Fraction(1, 2)
 _JITTER_STEPS = 1 << 20
@@ -46,7 +46,7 @@ SamplingRule = Literal["uniform", "stride", "lavila"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Which moments of a span are shown: `num_frames` of them; `stride`, in frames of the chunk, is for that rule."""
+    """Moments of a span that are shown: `num_frames` of them; `stride`, in frames of the chunk, is for that rule."""
 
     num_frames: int
     rule: SamplingRule = "uniform"
@@ -54,7 +54,7 @@ class Sampling:
 
     @property
     def window(self) -> str:
-        """The window of the stride rule, as text."""
+        """Window of the stride rule, as text."""
         return f"{self.num_frames} x {self.stride} frames"
 
 
@@ -69,7 +69,7 @@ class ChunkTimes:
 
     @property
     def end_us(self) -> Fraction:
-        """Where the last frame leaves the screen."""
+        """Time at which the last frame leaves the screen."""
         return self.start_ms * 1000 + Fraction(self.num_frames * self.fps_den * US_PER_S, self.fps_num)
 
 
@@ -83,7 +83,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class FrameIndex:
-    """A frame: index of its chunk in the list that was given, and index of the frame in the chunk."""
+    """A frame: index of its chunk in the given list, and index of the frame in the chunk."""
 
     chunk: int
     frame: int
@@ -98,9 +98,9 @@ def frame_indices(
     rng: np.random.Generator | None,
     num_views: int = 1,
 ) -> list[FrameIndex]:
-    """The frames of the span [begin_us, end_us), which lies in `chunks`; the frame rate is that of the first chunk.
+    """Return the frames of the span [begin_us, end_us), which lies in `chunks`, at the frame rate of the first chunk.
 
-    Without `rng`, as in evaluation, the frames of `num_views` views, one view after another.
+    Without `rng`, as in evaluation, these are the frames of `num_views` views, one view after another.
     """
     fps_num, fps_den = chunks[0].fps_num, chunks[0].fps_den
     frames: list[FrameIndex] = []
@@ -111,7 +111,7 @@ def frame_indices(
 
 
 def view_offsets(rule: SamplingRule, num_views: int) -> tuple[Fraction, ...]:
-    """Where each of `num_views` views of a clip takes its moments, from 0 to 1 of the room that the rule leaves.
+    """Return the place of each of `num_views` views of a clip, from 0 to 1 of the room that the rule leaves.
 
     With "stride" the windows reach from the start of the span to its end (VideoMAE's test clips); with the other rules
     each segment is sampled at the middles of equal parts. A single view is in the middle with every rule.
@@ -124,7 +124,7 @@ def view_offsets(rule: SamplingRule, num_views: int) -> tuple[Fraction, ...]:
 
 
 def to_us(seconds: float) -> int:
-    """Seconds as the nearest whole microsecond; raises ValueError if they are not finite."""
+    """Return seconds as the nearest whole microsecond; raises ValueError if they are not finite."""
     if not np.isfinite(seconds):
         raise ValueError(f"{seconds} s is not a time")
     return round(seconds * US_PER_S)
@@ -140,14 +140,14 @@ def moments_of(
     rng: np.random.Generator | None,
     at: Fraction = MIDDLE,
 ) -> Moments:
-    """The moments of [begin_us, end_us) that `sampling` selects, random with `rng` as in training.
+    """Return the moments of [begin_us, end_us) that `sampling` selects, random with `rng` as in training.
 
     Args:
-        fps_num, fps_den: frames per second, for the rules that count frames.
-        at: offset of an evaluation's view (`view_offsets`).
+        fps_num, fps_den: Frames per second, for the rules that count frames.
+        at: Offset of an evaluation's view (`view_offsets`).
 
     Raises:
-        ValueError: the span is empty, or no frame is requested.
+        ValueError: The span is empty, or no frame is requested.
     """
     count = sampling.num_frames
     if end_us <= begin_us or count < 1:
@@ -196,10 +196,10 @@ def _lavila(
 
 
 def locate_frames(moments: Moments, chunks: Sequence[ChunkTimes]) -> list[FrameIndex]:
-    """The frame on screen at each moment, among `chunks` of one video in order of time.
+    """Return the frame on screen at each moment, among `chunks` of one video in order of time.
 
     Raises:
-        ValueError: a moment lies in none of the chunks.
+        ValueError: A moment lies in none of the chunks.
     """
     return [_locate(numerator, moments.denominator, chunks) for numerator in moments.numerators]
 
@@ -222,7 +222,7 @@ def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> F
 def window_frames(
     latents_BFCHW: "torch.Tensor", *, num_frames: int, offset_B: NDArray[np.float64] | None
 ) -> "torch.Tensor":
-    """`num_frames` consecutive frames of each segment, in its middle or at `offset_B`, in [0, 1) of the room left."""
+    """Return `num_frames` consecutive frames of each segment, in its middle or at `offset_B`, [0, 1) of the room."""
     import torch
 
     from clipmill.train.device.transfer import send
@@ -238,7 +238,7 @@ def window_frames(
 def spread_frames(
     latents_BFCHW: "torch.Tensor", *, num_frames: int, offset_BK: NDArray[np.float64] | None
 ) -> "torch.Tensor":
-    """One frame from each of `num_frames` equal parts of a segment, in its middle or at `offset_BK`, in [0, 1)."""
+    """Return a frame from each of `num_frames` equal parts of a segment, in the middle or at `offset_BK` in [0, 1)."""
     import torch
 
     from clipmill.train.device.transfer import send

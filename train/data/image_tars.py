@@ -1,8 +1,12 @@
-"""The index of a tar of images: where each image is, and its caption and class, from one pass over the headers.
+"""Tars of images: where each image is, with its caption and class, from one pass over the headers of a tar.
+
+The tars are as img2dataset writes them: `jpg`, `png` or `webp`, with `txt` or `json`, and `cls` for classes. The first
+sample of the first tar decides (`names_images`): an image makes them tars of images, a video a stream.
 
 The payloads of images are skipped. A large index is kept in the cache folder (clipmill.train.data.node_cache) under the
 size and time of its tar, so that it is made once per machine. A remote tar is copied to the cache, under its limit, to
-be indexed; what is evicted later is read by range.
+be indexed; an evicted tar is later read by range. A sample without an image or a caption is omitted, counted and named;
+a video among the images is an error.
 """
 
 import hashlib
@@ -33,12 +37,12 @@ from clipmill.train.data.tar_samples import (
     Unreadable,
     caption_of,
     description_of,
+    expand,
     samples_of,
 )
-from clipmill.train.data.video_stream import expand
 from clipmill.train.data.workers import Stuck, in_order
 
-# The first of these that a sample has is its image; open_clip prefers them in the same order.
+# A sample's image is its first member in this order, which is open_clip's too.
 EXTENSIONS = ("jpg", "png", "jpeg", "webp")
 LABEL, _CLASS = "class", "cls"  # a label, and the member that has it; other labels are keys of json
 MAX_IMAGE_BYTES = 1 << 28
@@ -49,23 +53,23 @@ _INDEX_TIMEOUT_S = 86400.0
 
 
 class LeftOut:
-    """Samples that are left out, counted by reason, with the key of the first."""
+    """Omitted samples, counted by reason, with the key of the first sample."""
 
     def __init__(self) -> None:
-        self._found: dict[str, tuple[int, str]] = {}
+        self._counts: dict[str, tuple[int, str]] = {}
 
     def add(self, reason: str, key: str, *, count: int = 1) -> None:
         """Add samples; `reason` is the end of a sentence that begins with their number."""
-        before, first = self._found.get(reason, (0, key))
-        self._found[reason] = before + count, first
+        before, first = self._counts.get(reason, (0, key))
+        self._counts[reason] = before + count, first
 
     def as_list(self) -> list[tuple[str, int, str]]:
-        """Reason, number and first key of each."""
-        return [(reason, *found) for reason, found in self._found.items()]
+        """List reason, number and first key of each."""
+        return [(reason, *count) for reason, count in self._counts.items()]
 
     def describe(self) -> list[str]:
-        """For the log."""
-        return [f"{count:,} {reason} (the first: {first})" for reason, (count, first) in self._found.items()]
+        """Return a line for the log."""
+        return [f"{count:,} {reason} (the first: {first})" for reason, (count, first) in self._counts.items()]
 
 
 @dataclass(frozen=True)
@@ -73,14 +77,14 @@ class TarIndex:
     """The images of a tar, in its order; R of them.
 
     Attributes:
-        keys: of each sample.
-        captions, classes: of each; '' without one.
-        offset, size: int64 [R], bytes of the tar.
-        left_out: samples without a readable image: why, as the end of a sentence that begins with a number, how many,
-            and the key of the first.
-        first_video: key of the first sample with a video; '' if there is none.
-        damage: why the tar cannot be read to its end; '' if it can.
-        order_sha256, content_sha256: of keys and sizes, and of captions and classes.
+        keys: Key of each sample.
+        captions, classes: Caption and class of each sample; '' without one.
+        offset, size: Bytes of the tar that hold each image, int64 [R].
+        left_out: Samples without a readable image: reason, as the end of a sentence that begins with a number, number,
+            and key of the first sample.
+        first_video: Key of the first sample with a video; '' if there is none.
+        damage: Reason why the tar cannot be read to its end; '' if it can.
+        order_sha256, content_sha256: Hashes of keys and sizes, and of captions and classes.
     """
 
     keys: pa.StringArray
@@ -102,16 +106,16 @@ class ImageTars:
     """Tars of images, local or remote, and the bytes of their members. Thread-safe.
 
     Args:
-        tars: paths or addresses.
-        cache: for copies of remote ones.
-        label: whose classes are read.
+        tars: Paths or addresses.
+        cache: Cache for copies of remote tars; None if all tars are local.
+        label: Label whose classes are read.
 
     Attributes:
         indexes: Index of each tar.
-        offset, size: int64, bytes of the images of all tars.
+        offset, size: Bytes that hold the images of all tars, int64.
 
     Raises:
-        UserError: a tar cannot be read, or is compressed.
+        UserError: A tar cannot be read, or is compressed.
     """
 
     def __init__(self, tars: Sequence[str], cache: ObjectCache | None, *, label: str = LABEL) -> None:
@@ -123,13 +127,15 @@ class ImageTars:
             done = in_order(
                 self._index, tars, num_threads=_NUM_AT_ONCE, num_ahead=2 * _NUM_AT_ONCE, stuck_after_s=_INDEX_TIMEOUT_S
             )
-            for tar, found in done:
-                if isinstance(found, Stuck):
-                    raise UserError(f"{tar}: {found}", hint="see whether its storage answers")
-                self.indexes.append(found)
+            for tar, index in done:
+                if isinstance(index, Stuck):
+                    raise UserError(f"{tar}: {index}", hint="check whether its storage answers")
+                self.indexes.append(index)
                 add(1)
 
-        self._first: NDArray[np.int64] = np.cumsum([0, *map(len, self.indexes)])  # image of each tar, then their number
+        self._first: NDArray[np.int64] = np.cumsum(
+            [0, *map(len, self.indexes)]
+        )  # first image of each tar, then the number of images
         self.offset: NDArray[np.int64] = np.concatenate([index.offset for index in self.indexes])
         self.size: NDArray[np.int64] = np.concatenate([index.size for index in self.indexes])
         self._keys = pa.chunked_array([index.keys for index in self.indexes])
@@ -140,24 +146,24 @@ class ImageTars:
         return len(self.offset)
 
     def name(self, tar: int) -> str:
-        """The file name of a tar."""
+        """Return the file name of a tar."""
         return self.tars[tar].rpartition("/")[2]
 
     def tar_of(self, image: int) -> int:
-        """The tar that holds an image."""
+        """Return the tar that holds an image."""
         return int(np.searchsorted(self._first, image, side="right")) - 1
 
     def key(self, image: int) -> str:
-        """The tar of an image and its key there."""
+        """Return the tar of an image and its key in the tar."""
         return f"{self.name(self.tar_of(image))}/{self._keys[image].as_py()}"
 
     @property
     def has_remote(self) -> bool:
-        """Whether some of the tars are at addresses."""
+        """True if some of the tars are at addresses."""
         return any(map(is_remote, self.tars))
 
     def read(self, tar: int, offset: int, size: int) -> bytes:
-        """Bytes of a tar; raises OSError or DamagedTar."""
+        """Read bytes of a tar; raises OSError or DamagedTar."""
         address = self.tars[tar]
         if self._cache is None or not is_remote(address):
             return self._local.read(Path(address), offset, size)
@@ -175,8 +181,15 @@ class ImageTars:
             else:
                 state = Path(tar).stat()
                 version, size_bytes = f"{Path(tar).resolve()} {state.st_mtime_ns}", state.st_size
+
+            def make() -> TarIndex:
+                if self._cache is None or not is_remote(tar):
+                    return index_tar(tar, Path(tar), label=self._label)
+                with held_copy(tar, self._cache) as copy:
+                    return index_tar(tar, copy.path, label=self._label)
+
             return open_shared(
-                lambda: self._made(tar),
+                make,
                 of=("images", self._label, version, size_bytes),
                 num_rows=size_bytes // _BYTES_PER_ROW,
                 types=(TarIndex,),
@@ -185,15 +198,9 @@ class ImageTars:
         except OSError as error:
             raise UserError(f"{tar} cannot be read: {error}", hint="repair it, or leave it out") from error
 
-    def _made(self, tar: str) -> TarIndex:
-        if self._cache is None or not is_remote(tar):
-            return index_tar(tar, Path(tar), label=self._label)
-        with held_copy(tar, self._cache) as copy:
-            return index_tar(tar, copy.path, label=self._label)
-
 
 def holds_images(tar: str, path: Path) -> bool | None:
-    """Whether the first sample of the tar at `path` with an image or a video has no video; None if there is none."""
+    """Return True if the first sample with an image or a video is an image; None if there is no such sample."""
     for sample in samples_of(tar, path, limits={}):
         if isinstance(sample, TarSample):
             if not sample.places.keys().isdisjoint(VIDEO_EXTENSIONS):
@@ -204,11 +211,11 @@ def holds_images(tar: str, path: Path) -> bool | None:
 
 
 def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
-    """Index the tar at `path`, called `tar` in messages, with the classes of `label`.
+    """Index the tar at `path`, which messages call `tar`, with the classes of `label`.
 
     Raises:
-        UserError: it is compressed.
-        OSError: it cannot be opened or read.
+        UserError: The tar is compressed.
+        OSError: The tar cannot be opened or read.
     """
     keys: list[str] = []
     captions: list[str] = []
@@ -223,7 +230,7 @@ def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
             else:
                 left_out.add("unreadable", f"{sample.key}, {sample.detail}")
             continue
-        extension = next((one for one in EXTENSIONS if one in sample.places), None)
+        extension = next((name for name in EXTENSIONS if name in sample.places), None)
         if not sample.places.keys().isdisjoint(VIDEO_EXTENSIONS):
             first_video = first_video or sample.key
         elif extension is None:
@@ -261,7 +268,7 @@ def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
 
 
 def _class_of(sample: TarSample, label: str) -> str:
-    """The class of an image, '' without one; raises ValueError if its json cannot be read."""
+    """Return the class of an image, '' without one; raises ValueError if its json cannot be read."""
     if label == LABEL:
         return sample.members.get(_CLASS, b"").decode("utf-8", "replace").strip()
     value = description_of(sample).get(label)
@@ -277,13 +284,13 @@ def _sha256(texts: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class ImageQuery:
-    """A question to tars of images.
+    """Images that are asked of tars.
 
     Attributes:
-        pattern: of local or remote tars (`clipmill.train.data.video_stream.expand`).
-        shape: how images are cropped and resized; every image fills all frames of its clip.
-        loading: batches, threads and this rank's share.
-        cache, cache_size: folder for copies of remote tars, and the limit (`clipmill.train.data.remote.open_cache`).
+        pattern: Pattern of local or remote tars (`clipmill.train.data.tar_samples.expand`).
+        shape: Rules by which images are cropped and resized; every image fills all frames of its clip.
+        loading: Batches, threads and this rank's share.
+        cache, cache_size: Folder for copies of remote tars, and its limit (`clipmill.train.data.remote.open_cache`).
     """
 
     pattern: str
@@ -294,7 +301,7 @@ class ImageQuery:
 
 
 def open_tars(pattern: str, *, cache: Path | None, cache_size: str | None, label: str = LABEL) -> ImageTars:
-    """Index tars; see `ImageQuery` and `ImageTars`. Raises UserError if one cannot be read or is compressed."""
+    """Index tars; see `ImageQuery` and `ImageTars`. Raises UserError if a tar cannot be read or is compressed."""
     choose_folder(cache)
     tars = expand(pattern)
     return ImageTars(tars, open_cache(cache, size=cache_size) if any(map(is_remote, tars)) else None, label=label)
@@ -304,7 +311,7 @@ def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> 
     """Return True if tars have images, by the first sample of the first tar that has samples.
 
     Raises:
-        UserError: a tar is missing or cannot be read.
+        UserError: A tar is missing or cannot be read.
     """
     for tar in expand(shards):
         try:
@@ -317,12 +324,12 @@ def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> 
 
 
 def class_names_of_images(pattern: str, *, label: str, cache: Path | None, cache_size: str | None) -> set[str]:
-    """The classes of images in tars; raises UserError if these cannot be read, or have no such label."""
+    """Return the classes of images in tars; raises UserError if the tars cannot be read, or lack the label."""
     tars = open_tars(pattern, cache=cache, cache_size=cache_size, label=label)
-    found = {name for one in tars.indexes for name in one.classes.unique().to_pylist() if name}
-    if not found:
+    names = {name for index in tars.indexes for name in index.classes.unique().to_pylist() if name}
+    if not names:
         raise UserError(
             f"the images of {pattern} have no label {label!r}",
             hint=f"labels of images in tars: {LABEL} is their cls, others are keys of their json",
         )
-    return found
+    return names

@@ -1,4 +1,4 @@
-"""The data of a task by its settings: data folders, mixtures, classes, and the size of pictures."""
+"""Data of a task by its settings: data folders, mixtures, classes, and the size of pictures."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.plugins import import_object
 from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.shards import IMAGES, DataSettings, kind_of, parse_mix
+from clipmill.train.config.shards import DataSettings, kind_of, parse_mix
 from clipmill.train.data.data_folder import DataFolder, open_data_folder
 from clipmill.train.data.query import LATENT_PATCH, TARS_SPLIT
 from clipmill.train.models.dual_encoder import size_of
@@ -27,10 +28,10 @@ def open_folder(settings: ClipSettings, *, reason: str, column: str | None = VID
     """Open the data folder of a task that cannot read tars, for `reason`.
 
     Args:
-        column: see `open_data_folder`.
+        column: See `open_data_folder`.
 
     Raises:
-        UserError: the settings name tars, or the folder cannot be read.
+        UserError: The settings name tars, or the folder cannot be read.
     """
     if not kind_of(settings.folder).has_manifest:
         raise UserError(f"{settings.folder} names tars, and {reason}", hint="name the data folder that prep made")
@@ -49,7 +50,7 @@ def open_mixed(open_one: Callable[[str], Opened], settings: DataSettings) -> "Op
         open_one: Opens the samples of a folder.
 
     Raises:
-        UserError: as of `open_one`, with the folder that it is about; or the samples cannot be mixed.
+        UserError: An error of `open_one`, with the folder that it concerns; or the samples cannot be mixed.
     """
     if len(settings.folders) == 1:
         return open_one(settings.folder)
@@ -69,19 +70,19 @@ def require_no_streams(settings: DataSettings) -> None:
         if not kind_of(folder, settings).can_be_mixed:
             raise UserError(
                 f"--shards names {folder}, a stream of tars, which cannot be mixed with other data",
-                hint="name data folders that prep made or tars of images, or train on the tars alone",
+                hint="name data folders that prep made or tars of images, or train only on the tars",
                 flags=("--shards",),
             )
 
 
 def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[str] | None = None) -> "ClassList":
-    """The classes of a label in all data of the settings.
+    """Return the classes of a label in all data of the settings.
 
     Args:
-        splits: of data folders; None for all.
+        splits: Splits of data folders; None for all.
 
     Raises:
-        UserError: some of the data have no such label, or there are fewer than two classes.
+        UserError: Some of the data do not have the label, or there are fewer than two classes.
     """
     from clipmill.train.data.classes import read_classes
 
@@ -89,17 +90,16 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
     folders: list[Path] = []
     for address in settings.folders:
         kind = kind_of(address, settings)
-        if kind is IMAGES:
-            from clipmill.train.data.image_tars import class_names_of_images
-
-            names |= class_names_of_images(address, label=label, cache=settings.cache, cache_size=settings.cache_size)
-        elif not kind.has_manifest:
+        if kind.has_manifest:
+            folder = open_data_folder(address, cache=settings.cache, cache_size=settings.cache_size, column=None)
+            folders.append(folder.path)
+        elif kind.class_names:
+            read_names = import_object(kind.class_names)
+            names |= read_names(address, label=label, cache=settings.cache, cache_size=settings.cache_size)
+        else:
             raise UserError(
                 f"{address} is a stream of tars, without labels", hint="name the data folder that prep made"
             )
-        else:
-            folder = open_data_folder(address, cache=settings.cache, cache_size=settings.cache_size, column=None)
-            folders.append(folder.path)
     if splits is None:
         splits = {split for folder in folders for split in read_videos(folder)["split"].to_pylist()} or {TARS_SPLIT}
     return read_classes(*folders, label=label, splits=splits, also=names)
@@ -116,7 +116,7 @@ def naming(folder: str) -> Iterator[None]:
 
 
 def picture_size(samples: Any, settings: ClipSettings) -> tuple[VideoViTSize, int]:
-    """The size of a task's video tower, and the side of its pictures, for clips or latents as `samples` has them."""
+    """Return the size of a task's video tower, and the side of its pictures, for clips or latents."""
     size, shape = size_of(settings.model, settings.towers).video, samples.frame_shape
     if shape is None:
         return size, settings.size_px

@@ -1,6 +1,6 @@
 """`open_clips` and `open_latents`: the loaders of the training commands as a Python interface (docs/python.md).
 
-Samples, order, random draws, checks and failures are those of the commands.
+Samples, order, random draws, checks and failures are the same as in the commands.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,15 +50,16 @@ ClipText = Literal["text", "embedding", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedClips:
-    """How batches of clips are finished, in the caller's thread.
+    """Last steps of a batch of clips, in the caller's thread.
 
     Attributes:
         samples: Loader of clips, images or a stream, or of their mixture.
-        settings: with the normalisation and augmentation of model input; without a mean, clips stay uint8.
-        rgb: whether the loader makes RGB.
-        is_training: augment clips.
-        all_captions: add `captions`.
-        device: None for NumPy arrays.
+        settings: Settings with normalisation and augmentation of model input; without a mean, clips stay uint8.
+        rgb: True if the loader makes RGB.
+        views: Views of an evaluation.
+        is_training: Augment clips.
+        all_captions: Add `captions`.
+        device: Device of tensors; None for NumPy arrays.
     """
 
     samples: Any
@@ -69,31 +70,31 @@ class FinishedClips:
     all_captions: bool
     device: str | torch.device | None
 
-    def __call__(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The batch, finished in place."""
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Finish the batch in place, and return it."""
         mean = self.settings.init.pixel_mean
         if mean is not None:
-            clips = self._model_input(found, mean=mean)
-            found["video"] = clips.numpy() if self.device is None else clips
+            clips = self._model_input(batch, mean=mean)
+            batch["video"] = clips.numpy() if self.device is None else clips
         elif len(self.views) > 1:
-            video = found["video"]
-            found["video"] = video.reshape(len(video), len(self.views), -1, *video.shape[2:])
+            video = batch["video"]
+            batch["video"] = video.reshape(len(video), len(self.views), -1, *video.shape[2:])
         if self.rgb or mean is not None:
-            del found["colour"]
+            del batch["colour"]
         if self.samples.num_samples is not None:  # a stream does not know its clips
-            found |= of_clips(found["clip_id"], self.samples, device=self.device)
+            batch |= of_clips(batch["clip_id"], self.samples, device=self.device)
             if self.all_captions:
-                found["captions"] = texts_of_clips(self.samples, np.asarray(found["clip_id"]))
-        return found
+                batch["captions"] = texts_of_clips(self.samples, np.asarray(batch["clip_id"]))
+        return batch
 
-    def _model_input(self, found: dict[str, Any], *, mean: tuple[float, float, float]) -> torch.Tensor:
-        """Normalised clips [B, 3, T, S, S]; of several views [B, V, 3, T, S, S]."""
+    def _model_input(self, batch: dict[str, Any], *, mean: tuple[float, float, float]) -> torch.Tensor:
+        """Return normalised clips [B, 3, T, S, S]; of several views [B, V, 3, T, S, S]."""
         settings = self.settings
         assert settings.init.pixel_std is not None
-        positions = np.asarray(found["position"])
+        positions = np.asarray(batch["position"])
         clips = to_model_input(
-            torch.as_tensor(found["video"]),
-            torch.as_tensor(found["colour"]),
+            torch.as_tensor(batch["video"]),
+            torch.as_tensor(batch["colour"]),
             size_px=settings.size_px,
             mean=mean,
             std=settings.init.pixel_std,
@@ -105,7 +106,7 @@ class FinishedClips:
 
 
 def texts_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
-    """All captions of each clip, of captioned clips or a mixture of them, in the order of their sources."""
+    """Return all captions of each clip, of captioned clips or a mixture of them, in the order of their sources."""
     if samples.folders is None:
         return [samples.captions.texts_of(clip) for clip in clips.tolist()]
     texts: list[list[str]] = [[] for _ in clips]
@@ -116,7 +117,7 @@ def texts_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
 
 
 def of_clips(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
-    """The span of each clip in seconds, and in a mixture the index of its folder."""
+    """Return the span of each clip in seconds, and in a mixture the index of its folder."""
     convert = np.asarray if device is None else torch.from_numpy
     clips = np.asarray(clip_id)
     begin_us, end_us = samples.span_us(clips)
@@ -127,7 +128,7 @@ def of_clips(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
 
 
 def caption_settings(sources: Mapping[str, float] | None, min_relevancy: float | None) -> CaptionSettings:
-    """Which captions are shown; raises UserError for weights that are none."""
+    """Return the settings of captions; raises UserError for invalid weights."""
     if sources is not None and not isinstance(sources, Mapping):
         raise UserError(
             f"sources is {quote_value(sources)}", hint='give weights by name: {"human": 1, "*rephraser*": 2}'
@@ -136,18 +137,18 @@ def caption_settings(sources: Mapping[str, float] | None, min_relevancy: float |
     return CaptionSettings(sources=text, min_relevancy=min_relevancy)
 
 
-def augmentation(wanted: Mapping[str, float] | None) -> Augment:
-    """The augmentation by the names of its settings; raises UserError for others."""
+def augmentation(values: Mapping[str, float] | None) -> Augment:
+    """Return the augmentation by the names of its settings; raises UserError for others."""
     known = vars(Augment())
-    if wanted is not None and (not isinstance(wanted, Mapping) or wanted.keys() - known.keys()):
-        raise UserError(f"augment is {quote_value(wanted)}", hint=f"give a dictionary with some of {', '.join(known)}")
-    given: Mapping[str, Any] = wanted or {}
+    if values is not None and (not isinstance(values, Mapping) or values.keys() - known.keys()):
+        raise UserError(f"augment is {quote_value(values)}", hint=f"give a dictionary with some of {', '.join(known)}")
+    given: Mapping[str, Any] = values or {}
     numbers: dict[str, Any] = {}
     for name, value in given.items():
-        whole = isinstance(known[name], int)
-        if isinstance(value, bool) or not isinstance(value, Real) or (whole and not float(value).is_integer()):
+        is_integer = isinstance(known[name], int)
+        if isinstance(value, bool) or not isinstance(value, Real) or (is_integer and not float(value).is_integer()):
             raise UserError(
-                f"augment.{name} is {quote_value(value)}", hint="use a whole number" if whole else "use a number"
+                f"augment.{name} is {quote_value(value)}", hint="use a whole number" if is_integer else "use a number"
             )
         numbers[name] = type(known[name])(value)
     return Augment(**numbers)
@@ -190,40 +191,40 @@ def open_clips(
     """Open the clips of a split: spans of videos, each with a caption or, with `label`, a class.
 
     Args:
-        data: data folder of prep, a path or an address (s3://bucket/data); or tars of videos or of images:
+        data: Data folder of prep, a path or an address (s3://bucket/data); or tars of videos or of images:
             DIR/{000..999}.tar. A list of folders and tars of images is a mixture.
-        mix: weights of the folders of a mixture; by default in proportion to their sizes. A batch then has `folder`,
-            the index in the list. Every folder has epochs of its own; one of `Batches` has as many samples as all.
-        split: of the manifest. Tars have no splits: all of their clips are used.
-        where: condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
-        batch: batch size of this process.
-        num_frames, size_px, sampling, stride, crop, min_crop_area: see the flags of `train dual-encoder`.
-        rgb: RGB frames; False for YUV 4:2:0, half as many bytes.
-        pixel_mean, pixel_std: of R, G and B, for values from 0 to 1. `video` is then the input of a model of the
-            commands, converted on the device: float32 [B, 3, T, S, S], normalised.
-        augment: augmentation of this input with `shuffle`, by the names of `--augment.*`, such as {"flip": 0.5}.
+        mix: Weights of the folders of a mixture; by default in proportion to their sizes. A batch then has `folder`,
+            the index in the list. Every folder has its own epochs; an epoch of `Batches` has as many samples as all.
+        split: Split of the manifest. Tars have no splits: all of their clips are used.
+        where: Condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
+        batch: Batch size of this process.
+        num_frames, size_px, sampling, stride, crop, min_crop_area: See the flags of `train dual-encoder`.
+        rgb: True for frames of RGB; False for YUV 4:2:0, half as many bytes.
+        pixel_mean, pixel_std: Mean and standard deviation of R, G and B, for values from 0 to 1. `video` is then the
+            input of a model of the commands, converted on the device: float32 [B, 3, T, S, S], normalised.
+        augment: Augmentation of this input with `shuffle`, by the names of `--augment.*`, such as {"flip": 0.5}.
         captions: "text"; "embedding" (of `prep text`: `text` in place of `caption`); or "all": a batch also has
-            `captions`, the list of all captions of each clip, those that `sources` names.
-        sources: sampling weights of caption sources, by name or pattern; others are left out. See --captions.sources.
-        min_relevancy: also show captions of other clips that are more relevant than this. See --captions.min-relevancy.
-        label: name of a label column of the captions, without `label_`. A batch then has `label` in place of
+            `captions`, the list of all captions of each clip from the sources that `sources` names.
+        sources: Sampling weights of caption sources, by name or pattern; others are omitted. See --captions.sources.
+        min_relevancy: Also show captions of other clips that are more relevant than this. See --captions.min-relevancy.
+        label: Name of a label column of the captions, without `label_`. A batch then has `label` in place of
             `caption`.
-        shuffle: random order, moments, crops and captions, as in training; False: every clip once, in order, with
+        shuffle: Random order, moments, crops and captions, as in training; False: every clip once, in order, with
             centred moments and crops, as in evaluation.
-        clips, crops: number of temporal and spatial views of each clip, without `shuffle`. With more than one view,
-            `video` has a dimension of views after that of the batch; all crops of the first moments come first.
-        workers: number of decoding threads.
-        seed: random seed for order, moments, crops and captions.
-        rank, world: index of this process and number of processes, each of which gets its own share. Default: those of
-            torch.distributed, else of torchrun's environment, else one process.
-        device: where frames, labels and embeddings go; None for NumPy arrays.
-        max_failures: number of clips that may fail to load before iterating raises FailedWork.
-        cache: folder for copies of remote data. Default: the user's cache folder.
-        cache_size: limit for whole tars there, such as "100GB". Default: 80 % of the free disk.
+        clips, crops: Number of temporal and spatial views of each clip, without `shuffle`. With more than one view,
+            `video` has a dimension of views after the batch dimension; all crops of the first moments come first.
+        workers: Number of decoding threads.
+        seed: Random seed for order, moments, crops and captions.
+        rank, world: Index of this process and number of processes, each of which gets its own share. Default: values
+            of torch.distributed, else of torchrun's environment, else one process.
+        device: Device of frames, labels and embeddings; None for NumPy arrays.
+        max_failures: Number of clips that may fail to load before iterating raises FailedWork.
+        cache: Folder for copies of remote data. Default: the user's cache folder.
+        cache_size: Limit for complete tars in it, such as "100GB". Default: 80 % of the free disk.
 
     Raises:
-        UserError: there is no such data, split, label or device, no clip that can be shown or is selected, or an
-            argument is of another type or out of range.
+        UserError: The data, split, label or device does not exist, no clip can be shown or is selected, or an argument
+            is of another type or out of range.
     """
     numbers = {"batch": batch, "num_frames": num_frames, "size_px": size_px, "stride": stride}
     require_whole_numbers(**numbers, clips=clips, crops=crops, workers=workers, seed=seed, max_failures=max_failures)
@@ -237,7 +238,7 @@ def open_clips(
     if (mean is None) != (std is None) or (augment is not None and not is_normalised):
         raise UserError(
             f"pixel_mean is {mean}, pixel_std is {std} and augment is {augment}",
-            hint="give mean and standard deviation, both or none of them; augmentation needs them",
+            hint="give both mean and standard deviation, or neither; augmentation needs them",
         )
     views = Views(num_clips=clips, num_crops=crops)
     if min(clips, crops) < 1 or (shuffle and len(views) > 1):
@@ -251,13 +252,13 @@ def open_clips(
         parity = "even number, as chroma has half the size of luma" if rgb or is_normalised else "number"
         raise UserError(f"size_px is {size_px}", hint=f"use a positive {parity}")
     ranks = ranks_of(rank, world)
-    own = ranks or joined_world()
+    this_world = ranks or joined_world()
     settings = ClipSettings(
         shards=shards_of(data, mix),
         mix=None if mix is None else ",".join(map(str, mix)),
         split=split,
         where=where,
-        batch=batch * own.size,
+        batch=batch * this_world.size,
         num_frames=num_frames,
         size_px=size_px,
         sampling=sampling,
@@ -273,9 +274,18 @@ def open_clips(
         cache_size=cache_size,
     )
     is_pinned = device is not None and torch.device(device).type == "cuda"
-    loading = loader_settings(settings, own, device=torch.device(device or "cpu"))
+    loading = loader_settings(settings, this_world, device=torch.device(device or "cpu"))
     loading = replace(loading, can_keep=not is_pinned)
-    _require_plain(settings, where=where, has_one_caption=captions == "text" and shown == CaptionSettings())
+    for address in settings.folders:
+        if kind_of(address).has_manifest:
+            continue
+        if where is not None:
+            raise UserError(f"{address} names tars, without scores", hint="name the data folder that prep made")
+        if captions != "text" or shown != CaptionSettings():
+            raise UserError(
+                f"{address} names tars: each clip has only the caption in its tar",
+                hint="leave out captions=, sources= and min_relevancy=, or name a data folder that prep made",
+            )
     require_no_streams(settings)
     classes = None if label is None else read_classes_of(settings, label=label)
 
@@ -334,18 +344,18 @@ def open_latents(
     """Open the segments of the VAE latents of a split (`prep latents`), each with a caption or a class.
 
     Args:
-        data: data folder that prep made, as a path or an address; or a list of them, a mixture, with latents of the
+        data: Data folder that prep made, as a path or an address; or a list of folders, a mixture, with latents of the
             same VAE.
         segment: Length of a segment, such as 5s: a whole number of frames. None: the stored segments of a VAE of
             videos, and 5s of other latents.
-        max_segments: at most this many segments of each video, spread evenly over it; None for all.
-        tails: what to do with a shorter rest of a chunk: "drop" it, or "pad" it with zeros.
-        captions: "text", "embedding" (of `prep text`: `text` in place of `caption`), or None for segments alone.
-        mix, split, where, batch, label, shuffle, seed, rank, world, device, max_failures, cache, cache_size: see
+        max_segments: Maximum number of segments of each video, spread evenly over it; None for all.
+        tails: Treatment of a shorter rest of a chunk: "drop" it, or "pad" it with zeros.
+        captions: "text", "embedding" (of `prep text`: `text` in place of `caption`), or None for only segments.
+        mix, split, where, batch, label, shuffle, seed, rank, world, device, max_failures, cache, cache_size: See
             `open_clips`.
 
     Raises:
-        UserError: there are no latents, embeddings, captions or labels of that split, there is no such device, or an
+        UserError: There are no latents, embeddings, captions or labels of that split, the device does not exist, or an
             argument is of another type or out of range.
     """
     require_whole_numbers(batch=batch, seed=seed, max_failures=max_failures)
@@ -356,24 +366,25 @@ def open_latents(
             raise UserError(f"max_segments is {max_segments}", hint="use 1 or more, or None for all")
     require_device(device)
     settings = DataSettings(shards=shards_of(data, mix), mix=None if mix is None else ",".join(map(str, mix)))
-    for one in settings.folders:
-        if not kind_of(one).has_manifest:
+    for address in settings.folders:
+        if not kind_of(address).has_manifest:
             raise UserError(
-                f"latents cannot be read from {one}: a stream of tars has no index", hint="name a data folder"
+                f"latents cannot be read from {address}: a stream of tars has no index", hint="name a data folder"
             )
     require_choice("tails", tails, Tails)
     ranks = ranks_of(rank, world)
-    own = ranks or joined_world()
+    this_world = ranks or joined_world()
     if batch < 1:
         raise UserError(f"batch is {batch}", hint="use 1 or more")
     if captions not in ("text", "embedding", None):
         raise UserError(f"captions is {captions!r}", hint="use 'text', 'embedding' or None")
     opened = {
-        one: open_data_folder(one, cache=cache, cache_size=cache_size, column=LATENTS) for one in settings.folders
+        address: open_data_folder(address, cache=cache, cache_size=cache_size, column=LATENTS)
+        for address in settings.folders
     }
     classes = None if label is None else read_classes_of(settings, label=label)
     can_keep = device is None or torch.device(device).type != "cuda"
-    loading = LoaderSettings(batch=batch, seed=seed, rank=own.rank, num_ranks=own.size, can_keep=can_keep)
+    loading = LoaderSettings(batch=batch, seed=seed, rank=this_world.rank, num_ranks=this_world.size, can_keep=can_keep)
     shown: dict[str | None, ShownCaptions] = {None: "none", "text": "words", "embedding": "stored"}
 
     def open_one(address: str) -> Samples[LatentReader]:
@@ -401,25 +412,14 @@ def open_latents(
     def finish(entries: dict[str, Any]) -> dict[str, Any]:
         key, clip_id, text_row = entries["key"], entries["clip_id"], entries.pop("text_row", None)
         if samples.frame_shape.segment_frames:
-            entries["latents"] = entries["latents"].swapaxes(1, 2)  # as they are stored, without a copy
+            entries["latents"] = entries["latents"].swapaxes(1, 2)  # in the stored layout, without a copy
 
         def make() -> dict[str, Any]:
-            made = {"key": key[:], **of_clips(clip_id, samples, device=device)}
-            return made | ({"caption": shown_captions.texts_at(np.asarray(text_row))} if shown_captions else {})
+            late_entries = {"key": key[:], **of_clips(clip_id, samples, device=device)}
+            return late_entries | ({"caption": shown_captions.texts_at(np.asarray(text_row))} if shown_captions else {})
 
         return LateBatch(entries, names, make)
 
     return Batches(
         samples, finish, classes, shuffle=shuffle, batch=batch, world=ranks, device=device, max_failures=max_failures
     )
-
-
-def _require_plain(settings: DataSettings, *, where: str | None, has_one_caption: bool) -> None:
-    for address in (one for one in settings.folders if not kind_of(one).has_manifest):
-        if where is not None:
-            raise UserError(f"{address} names tars, without scores", hint="name the data folder that prep made")
-        if not has_one_caption:
-            raise UserError(
-                f"{address} names tars: each clip has the one caption that its tar gives it",
-                hint="leave out captions=, sources= and min_relevancy=, or name a data folder that prep made",
-            )

@@ -1,10 +1,10 @@
 """`Loader`: batches of samples for one rank: their order, failures by name, and exact resumption.
 
-It knows rows by number only. What the rows are is the concern of a `SampleTable` (clipmill.train.data.samples), and a
+It knows rows only by number. The rows are the concern of a `SampleTable` (clipmill.train.data.samples), and a
 reader turns rows into samples: threads decode clips and images (clipmill.train.data.workers), latents are copied from
 mapped files, and a stream is read from front to back.
 
-Training follows the endless order of clipmill.train.data.order, and its whole state is a cursor in it. A sample that
+Training follows the endless order of clipmill.train.data.order, and its state is a cursor in it. A sample that
 fails is reported beside the batch and replaced by the next sample in order, so the same failures give the same batches
 (clipmill.train.data.outcomes).
 """
@@ -37,7 +37,7 @@ class SampleRequest:
     seed: int | None
 
     def generator(self, purpose: str, *, num_alike: int = 1) -> np.random.Generator | None:
-        """A generator of the draws for one purpose; None in an evaluation.
+        """Return a generator of the draws for one purpose; None in an evaluation.
 
         Args:
             num_alike: Number of consecutive positions that draw the same numbers.
@@ -50,8 +50,8 @@ class Block(NamedTuple):
     """Samples to load, in order.
 
     Attributes:
-        samples: int64 [N], numbers of the samples; -1 for an empty position of the order.
-        positions: int64 [N], positions in the order; the numbers of the samples in an evaluation.
+        samples: Numbers of the samples, int64 [N]; -1 for an empty position of the order.
+        positions: Positions in the order, int64 [N]; the numbers of the samples in an evaluation.
         seed: Seed of random draws; None in an evaluation.
     """
 
@@ -62,15 +62,15 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """How samples are loaded and batched.
+    """Settings by which samples are loaded and batched.
 
     Attributes:
-        batch: samples in this rank's batch.
-        num_ahead: maximum number of samples loaded or being loaded ahead of the caller.
-        group: number of consecutive samples that are loaded together.
-        stuck_after_s: seconds after which a sample that is still being loaded fails.
-        pin: put batches into pinned memory, for copies to a GPU.
-        can_keep: never overwrite a batch that is still in use; otherwise the second batch after it overwrites it.
+        batch: Number of samples in this rank's batch.
+        num_ahead: Maximum number of samples loaded or being loaded ahead of the caller.
+        group: Number of consecutive samples that are loaded together.
+        stuck_after_s: Seconds after which a sample that is still being loaded fails.
+        pin: Put batches into pinned memory, for copies to a GPU.
+        can_keep: Never overwrite a batch that is still in use; otherwise the second batch after it overwrites it.
     """
 
     batch: int = 32
@@ -90,7 +90,7 @@ class LoaderSettings:
 
     @property
     def share(self) -> Share:
-        """The positions of this rank."""
+        """Positions of this rank."""
         return Share(self.rank, self.num_ranks, self.group)
 
 
@@ -106,17 +106,17 @@ class Rows(Protocol):
         """Number of samples; None if unknown, as in a stream."""
 
     def describe(self) -> str:
-        """One line for the log: what the set contains, what was excluded and why."""
+        """Return a line for the log: content of the set, and omitted samples with reasons."""
 
 
 class Reader(Protocol):
-    """Turns rows into samples."""
+    """Reader of rows as samples."""
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Any]:
-        """The samples or failures of some blocks, in order; None for an empty position. They are loaded ahead."""
+        """Return the samples or failures of some blocks, in order, loaded ahead; None for an empty position."""
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Any]], Batch]:
-        """The function that makes batches of samples, for one iteration."""
+        """Return the function that makes batches of samples, for one iteration."""
 
 
 class TrainingSet(Protocol):
@@ -135,13 +135,13 @@ class TrainingSet(Protocol):
         """Number of samples that training takes in an epoch; None if unknown."""
 
     def describe(self) -> str:
-        """One line for the log: what the set contains, what was excluded and why."""
+        """Return a line for the log: content of the set, and omitted samples with reasons."""
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
-        """Endless batches in training order; raises TooManyFailures after more than `max_failures` failures."""
+        """Yield endless batches in training order; raises TooManyFailures after more than `max_failures` failures."""
 
     def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
-        """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty."""
+        """Yield this rank's share of every `every`-th sample, once, in order; the last batch may be smaller."""
 
     def load_state_dict(self, *states: LoaderState) -> None:
         """Resume `batches` from the states of all ranks; raises UserError if they do not match the set."""
@@ -151,17 +151,17 @@ class Order(Protocol):
     """The samples at the positions of the endless order, as `SampleOrder` gives them."""
 
     def at(self, positions: Positions) -> Positions:
-        """Samples at `positions`; -1 where empty."""
+        """Return the samples at `positions`; -1 where empty."""
 
 
 class Loader:
     """Batches of the samples of a table, as a reader makes them.
 
     Args:
-        rows: What is known of the samples.
+        rows: Facts about the samples.
         reader: Reader of the samples.
         loading: Batches and this rank's share.
-        order: Order of training; by default the samples under the seed, or as they come if their number is unknown.
+        order: Order of training; by default the samples by the seed, or as they come if their number is unknown.
 
     Attributes:
         reader, loading: As given.
@@ -176,10 +176,10 @@ class Loader:
         self._order = order
 
     def batches(self, *, position: int | None = None, max_failures: int = 100) -> Generator[LoadedBatch, None, None]:
-        """Endless batches in training order, from `position` on; by default from the cursor.
+        """Yield endless batches in training order, from `position` on; by default from the cursor.
 
         Raises:
-            TooManyFailures: more than `max_failures` samples failed.
+            TooManyFailures: More than `max_failures` samples failed.
         """
         batch, share = self.loading.batch, self.loading.share
         begin = self.cursor if position is None else Cursor(position)
@@ -190,7 +190,7 @@ class Loader:
             yield building.take(self.cursor)
 
     def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
-        """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty.
+        """Yield this rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty.
 
         Args:
             begin: Position to start at: 0, or the position of the cursor after a batch.
@@ -205,11 +205,11 @@ class Loader:
             yield building.take(Cursor(begin + building.num_taken * step if num_samples is None else num_samples))
 
     def outcomes(self, samples: Iterable[int]) -> Iterator[Any]:
-        """Each of `samples` as in an evaluation, or its failure, in order; they are loaded ahead."""
+        """Return each of `samples` as in an evaluation, or its failure, in order; they are loaded ahead."""
         return self.reader.outcomes(_evaluation_blocks(samples), self.loading)
 
     def state_dict(self) -> LoaderState:
-        """State after the batches taken so far; identical on all ranks unless a sample has failed."""
+        """Return the state after the batches taken so far; identical on all ranks unless a sample has failed."""
         position, ahead = self.cursor
         return LoaderState(position=position, ahead=list(ahead), seed=self.loading.seed, samples=self._rows.fingerprint)
 
@@ -219,7 +219,7 @@ class Loader:
         One state is enough if no sample had failed, or if there was one rank.
 
         Raises:
-            UserError: the states are of another sample set, another seed or different steps.
+            UserError: The states are of another sample set, another seed or different steps.
         """
         order, _, content = self._rows.fingerprint.partition(SEPARATOR)
         for state in states:
@@ -250,7 +250,7 @@ class Loader:
         return BatchBuilder(self.loading.batch, self.reader.collate(self.loading), max_failures=max_failures)
 
     def _training_blocks(self, begin: Cursor) -> Iterator[Block]:
-        """This rank's positions from `begin` on, with their samples."""
+        """Yield this rank's positions from `begin` on, with their samples."""
         taken, size, share = 0, _FIRST_BLOCK, self.loading.share
         while True:
             positions = begin.positions(taken, size, share)
@@ -262,13 +262,10 @@ class Loader:
 def _evaluation_blocks(samples: Iterable[int]) -> Iterator[Block]:
     if isinstance(samples, range):
         for begin in range(0, len(samples), _BLOCK):
-            numbers = np.arange(*_bounds(samples[begin : begin + _BLOCK]))
+            part = samples[begin : begin + _BLOCK]
+            numbers = np.arange(part.start, part.stop, part.step)
             yield Block(numbers, numbers, None)
         return
-    for sample in samples:  # not collected in blocks: their number may be unknown
+    for sample in samples:  # one by one, because their number may be unknown
         number = np.array([sample])
         yield Block(number, number, None)
-
-
-def _bounds(numbers: range) -> tuple[int, int, int]:
-    return numbers.start, numbers.stop, numbers.step

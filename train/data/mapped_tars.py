@@ -1,11 +1,14 @@
 """Tars whose members are copied from memory maps (latents, stored embeddings), and the verification of members.
 
-A tar is mapped when it is first needed, after the length of the open file was compared with its commit. Nothing is
-read before it is used, and the kernel reclaims pages when memory is short, so that a set may be larger than memory. A
-tar that is truncated in place while it is mapped ends the process with its name (clipmill.manifests.mapped_files).
+A tar is mapped when it is first needed, after the length of the open file was compared with its commit. Bytes are read
+when they are used, and the kernel reclaims pages when memory is short, so that a set may be larger than memory. A tar
+that is truncated in place while it is mapped ends the process with its name (clipmill.manifests.mapped_files).
 
-A member is verified against its checksum once per process, when it is first needed. A member that is changed later on
-is not noticed, and one that does not match stays bad until the process ends.
+A member is verified against its checksum once per process, when it is first needed. Later changes are not noticed, and
+a member that does not match stays bad until the process ends.
+
+Tars of remote variants (`RemoteMaps`) are fetched into the cache and mapped from it in the background; bytes of tars
+that do not fit, or have not arrived, are read by range.
 """
 
 import errno
@@ -43,21 +46,20 @@ from clipmill.train.data.workers import Stuck
 
 _UNKNOWN, _GOOD = 0, 1
 
-# Bytes with begin and end of a part of them. A batch of parts is copied faster if each is cut out when it is copied.
+# Bytes, with begin and end of a part. A batch is copied faster if each part is cut out when it is copied.
 Part = tuple[memoryview, int, int]
 
 
 class MappedTars:
     """The tars of `variants`, numbered one variant after another. Thread-safe.
 
-    The place of a byte is its offset if all tars were one file, so that one number says where a member lies. The maps
-    that were made first are given up if the process has too many (`manifests/mapped_files.py`); whoever uses a part of
-    one keeps it.
+    The place of a byte is its offset if all tars were one file, so that one number says where a member lies. The oldest
+    maps are given up if the process has too many (`clipmill.manifests.mapped_files`); a part in use keeps its map.
 
     Attributes:
-        starts: int64, place of the first byte of each tar.
-        has_origin: whether the tars are copies of others, from which `fetched` reads.
-        num_readers: threads that fetch members; 0 if none has to be fetched.
+        starts: Place of the first byte of each tar, int64.
+        has_origin: True if the tars are copies of other tars, which `fetch_bytes` reads.
+        num_readers: Number of threads that fetch members; 0 if no member has to be fetched.
     """
 
     has_origin = False
@@ -82,60 +84,60 @@ class MappedTars:
                 raise unusable_error(self._path(number), column, error.strerror or str(error)) from error
 
     def want(self, places: NDArray[np.int64]) -> None:
-        """Name the places of all members that samples are in. Tars on local disks need no preparation."""
+        """Name the places of all members that hold samples. Tars on local disks need no preparation."""
 
     def begin_fetching(self) -> None:
-        """Bring tars that are wanted to this machine, in the background."""
+        """Fetch the tars that hold samples to this machine, in the background."""
 
     def describe(self) -> str:
-        """Where the tars are, for the log; empty for those on local disks."""
+        """Say where the tars are, for the log; empty for tars on local disks."""
         return ""
 
     def locate(self, place: int) -> tuple[int, int]:
-        """The tar of a place, and the offset in it."""
+        """Return the tar of a place, and the offset in it."""
         number = bisect_right(self._starts, place) - 1
         return number, place - self._starts[number]
 
     def name(self, number: int) -> str:
-        """A tar, in messages."""
+        """Return the name of a tar in messages."""
         return str(self._path(number))
 
     def are_mapped(self, places: NDArray[np.int64]) -> bool:
-        """Whether `parts` can read all of some places."""
+        """Return True if `parts` can read all of some places."""
         return True
 
     def parts(self, places: NDArray[np.int64], size_bytes: NDArray[np.int64] | int) -> Iterator[Part]:
-        """The bytes at some places, one part after another.
+        """Return the bytes at some places, one part after another.
 
         Raises:
-            UserError: a tar cannot be mapped any more.
+            UserError: A tar cannot be mapped any more.
         """
         numbers = np.searchsorted(self.starts, places, side="right") - 1
         begins = places - self.starts[numbers]
         ends: list[int] = (begins + size_bytes).tolist()
         try:
-            views = {number: self._views[number] or self._mapped(number) for number in np.unique(numbers).tolist()}
+            views = {number: self._views[number] or self._map(number) for number in np.unique(numbers).tolist()}
         except OSError as error:
             raise UserError(f"data has changed during training: {error}", hint="see prep verify") from error
         return zip(map(views.__getitem__, numbers.tolist()), begins.tolist(), ends, strict=True)
 
     def view(self, number: int) -> memoryview | None:
-        """A tar as a whole; None if it is not on this machine.
+        """Return a complete tar; None if it is not on this machine.
 
         Raises:
-            OSError: it cannot be opened or mapped, or differs in length from its commit.
+            OSError: The tar cannot be opened or mapped, or differs in length from its commit.
         """
-        return self._views[number] or self._mapped(number)
+        return self._views[number] or self._map(number)
 
-    def fetched(self, number: int, offset: int, size: int) -> memoryview | None:
-        """Bytes of a tar from its origin; None if it has none.
+    def fetch_bytes(self, number: int, offset: int, size: int) -> memoryview | None:
+        """Fetch bytes of a tar from its origin; None if it has no origin.
 
         Raises:
-            OSError: they cannot be fetched.
+            OSError: The bytes cannot be fetched.
         """
         return None
 
-    def _mapped(self, number: int) -> memoryview:
+    def _map(self, number: int) -> memoryview:
         descriptor = open_regular(self._path(number))
         try:
             # The size of the open file: its name may refer to another one by now.
@@ -147,11 +149,11 @@ class MappedTars:
         OPEN_MAPS.used(self._maps[number])
         return view
 
-    def _require(self, number: int, found: os.stat_result) -> None:
-        if not stat.S_ISREG(found.st_mode):
+    def _require(self, number: int, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        if found.st_size != self._sizes[number]:
-            raise OSError(errno.EIO, f"it has {found.st_size:,} bytes, its commit says {self._sizes[number]:,}")
+        if status.st_size != self._sizes[number]:
+            raise OSError(errno.EIO, f"it has {status.st_size:,} bytes, its commit says {self._sizes[number]:,}")
 
     def _files_of(self, number: int) -> TarFiles:
         return self._files[bisect_right(self._first, number) - 1]
@@ -162,19 +164,19 @@ class MappedTars:
 
 
 class _Map:
-    """A tar that is mapped, among `views` (clipmill.manifests.mapped_files)."""
+    """A mapped tar among `views` (clipmill.manifests.mapped_files)."""
 
     def __init__(self, views: list[memoryview | None], number: int) -> None:
         self._views, self._number = views, number
 
     def close(self) -> bool:
-        """Give up the map, as soon as no part of it is in use."""
+        """Give up the map once no part of it is in use."""
         self._views[self._number] = None
         return True
 
 
 def unusable_error(path: Path, column: str, why: str) -> UserError:
-    """The error for a file of a column that cannot be used."""
+    """Return the error for a file of a column that cannot be used."""
     return UserError(
         f"{path} cannot be used: {why}",
         hint=f"prep verify lists all damage, and prep {column} makes damaged shards again",
@@ -182,7 +184,7 @@ def unusable_error(path: Path, column: str, why: str) -> UserError:
 
 
 class Payload(NamedTuple):
-    """Place and size of a member, header and array, and its checksum."""
+    """Place and size of a member (header and array), and its checksum."""
 
     place: int
     size_bytes: int
@@ -190,7 +192,7 @@ class Payload(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Why a member must not be used."""
+    """Reason why a member must not be used."""
 
     reason: Reason
     detail: str
@@ -200,8 +202,8 @@ class VerifiedMembers:
     """The members of a column, by their numbers, each verified when it is first loaded. Thread-safe.
 
     Args:
-        payload: of a member.
-        noun: what a sample takes from a member, for messages.
+        payload: Function that returns the payload of a member.
+        noun: Noun for the data that a sample takes from a member, for messages.
     """
 
     def __init__(
@@ -213,13 +215,13 @@ class VerifiedMembers:
         self._turns: dict[int, threading.Lock] = {}
 
     def are_due(self, members: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of `members` are the first occurrences of some that were not verified yet."""
+        """Return which of `members` are first occurrences that were not verified yet."""
         due, unknown = np.zeros(len(members), bool), np.flatnonzero(self._state[members] != _GOOD)
         due[unknown[np.unique(members[unknown], return_index=True)[1]]] = True
         return due
 
     def load(self, member: int) -> memoryview | Problem:
-        """The bytes of a member, verified now unless they were before; or why they must not be used."""
+        """Return the bytes of a member, verified now unless they were before; or the problem with them."""
         if (known := self._problems.get(member)) is not None:
             return known
         place, size_bytes, crc32 = self._payload(member)
@@ -228,35 +230,35 @@ class VerifiedMembers:
             view = self._tars.view(number)
             content = None if view is None else view[offset : offset + size_bytes]
             if content is None or not self._is_good(member, content, crc32):
-                content = self._tars.fetched(number, offset, size_bytes)
-                # Verified each time: the next time it is fetched anew.
+                content = self._tars.fetch_bytes(number, offset, size_bytes)
+                # Verified each time, because the next request fetches it again.
                 content = None if content is None or zlib.crc32(content) != crc32 else content
             if content is not None:
                 return content
             problem = Problem("checksum", f"{self._where(number)} do not match their checksum")
-        except UserError:  # credentials that are refused, for this tar and for all others
+        except UserError:  # refused credentials concern all tars, not only this one
             raise
         except OSError as error:
             problem = Problem("shard_unreadable", f"{self._where(number)} cannot be read: {error.strerror or error}")
-        return self._noted(member, problem)
+        return self._record(member, problem)
 
     def give_up(self, member: int, stuck: Stuck) -> Problem:
         """Record that a member was not loaded in time; later requests for it fail at once instead of waiting."""
         number, _ = self._tars.locate(self._payload(member).place)
-        return self._noted(member, Problem("stuck", f"{self._where(number)} were not read within {stuck.after_s:g} s"))
+        return self._record(member, Problem("stuck", f"{self._where(number)} were not read within {stuck.after_s:g} s"))
 
-    def _noted(self, member: int, problem: Problem) -> Problem:
-        # What cannot be fetched now may be there the next time.
+    def _record(self, member: int, problem: Problem) -> Problem:
+        # Bytes that cannot be fetched now may be available next time.
         if not self._tars.has_origin:
             self._problems[member] = problem
         return problem
 
     def _is_good(self, member: int, content: memoryview, crc32: int) -> bool:
-        """Whether mapped bytes match their checksum; they are compared once."""
+        """Return True if mapped bytes match their checksum; they are compared once."""
         if self._state[member] == _UNKNOWN:
             with self._turns.setdefault(member, threading.Lock()):
                 if self._state[member] == _UNKNOWN:
-                    # A copy that cannot be read is fetched again like one that does not match.
+                    # A copy that cannot be read is fetched again, like a copy that does not match.
                     with suppress(OSError) if self._tars.has_origin else nullcontext():
                         read_ahead(content)
                         if zlib.crc32(content) == crc32:
@@ -269,10 +271,10 @@ class VerifiedMembers:
 
 
 def member_rows(variant: Variant) -> ChunkRows:
-    """The rows of a variant's merged table, verified, or else of its verified indexes.
+    """Return the rows of a variant's merged table, verified, or else of its verified indexes.
 
     Raises:
-        UserError: the table or an index is damaged, or an index is not the committed one.
+        UserError: The table or an index is damaged, or an index is not the committed index.
     """
     column = variant.directory.parent.name
     try:
@@ -293,15 +295,15 @@ def places_of(
     shard_of: NDArray[np.int64],
     array_bytes: NDArray[np.int64] | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Places of npy arrays (clipmill.train.data.mapped_tars), one for each row of a merged table, and sizes of headers.
+    """Return the places of npy arrays, one for each row of a merged table, and the sizes of their headers.
 
     Args:
-        starts: place of each shard's tar.
-        shard_of: index in `starts` of each row.
-        array_bytes: size of each array; None for members that are not arrays: their own places, and no headers.
+        starts: Place of each shard's tar.
+        shard_of: Index in `starts` of each row.
+        array_bytes: Size of each array; None for members that are not arrays: their own places, and no headers.
 
     Raises:
-        UserError: one would reach beyond its tar, or does not begin on a block: an index is not of its tar.
+        UserError: An array would reach beyond its tar, or does not begin on a block: an index is not of its tar.
     """
     tars = variant.tar_files
     offset, size = (table[name].to_numpy().astype(np.int64) for name in ("offset", "size"))
@@ -322,26 +324,26 @@ def places_of(
 
 
 def damaged_index(shard: CommittedShard, why: str) -> UserError:
-    """The error for an index that does not match its tar."""
+    """Return the error for an index that does not match its tar."""
     return unusable_error(shard.index_path, shard.commit.column, why)
 
 
 _NUM_FETCHED_AT_ONCE = 4
-_RETRY_AFTER_S = 0.2  # to see whether another process has fetched a tar
+_RETRY_AFTER_S = 0.2  # between checks whether another process has fetched a tar
 _JOIN_TIMEOUT_S = 10.0
 _NUM_ATTEMPTS = 3
-_MAX_MAPPED = MAX_OPEN_MAPS // 2  # indexes need the others
+_MAX_MAPPED = MAX_OPEN_MAPS // 2  # the rest is for indexes
 
 
 class RemoteMaps(MappedTars):
     """The tars of remote variants. Thread-safe.
 
     Args:
-        tars: of the data folder.
-        whole: the variant whose tars are fetched now, because they are needed as a whole.
+        tars: Tars of the data folder.
+        whole: Variant whose complete tars are needed, and fetched now.
 
     Raises:
-        UserError: a tar that is needed as a whole cannot be fetched, or does not fit into the cache.
+        UserError: A complete tar that is needed cannot be fetched, or does not fit into the cache.
     """
 
     has_origin = True
@@ -351,45 +353,47 @@ class RemoteMaps(MappedTars):
         self.num_readers = tars.num_readers
         self._tars, self._shards = tars, [shard for variant in variants for shard in variant.shards()]
         self._is_mapped: NDArray[np.bool_] = np.zeros(len(self._shards), bool)
-        self._wanted: NDArray[np.bool_] = np.zeros(len(self._shards), bool)
+        self._is_needed: NDArray[np.bool_] = np.zeros(len(self._shards), bool)
         self._is_fetching = False
         if whole is not None:
             first = sum(variant.num_shards for variant in variants[: list(variants).index(whole)])
             self._fetch_whole(range(first, first + whole.num_shards), column=whole.directory.parent.name)
 
     def require_files(self) -> None:
-        """Check nothing: tars that are missing in the bucket fail the samples that are in them."""
+        """Check nothing: a tar that is missing in the bucket fails its samples."""
 
     def describe(self) -> str:
-        """How much is in the cache, for the log."""
-        wanted, cache = self._wanted, self._tars.cache
-        here, fitting, whole = (
-            int(self._sizes[which].sum()) for which in (wanted & self._is_mapped, self._chosen(), wanted)
+        """Say how much is in the cache, for the log."""
+        needed, cache = self._is_needed, self._tars.cache
+        num_here, num_fitting, num_all = (
+            int(self._sizes[tars].sum()) for tars in (needed & self._is_mapped, self._is_claimed(), needed)
         )
         limit = f"{'80% of the free disk' if cache.is_derived else '--cache-size'}: {size_text(cache.limit_bytes)}"
-        part = "" if fitting == whole else f"; {size_text(fitting)} of them fit, and the rest is read by range"
-        return f"{size_text(here)} of {size_text(whole)} of tars in the cache {cache.folder} ({limit}{part})"
+        part = (
+            "" if num_fitting == num_all else f"; {size_text(num_fitting)} of them fit, and the rest is read by range"
+        )
+        return f"{size_text(num_here)} of {size_text(num_all)} of tars in the cache {cache.folder} ({limit}{part})"
 
     def want(self, places: NDArray[np.int64]) -> None:
-        """Note that the tars of these places are needed, and map those that are in the cache."""
-        self._wanted[np.unique(np.searchsorted(self.starts, places, side="right") - 1)] = True
-        cache, found = self._tars.cache, set(self._tars.cache.names())
-        numbers = np.flatnonzero(self._wanted & ~self._is_mapped).tolist()
-        # What is here already costs nothing.
-        for number in sorted(numbers, key=lambda number: self._cached_name(number) not in found):
+        """Note that the tars of these places are needed, and map the tars that are in the cache."""
+        self._is_needed[np.unique(np.searchsorted(self.starts, places, side="right") - 1)] = True
+        cache, cached = self._tars.cache, set(self._tars.cache.names())
+        numbers = np.flatnonzero(self._is_needed & ~self._is_mapped).tolist()
+        # Tars that are here already cost nothing, so they come first.
+        for number in sorted(numbers, key=lambda number: self._cached_name(number) not in cached):
             shard, name = self._shards[number], self._cached_name(number)
             has_room = len(cache.claims) < _MAX_MAPPED
             fits = has_room and cache.claim({name: shard.tar_bytes}, only_if_it_fits=True)
-            if fits and name in found and (copy := cache.find(name, size_bytes=shard.tar_bytes)):
+            if fits and name in cached and (copy := cache.find(name, size_bytes=shard.tar_bytes)):
                 self._map_copy(number, copy)
 
     def begin_fetching(self) -> None:
-        """Fetch the tars that are needed and fit into the cache, in the background, until this object is gone."""
-        numbers = np.flatnonzero(self._chosen() & ~self._is_mapped).tolist()
+        """Fetch the tars that are needed and fit into the cache, in the background, until this object is deleted."""
+        numbers = np.flatnonzero(self._is_claimed() & ~self._is_mapped).tolist()
         if not numbers or self._is_fetching:
             return
         self._is_fetching = True
-        # The processes of a machine begin in different places; a tar that another one fetches is left to it.
+        # The processes of a machine begin in different places; a tar that another process fetches is left to it.
         share = int(os.environ.get("LOCAL_RANK") or 0) / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
         pending = deque(numbers)
         pending.rotate(-int(len(numbers) * share))
@@ -400,7 +404,7 @@ class RemoteMaps(MappedTars):
         ]
         for thread in threads:
             thread.start()
-        # At the end of the program too: a thread must not come back from a request into an interpreter that is gone.
+        # At the end of the program too: a thread must not return from a request into an interpreter that has ended.
         weakref.finalize(self, _stop, end, threads)
 
     def name(self, number: int) -> str:
@@ -412,8 +416,8 @@ class RemoteMaps(MappedTars):
     def view(self, number: int) -> memoryview | None:
         return self._views[number] if self._is_mapped[number] else None
 
-    def fetched(self, number: int, offset: int, size: int) -> memoryview | None:
-        if self._is_mapped[number]:  # the copy is damaged; who has parts of it has verified them
+    def fetch_bytes(self, number: int, offset: int, size: int) -> memoryview | None:
+        if self._is_mapped[number]:  # the copy is damaged; parts in use were verified
             self._is_mapped[number] = False
             self._tars.cache.drop(self._cached_name(number))
         return memoryview(self._tars.read(self._path(number), offset, size))
@@ -441,7 +445,7 @@ class RemoteMaps(MappedTars):
                 list(pool.map(lambda number: self.fetch(number, waits=True), numbers))
         except NoRoom as error:
             raise UserError(
-                f"the {column} column has to be in the cache as a whole: {error}", hint=error.hint
+                f"the {column} column has to be completely in the cache: {error}", hint=error.hint
             ) from error
         except UserError:
             raise
@@ -451,11 +455,12 @@ class RemoteMaps(MappedTars):
             hint = "check the network, and start again" if isinstance(error, Unanswered) else "see prep verify"
             raise UserError(f"the {column} column cannot be fetched: {error}", hint=hint) from error
 
-    def _chosen(self) -> NDArray[np.bool_]:
-        """The tars that samples are in and that fit into the cache."""
+    def _is_claimed(self) -> NDArray[np.bool_]:
+        """Return a mask of the tars that hold samples and fit into the cache."""
         claims = self._tars.cache.claims
         return np.array(
-            [bool(wanted) and self._cached_name(number) in claims for number, wanted in enumerate(self._wanted)], bool
+            [bool(needed) and self._cached_name(number) in claims for number, needed in enumerate(self._is_needed)],
+            bool,
         )
 
     def _cached_name(self, number: int) -> str:
@@ -463,12 +468,12 @@ class RemoteMaps(MappedTars):
 
 
 def open_maps(variants: Sequence[Variant], tars: RemoteTars | None, *, whole: Variant | None) -> MappedTars:
-    """The tars of `variants`, local ones without `tars`; raises UserError as `RemoteMaps` does."""
+    """Return the tars of `variants`, local unless `tars` is given; raises UserError as `RemoteMaps` does."""
     return MappedTars(variants) if tars is None else RemoteMaps(variants, tars, whole=whole)
 
 
 def _fetch_all(of: "weakref.ref[RemoteMaps]", pending: deque[int], end: threading.Event) -> None:
-    """Fetch tars into the cache; one that another process is fetching is asked for again later."""
+    """Fetch tars into the cache; try a tar that another process is fetching again later."""
     attempts: Counter[int] = Counter()
     while not end.is_set() and (maps := of()) is not None:
         try:
@@ -484,10 +489,10 @@ def _fetch_all(of: "weakref.ref[RemoteMaps]", pending: deque[int], end: threadin
                 return
             if isinstance(error, UserError) or is_local(error):
                 end.set()
-                _note(f"the cache takes no more tars, the others are read by range: {error}")
+                _note(f"the cache takes no more tars, further tars are read by range: {error}")
             elif is_done:
                 _note(f"a tar is not fetched into the cache, it is read by range: {error}")
-        del maps  # while this thread waits, it must not keep a set alive that is no longer in use
+        del maps  # a waiting thread must not keep a set alive that is no longer in use
         if not is_done:
             pending.append(number)
             end.wait(_RETRY_AFTER_S)

@@ -1,4 +1,4 @@
-"""Mixtures: the samples of several data folders, which one loader reads.
+"""Mixtures: the samples of several data folders, which one loader reads, and their order.
 
 The tables of a mixture do not know of each other. Samples, clips and captions of the mixture are numbered one folder
 after another, so that a loss that keeps state for each clip or caption has a place for each. Failures name their
@@ -35,18 +35,23 @@ class MixedOrder:
     """Order of the samples of several folders, which are numbered one folder after another.
 
     Args:
-        sizes: number of samples of each folder.
-        weights: of each folder, all positive; None for proportions by size.
-        group: number of consecutive positions that are of one folder.
+        sizes: Number of samples of each folder.
+        weights: Weight of each folder, all positive; None for proportions by size.
+        group: Number of consecutive positions that belong to one folder.
 
     Attributes:
-        shares: the weights as the smallest whole numbers.
+        shares: Weights as the smallest whole numbers.
         period: W, number of groups after which each folder has had exactly its share, from the beginning on.
-        offsets: int64 [K + 1], number of the first sample of each folder, and then their total.
+        offsets: Number of the first sample of each folder, and then their total, int64 [K + 1].
     """
 
     def __init__(self, sizes: Sequence[int], *, weights: Sequence[Fraction] | None, seed: int, group: int = 1) -> None:
-        self._orders = [SampleOrder(size, _seed_of(seed, number), group) for number, size in enumerate(sizes)]
+        # Each folder has its own seed, so that folders of equal size are not visited in the same order.
+        digests = [hashlib.blake2b(f"{seed}/folder {number}".encode(), digest_size=8) for number in range(len(sizes))]
+        self._orders = [
+            SampleOrder(size, int.from_bytes(digest.digest()), group)
+            for size, digest in zip(sizes, digests, strict=True)
+        ]
         self._seed, self._group = seed, group
         groups = [Fraction(order.positions_per_epoch, group) for order in self._orders]
         self.shares = whole_numbers(weights or groups)
@@ -63,122 +68,118 @@ class MixedOrder:
         return int(self.offsets[-1])
 
     def folder_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The folder of each sample."""
+        """Return the folder of each sample."""
         return np.searchsorted(self.offsets, samples, side="right") - 1
 
     def at(self, positions: Positions) -> Positions:
-        """Samples, in [0, num_samples), at `positions` (int64 [N], in any order, not negative); -1 where empty."""
+        """Return the samples, in [0, num_samples), at `positions` (int64 [N], any order, >= 0); -1 where empty."""
         group_N, member_N = np.divmod(np.asarray(positions, dtype=np.int64), self._group)
         folder_N, number_N = self._place(group_N)
         samples_N = np.empty_like(group_N)
         for folder in np.unique(folder_N):
             of = folder_N == folder
-            found = self._orders[folder].at(number_N[of] * self._group + member_N[of])
-            samples_N[of] = np.where(found < 0, -1, found + self.offsets[folder])
+            samples = self._orders[folder].at(number_N[of] * self._group + member_N[of])
+            samples_N[of] = np.where(samples < 0, -1, samples + self.offsets[folder])
         return samples_N
 
     def counts(self, position: int) -> list[int]:
-        """Number of samples of each folder at the positions before `position`."""
+        """Return the number of samples of each folder at the positions before `position`."""
         group, member = divmod(position, self._group)
         first, slot = self._block_of(np.array([group]))
-        folders = self._shuffled(first)[0]
+        folders = self._shuffle(first)[0]
         passed = self._numbers(first)[0] + np.bincount(folders[: int(slot[0])], minlength=len(self._orders))
         taken = passed * self._group
         taken[folders[int(slot[0])]] += member
         return [_num_samples(order, num) for order, num in zip(self._orders, taken.tolist(), strict=True)]
 
     def per_epoch(self) -> list[float]:
-        """How often the samples of each folder are visited in an epoch of the mixture, on average."""
+        """Return the average number of visits of a folder's samples in an epoch of the mixture, by folder."""
         total = Fraction(sum(order.positions_per_epoch for order in self._orders), self._bounds[-1])
         pairs = zip(self.shares, self._orders, strict=True)
         return [float(share * total / order.positions_per_epoch) for share, order in pairs]
 
     def _place(self, group_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The folder of each group, and which of that folder's groups it is."""
+        """Return the folder of each group, and its number among the groups of that folder."""
         first_N, slot_N = self._block_of(group_N)
         first_U, block_N = np.unique(first_N, return_inverse=True)
-        folder_US = self._shuffled(first_U)
+        folder_US = self._shuffle(first_U)
         folder_N = folder_US[block_N, slot_N]
         is_before_NS = np.arange(self._block) < slot_N[:, None]
-        own_N = ((folder_US[block_N] == folder_N[:, None]) & is_before_NS).sum(axis=1)
-        return folder_N, self._numbers(first_U)[block_N, folder_N] + own_N
+        before_N = ((folder_US[block_N] == folder_N[:, None]) & is_before_NS).sum(axis=1)
+        return folder_N, self._numbers(first_U)[block_N, folder_N] + before_N
 
     def _block_of(self, group_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The first group of the block of each group, and its slot in the block."""
+        """Return the first group of the block of each group, and its slot in the block."""
         slot_N = group_N % self.period % self._block
         return group_N - slot_N, slot_N
 
-    def _shuffled(self, first_U: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The folder of each slot of some blocks; the last block of a period may have slots that are not in use."""
+    def _shuffle(self, first_U: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the folder of each slot of some blocks; the last block of a period may have unused slots."""
         group_US = first_U[:, None] + np.arange(self._block)
         folder_US = self._folders(group_US.ravel(), 0, len(self._orders)).reshape(group_US.shape)
         key_US = draw_uniform(group_US.ravel(), 1, seed=self._seed, purpose="folder").reshape(group_US.shape)
-        key_US[first_U[:, None] % self.period + np.arange(self._block) >= self.period] = 1.0  # after all others
+        key_US[first_U[:, None] % self.period + np.arange(self._block) >= self.period] = 1.0  # unused slots come last
         return np.take_along_axis(folder_US, key_US.argsort(axis=1, kind="stable"), axis=1)
 
     def _folders(self, group_N: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
-        """The folder of each group of the node [low, high) of the tree, before shuffling."""
+        """Return the folder of each group of the node [low, high) of the tree, before shuffling."""
         if high - low == 1:
             return np.full(len(group_N), low)
         middle = (low + high) // 2
-        left_N = self._left(group_N, low, high)
-        is_left_N = self._left(group_N + 1, low, high) > left_N
+        left_N = self._num_in_left_half(group_N, low, high)
+        is_left_N = self._num_in_left_half(group_N + 1, low, high) > left_N
         folder_N = np.empty_like(group_N)
         folder_N[is_left_N] = self._folders(left_N[is_left_N], low, middle)
         folder_N[~is_left_N] = self._folders((group_N - left_N)[~is_left_N], middle, high)
         return folder_N
 
     def _numbers(self, group_N: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of the groups before each group, the number that each folder has, before shuffling: [N, K]."""
+        """Return the number of each folder's groups before each group, before shuffling: [N, K]."""
         number_NK = np.empty((len(group_N), len(self._orders)), np.int64)
 
         def divide(group_N: NDArray[np.int64], low: int, high: int) -> None:
             if high - low == 1:
                 number_NK[:, low] = group_N
                 return
-            left_N, middle = self._left(group_N, low, high), (low + high) // 2
+            left_N, middle = self._num_in_left_half(group_N, low, high), (low + high) // 2
             divide(left_N, low, middle)
             divide(group_N - left_N, middle, high)
 
         divide(group_N, 0, len(self._orders))
         return number_NK
 
-    def _left(self, group_N: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
-        """Of the first `group_N` groups of a node, the number that its left half has."""
+    def _num_in_left_half(self, group_N: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
+        """Return the number of the first `group_N` groups of a node that its left half has."""
         left = self._bounds[(low + high) // 2] - self._bounds[low]
         total = self._bounds[high] - self._bounds[low]
-        whole, rest = np.divmod(group_N, total)
-        return whole * left + (rest * left + total // 2) // total
+        rounds, rest = np.divmod(group_N, total)
+        return rounds * left + (rest * left + total // 2) // total
 
 
 def whole_numbers(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """The smallest whole numbers in the proportions of `weights`."""
+    """Return the smallest whole numbers in the proportions of `weights`."""
     scale = math.lcm(*(weight.denominator for weight in weights))
-    whole = [int(weight * scale) for weight in weights]
-    divisor = math.gcd(*whole)
-    return tuple(weight // divisor for weight in whole)
+    scaled = [int(weight * scale) for weight in weights]
+    divisor = math.gcd(*scaled)
+    return tuple(weight // divisor for weight in scaled)
 
 
 def _num_samples(order: SampleOrder, num_positions: int) -> int:
-    """Number of samples at the first positions of an order; its empty positions are the last of an epoch."""
+    """Return the number of samples at the first positions of an order; its empty positions are the last of an epoch."""
     epochs, rest = divmod(num_positions, order.positions_per_epoch)
     return epochs * order.num_samples + min(rest, order.num_samples)
 
 
-def _seed_of(seed: int, folder: int) -> int:
-    """Seed of a folder's own order: folders of equal size are not visited in the same order."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/folder {folder}".encode(), digest_size=8).digest())
-
-
 @dataclass(frozen=True)
 class MixedFolders:
-    """The folders of a mixture, for the log, metrics and the results page; one entry per folder.
+    """Folders of a mixture, for the log, metrics and the results page; one entry per folder.
 
     Attributes:
-        names: short ones.
-        addresses: as in --shards.
+        names: Short names.
+        addresses: Addresses, as in --shards.
         described: Description of each set.
-        variants: that each set comes from.
+        variants: Variants that each set comes from.
+        order: Order of the samples.
     """
 
     names: tuple[str, ...]
@@ -193,11 +194,11 @@ class MixedFolders:
         return [share / sum(self.order.shares) for share in self.order.shares]
 
     def counts(self, position: int) -> dict[str, int]:
-        """Number of samples of each folder before a position, failed ones included."""
+        """Return the number of samples of each folder before a position, failed ones included."""
         return dict(zip(self.names, self.order.counts(position), strict=True))
 
     def facts(self) -> list[dict[str, Any]]:
-        """Entry of run.json: address, share, and visits of each sample per epoch."""
+        """Return the entry of run.json: address, share, and visits of each sample per epoch."""
         sizes = np.diff(self.order.offsets).tolist()
         columns = (
             self.names,
@@ -212,22 +213,23 @@ class MixedFolders:
         return [dict(zip(keys, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def describe(self) -> str:
-        """One line for the log: shares, how often each folder is visited, and what the sets contain."""
-        each = [
-            f"{folder['name']} ({folder['share']:.1%} of the samples, {_visits(folder['per_epoch'])}: {folder['data']})"
-            for folder in self.facts()
-        ]
+        """Return a line for the log: shares and visits of the folders, and the content of the sets."""
+        each = []
+        for folder in self.facts():
+            visits = "once" if folder["per_epoch"] == 1 else f"{folder['per_epoch']:.3g} times"
+            share = f"{folder['share']:.1%} of the samples, each visited {visits} per epoch"
+            each.append(f"{folder['name']} ({share}: {folder['data']})")
         total = self.order.num_samples
         return f"mixture of {len(self.names)} data folders, {total:,} samples per epoch; {'; '.join(each)}"
 
     def variant_name(self) -> str:
-        """The variants that the samples come from."""
+        """Return the variants that the samples come from."""
         if len(set(self.variants)) == 1:
             return self.variants[0]
         return ", ".join(f"{variant} ({name})" for name, variant in zip(self.names, self.variants, strict=True))
 
     def fingerprint(self, parts: Sequence[str]) -> str:
-        """Hash of the order, from the fingerprints of the sets."""
+        """Return the hash of the order, from the fingerprints of the sets."""
         orders, contents = zip(*(part.partition("-")[::2] for part in parts), strict=True)
         order, content = (
             hashlib.sha256("\n".join(map(str, texts)).encode()).hexdigest()
@@ -236,30 +238,8 @@ class MixedFolders:
         return set_fingerprint(order, content) if any(contents) else order
 
 
-def _visits(per_epoch: float) -> str:
-    return "each visited once per epoch" if per_epoch == 1 else f"each visited {per_epoch:.3g} times per epoch"
-
-
-def mixed_folders(
-    sets: Sequence[Any], addresses: Sequence[str], *, weights: Sequence[Fraction] | None, seed: int, group: int = 1
-) -> MixedFolders:
-    """The folders of sample sets that can be mixed.
-
-    Raises:
-        UserError: they differ in what has to be the same.
-    """
-    require_alike({address: samples.source.alike for address, samples in zip(addresses, sets, strict=True)})
-    return MixedFolders(
-        names=folder_names(addresses),
-        addresses=tuple(addresses),
-        described=tuple(samples.describe() for samples in sets),
-        variants=tuple(samples.variant_name for samples in sets),
-        order=MixedOrder([samples.num_samples for samples in sets], weights=weights, seed=seed, group=group),
-    )
-
-
 def require_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise a UserError where data folders differ in one of some facts, given by address."""
+    """Raise a UserError if data folders, given by address, differ in one of their facts."""
     (first, first_facts), *others = facts.items()
     for address, other_facts in others:
         for name, value in first_facts.items():
@@ -267,12 +247,12 @@ def require_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
                 other = other_facts[name]
                 raise UserError(
                     f"{first} and {address} cannot be mixed: {name} {value} in the first, {other} in the second",
-                    hint="make the column of both with the same settings and weights, or train on one of them",
+                    hint="make the column of both with the same settings and weights, or train on one of the folders",
                 )
 
 
 class MixedSamples(BatchedSamples):
-    """The samples of several folders. For the methods see `clipmill.train.data.samples.Samples`.
+    """Samples of several folders. For the methods see `clipmill.train.data.samples.Samples`.
 
     Args:
         parts: Samples of each folder, opened with the same loader settings.
@@ -283,7 +263,7 @@ class MixedSamples(BatchedSamples):
         folders: Folders for the log and the metrics.
 
     Raises:
-        UserError: the samples cannot be mixed.
+        UserError: The samples cannot be mixed.
     """
 
     def __init__(
@@ -291,7 +271,15 @@ class MixedSamples(BatchedSamples):
     ) -> None:
         first = self.first = parts[0]
         self.parts, loading = parts, first.loader.loading
-        self.folders = mixed_folders(parts, addresses, weights=weights, seed=loading.seed, group=loading.group)
+        require_alike({address: part.source.alike for address, part in zip(addresses, parts, strict=True)})
+        sizes = [part.num_samples for part in parts]
+        self.folders = MixedFolders(
+            names=folder_names(addresses),
+            addresses=tuple(addresses),
+            described=tuple(part.describe() for part in parts),
+            variants=tuple(part.variant_name for part in parts),
+            order=MixedOrder(sizes, weights=weights, seed=loading.seed, group=loading.group),
+        )
         self.numbering = Numbering(parts)
         reader: Reader = import_object(first.reader.mixture)(parts, self.folders.addresses, self.numbering)
         self.loader = Loader(self, reader, loading, order=self.folders.order)
@@ -317,12 +305,12 @@ class MixedSamples(BatchedSamples):
 
     @property
     def num_caption_ids(self) -> int:
-        """Ids of captions are in [0, num_caption_ids); 0 in sets without captions."""
+        """Upper bound of caption ids, which are in [0, num_caption_ids); 0 in sets without captions."""
         return int(self.numbering.first_caption[-1])
 
     @property
     def variant_name(self) -> str:
-        """The variants that the samples come from."""
+        """Variants that the samples come from."""
         return self.folders.variant_name()
 
     @property
@@ -331,12 +319,12 @@ class MixedSamples(BatchedSamples):
         return self.folders.fingerprint([part.fingerprint for part in self.parts])
 
     def describe(self) -> str:
-        """One line for the log: shares, visits, and what the folders contain."""
+        """Return a line for the log: shares, visits, and the content of the folders."""
         return self.folders.describe()
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """int64 [clips], the class of each clip, in folders with labels."""
+        """Class of each clip, in folders with labels, int64 [clips]."""
         return np.concatenate([part.labels for part in self.parts])
 
     def require_different_texts(self) -> None:
@@ -345,7 +333,7 @@ class MixedSamples(BatchedSamples):
             part.require_different_texts()
 
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of clips in their videos, microseconds."""
+        """Return the start and end of clips in their videos, microseconds."""
         begin_us, end_us = np.empty_like(clips), np.empty_like(clips)
         for folder, where, rows in self.numbering.divide(clips):
             begin_us[where], end_us[where] = self.parts[folder].span_us(rows)
@@ -356,7 +344,7 @@ class Numbering:
     """Numbers of the clips and captions of several folders, one folder after another.
 
     Attributes:
-        first_clip, first_caption: int64 [K + 1], number of the first clip and caption of each folder, then their total.
+        first_clip, first_caption: Number of the first clip and caption of each folder, then their total, int64 [K + 1].
     """
 
     def __init__(self, parts: Sequence[Samples]) -> None:
@@ -364,11 +352,11 @@ class Numbering:
         self.first_caption: NDArray[np.int64] = np.cumsum([0, *(part.num_caption_ids for part in parts)])
 
     def folder_of(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The folder of each clip, as an index."""
+        """Return the folder of each clip, as an index."""
         return np.searchsorted(self.first_clip, clips, side="right") - 1
 
     def divide(self, clips: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-        """Each folder that has some of the clips: its index, the indices of its clips, and their rows there."""
+        """Yield each folder that has some of the clips: its index, the indices of its clips, and their rows in it."""
         folders = self.folder_of(clips)
         for folder in np.unique(folders).tolist():
             where = np.flatnonzero(folders == folder)
@@ -376,7 +364,7 @@ class Numbering:
 
 
 class MixedReader(ThreadedReader):
-    """Reads clips and images of several folders in the same threads.
+    """Reader of clips and images of several folders, in the same threads.
 
     Args:
         parts: Samples of each folder.
@@ -390,30 +378,32 @@ class MixedReader(ThreadedReader):
         decoders = [reader.decoder for reader in self._readers if reader.decoder is not None]
         for reader in self._readers:
             if reader.decoder is not None:
-                # What a decoder keeps depends on packets alone; one per folder would have as many contexts per thread.
+                # Decoders keep contexts for codecs, which are equal in all folders; one decoder keeps them once.
                 reader.decoder = decoders[0]
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """How samples of remote folders are read ahead of loading; None if all are local."""
+        """Function that reads samples of remote folders ahead of loading; None if all are local."""
         num_threads = [reader.ahead.num_threads for reader in self._readers if reader.ahead is not None]
         return ReadAhead(self.read, self.load_read, max(num_threads)) if num_threads else None
 
     def key(self, sample: int) -> str:
-        """The chunk in which the clip begins, or the name of the image."""
+        """Return the chunk in which the clip begins, or the name of the image."""
         folder, number = self._place(sample)
         return str(self._readers[folder].key(number))
 
     def place(self, sample: int) -> str:
-        """The data folder."""
+        """Return the data folder."""
         return f" (data folder {self._addresses[self._place(sample)[0]]})"
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Outcome]:
-        """Load the samples of a group of requests, in their order; samples of one folder that follow one another share
-        work. A group is of one folder, unless a run was resumed in the middle of one."""
+        """Load the samples of a group of requests, in their order; consecutive samples of a folder share work.
+
+        A group belongs to one folder, unless a run was resumed in the middle of a group.
+        """
         loaded: list[Outcome] = []
         for folder, part in self._by_folder(requests):
-            loaded += self._renumbered(folder, self._readers[folder].load(part))
+            loaded += self._renumber(folder, self._readers[folder].load(part))
         return loaded
 
     def read(self, requests: Sequence[SampleRequest]) -> list[tuple[int, Any]]:
@@ -424,16 +414,16 @@ class MixedReader(ThreadedReader):
         """Decode and crop samples that were read."""
         loaded: list[Outcome] = []
         for folder, part in read:
-            loaded += self._renumbered(folder, self._readers[folder].load_read(part))
+            loaded += self._renumber(folder, self._readers[folder].load_read(part))
         return loaded
 
     def _by_folder(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, list[SampleRequest]]]:
-        """Requests that follow one another in one folder, with its own numbers."""
+        """Yield runs of consecutive requests of one folder, with that folder's numbers."""
         for folder, part in groupby(requests, key=lambda request: self._place(request.sample)[0]):
             first = self._first_sample[folder]
             yield folder, [replace(request, sample=request.sample - first) for request in part]
 
-    def _renumbered(self, folder: int, loaded: list[Outcome]) -> list[Outcome]:
+    def _renumber(self, folder: int, loaded: list[Outcome]) -> list[Outcome]:
         for sample in loaded:
             if not isinstance(sample, FailedSample):
                 sample["clip_id"] += int(self._numbering.first_clip[folder])
@@ -442,6 +432,6 @@ class MixedReader(ThreadedReader):
         return loaded
 
     def _place(self, sample: int) -> tuple[int, int]:
-        """The folder of a sample, and its number there."""
+        """Return the folder of a sample, and its number in it."""
         folder = bisect_right(self._first_sample, sample) - 1
         return folder, sample - self._first_sample[folder]

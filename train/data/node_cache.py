@@ -1,13 +1,14 @@
 """Arrays that all ranks of a machine share: computed by one of them, written to a file, and mapped by all.
 
-Opening a set of millions of samples sorts and searches arrays of as many rows. Done by every rank, it takes as much
-time and memory again for each of them. Here the first rank computes under a lock, and publishes the result in the
-folder of `--cache`, or in the user's cache folder; the others, and later runs on the same data, map it. Results are
-named by a hash of everything that they depend on: commits, manifest, split, settings, and the format. A result is an
-Arrow file with a checksum; a damaged one is made again.
+Opening a set of millions of samples sorts and searches arrays of as many rows. If every rank did it, time and memory
+would multiply. Here the first rank computes under a lock, and publishes the result in the folder of `--cache`, or in
+the user's cache folder; the other ranks, and later runs on the same data, map it. Results are named by a hash of
+everything that they depend on: commits, manifest, split, settings, and the format. A result is an Arrow file with a
+checksum; a damaged file is made again.
 
-Small sets are computed by every rank, without a file. So are large ones if the folder cannot be written, which is said
-on standard error. The folder holds at most `_MAX_BYTES`; results that were not used for the longest time are removed.
+Small sets are computed by every rank, without a file. So are large sets if the folder cannot be written; a warning on
+standard error says so. The folder holds at most `_MAX_BYTES`; results that were not used for the longest time are
+removed.
 """
 
 import ctypes
@@ -37,9 +38,9 @@ from clipmill.manifests.storage.cache import evict, files_in
 
 FOLDER = "opened"
 MIN_ROWS = 200_000  # sets below it take less than a second, and a few megabytes
-SCRATCH_BYTES = 32 << 20  # smaller arrays cost less in memory, whose pages the kernel need not keep for a file
+SCRATCH_BYTES = 32 << 20  # smaller arrays cost less in memory: the kernel need not keep their pages for a file
 _MAX_BYTES = 64 << 30
-_FORMAT = 3  # increased whenever what `compute` returns for the same data changes
+_FORMAT = 3  # increase it whenever `compute` returns something else for the same data
 _STRUCTURE = b"clipmill_structure"
 _CHECKSUM_BYTES = 4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -48,7 +49,7 @@ _chosen: Path | None = None
 
 
 def choose_folder(folder: Path | None) -> None:
-    """Set the cache folder of this process (`--cache`); None keeps the one that was set, or the user's."""
+    """Set the cache folder of this process (`--cache`); None keeps the current folder, or the user's."""
     global _chosen
     _chosen = folder or _chosen
 
@@ -56,15 +57,15 @@ def choose_folder(folder: Path | None) -> None:
 def open_shared(
     compute: Callable[[], _T], *, of: Sequence[object], num_rows: int, types: Sequence[type], column: str = "set"
 ) -> _T:
-    """The result of `compute`, of arrays that are mapped read-only if there are many rows.
+    """Return the result of `compute`, with arrays that are mapped read-only if there are many rows.
 
     Args:
-        compute: returns frozen dataclasses, tuples, lists, dicts with names, numbers, strings and fractions, NumPy
-            arrays, and Arrow arrays of strings without nulls.
-        of: everything that the result depends on, in a form whose `repr` identifies it.
-        num_rows: approximate number of rows of the result.
-        types: the dataclasses in it.
-        column: a word for the name of the file.
+        compute: Function that returns frozen dataclasses, tuples, lists, dicts with names, numbers, strings and
+            fractions, NumPy arrays, and Arrow arrays of strings without nulls.
+        of: Everything that the result depends on, in a form whose `repr` identifies it.
+        num_rows: Approximate number of rows of the result.
+        types: Dataclasses in the result.
+        column: Word for the name of the file.
     """
     if num_rows < MIN_ROWS:
         return compute()
@@ -84,7 +85,7 @@ def open_shared(
         try:
             with publish_atomically(path) as temporary:
                 _write(computed, temporary)
-            _mark_of(path).write_text(_state(path))  # its checksum was computed of what was written
+            _mark_of(path).write_text(_state(path))  # the checksum was computed from the written bytes
             _make_room(path.parent, keep=path)
             opened = _open(path, by_name)
         except OSError as error:
@@ -92,25 +93,21 @@ def open_shared(
         if opened is None:
             return computed
         del computed
-        _give_back_memory()
+        # Return the memory of computing to the system: Arrow and the C library would keep it for later.
+        pa.default_memory_pool().release_unused()
+        with suppress(AttributeError, OSError):  # glibc only
+            ctypes.CDLL(None).malloc_trim(0)
         return opened  # type: ignore[no-any-return]
 
 
 def _warn(error: OSError) -> None:
-    sys.stderr.write(f"warning: {error}; every rank computes for itself what it would share (see --cache)\n")
-
-
-def _give_back_memory() -> None:
-    """Return to the system what computing took: Arrow and the C library would keep it for later."""
-    pa.default_memory_pool().release_unused()
-    with suppress(AttributeError, OSError):  # of glibc
-        ctypes.CDLL(None).malloc_trim(0)
+    sys.stderr.write(f"warning: {error}; each rank computes its own copy (see --cache)\n")
 
 
 def scratch(count: int, kind: Any) -> NDArray[Any]:
-    """An array without values. A large one is a mapped file without a name, which takes no memory of the process.
+    """Return an array without values. A large array is a mapped file without a name, outside the process's memory.
 
-    What computes shared arrays collects its rows in these, so that the kernel can write them to the disk.
+    Code that computes shared arrays collects its rows in such arrays, so that the kernel can write them to the disk.
     """
     size_bytes = count * np.dtype(kind).itemsize
     if size_bytes < SCRATCH_BYTES:
@@ -125,12 +122,12 @@ def scratch(count: int, kind: Any) -> NDArray[Any]:
 
 
 def index_type(count: int) -> type[np.int32 | np.int64]:
-    """The type for numbers up to `count`."""
+    """Return the type for numbers up to `count`."""
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
 class Rows:
-    """Collects the values of an array in `scratch`, at most `limit` of them."""
+    """Collection of the values of an array in `scratch`, at most `limit` of them."""
 
     def __init__(self, limit: int, kind: Any) -> None:
         self._array, self._count = scratch(limit, kind), 0
@@ -145,7 +142,7 @@ class Rows:
 
     @property
     def array(self) -> NDArray[Any]:
-        """The values so far."""
+        """Values so far."""
         return self._array[: self._count]
 
 
@@ -211,7 +208,7 @@ def _encode_parts(parts: Iterable[tuple[Any, Any]], name: str, columns: dict[str
 
 
 def _open(path: Path, types: dict[str, type]) -> Any:
-    """The result in a file, mapped; None if there is no such file, or it is damaged, which is said."""
+    """Return the result in a file, mapped; None if the file is missing, or damaged, which is reported."""
     try:
         with map_arrow_file(path) as mapped:
             content = mapped.read_buffer()
@@ -231,7 +228,7 @@ def _verify(path: Path, content: memoryview, *, checksum: memoryview) -> None:
     """Compare a file with its checksum, once after each start of the machine and each change; note that it is used.
 
     Raises:
-        ValueError: they differ.
+        ValueError: They differ.
     """
     mark = _mark_of(path)
     is_verified = mark.exists() and mark.read_text() == _state(path)
@@ -243,12 +240,12 @@ def _verify(path: Path, content: memoryview, *, checksum: memoryview) -> None:
 
 
 def _mark_of(path: Path) -> Path:
-    """The file that says in which state a file was verified."""
+    """Return the file that records the state in which a file was verified."""
     return path.with_name(f".{path.name}.verified")
 
 
 def _state(path: Path) -> str:
-    """Start of the machine, and size and time of a file: they change whenever its content may have changed."""
+    """Return the start of the machine, and size and time of a file, which change whenever its content may."""
     state = path.stat()
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else str(time.monotonic_ns())
     return f"{boot} {state.st_ino} {state.st_size} {state.st_mtime_ns}"

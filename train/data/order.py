@@ -1,13 +1,13 @@
 """Sample order: a pure function of (seed, epoch, position) with random access in O(1).
 
-Every epoch contains every sample exactly once, in an order of its own. The order is a format-preserving permutation: an
+Every epoch contains every sample exactly once, in its own order. The order is a format-preserving permutation: an
 alternating Feistel network on the smallest power of two that holds all samples, followed along its cycle until it
 reaches a valid sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table, so 10^9
 samples cost as much as ten, and it does not depend on the number of workers or ranks.
 
 Positions count on across epochs: position p is position p % num_samples of epoch p // num_samples.
 
-With groups of G samples, whole groups are permuted: group g holds the samples g * G to g * G + G - 1, which stay next
+With groups of G samples, groups are permuted: group g holds the samples g * G to g * G + G - 1, which stay next
 to each other. If G does not divide the number of samples, the last group of every epoch is incomplete and its remaining
 positions are empty.
 """
@@ -45,16 +45,18 @@ class SampleOrder:
         return -(-self.num_samples // self.group) * self.group
 
     def at(self, positions: Positions) -> Positions:
-        """Samples, in [0, num_samples), at `positions` (int64, any shape and order, not negative); -1 where empty."""
+        """Return the samples, in [0, num_samples), at `positions` (int64, any shape, >= 0); -1 where empty."""
         epochs, of_epoch = np.divmod(np.asarray(positions, dtype=np.int64), self.positions_per_epoch)
         groups, members = np.divmod(of_epoch, self.group)
         num_full = self.num_samples // self.group
         chosen = groups < num_full
         if chosen.any():
-            # All epochs at once: many positions of a small set are of many epochs.
-            there, number = np.unique(epochs[chosen], return_inverse=True)
-            keys = np.stack([_round_keys(self.seed, int(epoch)) for epoch in there], axis=1)
-            groups[chosen] = _permute_with_keys(groups[chosen], num_full, keys[:, number] if len(there) > 1 else keys)
+            # All epochs at once: many positions of a small set belong to many epochs.
+            distinct, number = np.unique(epochs[chosen], return_inverse=True)
+            keys = np.stack([_round_keys(self.seed, int(epoch)) for epoch in distinct], axis=1)
+            groups[chosen] = _permute_with_keys(
+                groups[chosen], num_full, keys[:, number] if len(distinct) > 1 else keys
+            )
         samples = groups * self.group + members
         samples[samples >= self.num_samples] = -1
         return samples
@@ -62,13 +64,13 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class Share:
-    """The positions of a rank: every `num_ranks`-th group of the order, starting with the `rank`-th.
+    """Positions of a rank: every `num_ranks`-th group of the order, starting with the `rank`-th.
 
     The shares of all ranks are equal and cover every position. They are counted from the first position of the order,
     wherever a run is resumed, so that the same number of ranks continues with the same shares.
 
     Attributes:
-        rank: or an array, for the shares of several ranks at once.
+        rank: Rank, or an array of ranks for several shares at once.
     """
 
     rank: int | Positions = 0
@@ -76,11 +78,11 @@ class Share:
     group: int = 1
 
     def at(self, numbers: Positions) -> Positions:
-        """The positions with these numbers in the share, which count from 0."""
+        """Return the positions with these numbers in the share, which count from 0."""
         return (numbers // self.group * self.num_ranks + self.rank) * self.group + numbers % self.group
 
     def count_before(self, positions: int | Positions) -> Positions:
-        """The number of positions of the share that are before each of `positions`."""
+        """Return the number of positions of the share that are before each of `positions`."""
         rows, rest = np.divmod(np.asarray(positions, dtype=np.int64), self.group * self.num_ranks)
         before: Positions = rows * self.group + np.clip(rest - self.rank * self.group, 0, self.group)
         return before
@@ -92,7 +94,7 @@ def permute(positions: Positions, num_samples: int, *, seed: int, epoch: int) ->
 
 
 def _permute_with_keys(positions: Positions, num_samples: int, keys: NDArray[np.uint64]) -> Positions:
-    """`permute` with round keys [rounds, 1], or [rounds, N] for positions of several epochs."""
+    """Permute with round keys [rounds, 1], or [rounds, N] for positions of several epochs."""
     num_bits = max(2, (num_samples - 1).bit_length())
     samples = _feistel(positions.astype(np.uint64), num_bits, keys)
     outside = samples >= num_samples
@@ -118,19 +120,19 @@ def _feistel(values: NDArray[np.uint64], num_bits: int, keys: NDArray[np.uint64]
 
 
 def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Round keys from a cryptographic hash, so that neighbouring seeds and epochs are unrelated."""
+    """Return round keys from a cryptographic hash, so that neighbouring seeds and epochs are unrelated."""
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
-# Resume cursor: how far a run has come in the endless sample order, for any batch size and number of ranks.
+# Resume cursor: the progress of a run in the endless sample order, for any batch size and number of ranks.
 #
 # As long as nothing fails and groups divide a rank's batch, the cursor is one number: all positions before it have been
 # taken. A rank whose sample fails takes the next position of its share and is then ahead of the other ranks; positions
 # taken early are recorded, so that no rank takes them again after a resume.
 
 
-SEPARATOR = "-"  # of the two parts of a fingerprint
+SEPARATOR = "-"  # between the two parts of a fingerprint
 
 
 class LoaderState(TypedDict):
@@ -143,7 +145,7 @@ class LoaderState(TypedDict):
 
 
 class Cursor(NamedTuple):  # as `LoadedBatch`
-    """All positions before `position` have been taken, and those in `ahead` (ascending, at or after `position`)."""
+    """Positions that have been taken: all before `position`, and the later ones in `ahead` (ascending)."""
 
     position: int
     ahead: tuple[int, ...] = ()
@@ -153,43 +155,43 @@ class Cursor(NamedTuple):  # as `LoadedBatch`
         return position < self.position or position in self.ahead
 
     def positions(self, begin: int, count: int, share: Share) -> Positions:
-        """The `count` positions that a rank takes after its first `begin`, in order: the rest of its share."""
-        first, taken = int(share.count_before(self.position)), self._taken(share)
+        """Return the `count` positions that a rank takes after its first `begin`, in order: the rest of its share."""
+        first, taken = int(share.count_before(self.position)), self._numbers_ahead(share)
         numbers = begin + np.arange(count, dtype=np.int64)
         left_before = taken - first - np.arange(len(taken))
         return share.at(first + numbers + np.searchsorted(left_before, numbers, side="right"))
 
     def after(self, num_common: int, num_own: int, share: Share) -> "Cursor":
-        """The cursor after every rank has taken `num_common` positions and this one `num_own` (at least as many)."""
+        """Return the cursor after every rank has taken `num_common` positions, and this rank `num_own` or more."""
         if not self.ahead and num_own == num_common and share.group == 1:
             return Cursor(self.position + num_common * share.num_ranks)
         position = self._after_all(num_common, share)
         num_before = int(share.count_before(position) - share.count_before(self.position))
-        num_before -= int(np.searchsorted(share.at(self._taken(share)), position))
+        num_before -= int(np.searchsorted(share.at(self._numbers_ahead(share)), position))
         early = self.positions(num_before, num_own - num_before, share).tolist()
         cursor = Cursor(position, tuple(sorted({at for at in self.ahead if at > position}.union(early))))
         # Ranks with different failures must still report the same position, by which `merge_cursors` matches them.
         return cursor if share.num_ranks > 1 else merge_cursors([cursor])
 
     def _after_all(self, num_common: int, share: Share) -> int:
-        """The first position that some rank has left after every rank has taken `num_common`."""
+        """Return the first position that some rank has left after every rank has taken `num_common`."""
         everyone = replace(share, rank=np.arange(share.num_ranks))
         lefts = everyone.at(everyone.count_before(self.position) + num_common)
         for rank in {at // share.group % share.num_ranks for at in self.ahead}:
             lefts[rank] = self.positions(num_common, 1, replace(share, rank=rank))[0]
         return int(lefts.min())
 
-    def _taken(self, share: Share) -> Positions:
-        """Numbers of the positions in `ahead` that are of the share, ascending."""
+    def _numbers_ahead(self, share: Share) -> Positions:
+        """Return the numbers in the share of its positions in `ahead`, ascending."""
         ahead = np.array(self.ahead, dtype=np.int64)
         return share.count_before(ahead[ahead // share.group % share.num_ranks == share.rank])
 
 
 def merge_cursors(cursors: Iterable[Cursor]) -> Cursor:
-    """One cursor for the cursors of all ranks, which have taken the same number of batches.
+    """Merge the cursors of all ranks, which have taken the same number of batches, to one cursor.
 
     Raises:
-        ValueError: the ranks are at different batches.
+        ValueError: The ranks are at different batches.
     """
     ahead: set[int] = set()
     positions = set()
@@ -206,10 +208,10 @@ def merge_cursors(cursors: Iterable[Cursor]) -> Cursor:
 
 
 def set_fingerprint(order: str, content: str) -> str:
-    """Fingerprint of a sample set in two parts, so that an error can say which of them differs.
+    """Return the fingerprint of a sample set in two parts, so that an error can name the one that differs.
 
     Args:
-        order: hash of the samples and their order.
-        content: hash of what a sample contains beside its frames.
+        order: Hash of the samples and their order.
+        content: Hash of the content of samples beside their frames.
     """
     return f"{order}{SEPARATOR}{content}"

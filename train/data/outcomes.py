@@ -1,4 +1,4 @@
-"""What loading a sample results in: a sample of a batch, or a failure with a name and a reason.
+"""Outcomes of loading a sample: a sample of a batch, or a failure with a name and a reason.
 
 Life cycle of a failed sample ("why was this sample skipped?"):
 
@@ -7,7 +7,7 @@ Life cycle of a failed sample ("why was this sample skipped?"):
 3. The next sample in order fills the batch, and `LoadedBatch.failed` carries the failure along. More failures than
    `max_failures` raise `TooManyFailures` instead.
 4. `clipmill.train.engine.failures.FailureLog` collects the failures of all ranks, appends them to failures.jsonl in
-   the run folder and ends the run above --max-failures. Evaluations in the loop report theirs as `num_failed`, result
+   the run folder and ends the run above --max-failures. Evaluations in the loop report failures as `num_failed`, result
    files as `failed`.
 
 Reasons:
@@ -15,7 +15,7 @@ Reasons:
     shard_unreadable  a tar, an index or a remote file cannot be read
     checksum          the bytes differ from their checksum in the index
     undecodable       the decoder reports an error
-    frame_missing     the decoder does not output a frame that was asked for
+    frame_missing     the decoder does not output a requested frame
     chunks_differ     the chunks of a clip differ in frame size or colour space
     empty_span        no frame of the file lies in the span of the caption (streams only)
     stuck             reading or decoding took longer than the time limit
@@ -38,7 +38,7 @@ from clipmill.train.data.order import Cursor
 Reason = Literal["shard_unreadable", "checksum", "undecodable", "frame_missing", "chunks_differ", "empty_span", "stuck"]
 
 Unusable = Literal["empty_span", "video_without_chunks", "begins_after_the_last_chunk", "chunk_missing", "not_selected"]
-# After "1" and after higher numbers.
+# Words after "1", and after higher numbers.
 _WORDS: dict[Unusable, tuple[str, str]] = {
     "empty_span": ("with an empty span", "with an empty span"),
     "video_without_chunks": ("of a video without chunks", "of videos without chunks"),
@@ -49,7 +49,7 @@ _WORDS: dict[Unusable, tuple[str, str]] = {
 
 
 def remarks_of(num_unusable: Mapping[Unusable, int], num_shortened: int) -> list[str]:
-    """Excluded and shortened captions, by reason."""
+    """Return remarks on excluded and shortened captions, by reason."""
     parts = [f"{count:,} {_WORDS[reason][count != 1]}" for reason, count in num_unusable.items()]
     return [*parts, f"{num_shortened:,} shortened to the end of the video"] if num_shortened else parts
 
@@ -59,9 +59,10 @@ class FailedSample:
     """A line of failures.jsonl.
 
     Attributes:
-        position: in the sample order.
-        key: of the chunk at fault, or of the sample in its tar.
-        detail: what happened, as text.
+        position: Position in the sample order.
+        key: Key of the chunk at fault, or of the sample in its tar.
+        reason: Reason of the failure.
+        detail: Description of the failure.
     """
 
     position: int
@@ -70,7 +71,7 @@ class FailedSample:
     detail: str
 
     def as_json(self) -> dict[str, Any]:
-        """The line as a JSON object."""
+        """Return the line as a JSON object."""
         return asdict(self)
 
 
@@ -82,7 +83,7 @@ class SampleFailed(ClipmillError):
         self.key, self.reason, self.detail = key, reason, detail
 
     def at(self, position: int) -> FailedSample:
-        """The failure of the sample at `position`."""
+        """Return the failure of the sample at `position`."""
         return FailedSample(position, self.key, self.reason, self.detail)
 
 
@@ -90,7 +91,7 @@ class TooManyFailures(ClipmillError):
     """The failure budget is exceeded.
 
     Args:
-        failed: the failures since the last batch, including the one too many.
+        failed: Failures since the last batch, including the failure above the limit.
     """
 
     def __init__(self, failed: tuple[FailedSample, ...]) -> None:
@@ -99,10 +100,10 @@ class TooManyFailures(ClipmillError):
 
 
 class FailureBudget:
-    """Counts failures and collects those since the last batch.
+    """Count of failures, and the failures since the last batch.
 
     Args:
-        max_failures: number of failures allowed; None for no limit.
+        max_failures: Maximum number of failures; None for no limit.
     """
 
     def __init__(self, max_failures: int | None) -> None:
@@ -120,7 +121,7 @@ class FailureBudget:
         return len(self._since_batch)
 
     def take(self) -> tuple[FailedSample, ...]:
-        """The failures since the last batch; starts over."""
+        """Return the failures since the last batch, and start over."""
         if not self._since_batch:
             return ()
         failed, self._since_batch = tuple(self._since_batch), []
@@ -128,7 +129,7 @@ class FailureBudget:
 
 
 def list_failures(failures: list[FailedSample], failed: Sequence[FailedSample], *, max_failures: int) -> None:
-    """Append to the list of a user's own program; raises FailedWork if it has more than `max_failures`."""
+    """Append to the list of a user's program; raises FailedWork if it has more than `max_failures`."""
     failures += failed
     if failed and len(failures) > max_failures:
         raise FailedWork(
@@ -137,7 +138,7 @@ def list_failures(failures: list[FailedSample], failed: Sequence[FailedSample], 
         )
 
 
-class LoadedBatch(NamedTuple):  # making a dataclass takes twice as long, which a batch of one notices
+class LoadedBatch(NamedTuple):  # making a dataclass takes twice as long, which matters for batches of one
     """A batch, the samples that failed on the way to it, and the cursor after it."""
 
     batch: Batch
@@ -149,14 +150,14 @@ _NO_SAMPLES = frozenset({FailedSample, NoneType})
 
 
 class BatchBuilder:
-    """Collects loaded samples into batches.
+    """Collection of loaded samples that become batches.
 
     Args:
-        collate: makes a batch of its samples, as `BatchRing.collate` does.
+        collate: Function that makes a batch of samples, as `BatchRing.collate` does.
 
     Attributes:
-        num_batches: batches so far, including the one being built.
-        num_taken: outcomes that `fill` has taken so far.
+        num_batches: Number of batches so far, including the current batch.
+        num_taken: Number of outcomes that `fill` has taken so far.
     """
 
     def __init__(self, batch: int, collate: Callable[[Sequence[Any]], Batch], *, max_failures: int | None) -> None:
@@ -166,9 +167,9 @@ class BatchBuilder:
         self.num_batches, self.num_taken = 1, 0
 
     def fill(self, outcomes: Iterator[Any]) -> bool:
-        """Take outcomes until the batch is full, as `add` does; False if they end before."""
+        """Take outcomes until the batch is full, as `add` does; return False if they end before."""
         while missing := self._batch - len(self._samples):
-            # Not one by one: if samples are only copied, half the time of a batch would be spent here.
+            # Several at a time: if samples are only copied, taking them one by one would double the time of a batch.
             taken = list(islice(outcomes, missing))
             if not taken:
                 return False
@@ -195,7 +196,7 @@ class BatchBuilder:
         return not (self._samples or self._failures)
 
     def take(self, cursor: Cursor) -> LoadedBatch:
-        """The batch as it is now; starts the next one."""
+        """Return the batch as it is now, and start the next batch."""
         batch = self._collate(self._samples) if self._samples else Batch()
         self._samples = []
         self.num_batches += 1

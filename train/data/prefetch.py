@@ -1,11 +1,12 @@
-"""Prefetching: the next batch is collated and copied to the device, on a CUDA stream of its own, during a step.
+"""Prefetching: the next batch is collated and copied to the device, on a separate CUDA stream, during a step.
 
-Two batches exist at a time, the current and the next one: a loader that reuses its buffers needs two of them. The
-second half of the file passes batches to all stages of a pipeline, of which only the first one loads and decodes them.
+Two batches exist at a time, the current and the next batch: a loader that reuses its buffers needs two of them. The
+second half of the file passes batches to all stages of a pipeline; only the first stage loads and decodes them.
 """
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from queue import SimpleQueue
 
 import torch
@@ -27,11 +28,11 @@ def prefetch(
     A batch is valid until the next one is requested. Closing the generator closes `batches`.
 
     Raises:
-        Exception: what `batches` raised, when its turn comes.
+        Exception: The error that `batches` raised, when its turn comes.
     """
     device = with_index(device)
     ready: SimpleQueue[LoadedBatch | BaseException | None] = SimpleQueue()
-    # Tokens in a queue, not a semaphore: an interrupt in the middle of a release would leave that locked for ever.
+    # Tokens in a queue, not a semaphore: an interrupt in the middle of a release would leave a semaphore locked.
     free: SimpleQueue[None] = SimpleQueue()
     for _ in range(_NUM_BATCHES):
         free.put(None)
@@ -39,12 +40,16 @@ def prefetch(
 
     def run() -> None:
         try:
-            transfer = _transfer_to(device, names)
+            stream = torch.cuda.Stream(device) if device.type == "cuda" else None
             while True:
                 free.get()
                 if is_over or (loaded := next(batches, None)) is None:
                     break
-                ready.put(transfer(loaded))
+                with nullcontext() if stream is None else torch.cuda.stream(stream):
+                    batch = to_device(loaded.batch, device, names=names)
+                if stream is not None:
+                    stream.synchronize()  # the model's stream does not wait for this one
+                ready.put(loaded._replace(batch=batch))
             ready.put(None)
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             ready.put(error)
@@ -66,21 +71,6 @@ def prefetch(
         thread.join(_JOIN_TIMEOUT_S)  # takes longer only if the next batch waits for a file system that does not answer
 
 
-def _transfer_to(device: torch.device, names: Sequence[str]) -> Callable[[LoadedBatch], LoadedBatch]:
-    if device.type != "cuda":
-        return lambda loaded: loaded._replace(batch=to_device(loaded.batch, device, names=names))
-    stream = torch.cuda.Stream(device)
-
-    def transfer(loaded: LoadedBatch) -> LoadedBatch:
-        with torch.cuda.stream(stream):
-            batch = to_device(loaded.batch, device, names=names)
-        # The model's stream does not wait for this one.
-        stream.synchronize()
-        return loaded._replace(batch=batch)
-
-    return transfer
-
-
 def _record_stream(loaded: LoadedBatch, device: torch.device) -> LoadedBatch:
     """Tell the allocator that tensors made on the copy stream are used on the model's stream."""
     if device.type == "cuda":
@@ -92,7 +82,7 @@ def _record_stream(loaded: LoadedBatch, device: torch.device) -> LoadedBatch:
 
 
 def on_all_stages(loaded: LoadedBatch | None, stages: World) -> LoadedBatch | None:
-    """Broadcast the first stage's batch; the other stages get it without its frames, and theirs is ignored."""
+    """Broadcast the first stage's batch; the other stages get it without its frames, and ignore their own."""
     if stages.size == 1:
         return loaded
     small = stages.first(lambda: None if loaded is None else _without_pictures(loaded))
@@ -103,18 +93,18 @@ def batches_on_all_stages(batches: Iterable[LoadedBatch], stages: World) -> Iter
     """Broadcast the first stage's batches likewise; the other stages do not start their own `batches`.
 
     Raises:
-        ClipmillError: what the first stage's `batches` raised, on all stages.
+        ClipmillError: The error that the first stage's `batches` raised, on all stages.
     """
     iterator = iter(batches)
-    own: LoadedBatch | None = None
+    loaded: LoadedBatch | None = None  # only on the first stage
 
     def next_batch() -> LoadedBatch | None:
-        nonlocal own
-        own = next(iterator, None)
-        return own if own is None or stages.size == 1 else _without_pictures(own)
+        nonlocal loaded
+        loaded = next(iterator, None)
+        return loaded if loaded is None or stages.size == 1 else _without_pictures(loaded)
 
     while (shared := stages.first(next_batch)) is not None:
-        yield own or shared
+        yield loaded or shared
 
 
 def _without_pictures(loaded: LoadedBatch) -> LoadedBatch:

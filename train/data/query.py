@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from clipmill.train.data.classes import ClassList
     from clipmill.train.models.text import Tokenize
 
-# A VAE scales a side down by 8, so that a patch of 2 covers as much of the frame as a patch of 16 pixels.
+# A VAE scales a side down by 8, so that a patch of 2 latents covers as much of the frame as a patch of 16 pixels.
 LATENT_PATCH = 2
 
 TARS_SPLIT = "all"  # tars have no splits
@@ -68,7 +68,7 @@ class DataQuery:
 
     @property
     def shape(self) -> ClipShape:
-        """How clips of pixels are sampled, cropped and resized."""
+        """Rules by which clips of pixels are sampled, cropped and resized."""
         return replace(clip_shape(self.settings, views=self.views), rgb=self.is_rgb)
 
     def open_folder(self, *, column: str) -> DataFolder:
@@ -81,7 +81,7 @@ def open_samples(query: DataQuery) -> Any:
     """Open this rank's part of the samples that a task asks for.
 
     Raises:
-        UserError: there are none, they do not fit the settings, or this kind of data has no such content.
+        UserError: There are no samples, they do not fit the settings, or this kind of data lacks the content.
     """
     folder = query.settings.folder
     kind = kind_of(folder, query.settings)
@@ -94,7 +94,7 @@ def open_samples(query: DataQuery) -> Any:
 
 
 def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:
-    """How clips of pixels are sampled, cropped and resized.
+    """Return the rules by which clips of pixels are sampled, cropped and resized.
 
     Args:
         views: Temporal and spatial views of each clip in an evaluation.
@@ -110,7 +110,7 @@ def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:
 
 
 def loader_settings(settings: ClipSettings, world: World, *, device: torch.device) -> LoaderSettings:
-    """How this rank's share of the batches is loaded."""
+    """Return the loader's settings for this rank's share of the batches."""
     batch = world.share(settings.batch)
     return LoaderSettings(
         batch=batch,
@@ -125,8 +125,8 @@ def loader_settings(settings: ClipSettings, world: World, *, device: torch.devic
 
 
 def one_caption_each(folder: str) -> UserError:
-    """The error about settings of captions that tars do not have."""
+    """Return the error about settings of captions that tars do not have."""
     return UserError(
-        f"{folder} names tars: each clip has the one caption that its tar gives it",
+        f"{folder} names tars: each clip has only the caption in its tar",
         hint="leave out --text-tower and --captions, or name a data folder that prep made",
     )

@@ -8,8 +8,8 @@ few fractions. Only distinct rows and columns are stored, with a byte per entry,
 rounded.
 
 Training for multi-instance retrieval shows a clip with any sentence of the split whose relevancy for it is more than
-0.1, all equally likely. A sentence is a distinct text; its classes are those of the caption with the lowest id that has
-it. A clip's own sentence always counts, with relevancy 1.
+0.1, all equally likely. A sentence is a distinct text with the classes of the first caption, by id, that has it. The
+clip's own sentence always counts, with relevancy 1.
 
 Shape suffixes: N clips, M sentences, R distinct rows, C distinct columns, V distinct values, K noun classes.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from clipmill.train.data.captions import RowCaptions
 
 MAX_VALUES = 256
-LABELS = {"label_verb": pa.types.is_integer, "label_nouns": pa.types.is_list}  # column -> whether a type is its own
+LABELS = {"label_verb": pa.types.is_integer, "label_nouns": pa.types.is_list}  # column -> test of its type
 _BLOCK_ROWS = 256
 
 
@@ -44,9 +44,9 @@ class Relevancy:
     """A matrix [N, M] of few distinct values.
 
     Attributes:
-        values_V: float64, ascending.
-        codes_RC: uint8, indices of the values.
-        row_of_N, column_of_M: int32, the distinct row and column of each clip and sentence.
+        values_V: Distinct values, ascending, float64.
+        codes_RC: Indices of the values, uint8.
+        row_of_N, column_of_M: Distinct row of each clip and distinct column of each sentence, int32.
     """
 
     values_V: NDArray[np.float64]
@@ -56,7 +56,7 @@ class Relevancy:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Clips and sentences."""
+        """Numbers of clips and sentences."""
         return len(self.row_of_N), len(self.column_of_M)
 
     @property
@@ -65,20 +65,20 @@ class Relevancy:
         return sum(array.nbytes for array in (self.values_V, self.codes_RC, self.row_of_N, self.column_of_M))
 
     def rows(self, clips: NDArray[np.int64] | slice) -> NDArray[np.float64]:
-        """The rows of some clips, float64 [n, M]."""
-        # Rows are selected first, so that no more than the result is in memory.
+        """Return the rows of some clips, float64 [n, M]."""
+        # Rows are selected first, so that only the result is in memory.
         return self.values_V[self.codes_RC[self.row_of_N[clips]][:, self.column_of_M]]
 
     def at(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Relevancy of pairs, float64 of the arrays' common shape."""
+        """Return the relevancy of pairs, float64 of the arrays' common shape."""
         return self.values_V[self.codes_RC[self.row_of_N[clips], self.column_of_M[sentences]]]
 
     def take(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> "Relevancy":
-        """The matrix of some clips and some sentences, in the given order."""
+        """Return the matrix of some clips and some sentences, in the given order."""
         return Relevancy(self.values_V, self.codes_RC, self.row_of_N[clips], self.column_of_M[sentences])
 
-    def transposed(self) -> "Relevancy":
-        """Sentences by clips."""
+    def transpose(self) -> "Relevancy":
+        """Return the matrix of clips for sentences."""
         return Relevancy(self.values_V, np.ascontiguousarray(self.codes_RC.T), self.column_of_M, self.row_of_N)
 
 
@@ -87,15 +87,15 @@ class Actions:
     """Classes of N captions.
 
     Attributes:
-        verb_N: int64.
-        nouns_NK: bool, the set of noun classes of each.
+        verb_N: Verb class, int64.
+        nouns_NK: Set of noun classes, bool.
     """
 
     verb_N: NDArray[np.int64]
     nouns_NK: NDArray[np.bool_]
 
-    def distinct(self) -> tuple["Actions", NDArray[np.int32]]:
-        """The distinct classes, and for each caption their index."""
+    def without_repeats(self) -> tuple["Actions", NDArray[np.int32]]:
+        """Return the distinct classes, and their index for each caption."""
         bits = np.packbits(self.nouns_NK, axis=1)
         rows = np.concatenate([self.verb_N.astype("<i8")[:, None].view(np.uint8), bits], axis=1)
         _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -103,9 +103,9 @@ class Actions:
 
 
 def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
-    """The relevancy of sentences for clips; if neither has a noun, the IoU counts as 0."""
-    clips, row_of_N = clips.distinct()
-    sentences, column_of_M = sentences.distinct()
+    """Return the relevancy of sentences for clips; if neither has a noun, the IoU counts as 0."""
+    clips, row_of_N = clips.without_repeats()
+    sentences, column_of_M = sentences.without_repeats()
     num_clip, num_sentence = clips.nouns_NK.sum(1), sentences.nouns_NK.sum(1)
     most = int(num_clip.max(initial=0) + num_sentence.max(initial=0)) + 1
     # Each entry is one of few triples: equal verbs or not, number of shared nouns, number of nouns in the union.
@@ -117,7 +117,7 @@ def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
     occurs = np.zeros(len(value_of_triple), bool)
     for begin in range(0, len(triple_RC), _BLOCK_ROWS):
         part = slice(begin, begin + _BLOCK_ROWS)
-        shared = (clips.nouns_NK[part].astype(np.float32) @ nouns_KC).astype(np.int64)  # whole numbers: exact
+        shared = (clips.nouns_NK[part].astype(np.float32) @ nouns_KC).astype(np.int64)  # integers: exact
         union = num_clip[part, None] + num_sentence - shared
         has_verb = clips.verb_N[part, None] == sentences.verb_N
         triple_RC[part] = (has_verb * most + shared) * most + union
@@ -132,19 +132,19 @@ def compress_matrix(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Re
     """Compress a matrix, a few rows at a time (it may be memory-mapped).
 
     Raises:
-        NoRelevancy: a value is NaN or outside [0, 1], or there are more than 256 different ones.
+        NoRelevancy: A value is NaN or outside [0, 1], or there are more than 256 different values.
     """
     num_rows, num_columns = matrix_NM.shape
     parts = (matrix_NM[begin : begin + _BLOCK_ROWS] for begin in range(0, num_rows, _BLOCK_ROWS))
-    found_V, row_codes, row_of = _distinct_rows(parts)
+    values_V, row_codes, row_of = _distinct_rows(parts)
     codes_RM = np.stack(row_codes) if row_codes else np.empty((0, num_columns), np.uint8)
-    order = np.argsort(found_V)
+    order = np.argsort(values_V)
     index_of = np.empty_like(order)
     index_of[order] = np.arange(len(order))
     codes_RM = index_of.astype(np.uint8)[codes_RM]
     codes_MR, column_of = np.unique(np.ascontiguousarray(codes_RM.T), axis=0, return_inverse=True)
     return Relevancy(
-        found_V[order],
+        values_V[order],
         np.ascontiguousarray(codes_MR.T),
         np.array(row_of, np.int32),
         column_of.reshape(-1).astype(np.int32),
@@ -154,8 +154,8 @@ def compress_matrix(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Re
 def _distinct_rows(
     parts: Iterable[NDArray[np.floating] | NDArray[np.integer]],
 ) -> tuple[NDArray[np.float64], list[NDArray[np.uint8]], list[int]]:
-    """Values in order of occurrence, distinct rows as indices of them, and the distinct row of each row."""
-    found_V = np.empty(0)
+    """Return values in order of occurrence, distinct rows as indices of them, and the distinct row of each row."""
+    values_V = np.empty(0)
     number_of: dict[bytes, int] = {}
     rows: list[NDArray[np.uint8]] = []
     row_of: list[int] = []
@@ -165,23 +165,23 @@ def _distinct_rows(
             digest = hashlib.blake2b(row, digest_size=16).digest()
             number = number_of.setdefault(digest, len(rows))
             if number == len(rows):
-                found_V, codes = _encode_row(row.astype(np.float64), found_V)
+                values_V, codes = _encode_row(row.astype(np.float64), values_V)
                 rows.append(codes)
             row_of.append(number)
-    return found_V, rows, row_of
+    return values_V, rows, row_of
 
 
 def _encode_row(
-    row: NDArray[np.float64], found_V: NDArray[np.float64]
+    row: NDArray[np.float64], values_V: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
-    """The values with those that are new in a row appended, and the row as indices of them."""
-    new = np.setdiff1d(row, found_V)
+    """Return the values with the new values of a row appended, and the row as indices of them."""
+    new = np.setdiff1d(row, values_V)
     if len(new) and not (new[0] >= 0 and new[-1] <= 1):  # NaN is sorted last
-        raise NoRelevancy(f"it has {new[0] if new[0] < 0 else new[-1]}, and a relevancy is from 0 to 1")
-    found_V = np.concatenate([found_V, new])
-    _require_few(found_V)
-    order = np.argsort(found_V)
-    return found_V, order.astype(np.uint8)[np.searchsorted(found_V[order], row)]
+        raise NoRelevancy(f"it has {new[0] if new[0] < 0 else new[-1]}, and a relevancy is between 0 and 1")
+    values_V = np.concatenate([values_V, new])
+    _require_few(values_V)
+    order = np.argsort(values_V)
+    return values_V, order.astype(np.uint8)[np.searchsorted(values_V[order], row)]
 
 
 def _require_few(values_V: NDArray[np.float64]) -> None:
@@ -190,7 +190,7 @@ def _require_few(values_V: NDArray[np.float64]) -> None:
 
 
 class RelevantCaptions:
-    """The captions with which N clips can be shown.
+    """Captions with which N clips can be shown.
 
     Args:
         rows: The captions of each clip.
@@ -201,11 +201,13 @@ class RelevantCaptions:
         sha256: Digest of the labels in use.
 
     Raises:
-        UserError: captions have no classes.
+        UserError: Captions have no classes.
     """
 
     def __init__(self, rows: "RowCaptions", captions: pa.Table, *, min_relevancy: float) -> None:
-        self._entry: NDArray[np.int64] = np.argsort(rows.text_row, kind="stable")  # of each caption, ordered by id
+        self._entry: NDArray[np.int64] = np.argsort(
+            rows.text_row, kind="stable"
+        )  # entry of each caption, ordered by id
         labels = [name for name in LABELS if name in captions.column_names]
         captions = captions.select(["text", *labels]).take(pa.array(rows.text_row[self._entry]))
         self.sha256 = hashlib.sha256(repr(captions.select(labels).to_pydict()).encode()).hexdigest()
@@ -222,16 +224,16 @@ class RelevantCaptions:
             _take(actions, own_caption), _take(actions, self._caption_of_sentence)
         )
 
-    def relevant(self, clip: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The sentences that a clip can be shown with, as entries of their captions, and their relevancy."""
+    def relevant_entries(self, clip: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the sentences that a clip can be shown with, as entries of their captions, and their relevancy."""
         values_M = self._relevancy.rows(np.array([clip]))[0]
         values_M[self._own[clip]] = 1.0
         chosen = np.flatnonzero(values_M > self._min)
         return self._entry[self._caption_of_sentence[chosen]], values_M[chosen]
 
     def draw(self, clip: int, *, position: int, seed: int) -> tuple[int, float]:
-        """Draw one of them, and its relevancy: a pure function of (clip, position, seed)."""
-        entries, values = self.relevant(clip)
+        """Draw an entry, and return it with its relevancy: a pure function of (clip, position, seed)."""
+        entries, values = self.relevant_entries(clip)
         bound, at = np.array([len(entries)]), np.array([position])
         number = int(integers_below(bound, at, seed=seed, purpose="relevant caption")[0])
         return int(entries[number]), float(values[number])
@@ -253,7 +255,7 @@ def _actions(captions: pa.Table) -> Actions:
             raise UserError(
                 f"{num_missing:,} of {captions.num_rows:,} captions have no {name}, and --captions.min-relevancy "
                 "needs their classes",
-                hint="leave it out, or use a dataset with verb and noun classes: prep manifest epic-kitchens",
+                hint="leave out the flag, or use a dataset with verb and noun classes: prep manifest epic-kitchens",
                 flags=("--captions.min-relevancy",),
             )
     verb = captions["label_verb"].to_numpy().astype(np.int64)

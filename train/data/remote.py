@@ -1,6 +1,6 @@
 """Data folders and tars at addresses: small files are copied to this machine, and tars are read by range or cached.
 
-The cache folder (`--cache`) has `folders/`, the small files of each data folder, and `objects/`, whole tars under a
+The cache folder (`--cache`) has `folders/`, the small files of each data folder, and `objects/`, complete tars under a
 limit (`--cache-size`, clipmill.manifests.storage.cache).
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from clipmill.manifests.errors import DISK_ERRORS, UserError
 from clipmill.manifests.formatting import parse_size
@@ -46,17 +46,17 @@ from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.shards.scores import CHUNKS_FILE, score_table_problem
 
 NUM_AT_ONCE = 32
-_ETAGS_FILE = ".etags.json"  # of the records that were copied
+_ETAGS_FILE = ".etags.json"  # etags of the records that were copied
 _LAUNCH_FILE = ".copied-{}.json"
 _LINK = re.compile(r'href="([^"/?]+\.json)"')
 _Item = TypeVar("_Item")
 
 
 class RemoteFiles:
-    """The small files of the data folder at an address, in the local folder `copy`. Thread-safe.
+    """Small files of the data folder at an address, in the local folder `copy`. Thread-safe.
 
     Args:
-        objects: those below the address.
+        objects: Objects below the address.
     """
 
     def __init__(self, objects: Objects, copy: Path) -> None:
@@ -66,9 +66,12 @@ class RemoteFiles:
         """Copy dataset.json and the manifest, unless they are here.
 
         Raises:
-            UserError: the address is not a data folder, or it cannot be read, or the copy cannot be written.
+            UserError: The address is not a data folder, or cannot be read, or the copy cannot be written.
         """
-        with self._errors(missing="name one that prep made, or tars: {000..999}.tar"), self._once("manifest") as is_due:
+        with (
+            self._errors(missing="name a data folder that prep made, or tars: {000..999}.tar"),
+            self._once("manifest") as is_due,
+        ):
             if is_due:
                 _publish(self.copy / DATASET_FILE, self.objects.read(DATASET_FILE))
                 self._copy_manifest()
@@ -77,7 +80,7 @@ class RemoteFiles:
         """Copy the small files of the current variant of a column, unless they are here.
 
         Raises:
-            UserError: as of `copy_manifest`.
+            UserError: See `copy_manifest`.
         """
         variant = current_variant(self.copy, column)
         if variant is None:
@@ -88,10 +91,10 @@ class RemoteFiles:
                 self._copy_variant(f"{column}/{variant}")
 
     def copy_file(self, key: str, *, sha256: str | None = None, size_bytes: int | None = None) -> None:
-        """Copy one file, unless it is here with this digest or size.
+        """Copy a file, unless it is here with this digest or size.
 
         Raises:
-            OSError: it cannot be read, or is not the file of this digest or size.
+            OSError: The file cannot be read, or has another digest or size.
         """
         path = self.copy / key
         if _is_whole(path, sha256=sha256, size_bytes=size_bytes):
@@ -117,25 +120,22 @@ class RemoteFiles:
         is_same = path.is_file() and path.read_bytes() == content
         local.mkdir(parents=True, exist_ok=True)
         for name in (VIDEOS_FILE, CAPTIONS_FILE, *(name for name in MAPPED_FILES if name in recorded)):
-            wanted = recorded.get(name)
-            if not (is_same and (local / name).is_file() and wanted in (None, describe(local / name))):
-                self._copy_table(name, mark=mark, wanted=wanted)
-        # Last: if it exists, so do the tables it refers to.
+            facts = recorded.get(name)
+            if is_same and (local / name).is_file() and facts in (None, describe(local / name)):
+                continue
+            # The current table has its plain name, unless writing the manifest was interrupted at its very end.
+            staged = staged_path(Path(MANIFEST_FOLDER), name, fingerprint=mark).as_posix()
+            for key in (f"{MANIFEST_FOLDER}/{name}", staged):
+                with suppress(FileNotFoundError):  # damaged: reading the copy reports it
+                    self.objects.fetch(key, local / name)
+                    if facts in (None, describe(local / name)):
+                        break
+        # Last: if it exists, so do the tables that it refers to.
         _publish(path, content)
-
-    def _copy_table(self, name: str, *, mark: str, wanted: dict[str, Any] | None) -> None:
-        """The current table: under its plain name, unless writing the manifest was interrupted at its very end."""
-        path = self.copy / MANIFEST_FOLDER / name
-        staged = staged_path(Path(MANIFEST_FOLDER), name, fingerprint=mark).as_posix()
-        for key in (f"{MANIFEST_FOLDER}/{name}", staged):
-            with suppress(FileNotFoundError):  # damaged: reading the copy reports it
-                self.objects.fetch(key, path)
-                if wanted in (None, describe(path)):
-                    return
 
     def _copy_variant(self, folder: str) -> None:
         local = self.copy / folder
-        # Before the commits: a new commit may be missing in the list, never the other way round.
+        # Before the commits: a new commit may be missing in the list, but no listed commit may be missing.
         for name in (CONTENTS_FILE, RECIPE_FILE):
             self._copy_if_there(f"{folder}/{name}", local / name)
         self._copy_commits(folder, local)
@@ -143,12 +143,12 @@ class RemoteFiles:
             return
         variant = Variant(local)
         files = [shard.commit.files for shard in shards_to_merge(variant) if shard.commit.files is not None]
-        _at_once(lambda one: self.copy_file(f"{folder}/{one.index}", sha256=one.index_sha256), files)
+        _at_once(lambda shard: self.copy_file(f"{folder}/{shard.index}", sha256=shard.index_sha256), files)
         with suppress(UserError):  # opening the set reports what is wrong with an index
             update_chunk_table(variant, column=folder.partition("/")[0])
 
     def _copy_chunk_table(self, folder: str, local: Path) -> bool:
-        """Copy the parts of the merged table that are not here; False if one is of other commits, or missing."""
+        """Copy missing parts of the merged table; return False if a part is of other commits, or missing."""
         variant = Variant(local)
 
         def fetch(part: str) -> None:
@@ -160,36 +160,39 @@ class RemoteFiles:
         return not _missing_parts(variant)
 
     def _copy_commits(self, folder: str, local: Path) -> None:
-        """Copy the records that have changed and that no table stands for, and remove copies of all others."""
+        """Copy the records that have changed and that no table replaces, and remove copies of all other records."""
         listed = self._list_commits(folder, local)
         of_table = self._records_of_table(folder, local, listed)
-        # The table stands for folders whose records are all the same.
+        # The table replaces folders whose records are all in it, unchanged.
         by_table = {"", *map(_folder, of_table)} if of_table else set()
         if self.objects.is_writable:
             by_table -= set(map(_folder, listed.keys() ^ of_table.keys()))
-        wanted = {name: info for name, info in listed.items() if _folder(name) not in by_table}
-        before = _read_etags(local)
+        records = {name: info for name, info in listed.items() if _folder(name) not in by_table}
+        try:
+            before = dict(json.loads((local / _ETAGS_FILE).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            before = {}
         root = local / COMMITS_FOLDER
-        changed = {name for name, info in wanted.items() if not info.etag or before.get(name) != info.etag}
-        changed |= {name for name in wanted if not (root / name).is_file()}
+        changed = {name for name, info in records.items() if not info.etag or before.get(name) != info.etag}
+        changed |= {name for name in records if not (root / name).is_file()}
         for name in of_table.keys() & changed:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(commit_bytes(of_table[name]))  # not flushed: it is written again without its etag
+            (root / name).write_bytes(commit_bytes(of_table[name]))  # not flushed: without its etag it is written again
         absent = [name for name in changed if name not in of_table]
         _at_once(lambda name: self._copy_if_there(f"{folder}/{COMMITS_FOLDER}/{name}", root / name), absent)
         for name in by_table:
             (root / name).mkdir(parents=True, exist_ok=True)
         for path in root.rglob("*.json"):
-            if path.relative_to(root).as_posix() not in wanted:
+            if path.relative_to(root).as_posix() not in records:
                 path.unlink(missing_ok=True)
-        if (etags := {name: info.etag for name, info in wanted.items() if info.etag}) != before:
+        if (etags := {name: info.etag for name, info in records.items() if info.etag}) != before:
             _publish(local / _ETAGS_FILE, json.dumps(etags).encode())
         if by_table:
             folders, sha256 = commit_folders(local), listed_contents(local).files[COMMIT_TABLE_FILE]
             confirm(local, sha256=sha256, folders=folders, except_for=folders.keys() - by_table)
 
     def _records_of_table(self, folder: str, local: Path, listed: dict[str, ObjectInfo]) -> dict[str, Commit]:
-        """Copy the table of commits; return its records by name, without those that have changed, with those gone."""
+        """Copy the table of commits; return its unchanged records by name, including records that were deleted."""
         sha256 = listed_contents(local).files.get(COMMIT_TABLE_FILE)
         if sha256 is None:
             return {}
@@ -197,7 +200,7 @@ class RemoteFiles:
             self.copy_file(f"{folder}/{COMMIT_TABLE_FILE}", sha256=sha256)
             written_s = self.objects.info(f"{folder}/{COMMIT_TABLE_FILE}").modified_s
         except (OSError, UserError):
-            return {}  # a run is just replacing it
+            return {}  # a run is replacing it now
         table = open_commit_table(local, sha256=sha256)
         if table is None:
             return {}
@@ -213,7 +216,7 @@ class RemoteFiles:
         }
 
     def _list_commits(self, folder: str, local: Path) -> dict[str, ObjectInfo]:
-        """The records of a variant by their names in the folder of commits."""
+        """Return the records of a variant by their names in the folder of commits."""
         prefix = f"{folder}/{COMMITS_FOLDER}/"
         if self.objects.is_writable:
             listed = {info.key.removeprefix(prefix): info for info in self.objects.list(prefix)}
@@ -232,7 +235,7 @@ class RemoteFiles:
 
     @contextmanager
     def _once(self, what: str) -> Iterator[bool]:
-        """Hold the lock of the copy; yields False if a process of the same launch has already done `what`."""
+        """Hold the lock of the copy; yield False if a process of the same launch has already done `what`."""
         self.copy.mkdir(parents=True, exist_ok=True)
         path, launch = self.copy / _LAUNCH_FILE.format(what), _launch()
         with hold_lock(self.copy / ".lock"):
@@ -257,21 +260,21 @@ class RemoteFiles:
 
 
 def is_local(error: OSError) -> bool:
-    """Whether a copy cannot be written, as opposed to read from object storage, which raises AccessRefused."""
+    """Return True if a copy cannot be written; object storage that cannot be read raises AccessRefused."""
     is_refused = isinstance(error, PermissionError) and not isinstance(error, UserError)
     return is_refused or error.errno in DISK_ERRORS
 
 
 def cache_unusable(folder: Path, address: str, error: OSError) -> UserError:
-    """The error for a cache that cannot take a copy of `address`."""
+    """Return the error for a cache that cannot take a copy of `address`."""
     hint = "make room, or choose another folder with --cache DIR"
     return UserError(f"{folder} cannot take a copy of {address}: {error.strerror}", hint=hint)
 
 
 def _launch() -> str | None:
-    """What the processes of one launch on this machine have in common; None for a process without a launcher.
+    """Return an id that the processes of one launch on this machine share; None without a launcher.
 
-    torchrun and srun are the parent of all their processes on a machine; a restart by torchrun has a number of its own.
+    torchrun and srun are the parent of all their processes on a machine; each restart by torchrun has its own number.
     """
     if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) < 2:
         return None
@@ -290,12 +293,12 @@ def _is_whole(path: Path, *, sha256: str | None, size_bytes: int | None) -> bool
 
 
 def _folder(name: str) -> str:
-    """The folder of a record; empty for `commits/` itself."""
+    """Return the folder of a record; empty for `commits/` itself."""
     return name.rpartition("/")[0]
 
 
 def _is_record(info: ObjectInfo, commit: Commit) -> bool:
-    """Whether an object is the record of a commit, as far as its etag tells: in S3 it is often the MD5 of the content.
+    """Return True if an object is the record of a commit, by its etag: in S3 it is often the MD5 of the content.
 
     A data folder that was uploaded has its records at any time, before and after the table.
     """
@@ -305,21 +308,14 @@ def _is_record(info: ObjectInfo, commit: Commit) -> bool:
 
 
 def _missing_parts(variant: Variant) -> list[str]:
-    """The files of the merged table that are not up to date, relative to the variant's folder."""
+    """Return the files of the merged table that are not up to date, relative to the variant's folder."""
     if has_chunk_table(variant.directory.parent.name):
         return missing_parts(variant)
     return [] if score_table_problem(variant) is None else [CHUNKS_FILE]
 
 
-def _read_etags(local: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads((local / _ETAGS_FILE).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
 def _at_once(copy: Callable[[_Item], None], items: Iterable[_Item]) -> None:
-    """Copy several files at a time, since each waits for the network."""
+    """Copy several files at a time, because each copy waits for the network."""
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         # Consumed, so that errors are raised here.
         list(pool.map(copy, items))
@@ -331,16 +327,16 @@ def _publish(path: Path, content: bytes) -> None:
         publish_bytes(path, content)
 
 
-_BLOCK_BYTES = 1 << 24  # of a tar at a time
+_BLOCK_BYTES = 1 << 24  # part of a tar that is fetched at a time
 _caches: dict[tuple[Path, int | None], ObjectCache] = {}
 _caches_lock = threading.Lock()
 
 
 def cache_folder(chosen: Path | None) -> Path:
-    """The folder for copies of remote files: the chosen one, or clipmill's in the user's cache.
+    """Return the folder for copies of remote files: the chosen one, or clipmill's in the user's cache.
 
     Raises:
-        UserError: it cannot be created.
+        UserError: The folder cannot be created.
     """
     folder = chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clipmill"
     try:
@@ -351,14 +347,14 @@ def cache_folder(chosen: Path | None) -> Path:
 
 
 def open_cache(chosen: Path | None, *, size: str | None = None) -> ObjectCache:
-    """The cache of whole tars in a folder: one for all of this process.
+    """Return the cache of complete tars in a folder, which all of this process shares.
 
     Args:
-        chosen: see `cache_folder`.
-        size: the limit, such as 100GB; None for one by the free disk.
+        chosen: See `cache_folder`.
+        size: Limit, such as 100GB; None for a limit by the free disk.
 
     Raises:
-        UserError: the folder cannot be created or written, or `size` is not valid.
+        UserError: The folder cannot be created or written, or `size` is not valid.
     """
     folder = cache_folder(chosen)
     limit_bytes = None if size is None else parse_size(size, flag="--cache-size")
@@ -373,11 +369,11 @@ def open_cache(chosen: Path | None, *, size: str | None = None) -> ObjectCache:
 
 
 def local_copy(address: str, *, cache: Path | None, size: str | None = None) -> Path:
-    """The path of a local file, or of the copy of a remote one in the cache, fetched if it is missing or outdated.
+    """Return the path of a local file, or of a remote file's copy in the cache, fetched if it is missing or outdated.
 
     Raises:
-        OSError: it cannot be fetched, or is shorter than announced.
-        UserError: there is no such storage, or the cache cannot be written or is too small.
+        OSError: The file cannot be fetched, or is shorter than announced.
+        UserError: The storage does not exist, or the cache cannot be written or is too small.
     """
     if not is_remote(address):
         return Path(address)
@@ -386,7 +382,7 @@ def local_copy(address: str, *, cache: Path | None, size: str | None = None) -> 
 
 
 def held_copy(address: str, cache: ObjectCache) -> CachedFile:
-    """The copy of a remote file, which stays in the cache while it is held; raises as `local_copy` does."""
+    """Return the copy of a remote file, which stays in the cache while it is held; raises as `local_copy` does."""
     folder, _, key = address.rpartition("/")
     name, size_bytes = copy_name(address)
     try:
@@ -403,11 +399,11 @@ def held_copy(address: str, cache: ObjectCache) -> CachedFile:
 
 
 def copy_name(address: str) -> tuple[str, int]:
-    """The name that the copy of a remote file has in the cache, by its version now, and its size in bytes.
+    """Return the name that the copy of a remote file has in the cache, by its version now, and its size in bytes.
 
     Raises:
-        OSError: the storage does not say.
-        UserError: there is no such storage.
+        OSError: The storage does not answer.
+        UserError: The storage does not exist.
     """
     folder, _, key = address.rpartition("/")
     info = open_objects(folder).info(key)
@@ -420,14 +416,14 @@ def _digest(text: str) -> str:
 
 
 class RemoteTars:
-    """Tars of a remote data folder, of which only the requested bytes are fetched (`clipmill.shards.tars.TarBytes`).
+    """Tars of a remote data folder, read by range (`clipmill.shards.tars.TarBytes`).
 
     Args:
-        files: the small files of the folder; paths below their copy are keys of objects.
-        cache: for tars that are needed as a whole.
+        files: Small files of the folder; paths below their copy are keys of objects.
+        cache: Cache for complete tars.
 
     Attributes:
-        num_readers: threads that read clips ahead of those that decode them. A request waits for tens of milliseconds.
+        num_readers: Number of threads that read clips ahead of decoding. A request waits for tens of milliseconds.
     """
 
     gap_bytes = 1 << 18  # a request takes at least as long as transferring this many bytes
@@ -438,7 +434,7 @@ class RemoteTars:
 
     @property
     def objects(self) -> Objects:
-        """The objects of the data folder."""
+        """Objects of the data folder."""
         return self.files.objects
 
     @property
@@ -447,7 +443,7 @@ class RemoteTars:
         return self.objects.num_bytes
 
     def key(self, path: Path) -> str:
-        """The object that a path below the copy stands for."""
+        """Return the object that a path below the copy stands for."""
         return path.relative_to(self.files.copy).as_posix()
 
     def name(self, path: Path) -> str:
@@ -459,7 +455,7 @@ class RemoteTars:
     def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Request all ranges at once; see `clipmill.shards.tars.TarBytes`."""
         try:
-            with self._told_apart():
+            with self._distinguish_refusals():
                 return self.objects.read_ranges(self.key(path), ranges)
         except UserError:
             raise
@@ -469,10 +465,11 @@ class RemoteTars:
             raise
 
     @contextmanager
-    def _told_apart(self) -> Iterator[None]:
-        """Context manager around reads: a refused object is unreadable, as others are; refused credentials end the run.
+    def _distinguish_refusals(self) -> Iterator[None]:
+        """Distinguish, in a context around reads, a refused object, which is unreadable, from refused credentials.
 
-        The records of the folder could be read when it was opened. If they are refused as well, nothing can be read.
+        Refused credentials end the run. The records of the folder could be read when it was opened; if they are refused
+        as well, nothing can be read.
         """
         try:
             yield
@@ -485,7 +482,7 @@ class RemoteTars:
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
         try:
-            with no_damage(), self._told_apart():
+            with no_damage(), self._distinguish_refusals():
                 self.files.copy_file(self.key(index), size_bytes=size_bytes, sha256=sha256)
         except OSError as error:
             if is_local(error):
@@ -495,13 +492,13 @@ class RemoteTars:
     def fetch(
         self, shard: CommittedShard, *, waits: bool = True, is_over: Callable[[], bool] = lambda: False
     ) -> CachedFile | None:
-        """The whole tar of a shard in the cache; None if another process is fetching it and `waits` is False.
+        """Return the complete tar of a shard in the cache; None if another process fetches it and `waits` is False.
 
         Args:
-            is_over: ends the fetching within a block of `_BLOCK_BYTES`, with an OSError.
+            is_over: Function that returns True to end fetching within a block of `_BLOCK_BYTES`, with an OSError.
 
         Raises:
-            clipmill.manifests.storage.cache.NoRoom, OSError: see `ObjectCache.get`.
+            clipmill.manifests.storage.cache.NoRoom, OSError: See `ObjectCache.get`.
         """
         key, size_bytes = self.key(shard.tar_path), shard.tar_bytes
 
@@ -516,19 +513,19 @@ class RemoteTars:
         return self.cache.get(name, size_bytes=size_bytes, fetch=fetch, sha256=shard.tar_sha256, waits=waits)
 
     def cached_name(self, shard: CommittedShard) -> str:
-        """Name of a shard's tar in the cache: the same content has the same name in all data folders."""
+        """Return the name of a shard's tar in the cache: the same content has the same name in all data folders."""
         return f"{shard.tar_sha256[:32]}-{shard.tar_path.name}"
 
 
 def copy_of_folder(address: str, *, cache: Path | None) -> Path:
-    """Path of the copy of a remote data folder; raises UserError as `folder_path` does."""
+    """Return the path of the copy of a remote data folder; raises UserError as `folder_path` does."""
     return cache_folder(cache) / "folders" / _digest(open_objects(address).address)
 
 
 def open_remote_folder(
     address: str, *, cache: Path | None, cache_size: str | None, column: str | None
 ) -> tuple[Path, RemoteTars]:
-    """Copy the small files of a data folder; return the copy, and what reads its tars (`open_data_folder`)."""
+    """Copy the small files of a data folder; return the copy, and the reader of its tars (`open_data_folder`)."""
     objects = open_objects(address)
     tars_cache = open_cache(cache, size=cache_size)
     copy = copy_of_folder(address, cache=cache)
@@ -537,16 +534,12 @@ def open_remote_folder(
     if column is not None:
         files.copy_column(column)
     if not objects.is_writable:
-        _require_ranges(objects)
+        # A web server that ignores ranges would send a complete shard for each clip.
+        try:
+            objects.read_range(DATASET_FILE, 0, 1)
+        except OSError as error:
+            raise UserError(
+                f"{objects.address} does not support range requests: {error}",
+                hint="use a server that supports them (nginx, caddy, S3), or name tars: {000..999}.tar",
+            ) from error
     return copy, RemoteTars(files, tars_cache)
-
-
-def _require_ranges(objects: Objects) -> None:
-    """Raise a UserError if a web server ignores ranges: each clip would cost its whole shard."""
-    try:
-        objects.read_range(DATASET_FILE, 0, 1)
-    except OSError as error:
-        raise UserError(
-            f"{objects.address} does not support range requests: {error}",
-            hint="use a server that supports them (nginx, caddy, S3), or name tars: {000..999}.tar",
-        ) from error

@@ -1,14 +1,23 @@
-"""`Samples`: what a task trains on or evaluates: a table, what reads its rows, and the loader of their batches.
+"""`Samples`: a table of samples, the reader of its rows, and the loader of their batches.
 
 Producers (clipmill.train.data.query) make them, one for each kind of data. A task asks for samples and gets batches; it
 does not ask what kind they are.
+
+A row of a `SampleTable` says where its sample is: in which parts of the data (chunks of videos, arrays of latents,
+images), from when to when or from which frame on, which captions it may be shown with, and which labels it has. Rows
+are in the order of videos and times, so that a table does not depend on shards.
+
+A table is made of arrays, and stored as one Arrow file with a column for each array (clipmill.train.data.node_cache):
+made once per machine, found by a digest of everything that it depends on, and mapped by all ranks.
+
+Suffixes: N rows, R runs, P captions of rows, C captions, L labels.
 """
 
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,23 +30,20 @@ from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.order import Cursor, LoaderState, set_fingerprint
 from clipmill.train.data.outcomes import LoadedBatch
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True, kw_only=True)
 class SampleTable:
     """Rows of samples.
 
     Attributes:
-        first_part, last_part: int [N], the parts that hold a sample, as rows of the tables of parts. The last part is
-            None if every sample lies in one part.
-        begin_us, end_us: int64 [N], span in the video in microseconds; None for parts without time, or as a whole.
-        frame: int32 [N], first frame of a segment of its part; None for other samples.
-        captions: Captions of each row; None without.
-        label: int64 [N, L], class in each class list, -1 if a sample has none of them; None without.
-        caption_id: int [N], id of the caption that has the label; None for other tables.
-        remarks: What was counted or left out, for the log.
+        first_part, last_part: Parts that hold a sample, as rows of the tables of parts, int [N]. The last part is None
+            if every sample lies in one part.
+        begin_us, end_us: Span in the video, microseconds, int64 [N]; None for parts without time, or complete parts.
+        frame: First frame of a segment in its part, int32 [N]; None for other samples.
+        captions: Captions of each row; None without captions.
+        label: Class in each class list, int64 [N, L], -1 if a sample has none of its classes; None without labels.
+        caption_id: Id of the caption that has the label, int [N]; None for other tables.
+        remarks: Remarks for the log on counted and omitted samples.
     """
 
     first_part: NDArray[Any]
@@ -55,7 +61,7 @@ class SampleTable:
 
     @property
     def num_caption_ids(self) -> int:
-        """Ids of captions are in [0, num_caption_ids); 0 in a table without captions."""
+        """Upper bound of caption ids, which are in [0, num_caption_ids); 0 in a table without captions."""
         ids = self.caption_id if self.captions is None else self.captions.caption_id
         return 0 if ids is None else int(ids.max(initial=-1)) + 1
 
@@ -66,7 +72,7 @@ _TYPES = (SampleTable, RowCaptions, CaptionChoice, Sources)
 def open_table(
     name: str, make: Callable[[], SampleTable], *, depends_on: Sequence[object], num_rows: int
 ) -> SampleTable:
-    """The table that `make` makes, once per machine if it is large; see `clipmill.train.data.node_cache.open_shared`.
+    """Return the table that `make` makes, once per machine if it is large (clipmill.train.data.node_cache).
 
     Args:
         name: Name of the kind of samples, for the file.
@@ -84,11 +90,11 @@ def open_fingerprint(
     depends_on: Sequence[object],
     num_rows: int,
 ) -> str:
-    """Hash of the samples and their order, and of the texts of their captions; computed once per machine if it is long.
+    """Return the hash of the samples, their order, and the texts of their captions; made once per machine if large.
 
     Args:
-        facts: What the samples depend on beside the rows, such as variants.
-        parts: Gives arrays that identify the parts, where rows do not.
+        facts: Facts that the samples depend on beside the rows, such as variants.
+        parts: Function that returns arrays that identify the parts, if rows do not.
         depends_on, num_rows: See `open_table`.
     """
     return open_shared(
@@ -101,7 +107,7 @@ def open_fingerprint(
 
 
 def fingerprint_of(table: SampleTable, facts: Sequence[object], parts: Sequence[NDArray[Any]] = ()) -> str:
-    """See `open_fingerprint`."""
+    """Return the hash that `open_fingerprint` stores."""
     captions = table.captions
     if captions is None:
         return _sha256(facts, [*parts, table.begin_us, table.end_us, table.frame, table.label, table.caption_id])
@@ -123,7 +129,7 @@ def _sha256(facts: Sequence[object], arrays: Sequence[NDArray[Any] | None]) -> s
 
 
 class RowReader(Reader, Protocol):
-    """A reader, and what an evaluation shows of single samples.
+    """A reader that also shows single samples to an evaluation.
 
     Attributes:
         mixture: Import path of the reader of such samples of several data folders.
@@ -132,54 +138,54 @@ class RowReader(Reader, Protocol):
     mixture: ClassVar[str]
 
     def key(self, sample: int) -> str:
-        """The chunk in which a sample begins, or its name in a tar."""
+        """Return the chunk in which a sample begins, or its name in a tar."""
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of rows in their videos, microseconds."""
+        """Return the start and end of rows in their videos, microseconds."""
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the videos of rows."""
+        """Return the numbers of the videos of rows."""
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
+        """Return the start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
+        """Return frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
 
     def deviations(self) -> list[str]:
-        """Deviations from the settings, with numbers."""
+        """Return deviations from the settings, with numbers."""
 
 
 class RowCaptioner(Protocol):
-    """The captions of rows, as evaluations and losses use them (clipmill.train.data.captions.Captions)."""
+    """Captions of rows, as evaluations and losses use them (clipmill.train.data.captions.Captions)."""
 
     @property
     def rows(self) -> RowCaptions:
         """Captions of each row."""
 
     def text(self, row: int) -> str:
-        """The text of a row's caption in an evaluation."""
+        """Return the text of a row's caption in an evaluation."""
 
     def require_different_texts(self, *, split: str) -> None:
         """Raise a UserError if all captions are the same text."""
 
     def describe(self) -> list[str]:
-        """Remarks on the captions, for the log."""
+        """Return remarks on the captions, for the log."""
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Number of samples that training takes in an epoch."""
+        """Return the number of samples that training takes in an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where samples come from.
+    """Origin of samples.
 
     Attributes:
         split: Split of the manifest.
         variant_name: Variants of the columns.
-        fingerprint: Computes the hash of the samples and their order, and of the texts of their captions.
+        fingerprint: Function that computes the hash of the samples, their order, and the texts of their captions.
         nothing: Error message and hint for a set without samples.
-        alike: What has to be the same in all sets of a mixture, by name.
+        alike: Facts that have to be equal in all sets of a mixture, by name.
         frame_shape: Shape of latents (clipmill.train.data.latents.segments.FrameShape); None for pixels.
         text_width: Width of stored embeddings of captions; None if captions are tokens or texts.
     """
@@ -197,7 +203,7 @@ AnyReader = TypeVar("AnyReader", bound=RowReader)
 
 
 class BatchedSamples:
-    """Samples that have a loader: what the training loop needs (clipmill.train.data.loader.TrainingSet).
+    """Samples with a loader, as the training loop needs them (clipmill.train.data.loader.TrainingSet).
 
     Attributes:
         loader: Loader of the batches.
@@ -236,17 +242,17 @@ class BatchedSamples:
 
 
 class Samples(BatchedSamples, Generic[AnyReader]):
-    """The samples of one folder; sample i shows row i // repeats of a table.
+    """Samples of one folder; sample i shows row i // repeats of a table.
 
     Args:
         captions: Captions of the rows; None without.
         repeats: Samples of a row in an epoch.
 
     Raises:
-        UserError: there are no samples.
+        UserError: There are no samples.
     """
 
-    folders = None  # of a mixture
+    folders = None  # only a mixture has folders
 
     def __init__(
         self,
@@ -284,28 +290,28 @@ class Samples(BatchedSamples, Generic[AnyReader]):
 
     @cached_property
     def num_caption_ids(self) -> int:
-        """Ids of captions are in [0, num_caption_ids); 0 in a set without captions."""
+        """Upper bound of caption ids, which are in [0, num_caption_ids); 0 in a set without captions."""
         return self.table.num_caption_ids
 
     @property
     def all_labels(self) -> NDArray[np.int64]:
-        """int64 [clips, labels], the class of each in each class list; -1 if it has none."""
+        """Class of each clip in each class list, int64 [clips, labels]; -1 without a class."""
         assert self.table.label is not None, "these samples have no labels"
         return self.table.label
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """int64 [clips], the class of each in the first class list."""
+        """Class of each clip in the first class list, int64 [clips]."""
         return self.all_labels[:, 0]
 
     @property
     def video(self) -> NDArray[np.int64]:
-        """int64 [clips], number of the video of each."""
+        """Number of the video of each clip, int64 [clips]."""
         return self.reader.video_of(np.arange(len(self.table)))
 
     @property
     def captions(self) -> Any:
-        """The captions of the clips."""
+        """Captions of the clips."""
         assert self._captions is not None, "these samples have no captions"
         return self._captions
 
@@ -316,7 +322,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
 
     @property
     def variant_name(self) -> str:
-        """The variants that the samples come from."""
+        """Variants that the samples come from."""
         return self.source.variant_name
 
     @property
@@ -335,7 +341,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         return self.source.fingerprint()
 
     def describe(self) -> str:
-        """One line for the log: what the set contains, what was left out and why, and deviations from the settings."""
+        """Return a line for the log: content of the set, omitted samples with reasons, deviations from the settings."""
         of_captions = [] if self._captions is None or not len(self.table) else self._captions.describe()
         return "; ".join(filter(None, [*self.table.remarks, *of_captions, *self.reader.deviations()]))
 
@@ -345,26 +351,26 @@ class Samples(BatchedSamples, Generic[AnyReader]):
             self._captions.require_different_texts(split=self.split)
 
     def text(self, sample: int) -> str:
-        """The text of a sample's caption in an evaluation."""
+        """Return the text of a sample's caption in an evaluation."""
         return str(self.captions.text(sample // self._repeats))
 
     def key(self, sample: int) -> str:
-        """The chunk in which a sample begins, or its name in a tar."""
+        """Return the chunk in which a sample begins, or its name in a tar."""
         return self.reader.key(sample)
 
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of clips in their videos, microseconds."""
+        """Return the start and end of clips in their videos, microseconds."""
         return self.reader.span_us(clips)
 
     def span_s(self, sample: int) -> tuple[float, float]:
-        """Start and end of a sample in its video, seconds."""
+        """Return the start and end of a sample in its video, seconds."""
         begin_us, end_us = self.reader.span_us(np.array([sample // self._repeats]))
         return float(begin_us[0]) / US_PER_S, float(end_us[0]) / US_PER_S
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
+        """Return the start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
         return self.reader.shown_span_s(sample, num_frames=num_frames)
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
+        """Return frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
         return self.reader.pictures(sample, num_frames=num_frames)

@@ -1,4 +1,4 @@
-"""Embeddings of captions that `prep text` has stored: where each lies in the tars of the `text` column."""
+"""Embeddings of captions that `prep text` has stored, and their places in the tars of the `text` column."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,18 +32,18 @@ from clipmill.train.data.outcomes import SampleFailed
 if TYPE_CHECKING:
     from clipmill.train.data.remote import RemoteTars
 
-_ITEM_BYTES = 2  # of float16
+_ITEM_BYTES = 2  # float16
 
 
 @dataclass(frozen=True)
 class TextMembers:
-    """The members that hold embeddings, ordered by place; one entry of each array per video.
+    """Members that hold embeddings, ordered by place; one entry of each array per video.
 
     Attributes:
-        width: D.
-        place, size_bytes, crc32: of the payload, header and array.
-        video_row: of its video; -1 for a video that is not among those asked for.
-        max_tokens: length of the longest sequence, if texts are sequences of vectors; 0 if they are embeddings.
+        width: Width D of embeddings.
+        place, size_bytes, crc32: Place, size and checksum of the payload, header and array.
+        video_row: Row of the video; -1 for a video that is not in the request.
+        max_tokens: Length of the longest sequence, if texts are sequences of vectors; 0 if they are embeddings.
     """
 
     width: int
@@ -59,11 +59,11 @@ class TextMembers:
         return self.width * _ITEM_BYTES
 
     def member_at(self, place: Any) -> Any:
-        """The member that holds the embedding at a place, or those at an array of places."""
+        """Return the member that holds the embedding at a place, or the members for an array of places."""
         return np.searchsorted(self.place, place, side="right") - 1
 
-    def verified(self, tars: MappedTars) -> VerifiedMembers:
-        """These members of `tars`."""
+    def verify_in(self, tars: MappedTars) -> VerifiedMembers:
+        """Return these members of `tars`, each of which is verified when it is first loaded."""
 
         def payload(member: int) -> Payload:
             return Payload(int(self.place[member]), int(self.size_bytes[member]), int(self.crc32[member]))
@@ -71,7 +71,7 @@ class TextMembers:
         return VerifiedMembers(tars, len(self.place), payload, column=TEXT, noun="embeddings")
 
     def row_of(self, content: memoryview, member: int, place: int, *, num_tokens: int = 1) -> Part:
-        """The embedding at a place, or a sequence, of the bytes of its member."""
+        """Return the embedding at a place, or a sequence, of the bytes of its member."""
         begin = place - int(self.place[member])
         return content, begin, begin + num_tokens * self.row_bytes
 
@@ -81,10 +81,10 @@ class TextRows:
     """Embeddings of captions, ordered by caption id.
 
     Attributes:
-        caption_id: ascending.
-        video_row: of the caption's video, as in `TextMembers`.
-        place: of the embedding, or of the first vector of a sequence.
-        num_tokens: lengths of the sequences; None of embeddings.
+        caption_id: Ids, ascending.
+        video_row: Row of the caption's video, as in `TextMembers`.
+        place: Place of the embedding, or of the first vector of a sequence.
+        num_tokens: Lengths of the sequences; None for embeddings.
     """
 
     caption_id: NDArray[np.int64]
@@ -95,35 +95,35 @@ class TextRows:
     def find(
         self, caption_id: NDArray[np.int64], *, video_row: NDArray[np.int64], video_ids: pa.Array
     ) -> NDArray[np.int64]:
-        """For each caption its index here, -1 if it has no embedding.
+        """Return the index of each caption's embedding, -1 if it has none.
 
         Raises:
-            UserError: a caption belongs to another video here than in the manifest.
+            UserError: A caption belongs to another video here than in the manifest.
         """
         index = np.minimum(np.searchsorted(self.caption_id, caption_id), len(self.caption_id) - 1)
-        found = self.caption_id[index] == caption_id
-        strange = np.flatnonzero(found & (self.video_row[index] != video_row))
+        has_text = self.caption_id[index] == caption_id
+        strange = np.flatnonzero(has_text & (self.video_row[index] != video_row))
         if len(strange):
             at = int(strange[0])
-            theirs = int(self.video_row[index[at]])
-            other = repr(video_ids[theirs].as_py()) if theirs >= 0 else "a video that is not of this split"
+            other_row = int(self.video_row[index[at]])
+            other = repr(video_ids[other_row].as_py()) if other_row >= 0 else "a video that is not of this split"
             raise UserError(
                 f"caption {caption_id[at]} is of video {video_ids[int(video_row[at])].as_py()!r} in the manifest, and "
                 f"of {other} in the text column: they belong to different datasets",
                 hint=f"run prep {command_for(TEXT)} again, or use the text column of this manifest",
             )
-        return np.where(found, index, -1)
+        return np.where(has_text, index, -1)
 
 
 def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa.Array) -> tuple[TextMembers, TextRows]:
     """Collect the embeddings of all captions, from the merged table of a variant or else from its indexes.
 
     Args:
-        starts: place of each shard's tar.
-        video_ids: a video's row is its index here.
+        starts: Place of each shard's tar.
+        video_ids: Videos; a video's row is its index in them.
 
     Raises:
-        UserError: embeddings differ in width, or an index does not match its tar.
+        UserError: Embeddings differ in width, or an index does not match its tar.
     """
     tars, rows = variant.tar_files, member_rows(variant)
     table = rows.table
@@ -132,10 +132,10 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     widths = table["width"].to_numpy()
     if (other := np.flatnonzero(widths[in_order] != widths[in_order[0]])).size:
         first, second = (int(in_order[at]) for at in (other[0] - 1, other[0]))
-        seen, found = (tars.path(int(shard_of[at])) for at in (first, second))
+        first_tar, second_tar = (tars.path(int(shard_of[at])) for at in (first, second))
         raise UserError(
-            f"text embeddings differ in width: {widths[first]} in {seen}, {widths[second]} in {found}",
-            hint=f"all embeddings of a variant must be alike: run prep {command_for(TEXT)} again",
+            f"text embeddings differ in width: {widths[first]} in {first_tar}, {widths[second]} in {second_tar}",
+            hint=f"all embeddings of a variant must have the same width: run prep {command_for(TEXT)} again",
         )
     row_bytes = int(widths[0]) * _ITEM_BYTES
     num_rows = table["num_rows"].to_numpy().astype(np.int64)
@@ -173,13 +173,13 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
 
 
 def encoder_of(variant: Variant) -> str:
-    """The model that made the embeddings of a variant of the text column, by its weights."""
+    """Return the model that made the embeddings of a variant of the text column, by its weights."""
     recipe = variant.recipe
     return f"{recipe.get('encoder')} {str(recipe.get('encoder_sha256'))[:8]}, width {recipe.get('width')}"
 
 
 def require_embeddings(variant: Variant, data_dir: Path) -> None:
-    """Raise UserError if texts are stored as sequences, and one embedding each is needed."""
+    """Raise a UserError if texts are stored as sequences rather than as an embedding each."""
     if variant.recipe.get("max_tokens"):
         raise UserError(
             f"{variant.directory} has a sequence of vectors for each text, and this needs one embedding",
@@ -193,11 +193,11 @@ class StoredText:
     The embeddings of a video are verified when the first of them is needed.
 
     Args:
-        videos: what `video_ids` depend on (clipmill.train.data.node_cache).
-        tars: reads the tars of a remote data folder, which are fetched into the cache as a whole.
+        videos: Facts that `video_ids` depend on (clipmill.train.data.node_cache).
+        tars: Reader of the tars of a remote data folder, which are fetched completely into the cache.
 
     Raises:
-        UserError: there is no such column, or a tar is missing or truncated.
+        UserError: The column does not exist, or a tar is missing or truncated.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class StoredText:
             types=(TextMembers, TextRows),
             column=TEXT,
         )
-        self._verified = self._members.verified(self._tars)
+        self._verified = self._members.verify_in(self._tars)
 
     def _read(self, variant: Variant) -> tuple[TextMembers, TextRows]:
         self._tars.require_files()
@@ -234,26 +234,26 @@ class StoredText:
 
     @property
     def encoder(self) -> str:
-        """The model that made the embeddings."""
+        """Model that made the embeddings."""
         return encoder_of(self._variant)
 
     @property
     def width(self) -> int:
-        """D of the embeddings."""
+        """Width D of the embeddings."""
         return self._members.width
 
     def has(self, caption_id: NDArray[np.int64], *, video_row: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which captions have an embedding; raises UserError like `TextRows.find`."""
+        """Return which captions have an embedding; raises UserError like `TextRows.find`."""
         return self._rows.find(caption_id, video_row=video_row, video_ids=self._video_ids) >= 0
 
     def embedding(self, caption_id: int, *, key: str) -> NDArray[np.float16]:
-        """The embedding of a caption that has one, float16 [D] of unit length.
+        """Return the embedding of a caption that has one, float16 [D] of unit length.
 
         Args:
-            key: of the sample that needs it.
+            key: Key of the sample that needs it.
 
         Raises:
-            SampleFailed: the embeddings of its video do not match their checksum.
+            SampleFailed: The embeddings of its video do not match their checksum.
         """
         place = int(self._rows.place[int(np.searchsorted(self._rows.caption_id, caption_id))])
         member = int(self._members.member_at(place))

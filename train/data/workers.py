@@ -1,9 +1,8 @@
-"""Worker threads that return results in the order of the work items and tolerate threads that never return; and
-`ThreadedReader`, whose samples they load.
+"""Worker threads with results in the order of the work items, and `ThreadedReader`, whose samples they load.
 
 Threads, not processes: decoding, checksums and resizing release the interpreter lock, and nothing is copied between
-processes. They are daemon threads, so that one blocked in a decoder or on a dead file system does not keep the program
-from exiting.
+processes. Threads that never return are tolerated: they are daemon threads, so that a thread that is blocked in a
+decoder or on a dead file system does not keep the program from exiting.
 """
 
 import math
@@ -34,7 +33,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Stuck:
-    """Takes the place of a result that was not ready in time; its text is the detail of the failure."""
+    """Substitute for a result that was not ready in time; its text is the detail of the failure."""
 
     after_s: float
 
@@ -47,7 +46,7 @@ class _Task(Generic[_Item, _Result]):
     item: _Item
     done: threading.Event = field(default_factory=threading.Event)
     began_s: float | None = None
-    results: list[_Result] = field(default_factory=list)  # one, once there is one
+    results: list[_Result] = field(default_factory=list)  # empty until the work is done
     error: BaseException | None = None
     abandoned: threading.Event = field(default_factory=threading.Event)
 
@@ -80,7 +79,7 @@ class _Pool(Generic[_Item, _Result]):
         return task
 
     def abandon(self, tasks: "Iterable[_Task[_Item, _Result]]") -> None:
-        """Stop waiting for `tasks`, and start a new thread in place of each one's."""
+        """Stop waiting for `tasks`, and start a new thread in place of the thread of each task."""
         for task in tasks:
             task.abandoned.set()
             self.add_thread()
@@ -93,7 +92,7 @@ class _Pool(Generic[_Item, _Result]):
             self._queue.put(None)
         until = time.monotonic() + _JOIN_TIMEOUT_S
         for thread in self._threads:
-            if thread is not threading.current_thread():  # in which the garbage collector may close a generator
+            if thread is not threading.current_thread():  # the garbage collector may close a generator in it
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
@@ -124,15 +123,15 @@ def in_order(
     """Yield (item, work(item)) in the order of `items`; threads run at most `num_ahead` items ahead of the caller.
 
     Args:
-        stuck_after_s: work that takes longer yields a `Stuck` in place of its result. Its thread cannot be stopped: it
-            is abandoned and replaced by a new one.
-        size_of: size of an item in bytes.
-        max_bytes: maximum total size of the items ahead of the caller, unless a single item is larger; 0 for no limit.
-        num_together: results that the caller uses together. A caller that has to wait is woken when the last of them is
-            ready, not once for each: every wake-up takes the interpreter lock from the threads.
+        stuck_after_s: Seconds after which work yields a `Stuck` in place of its result. Its thread cannot be stopped:
+            it is abandoned and replaced by a new thread.
+        size_of: Function that returns the size of an item in bytes.
+        max_bytes: Maximum total size of the items ahead of the caller, unless a single item is larger; 0 for no limit.
+        num_together: Number of results that the caller uses together. A waiting caller is woken when the last of them
+            is ready, not once for each: every wake-up takes the interpreter lock from the threads.
 
     Raises:
-        Exception: what `work` raised for an item, when its turn comes.
+        Exception: The error that `work` raised for an item, when its turn comes.
     """
     pool = _Pool(work, num_threads=num_threads)
     waiting: deque[_Task[_Item, _Result]] = deque()
@@ -146,7 +145,7 @@ def in_order(
     def first_result() -> tuple[_Item, _Result | Stuck]:
         task = waiting[0]
         if not task.done.is_set():
-            # Earlier tasks may take longer than the last one, so the first is waited for as well.
+            # Earlier tasks may take longer than the last task, so wait for the first task as well.
             wait_for(waiting[min(num_together, len(waiting)) - 1])
             wait_for(task)
         nonlocal held_bytes
@@ -178,7 +177,7 @@ class ReadAhead:
 
     Attributes:
         read: Function of a group of requests; it does not raise for samples that cannot be read.
-        load: Function of what was read; gives what `ThreadedReader.load` does.
+        load: Function of the result of `read` that returns what `ThreadedReader.load` does.
         num_threads: Number of threads that read.
     """
 
@@ -188,14 +187,14 @@ class ReadAhead:
 
 
 class ThreadedReader(ABC):
-    """Base of the readers whose samples threads load (clipmill.train.data.loader.Reader).
+    """Base of readers whose samples are loaded by threads (clipmill.train.data.loader.Reader).
 
-    Requests that follow one another are loaded in groups, so that samples of one chunk may share its decoding. Samples
-    of remote data are loaded in two steps, each by threads of its own: most of those that read wait for a network.
+    Consecutive requests are loaded in groups, so that samples of one chunk may share its decoding. Samples of remote
+    data are loaded in two steps, each by its own threads: most reading threads wait for a network.
 
     Attributes:
         mixture: Import path of the reader of such samples of several data folders.
-        decoder: Decoder of chunks, which the readers of a mixture share; None where there are no chunks.
+        decoder: Decoder of chunks, which the readers of a mixture share; None without chunks.
     """
 
     mixture: ClassVar[str] = "clipmill.train.data.mixed_samples:MixedReader"
@@ -203,7 +202,7 @@ class ThreadedReader(ABC):
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """How samples are read ahead of loading; None if loading them reads them."""
+        """Function that reads samples ahead of loading; None if loading them reads them."""
         return None
 
     @abstractmethod
@@ -212,45 +211,45 @@ class ThreadedReader(ABC):
 
     @abstractmethod
     def key(self, sample: int) -> str:
-        """Name of a sample in failures."""
+        """Return the name of a sample in failures."""
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of rows in their videos, microseconds: by default 0, for samples without time."""
+        """Return the start and end of rows in their videos, microseconds: by default 0, for samples without time."""
         return np.zeros_like(rows), np.zeros_like(rows)
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the videos of rows; by default, each row is a video of its own."""
+        """Return the numbers of the videos of rows; by default, each row is a separate video."""
         return rows
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
+        """Return the start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
         return 0.0, 0.0
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
+        """Return frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
         [loaded] = self.load([SampleRequest(sample, sample, None)])
         if isinstance(loaded, FailedSample):
             return []
         video = loaded["video"]
-        if video.ndim == 2:  # planes of YUV
+        if video.ndim == 2:  # YUV planes
             size_px = math.isqrt(video.shape[1] * 2 // 3)
             video = rgb_pictures(video, loaded["colour"], size_px=size_px)
         return list(video[:num_frames])
 
     def deviations(self) -> list[str]:
-        """Deviations from the settings, with numbers; none by default."""
+        """Return deviations from the settings, with numbers; none by default."""
         return []
 
     def place(self, sample: int) -> str:
-        """Where the data of a sample are, as the end of a failure's detail; empty if there is one place only."""
+        """Return the place of a sample's data, as the end of a failure's detail; empty if there is only one place."""
         return ""
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Sample]], Batch]:
-        """The function that makes batches of samples, for one iteration."""
+        """Return the function that makes batches of samples, for one iteration."""
         return BatchRing(loading.batch, pin=loading.pin, can_keep=loading.can_keep).collate
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Outcome | None]:
-        """The samples or failures of some blocks, in order; None for an empty position."""
+        """Yield the samples or failures of some blocks, in order; None for an empty position."""
         ahead = self.ahead
         num_ahead = max(1, loading.num_ahead // loading.group)
 
@@ -267,7 +266,7 @@ class ThreadedReader(ABC):
                 num_threads=loading.num_threads,
                 num_ahead=num_ahead,
                 stuck_after_s=loading.stuck_after_s,
-                # Nothing new is begun while the caller sleeps, so two items for each thread are queued meanwhile.
+                # No work is submitted while the caller sleeps, so two items for each thread are queued meanwhile.
                 num_together=max(1, min(loading.batch // loading.group, num_ahead - 2 * loading.num_threads)),
             )
             for (group, _), outcomes in loaded:
@@ -285,7 +284,7 @@ class ThreadedReader(ABC):
 
 
 def _groups(blocks: Iterator[Block], group: int) -> Iterator[_Group]:
-    """The requests of some blocks: groups of the order in training, single ones in an evaluation."""
+    """Yield the requests of some blocks: groups of the order in training, single requests in an evaluation."""
     requests = (
         (position, None if sample < 0 else SampleRequest(sample, position, block.seed))
         for block in blocks
@@ -301,7 +300,7 @@ def _groups(blocks: Iterator[Block], group: int) -> Iterator[_Group]:
 def _read(
     groups: Iterator[_Group], ahead: ReadAhead | None, loading: LoaderSettings
 ) -> Generator[tuple[_Group, Any], None, None]:
-    """The groups, each with what was read of it, or Stuck."""
+    """Yield the groups, each with the result of reading it, or Stuck."""
     if ahead is None:
         yield from ((group, None) for group in groups)
         return

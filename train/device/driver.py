@@ -1,6 +1,6 @@
-"""The NVIDIA driver: its version, the one that torch needs, and why a GPU of this machine cannot be used.
+"""The NVIDIA driver: its version, the version that torch needs, and the reason why a GPU cannot be used.
 
-torch is imported where it is asked, so that `train doctor` can name the driver beside a torch that does not load.
+torch is imported where it is used, so that `train doctor` can name the driver even if torch does not load.
 """
 
 import ctypes
@@ -16,33 +16,33 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 # Oldest Linux driver that runs programs of any CUDA release with this major number (CUDA Toolkit release notes, table
 # "CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility").
 _OLDEST = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
-# Results of cuInit where there is nothing to use: a stub of the library, no device.
+# Results of cuInit without a usable GPU: a stub of the library, no device.
 _NO_DEVICE = (34, 100)
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver from /proc; None if there is none."""
+    """Return the version of the NVIDIA driver from /proc; None if there is none."""
     try:
         text = _VERSION_FILE.read_text()
     except OSError:
         return None
-    found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
-    return found[1] if found else None
+    match = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
+    return match[1] if match else None
 
 
 def required_driver(cuda: str | None) -> str | None:
-    """The oldest driver for a CUDA version such as 13.2; None without CUDA, or if it is not known."""
+    """Return the oldest driver for a CUDA version such as 13.2; None without CUDA, or if it is unknown."""
     return None if cuda is None else _OLDEST.get(cuda.partition(".")[0])
 
 
 def is_older(driver: str, other: str) -> bool:
-    """Whether a driver's version is lower than another one."""
+    """Return True if a driver's version is lower than another version."""
     return [*map(int, driver.split("."))] < [*map(int, other.split("."))]
 
 
 @cache
 def why_no_gpu() -> str | None:
-    """Why torch cannot use the NVIDIA GPU of this machine; None if it can, or if there is none to use."""
+    """Return why torch cannot use the NVIDIA GPU of this machine; None if it can, or if there is none to use."""
     import torch
 
     # An empty list of GPUs is a choice.
@@ -58,14 +58,14 @@ def why_no_gpu() -> str | None:
         return f"its driver {driver} is older than {needed}, which torch {torch.__version__} needs"
     try:
         torch.cuda.init()
-        reason = "torch sees none"
+        reason = "torch finds no GPU"
     except RuntimeError as error:
         reason = first_line(error)
     return f"{reason} (torch {torch.__version__} needs driver {needed or 'for CUDA ' + cuda} or later)"
 
 
 def _has_cuda_device() -> bool:
-    """Whether the driver's library finds a GPU, or fails for another reason than that there is none."""
+    """Return True if the driver's library finds a GPU, or fails for another reason than the lack of a GPU."""
     try:
         return ctypes.CDLL("libcuda.so.1").cuInit(0) not in _NO_DEVICE
     except (OSError, AttributeError):
@@ -73,7 +73,7 @@ def _has_cuda_device() -> bool:
 
 
 def _has_pci_device() -> bool:
-    """Whether the kernel lists a display device of NVIDIA, with or without a driver."""
+    """Return True if the kernel lists a display device of NVIDIA, with or without a driver."""
     for device in _PCI_DEVICES.glob("*"):
         try:
             vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))

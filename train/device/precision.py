@@ -29,11 +29,13 @@ class Precision:
     that all ranks decide alike. It stays on the device, without synchronising with the host.
 
     Attributes:
-        reason: why it was selected, for the log.
-        loss_scale: factor of losses before their backward pass. After the first fp16 step this and the two counts are
+        name: Name of the precision: bf16, fp16, tf32 or fp32.
+        reason: Reason for the choice, for the log.
+        device_type: Type of the device: cpu or cuda.
+        loss_scale: Factor of losses before their backward pass. After the first fp16 step this and the two counts are
             zero-dimensional float64 tensors on the device.
-        num_skipped: number of skipped steps.
-        num_good: number of steps taken since the last skipped one or since the scale was doubled.
+        num_skipped: Number of skipped steps.
+        num_good: Number of steps taken since the last skipped step or since the scale was doubled.
     """
 
     name: str
@@ -45,11 +47,11 @@ class Precision:
 
     @property
     def products(self) -> torch.dtype | None:
-        """Dtype of matrix products; None for that of the weights."""
+        """Dtype of matrix products; None for the dtype of the weights."""
         return _HALVES.get(self.name)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Autocast context of this precision."""
+        """Return the autocast context of this precision."""
         if self.products is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.products)
@@ -63,19 +65,19 @@ class Precision:
 
     @property
     def skips_steps(self) -> bool:
-        """Whether steps with non-finite gradients are skipped and the run goes on."""
+        """True if steps with non-finite gradients are skipped and the run continues."""
         return self.name == "fp16"
 
     def accepts(self, grad_norm: Scalar) -> torch.Tensor:
-        """Whether to step with this gradient norm, a bool on its device; updates the scale. Called once a step."""
+        """Return True, a bool on the device, to step with this gradient norm; update the scale. Call it once a step."""
         norm = torch.as_tensor(grad_norm)
         if not self.skips_steps:
             return torch.ones_like(norm, dtype=torch.bool)
         is_good = norm.isfinite()
         if not isinstance(self.loss_scale, torch.Tensor):
             self.loss_scale, self.num_skipped, self.num_good = (
-                torch.full((), float(one), dtype=torch.float64, device=norm.device)
-                for one in (self.loss_scale, self.num_skipped, self.num_good)
+                torch.full((), float(number), dtype=torch.float64, device=norm.device)
+                for number in (self.loss_scale, self.num_skipped, self.num_good)
             )
         num_good = self.num_good + 1
         is_doubled = is_good & (num_good == _STEPS_TO_DOUBLE)
@@ -86,7 +88,7 @@ class Precision:
         return is_good
 
     def state_dict(self) -> dict[str, float]:
-        """State for checkpoints; synchronises with the device."""
+        """Return the state for checkpoints; synchronises with the device."""
         scale, num_skipped, num_good = float(self.loss_scale), int(self.num_skipped), int(self.num_good)
         return {"loss_scale": scale, "num_skipped": num_skipped, "num_good": num_good}
 
@@ -99,17 +101,17 @@ class Precision:
 def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
     """Select a precision for a device (`cpu`, `cuda`) and set whether torch may use TF32.
 
-    TF32 is used with --precision tf32 only: it is too coarse for similarities at a temperature of 0.01. Raises a
+    TF32 is used only with --precision tf32: it is too coarse for similarities at a temperature of 0.01. Raises a
     UserError if bf16 was requested and the GPU does not support it.
     """
     has_bf16 = device_type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if choice == "bf16" and device_type == "cuda" and not has_bf16:
         raise UserError(
-            f"{torch.cuda.get_device_name()} has no bf16 (asked for by --precision bf16)",
+            f"{torch.cuda.get_device_name()} has no bf16 (requested by --precision bf16)",
             hint="use --precision fp16, or fp32",
             flags=("--precision",),
         )
-    name, reason = str(choice), f"asked for by --precision {choice}"
+    name, reason = str(choice), f"requested by --precision {choice}"
     if choice == "auto":
         name = "bf16" if has_bf16 else "fp32"
         reason = "the GPU has it" if has_bf16 else f"a {device_type} without bf16"
@@ -121,20 +123,20 @@ def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
 
 
 def choose_device(name: str, *, needs_gpu: bool = False) -> torch.device:
-    """The device of `--device`. `auto` prints why it is the CPU on a machine with a GPU that cannot be used.
+    """Return the device of `--device`. `auto` prints why it is the CPU on a machine with a GPU that cannot be used.
 
     Raises:
-        UserError: There is no usable GPU, and one was asked for by --device cuda or --require-gpu (`needs_gpu`).
+        UserError: There is no usable GPU, and --device cuda or --require-gpu (`needs_gpu`) requests one.
     """
     if name == "cpu" or torch.cuda.is_available():
         return torch.device("cuda" if name == "auto" else name)
-    from clipmill.train.device.driver import why_no_gpu  # only where torch finds no GPU
+    from clipmill.train.device.driver import why_no_gpu  # loaded only if torch finds no GPU
 
     reason = why_no_gpu()
     if name == "cuda" or needs_gpu:
         flag = "--require-gpu" if needs_gpu else "--device cuda"
         raise UserError(
-            f"torch finds no CUDA device{f': {reason}' if reason else ''} (asked for by {flag})",
+            f"torch finds no CUDA device{f': {reason}' if reason else ''} (requested by {flag})",
             hint="use --device cpu or auto" if not needs_gpu else "repair it, or leave out --require-gpu",
             flags=(flag,),
         )

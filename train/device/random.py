@@ -1,6 +1,6 @@
 """Random numbers of training: pure functions of the seed, the purpose and the position of a sample.
 
-They depend neither on the other samples of a batch nor on what was drawn before, so ranks, resumed runs and evaluations
+They depend neither on the other samples of a batch nor on earlier draws, so ranks, resumed runs and evaluations
 of a single sample draw the same numbers. `draw_uniform` and `integers_below` draw the same count for many positions at
 once (captions, augmentation, masks), `device_uniform` on any device; `generator` draws for one position (frames,
 crops), and for an epoch (the window of a stream).
@@ -35,7 +35,7 @@ def integers_below(bounds: NDArray[np.int64], positions: Positions, *, seed: int
 
 
 def generator(position: int, *, seed: int, purpose: str) -> np.random.Generator:
-    """Return a generator for one position, for functions that do not know beforehand how much they draw."""
+    """Return a generator for one position, for functions that do not know the number of their draws in advance."""
     return np.random.default_rng((_key(seed=seed, purpose=purpose), position))
 
 
@@ -49,7 +49,7 @@ def splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _hashes(positions: Positions, count: int, *, seed: int, purpose: str) -> NDArray[np.uint64]:
     key = np.array([_key(seed=seed, purpose=purpose)], dtype=np.uint64)
     keys = splitmix64(np.asarray(key + np.arange(count, dtype=np.uint64), dtype=np.uint64))
-    # Hashed twice: keys that differ in a few bits only would otherwise pair positions that differ in the same bits.
+    # Hashed twice: keys that differ only in a few bits would otherwise pair positions that differ in the same bits.
     return splitmix64(splitmix64(positions.astype(np.uint64))[:, None] ^ keys[None, :])
 
 
@@ -65,8 +65,8 @@ def device_uniform(
     """Draw the numbers of `draw_uniform`, bit by bit the same, on any device: float64 [B, count].
 
     Args:
-        positions_B: int64 [B].
-        device: where to draw them; by default the device of the positions.
+        positions_B: Positions, int64 [B].
+        device: Device of the numbers; by default the device of the positions.
     """
     import torch  # here, so that reading tars needs no torch
 
@@ -89,7 +89,7 @@ def _device_splitmix64(values: "torch.Tensor") -> "torch.Tensor":
 
 
 def _shift_right(values: "torch.Tensor", bits: int) -> "torch.Tensor":
-    """Logical shift to the right; torch's own copies the sign bit."""
+    """Shift to the right logically; torch's own shift copies the sign bit."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

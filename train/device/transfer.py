@@ -5,18 +5,18 @@ The host launches the next step before it reads the metrics of the current one:
     host      launch step 1 | launch step 2 | read 1 | launch step 3 | read 2 | ...
     device                  | step 1 ........... | step 2 ........... | ...
 
-The device always has work, and the host waits once a step, for the end of the previous one. Metrics are stacked and
+The device always has work, and the host waits once a step, for the end of the previous step. Metrics are stacked and
 copied to pinned memory as part of the step, so that reading them means waiting for one event. They are read at once if
 something depends on them (a checkpoint, an evaluation, a request to stop, the last step).
 
 One more step is launched before a non-finite metric is read. `StepGuard` keeps both steps from changing the weights.
 
 `torch.tensor(..., device="cuda")` and `.to` without `non_blocking` wait for all work queued on the GPU, and a copy from
-pageable memory may do so too. A training step uses `send` and `constant_tensor` instead.
+pageable memory may wait too. A training step uses `send` and `constant_tensor` instead.
 
 A copy that does not wait reads its source later. Memory of `pinned_memory` is therefore never refilled: each batch has
-memory of its own, which torch's allocator hands out again once nothing refers to it and all copies from it have ended.
-(It records an event of the stream for each copy, whoever made it.)
+its own memory, which torch's allocator hands out again once nothing refers to it and all copies from it have ended. (It
+records an event of the stream for each copy, whoever made it.)
 """
 
 import time
@@ -34,12 +34,12 @@ Scalar = float | torch.Tensor
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether reading a tensor does not synchronise with a device."""
+    """Return True if reading a tensor does not synchronise with a device."""
     return tensor.device.type == "cpu"
 
 
 class DeviceEvent:
-    """The end of all work queued on a device so far."""
+    """End of all work queued on a device so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -52,26 +52,26 @@ class DeviceEvent:
             self._at_s = time.perf_counter()
 
     def wait(self) -> None:
-        """Block until it is reached."""
+        """Block until the event is reached."""
         if self._event is not None:
             self._event.synchronize()
 
     def since(self, other: "DeviceEvent") -> float:
-        """Seconds from another event of the device to this one; both must have been reached."""
+        """Return the seconds from another event of the device to this one; both must have been reached."""
         if self._event is None or other._event is None:
             return self._at_s - other._at_s
         return other._event.elapsed_time(self._event) / 1e3
 
 
 class LateMetrics:
-    """Numbers and zero-dimensional tensors in transfer to the host; `end` is the event after which they are there."""
+    """Numbers and zero-dimensional tensors in transfer to the host; `end` is the event of their arrival."""
 
     def __init__(self, numbers: Mapping[str, Scalar], device: torch.device) -> None:
         self._numbers: dict[str, Scalar] = dict(numbers)
-        waiting = {name: one for name, one in numbers.items() if isinstance(one, torch.Tensor)}
+        waiting = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
         self._names, self._values = list(waiting), torch.empty(0)
         if waiting:
-            values = torch.stack([one.detach().double() for one in waiting.values()])
+            values = torch.stack([value.detach().double() for value in waiting.values()])
             if device.type == "cuda":
                 self._values = pinned_memory(values.shape, values.dtype).copy_(values, non_blocking=True)
             else:
@@ -79,7 +79,7 @@ class LateMetrics:
         self.end = DeviceEvent(device)
 
     def read(self) -> dict[str, float]:
-        """All metrics in their order; waits for the transfer."""
+        """Return all metrics in their order; waits for the transfer."""
         if self._names:
             self.end.wait()
             self._numbers |= dict(zip(self._names, self._values.tolist(), strict=True))
@@ -88,7 +88,7 @@ class LateMetrics:
 
 
 class StepGuard:
-    """Prevents optimizer steps after a non-finite loss or gradient norm, without synchronising with the device.
+    """Guard against optimizer steps after a non-finite loss or gradient norm, without synchronising with the device.
 
     All ranks have the same metrics and therefore skip the same steps.
     """
@@ -97,9 +97,9 @@ class StepGuard:
         self._is_sound = torch.ones((), dtype=torch.bool, device=device)
 
     def after(self, loss: Scalar, grad_norm: Scalar, *, skips: bool) -> torch.Tensor:
-        """Whether to take this step, a bool on the device; with `skips` a bad norm prevents this step only (fp16)."""
+        """Return True, a bool on the device, to take this step; with `skips` (fp16) a bad norm prevents only this."""
         is_loss_good, is_norm_good = (
-            torch.as_tensor(one, device=self._is_sound.device).isfinite() for one in (loss, grad_norm)
+            torch.as_tensor(value, device=self._is_sound.device).isfinite() for value in (loss, grad_norm)
         )
         self._is_sound = self._is_sound & is_loss_good
         may_step = self._is_sound & is_norm_good
@@ -109,14 +109,14 @@ class StepGuard:
 
 
 def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Pinned memory of arbitrary content, to be filled once: copies from it may be pending long after they are made."""
+    """Allocate pinned memory, to be filled once: copies from it may be pending long after they are made."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def send(values: torch.Tensor | NDArray[np.generic], device: torch.device | str) -> torch.Tensor:
     """Copy to `device` without synchronising, through pinned memory; `values` may be changed at once.
 
-    Memory is shared if the device is a CPU or already holds them.
+    Memory is shared if the device is a CPU or already holds the values.
     """
     tensor, device = torch.from_numpy(values) if isinstance(values, np.ndarray) else values, torch.device(device)
     if device.type != "cuda" or tensor.device.type != "cpu":
@@ -126,7 +126,7 @@ def send(values: torch.Tensor | NDArray[np.generic], device: torch.device | str)
 
 
 def send_pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """`send` without the copy on the host, for tensors of `pinned_memory` memory; others are sent as by `send`."""
+    """Send a tensor in `pinned_memory` memory without a copy on the host; send others as `send` does."""
     # torch would copy a tensor with gaps to pageable memory first.
     if tensor.is_pinned() and _is_dense(tensor):
         return tensor.to(device, non_blocking=True)
@@ -134,7 +134,7 @@ def send_pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tenso
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the values lie without gaps, in any order of the dimensions."""
+    """Return True if the values lie without gaps, in any order of the dimensions."""
     size = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1 and stride != size:
@@ -144,7 +144,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """The device with its number. "cuda" alone is the current GPU of a thread, and other threads begin with GPU 0."""
+    """Return the device with its number. "cuda" is the current GPU of a thread, and other threads begin with GPU 0."""
     device = torch.device(device)
     if device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
@@ -153,18 +153,18 @@ def with_index(device: torch.device | str) -> torch.device:
 
 @cache
 def constant_tensor(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """A cached tensor of nested tuples that are the same in every step; must not be written to."""
+    """Return a cached tensor of nested tuples that are the same in every step; do not write to it."""
     return send(torch.tensor(values, dtype=dtype), device)
 
 
 # Buffers that forward passes in training mode change: running statistics of batch norms, vectors of spectral norms.
 #
-# Each microbatch of a step changes them once, in its forward pass with gradients. Passes besides that one (GradCache's
-# first pass, the measurement of a pipeline's borders, recomputed activations) leave them as they were.
+# Each microbatch of a step changes them once, in its forward pass with gradients. Other passes (GradCache's first pass,
+# the measurement of a pipeline's borders, recomputed activations) leave them as they were.
 
 
 def changing_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that training may change, by name: those of modules in training mode that checkpoints hold."""
+    """Return the buffers that training may change, by name: in modules in training mode, and in checkpoints."""
     return {
         name: buffer
         for path, module in model.named_modules()
@@ -176,7 +176,7 @@ def changing_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def keep_buffers(model: nn.Module) -> Iterator[None]:
-    """Context for additional forward passes: the buffers of `model` have their former values at its end."""
+    """Restore the buffers of `model` after additional forward passes in this context."""
     kept = {name: buffer.clone() for name, buffer in changing_buffers(model).items()}
     try:
         yield
@@ -208,5 +208,5 @@ def _keep_in_recomputation(module: nn.Module) -> None:
             contexts.close()
 
     module.register_forward_pre_hook(begin)
-    # Called after errors too: torch ends a recomputation by one, as soon as it has what it needs.
+    # Called after errors too: torch ends a recomputation with an error once it has the activations that it needs.
     module.register_forward_hook(end, always_call=True)

@@ -1,4 +1,4 @@
-"""Heartbeats between ranks, so that no rank waits long for one that is lost.
+"""Heartbeats between ranks, so that no rank waits long for a lost rank.
 
 A collective waits for all ranks: on GPUs, where no connection breaks, for ten minutes and more. So a thread of every
 rank updates a counter every few seconds, and exits the process when another rank has been silent for too long or has
@@ -29,7 +29,7 @@ _LEFT, _FAILED = "left", "failed: "
 
 
 class Heartbeat:
-    """Sends heartbeats until `end`, from the moment at which the ranks have agreed on the name of their attempt."""
+    """Sender of heartbeats until `end`, from the moment at which the ranks have agreed on the name of their attempt."""
 
     def __init__(self, world: World, *, host: str, port: int, attempt: str) -> None:
         self._world = world
@@ -37,7 +37,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         if world.size == 1:
             return
-        # A separate connection, because that of the process group may be waiting for an answer.
+        # A separate connection, because the connection of the process group may be waiting for an answer.
         store = dist.TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=SILENT_S / 2)
         )
@@ -62,7 +62,7 @@ class Heartbeat:
         try:
             self._store.set(str(self._world.rank), _LEFT if error is None else f"{_FAILED}{_describe_error(error)}")
         except RuntimeError:
-            pass  # the store is lost, and with it all ranks that would have read this
+            pass  # the store is lost, and with it all ranks that would have read the message
 
     def _run(self) -> None:
         watch = Watch(self._world)
@@ -77,11 +77,11 @@ class Heartbeat:
                 if len(joined) < len(ranks):
                     joined = [rank for rank in ranks if self._store.check([str(rank)])]
                 texts = self._store.multi_get(list(map(str, joined)))
-                said = {rank: text.decode() for rank, text in zip(joined, texts, strict=True)}
+                messages = {rank: text.decode() for rank, text in zip(joined, texts, strict=True)}
             except RuntimeError:
-                said = None
+                messages = None
             self._called_s = None
-            self._leave_for(watch.reason_to_stop(said, now_s=self._clock.now_s))
+            self._leave_for(watch.reason_to_stop(messages, now_s=self._clock.now_s))
 
     def _time_calls(self) -> None:
         while not self._is_over.wait(_TICK_S):
@@ -102,48 +102,48 @@ class Heartbeat:
 
 
 class _RunningClock:
-    """Seconds in which this process ran; while it is suspended (Ctrl-Z, SIGSTOP), silence of others does not count."""
+    """Seconds in which this process ran: silence of others does not count while it is suspended (Ctrl-Z, SIGSTOP)."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self._ticked_s = monotonic()
 
     def tick(self) -> None:
-        """Advance by the time since the last tick, at most by what a running process needs for one."""
+        """Advance by the time since the last tick, at most by two ticks: a running process needs no more."""
         now_s = monotonic()
         self.now_s += min(now_s - self._ticked_s, 2 * _TICK_S)
         self._ticked_s = now_s
 
 
 class Watch:
-    """The last known state of the other ranks. Times are arguments, for tests."""
+    """Last known state of the other ranks. Times are arguments, for tests."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._said: dict[int, str] = {}
+        self._messages: dict[int, str] = {}
         self._seen_s: dict[int, float] = {}
         self._failed_s: float | None = None
         self._reached_s: float | None = None
 
-    def reason_to_stop(self, said: Mapping[int, str] | None, *, now_s: float) -> str | None:
-        """Why this rank should stop, given the last message of each rank that has sent one.
+    def reason_to_stop(self, messages: Mapping[int, str] | None, *, now_s: float) -> str | None:
+        """Return the reason why this rank should stop; None to continue.
 
         Args:
-            said: None if the store does not answer.
+            messages: Last message of each rank that has sent one; None if the store does not answer.
         """
-        if said is None:
+        if messages is None:
             self._reached_s = now_s if self._reached_s is None else self._reached_s
             return _unanswered_text() if now_s - self._reached_s >= SILENT_S else None
         self._reached_s = now_s
-        for rank, text in said.items():
+        for rank, text in messages.items():
             if rank == self._world.rank or text == _LEFT:
                 continue
             if text.startswith(_FAILED):
                 self._failed_s = now_s if self._failed_s is None else self._failed_s
                 if now_s - self._failed_s >= _GRACE_S:
                     return f"rank {rank} has stopped: {text.removeprefix(_FAILED)}"
-            elif self._said.get(rank) != text:
-                self._said[rank], self._seen_s[rank] = text, now_s
+            elif self._messages.get(rank) != text:
+                self._messages[rank], self._seen_s[rank] = text, now_s
             elif now_s - self._seen_s[rank] >= SILENT_S:
                 return f"rank {rank} has sent no heartbeat for {SILENT_S:g} s"
         return None

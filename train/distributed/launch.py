@@ -1,6 +1,6 @@
-"""Joining and leaving a process group under torchrun, after checking that all ranks were started alike.
+"""The process group under torchrun: joined after a check that all ranks were started alike, and left.
 
-Ranks with different arguments or data would hang in the first collective, abort in it, or train on silently, each with
+Ranks with different arguments or data would hang in the first collective, abort in it, or silently train on, each with
 its own learning rate.
 """
 
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -20,19 +20,19 @@ import torch.distributed as dist
 from clipmill.manifests.errors import FailedWork, UserError, first_line
 from clipmill.train.distributed.world import World
 
-# How one rank was started: values by flag or by the name of another property that must be the same on all ranks.
+# The start of a rank: values by flag or by the name of another property that must be the same on all ranks.
 Start = Mapping[str, object]
 COMMAND = "command"
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Words in gloo's and NCCL's errors after the loss of another process or of the connection to it.
 _MAX_SHOWN = 6
 _POLL_S = 0.02
-_JOIN_TIMEOUT = timedelta(minutes=10)  # torchrun's own; a machine may have to load everything over a network first
-_TIMEOUT = timedelta(minutes=30)  # torch's own for a process group; until then, heartbeats tell who is lost
+_JOIN_TIMEOUT = timedelta(minutes=10)  # torchrun's default; a machine may have to load everything over a network first
+_TIMEOUT = timedelta(minutes=30)  # torch's default for a process group; until then, heartbeats tell which rank is lost
 _REMIND_S = 60.0
-# Rank 0 may host the store and then leaves last, but does not wait longer for ranks that are gone.
+# Rank 0 may host the store and then leaves last, but does not wait longer for ranks that have ended.
 _LEAVE_TIMEOUT = timedelta(seconds=10)
+# Words in gloo's and NCCL's errors after the loss of another process or of the connection to it.
 _LOST = ("closed by peer", "connection reset", "connection refused", "broken pipe", "timed out", "nccl", "gloo")
 
 
@@ -41,23 +41,29 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
     """Join the process group that torchrun set up, or yield a world of size 1 without a launcher.
 
     Args:
-        start: how this rank was started, compared between ranks before any other communication.
-        hint: what to do if they differ.
+        start: Start of this rank, compared between ranks before any other communication.
+        hint: Hint of the error if they differ.
 
     Raises:
-        UserError: the environment is incomplete, this machine has fewer GPUs than processes, or the ranks were started
+        UserError: The environment is incomplete, this machine has fewer GPUs than processes, or the ranks were started
             differently.
-        FailedWork: another rank was lost.
+        FailedWork: Another rank was lost.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World()
         return
     world = _from_environment()
     if device_type == "cuda":
-        _take_gpu(world)
+        num_gpus = torch.cuda.device_count()
+        if world.local_rank >= num_gpus:
+            raise UserError(
+                f"process {world.local_rank} of this machine has no GPU: there are {num_gpus}",
+                hint=f"launch with --nproc-per-node {num_gpus}, or train with --device cpu",
+            )
+        torch.cuda.set_device(world.local_rank)
     # The store is hosted by torchrun, or by rank 0 under other launchers.
     try:
-        with _reminding(world, lambda: "the other ranks"):
+        with _remind_of_wait(world, lambda: "the other ranks"):
             store, _, _ = next(dist.rendezvous("env://", timeout=_JOIN_TIMEOUT))
         attempt = name_attempt(store, world)
     except RuntimeError as error:
@@ -100,7 +106,7 @@ def _from_environment() -> World:
     if missing:
         raise UserError(
             f"RANK is set, and {', '.join(missing)} is not" if len(missing) == 1 else f"not set: {', '.join(missing)}",
-            hint="launch with torchrun, which sets them all; or unset RANK and WORLD_SIZE for one process",
+            hint="launch with torchrun, which sets all of them; or unset RANK and WORLD_SIZE for one process",
         )
     numbers = {}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -111,16 +117,6 @@ def _from_environment() -> World:
     return World(rank=numbers["RANK"], size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"])
 
 
-def _take_gpu(world: World) -> None:
-    there = torch.cuda.device_count()
-    if world.local_rank >= there:
-        raise UserError(
-            f"process {world.local_rank} of this machine has no GPU: there are {there}",
-            hint=f"launch with --nproc-per-node {there}, or train with --device cpu",
-        )
-    torch.cuda.set_device(world.local_rank)
-
-
 def name_attempt(store: dist.Store, world: World) -> str:
     """Agree on a new name for this attempt of the launch; all ranks call it.
 
@@ -129,40 +125,40 @@ def name_attempt(store: dist.Store, world: World) -> str:
     which no earlier process can have answered; rank 0 answers until all ranks have acknowledged the name, or raises
     FailedWork after a timeout.
     """
-    own = secrets.token_hex(8)
+    key = secrets.token_hex(8)  # on rank 0 the name of the attempt
     if not world.is_first:
-        store.set(f"asks/{world.rank}", own)
-        answer = f"answer/{own}"
-        with _reminding(world, lambda: "rank 0"):
+        store.set(f"asks/{world.rank}", key)
+        answer = f"answer/{key}"
+        with _remind_of_wait(world, lambda: "rank 0"):
             store.wait([answer], _JOIN_TIMEOUT)
         name = str(store.get(answer).decode())
         store.set(f"knows/{name}/{world.rank}", "")
         return name
     missing, answered = set(range(1, world.size)), dict[int, str]()
     latest_s = time.monotonic() + _JOIN_TIMEOUT.total_seconds()
-    with _reminding(world, lambda: _name_ranks(sorted(missing))):
+    with _remind_of_wait(world, lambda: _name_ranks(sorted(missing))):
         while missing:
             for rank in sorted(missing):
-                if store.check([f"knows/{own}/{rank}"]):
+                if store.check([f"knows/{key}/{rank}"]):
                     missing.remove(rank)
                 elif not store.check([f"asks/{rank}"]):
                     continue
                 elif (asked := store.get(f"asks/{rank}").decode()) != answered.get(rank):
-                    store.set(f"answer/{asked}", own)
+                    store.set(f"answer/{asked}", key)
                     answered[rank] = asked
             if missing and time.monotonic() > latest_s:
                 raise FailedWork(
                     f"rank {min(missing)} of {world.size} did not join within {_JOIN_TIMEOUT}; see its log"
                 )
             time.sleep(_POLL_S if missing else 0)
-    return own
+    return key
 
 
 @contextmanager
-def _reminding(world: World, waits_for: Callable[[], str]) -> Iterator[None]:
-    """Say on every machine, once a minute, which ranks this one waits for.
+def _remind_of_wait(world: World, waits_for: Callable[[], str]) -> Iterator[None]:
+    """Report on every machine, once a minute, which ranks this rank waits for.
 
-    A rank that fails before it joins, as for a wrong flag, cannot tell the others.
+    A rank that fails before it joins, for example because of a wrong flag, cannot tell the others.
     """
     is_over = threading.Event()
 
@@ -180,23 +176,27 @@ def _reminding(world: World, waits_for: Callable[[], str]) -> Iterator[None]:
 
 
 def require_same_start(start: Start, *, store: dist.Store, world: World, hint: str) -> None:
-    """Compare through the store how the ranks were started; if they differ, every rank raises the same UserError."""
+    """Compare the starts of all ranks through the store; if they differ, every rank raises the same UserError."""
     store = dist.PrefixStore("start", store)
     try:
         store.set(str(world.rank), json.dumps(start))
         if world.is_first:
-            found = difference([json.loads(store.get(str(rank))) for rank in range(world.size)])
-            store.set("found", found or "")
+            differences = difference([json.loads(store.get(str(rank))) for rank in range(world.size)])
+            store.set("found", differences or "")
         else:
-            found = store.get("found").decode()
+            differences = store.get("found").decode()
     except RuntimeError as error:
         raise FailedWork(
             f"rank {world.rank} of {world.size} gave up waiting for another rank to start "
             f"({first_line(error)}); see its log"
         ) from error
-    if found:
-        _leave_together(store, world)
-        raise UserError(f"the ranks were not started alike: {found}", hint=hint)
+    if differences:
+        # All ranks read the result before the process that hosts the store ends.
+        store.set(f"left-{world.rank}", "")
+        if world.is_first:
+            with suppress(RuntimeError):
+                store.wait([f"left-{rank}" for rank in range(world.size)], _LEAVE_TIMEOUT)
+        raise UserError(f"the ranks were not started alike: {differences}", hint=hint)
 
 
 def difference(ranks: Sequence[Start]) -> str | None:
@@ -209,21 +209,20 @@ def difference(ranks: Sequence[Start]) -> str | None:
         differing = {COMMAND: differing[COMMAND]}
     if not differing:
         return None
-    parts = [f"{name} is {_by_rank(of_ranks)}" for name, of_ranks in differing.items()]
+    parts = []
+    for name, of_ranks in differing.items():
+        ranks_of: dict[str, list[int]] = {}
+        for rank, value in enumerate(of_ranks):
+            ranks_of.setdefault(value, []).append(rank)
+        places = " and ".join(f"{value} on {_name_ranks(of_value)}" for value, of_value in ranks_of.items())
+        parts.append(f"{name} is {places}")
     more = f"; and {len(parts) - _MAX_SHOWN} more" if len(parts) > _MAX_SHOWN else ""
     return "; ".join(parts[:_MAX_SHOWN]) + more
 
 
 def _value_text(start: Start, name: str) -> str:
-    value = start.get(name, "not there")
+    value = start.get(name, "missing")
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _by_rank(values: Sequence[str]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return " and ".join(f"{value} on {_name_ranks(its)}" for value, its in ranks.items())
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
@@ -231,12 +230,3 @@ def _name_ranks(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:_MAX_SHOWN]))
     return f"ranks {shown}" + (f" and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else "")
-
-
-def _leave_together(store: dist.Store, world: World) -> None:
-    store.set(f"left-{world.rank}", "")
-    if world.is_first:
-        try:
-            store.wait([f"left-{rank}" for rank in range(world.size)], _LEAVE_TIMEOUT)
-        except RuntimeError:
-            pass

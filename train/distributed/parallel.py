@@ -1,4 +1,4 @@
-"""Data parallelism: replicated (DDP, ZeRO-1) or sharded (FSDP2) models.
+"""Data parallelism: replicated (DDP, ZeRO-1) or sharded (FSDP2) models, and tables with rows on all ranks.
 
 strategy   weights      gradients    optimizer state
 ddp        replicated   replicated   replicated
@@ -33,15 +33,15 @@ def wrap_model(
     device: torch.device,
     products: torch.dtype | None,
 ) -> nn.Module:
-    """Wrap `model` for forward and backward passes; its parameters remain those of `model`.
+    """Wrap `model` for forward and backward passes; its parameters remain the parameters of `model`.
 
     After a backward pass within `sync_gradients(..., True)` the gradients are averaged over ranks. With FSDP `model`
     itself is modified and its parameters become DTensors.
 
     Args:
-        units: submodules that FSDP gathers one by one.
-        products: dtype in which FSDP gathers weights, that of the matrix products; None for the weights' own. Gradients
-            are reduced in the dtype of the weights.
+        units: Submodules that FSDP gathers one by one.
+        products: Dtype of the matrix products, in which FSDP gathers weights; None for the dtype of the weights.
+            Gradients are reduced in the dtype of the weights.
     """
     if world.size == 1:
         return model
@@ -55,7 +55,7 @@ def wrap_model(
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
-    # `exchange_buffers` makes buffers equal once per step, with every strategy; DDP would before each forward pass.
+    # `exchange_buffers` makes buffers equal once per step, with every strategy; DDP would in each forward pass.
     devices = [device] if device.type == "cuda" else None
     return Replicated(model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
 
@@ -71,7 +71,7 @@ class Replicated(DistributedDataParallel):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         with warnings.catch_warnings():
-            # The argument that newer versions of torch name in its place is unknown to older ones.
+            # Newer versions of torch recommend an argument that older versions do not know.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(*arguments, **settings)
         self.reducer._push_all_rebuilt_params()
@@ -84,7 +84,7 @@ class Replicated(DistributedDataParallel):
 
 @contextmanager
 def sync_gradients(model: nn.Module, is_last: bool) -> Iterator[None]:
-    """Context for forward and backward passes of a wrapped model; gradients are reduced if it is the step's last."""
+    """Reduce gradients after the passes of a wrapped model in this context, if they are the last of the step."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
         yield
@@ -95,7 +95,7 @@ def sync_gradients(model: nn.Module, is_last: bool) -> Iterator[None]:
 
 @contextmanager
 def unshard(model: nn.Module) -> Iterator[None]:
-    """Context in which every rank has all weights of `model`, so that forward passes need no communication."""
+    """Give every rank all weights of `model` in this context, so that forward passes need no communication."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         yield
@@ -108,26 +108,26 @@ def unshard(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-            # As fully_shard sets it: the backward pass begins with the root, which therefore stays gathered.
+            # The setting of fully_shard: the backward pass begins with the root, which therefore stays gathered.
             unit.set_reshard_after_forward(unit is not model, recurse=False)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
-    """Average gradients over ranks after the backward pass, for models without a wrapper that does so."""
+    """Average gradients over ranks after the backward pass, for models whose wrapper does not do so."""
     if world.size == 1:
         return
-    for bucket in buckets([one.grad for one in parameters if one.grad is not None]):
-        flat = world.sum(torch.cat([one.flatten() for one in bucket])) / world.size
-        for gradient, averaged in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+    for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+        flat = world.sum(torch.cat([gradient.flatten() for gradient in bucket])) / world.size
+        for gradient, averaged in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(averaged.view_as(gradient))
 
 
 def exchange_buffers(model: nn.Module, world: World) -> None:
-    """Send the buffers that a step has changed on rank 0 to all ranks, so that all have what a checkpoint holds.
+    """Send the buffers that a step has changed on rank 0 to all ranks, as a checkpoint has them.
 
-    Batch norms normalise by the statistics of a rank's own microbatch, as with DDP. Of their running statistics those
-    of rank 0 count: copies are exact and may be repeated, so that neither an evaluation nor a checkpoint changes the
-    run, and a buffer of any kind can be copied, but not averaged.
+    Batch norms normalise by the statistics of a rank's own microbatch, as with DDP. The running statistics of rank 0
+    count: copies are exact and may be repeated, so that neither an evaluation nor a checkpoint changes the run, and a
+    buffer of any kind can be copied, but not averaged.
     """
     if world.size > 1:
         _send(list(changing_buffers(model).values()), world, source=0)
@@ -135,7 +135,7 @@ def exchange_buffers(model: nn.Module, world: World) -> None:
 
 @torch.no_grad()
 def _send(tensors: Sequence[torch.Tensor], world: World, *, source: int) -> None:
-    """Copy tensors of rank `source` into those of all other ranks."""
+    """Copy tensors of rank `source` into the tensors of all other ranks."""
     for bucket in buckets(sorted(tensors, key=lambda tensor: str(tensor.dtype))):
         flat = torch.cat([tensor.flatten() for tensor in bucket])
         dist.broadcast(flat, group=world.group, group_src=source)
@@ -145,25 +145,25 @@ def _send(tensors: Sequence[torch.Tensor], world: World, *, source: int) -> None
 
 
 class ZeroOptimizer:
-    """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): shards the optimizer state over ranks by whole parameters.
+    """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): optimizer state sharded over ranks by complete parameters.
 
-    Each rank steps its own parameters and sends them to the others. Whole parameters give every optimizer bit-identical
-    results to those of one process.
+    Each rank steps its own parameters and sends them to the others. Because parameters are not divided, every optimizer
+    gives the same bits as in one process.
 
     Args:
-        optimizer: optimizer of all parameters, without state; restricted to the parameters of this rank.
+        optimizer: Optimizer of all parameters, without state; restricted to the parameters of this rank.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
         self._optimizer, self._world = optimizer, world
-        everything: list[nn.Parameter] = [one for group in optimizer.param_groups for one in group["params"]]
-        owners = divide([one.numel() for one in everything], world.size)
-        self._of_rank = [
-            [one for one, owner in zip(everything, owners, strict=True) if owner == rank] for rank in range(world.size)
-        ]
-        own = {id(one) for one in self._of_rank[world.rank]}
+        parameters: list[nn.Parameter] = [each for group in optimizer.param_groups for each in group["params"]]
+        owners = divide([parameter.numel() for parameter in parameters], world.size)
+        self._of_rank: list[list[nn.Parameter]] = [[] for _ in range(world.size)]
+        for parameter, owner in zip(parameters, owners, strict=True):
+            self._of_rank[owner].append(parameter)
+        of_this_rank = {id(parameter) for parameter in self._of_rank[world.rank]}
         for group in optimizer.param_groups:
-            group["params"] = [one for one in group["params"] if id(one) in own]
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in of_this_rank]
 
     def exchange(self) -> None:
         """Send the updated parameters of each rank to all others."""
@@ -187,36 +187,38 @@ _BUCKET_BYTES = 64 << 20
 
 def buckets(tensors: Sequence[Some]) -> list[list[Some]]:
     """Group consecutive tensors of one dtype into buckets for communication, small enough to be copied."""
-    found: list[list[Some]] = []
+    groups: list[list[Some]] = []
     size_bytes = 0
-    for one in tensors:
-        added_bytes = one.numel() * one.element_size()
-        if not found or size_bytes + added_bytes > _BUCKET_BYTES or found[-1][0].dtype != one.dtype:
-            found.append([])
+    for tensor in tensors:
+        added_bytes = tensor.numel() * tensor.element_size()
+        if not groups or size_bytes + added_bytes > _BUCKET_BYTES or groups[-1][0].dtype != tensor.dtype:
+            groups.append([])
             size_bytes = 0
-        found[-1].append(one)
+        groups[-1].append(tensor)
         size_bytes += added_bytes
-    return found
+    return groups
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a DTensor, sharing its memory; plain tensors are returned as they are."""
+    """Return the local part of a DTensor, sharing its memory; plain tensors are returned as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def norms(parts: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norms of N whole tensors, float64 [N], with one collective for all of them.
+    """Return the Euclidean norms of N complete tensors, float64 [N], with one collective for all of them.
 
     Args:
-        parts: the local part of each.
-        like: for each, a tensor with the same sharding; the same on every rank.
+        parts: Local part of each tensor.
+        like: Tensors with the same sharding, equal on every rank.
     """
     squares_N = torch.stack([norm.double() for norm in torch._foreach_norm(list(parts))]) ** 2
     sharded: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[int]] = {}
     for index, tensor in enumerate(like):
         if isinstance(tensor, DTensor):
-            sharded.setdefault((tensor.device_mesh, _summands(tensor.placements)), []).append(index)
+            # Sums over local parts are partial for shards, and replicated for copies.
+            sums = tuple(Replicate() if placement.is_replicate() else Partial() for placement in tensor.placements)
+            sharded.setdefault((tensor.device_mesh, sums), []).append(index)
     for (mesh, placements), members in sharded.items():
         indices = send(torch.tensor(members), squares_N.device)
         # No communication for meshes of one rank and for replicated tensors.
@@ -224,13 +226,8 @@ def norms(parts: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> tor
     return squares_N.sqrt()
 
 
-def _summands(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Placement of sums over local parts: partial for shards, replicated for copies."""
-    return tuple(Replicate() if placement.is_replicate() else Partial() for placement in placements)
-
-
 def reshard(model: nn.Module) -> None:
-    """Free the weights that FSDP has gathered, so that the parameters are the sharded ones again."""
+    """Free the weights that FSDP has gathered, so that the parameters are sharded again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -243,7 +240,7 @@ class ShardedRows(nn.Module):
     into a world of another size.
 
     Args:
-        start: initial value of each row, C numbers.
+        start: Initial value of each row, C numbers.
     """
 
     rows: torch.Tensor
@@ -256,13 +253,13 @@ class ShardedRows(nn.Module):
         part = -(-num_rows // world.size)
         self._first = min(num_rows, world.rank * part)
         self._num_own = min(num_rows, self._first + part) - self._first
-        # One more row stands for rows of other ranks, so that no shape depends on how many are local.
+        # One more row stands for rows of other ranks, so that no shape depends on the number of local rows.
         self.register_buffer("rows", torch.tensor(start).repeat(self._num_own + 1, 1))
-        self.register_state_dict_post_hook(_show_whole)
-        self.register_load_state_dict_pre_hook(_take_own)
+        self.register_state_dict_post_hook(_put_all_rows)
+        self.register_load_state_dict_pre_hook(_take_local_rows)
 
     def read(self, ids_B: torch.Tensor) -> torch.Tensor:
-        """Rows [B, C] of `ids_B`; all ranks call it with the same ids."""
+        """Return the rows [B, C] of `ids_B`; all ranks call it with the same ids."""
         place_B = self._places(ids_B)
         is_own_B1 = (place_B < self._num_own)[:, None]
         return self._world.sum(torch.where(is_own_B1, self.rows[place_B], 0))
@@ -275,31 +272,36 @@ class ShardedRows(nn.Module):
         place_B = ids_B - self._first
         return torch.where((place_B >= 0) & (place_B < self._num_own), place_B, self._num_own)
 
-    def whole(self) -> torch.Tensor:
-        """All rows [num_rows, C], sharing memory with the local ones; a DTensor with several ranks."""
-        own = self.rows[: self._num_own]
+    def all_rows(self) -> torch.Tensor:
+        """Return all rows [num_rows, C], sharing memory with the local rows; a DTensor with several ranks."""
+        local_rows = self.rows[: self._num_own]
         if self._world.size == 1:
-            return own
-        if self._mesh is None or self._mesh.device_type != own.device.type:
-            self._mesh = init_device_mesh(own.device.type, (self._world.size,))
+            return local_rows
+        if self._mesh is None or self._mesh.device_type != local_rows.device.type:
+            self._mesh = init_device_mesh(local_rows.device.type, (self._world.size,))
         return DTensor.from_local(
-            own, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(self._shape), stride=(self._shape[1], 1)
+            local_rows,
+            self._mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size(self._shape),
+            stride=(self._shape[1], 1),
         )
 
     def with_spare(self, rows: torch.Tensor) -> torch.Tensor:
-        """The buffer `rows` for all rows or for this rank's part of them."""
-        own = rows.to_local() if isinstance(rows, DTensor) else rows
+        """Return the buffer `rows` for all rows or for this rank's part of them."""
+        local_rows = rows.to_local() if isinstance(rows, DTensor) else rows
         if not isinstance(rows, DTensor) and len(rows) == self._shape[0]:
-            own = rows[self._first : self._first + self._num_own]
-        return torch.cat([own, self.rows[self._num_own :].to(own)])
+            local_rows = rows[self._first : self._first + self._num_own]
+        return torch.cat([local_rows, self.rows[self._num_own :].to(local_rows)])
 
 
-def _show_whole(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+def _put_all_rows(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     assert isinstance(module, ShardedRows)
-    state[prefix + "rows"] = module.whole()
+    state[prefix + "rows"] = module.all_rows()
 
 
-def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+def _take_local_rows(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     assert isinstance(module, ShardedRows)
     if prefix + "rows" in state and state[prefix + "rows"].shape == module._shape:
         state[prefix + "rows"] = module.with_spare(state[prefix + "rows"])

@@ -1,6 +1,8 @@
 """Pipeline parallelism: a model is divided into stages, one on each rank of a replica.
 
-Stages exchange one tensor with a row per sample, [R, ...], and optionally one with a row per token, [R * K, L, ...].
+`partition` assigns layers to stages, `Pipeline` trains a stage, and `run_along` calls the stages in turn for evaluation
+and decoding. Stages exchange one tensor with a row per sample, [R, ...], and optionally a tensor with a row per token,
+[R * K, L, ...].
 
 Shape suffixes: B samples of a replica, R of a microbatch, K texts of a sample, L tokens of a text.
 """
@@ -36,10 +38,10 @@ class PipelineBatch:
     """A batch for a pipeline, the same on all stages of a replica except for the inputs.
 
     Attributes:
-        inputs: gives the first stage's input for a slice of samples; only called there.
-        tokens_BKL: int64, decoder inputs.
-        targets_BKL: int64, targets of the last stage's output.
-        loss: loss of an output and its targets, a summand of the whole batch's loss.
+        inputs: Function that returns the first stage's input for a slice of samples; only that stage calls it.
+        tokens_BKL: Decoder inputs, int64.
+        targets_BKL: Targets of the last stage's output, int64.
+        loss: Function that returns the loss of an output and its targets, a summand of the batch's loss.
     """
 
     inputs: Callable[[slice], torch.Tensor]
@@ -52,21 +54,26 @@ class Pipeline(nn.Module):
     """This rank's stage of a model.
 
     Args:
-        part: this stage's layers, called with the previous stage's output (the first: with the inputs) and `tokens`.
-            Parameters with the same name on several stages are tied.
+        part: Layers of this stage, called with the previous stage's output (the first stage: with the inputs) and
+            `tokens`. Parameters with the same name on several stages are tied.
 
     Attributes:
-        repeated: parameters of this stage that are tied to those of an earlier one.
+        repeated: Parameters of this stage that are tied to parameters of an earlier stage.
     """
 
     def __init__(self, part: nn.Module, *, settings: ParallelSettings, world: World, device: torch.device) -> None:
         super().__init__()
         self.part = part
         self._settings, self._world, self._device = settings, world, device
-        self._others = _tied_stages(part, world.stages)
-        own = dict(part.named_parameters())
+        parameters = dict(part.named_parameters())
+        of_each = world.stages.gather_objects(sorted(parameters))
+        # Other stages with the same parameter, by name.
+        self._others: dict[str, list[int]] = {}
+        for name in sorted(parameters):
+            if others := [at for at, names in enumerate(of_each) if name in names and at != world.stages.rank]:
+                self._others[name] = others
         first = {name for name, others in self._others.items() if min(others) < world.stages.rank}
-        self.repeated = [own[name] for name in sorted(first)]
+        self.repeated = [parameters[name] for name in sorted(first)]
         self._running = _Running(part, is_first=world.stages.is_first)
         self._borders: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self._schedule: tuple[tuple[int, ...], PipelineScheduleSingle] | None = None
@@ -87,31 +94,25 @@ class Pipeline(nn.Module):
             # A summand, scaled because gradients are averaged over replicas.
             return step.scale(loss * step.world.size)
 
-        with self._running.of(batch, step, size=size), _own_errors():
+        stages = self._world.stages
+        # Row numbers stand for the samples, so that only computed samples are turned into pictures.
+        rows = torch.arange(num_samples)
+        named: dict[str, Any] = {"tokens": batch.tokens_BKL}
+        if not stages.is_first:
+            named["rows"] = rows
+        if stages.rank == stages.size - 1:
+            named["target"] = batch.targets_BKL
+        with self._running.of(batch, step, size=size), _unwrap_errors():
             schedule = self._schedule_for(batch, size=size)
             self._running.loss = loss_of
-            schedule.step(*self._given(num_samples), **self._also_given(batch), return_outputs=False)
+            schedule.step(*([rows] if stages.is_first else []), **named, return_outputs=False)
         average_gradients(list(self.part.parameters()), self._world.replicas)
         self._sum_repeated()
-        stages = self._world.stages
         total = sum(losses, torch.zeros((), dtype=torch.float64, device=self._device))
         return stages.sum(total)
 
-    def _given(self, num_samples: int) -> tuple[torch.Tensor, ...]:
-        # Row numbers stand for the samples, so that only computed samples are turned into pictures.
-        return (torch.arange(num_samples),) if self._world.stages.is_first else ()
-
-    def _also_given(self, batch: PipelineBatch) -> dict[str, Any]:
-        stages = self._world.stages
-        given = {"tokens": batch.tokens_BKL}
-        if not stages.is_first:
-            given["rows"] = torch.arange(len(batch.tokens_BKL))
-        if stages.rank == stages.size - 1:
-            given["target"] = batch.targets_BKL
-        return given
-
     def _schedule_for(self, batch: PipelineBatch, *, size: int) -> "PipelineScheduleSingle":
-        """The schedule for this microbatch size and text length; the last one is reused."""
+        """Return the schedule for this microbatch size and text length; the last schedule is reused."""
         # A slow import that a single process does not need.
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -120,7 +121,7 @@ class Pipeline(nn.Module):
         if self._schedule is not None and self._schedule[0] == shape:
             return self._schedule[1]
         if self._borders is None:
-            self._borders = self._measured(batch)
+            self._borders = self._measure_borders(batch)
         stages = self._world.stages
         is_last = stages.rank == stages.size - 1
         before = _resize_border(self._borders[0], size, num_texts, num_tokens, num_of_samples=1)
@@ -140,27 +141,26 @@ class Pipeline(nn.Module):
         self._schedule = shape, schedule
         return schedule
 
-    def _measured(self, batch: PipelineBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _measure_borders(self, batch: PipelineBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Find shapes and dtypes of inputs and outputs by running the stages in turn on one sample with one token."""
         stages = self._world.stages
         before: list[torch.Tensor] = []
         behind: list[torch.Tensor] = []
         for rank in range(stages.size):
-            measure = partial(self._running.measured, before, batch)
-            found = stages.one(rank, measure)
+            outputs = stages.one(rank, partial(self._running.measure_outputs, before, batch))
             if rank == stages.rank - 1:
-                before = found
+                before = outputs
             if rank == stages.rank:
-                behind = found
+                behind = outputs
         return before, behind
 
     @torch.no_grad()
     def _sum_repeated(self) -> None:
         """Sum the gradients of tied parameters, with bit-identical results on all stages."""
         stages = self._world.stages
-        own = dict(self.part.named_parameters())
+        parameters = dict(self.part.named_parameters())
         for name, others in self._others.items():
-            gradient = own[name].grad
+            gradient = parameters[name].grad
             if gradient is None:
                 continue
             of_others = {rank: torch.empty_like(gradient) for rank in others}
@@ -186,17 +186,20 @@ def check_microbatches(num_samples: int, *, size: int, settings: ParallelSetting
     num_parts = num_samples // size
     if settings.schedule == "1f1b" and num_parts < settings.stages:
         fitting = num_samples // settings.stages
-        hint = "use a larger --batch" if fitting == 0 else f"use --microbatch {_divisor(num_samples, most=fitting)}"
+        hint = "use a larger --batch"
+        if fitting:
+            divisor = next(number for number in range(fitting, 0, -1) if num_samples % number == 0)
+            hint = f"use --microbatch {divisor}"
         raise UserError(
             f"a pipeline of {settings.stages} stages needs as many microbatches, and its share of --batch, "
             f"{num_samples} samples, makes {num_parts} with --microbatch {size}",
-            hint=f"{hint}, or --parallel.schedule gpipe, which is idle for most of the time then",
+            hint=f"{hint}, or --parallel.schedule gpipe, which is then idle for most of the time",
             flags=("--batch", "--microbatch"),
         )
 
 
 class _Running(nn.Module):
-    """A stage's layers as a schedule calls them: with row numbers of samples instead of inputs."""
+    """Layers of a stage as a schedule calls them: with row numbers of samples instead of inputs."""
 
     def __init__(self, part: nn.Module, *, is_first: bool) -> None:
         super().__init__()
@@ -209,7 +212,7 @@ class _Running(nn.Module):
 
     @contextmanager
     def of(self, batch: PipelineBatch, step: Step, *, size: int) -> Iterator[None]:
-        """Context in which microbatches of `batch` are run."""
+        """Run microbatches of `batch` in this context."""
         self._batch, self._step, self._size = batch, step, size
         try:
             yield
@@ -217,66 +220,52 @@ class _Running(nn.Module):
             self._batch, self.loss = None, None
 
     def forward(self, *given: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None = None) -> Any:
-        """The stage's output for a microbatch."""
+        """Return the stage's output for a microbatch."""
         assert self._batch is not None
         if self._is_first:
             rows = given[0]
         assert rows is not None
         begin = int(rows[0])
-        with self._step.random(begin // self._size), self._step.autocast():
+        with self._step.seed_generators(begin // self._size), self._step.autocast():
             if self._is_first:
                 given = (self._batch.inputs(slice(begin, begin + len(rows))),)
             return self.part(*given, tokens=tokens)
 
     def loss_of(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss of a microbatch of the current batch."""
+        """Return the loss of a microbatch of the current batch."""
         assert self.loss is not None
         return self.loss(output, targets)
 
-    def measured(self, before: Sequence[torch.Tensor], batch: PipelineBatch) -> list[torch.Tensor]:
-        """The stage's outputs for one sample with one token, as meta tensors."""
+    def measure_outputs(self, before: Sequence[torch.Tensor], batch: PipelineBatch) -> list[torch.Tensor]:
+        """Return the stage's outputs for one sample with one token, as meta tensors."""
         tokens_111 = batch.tokens_BKL[:1, :1, :1]
-        given = [torch.zeros_like(one, device=tokens_111.device).requires_grad_(one.requires_grad) for one in before]
+        device = tokens_111.device
+        given = [torch.zeros_like(each, device=device).requires_grad_(each.requires_grad) for each in before]
         with keep_buffers(self.part), torch.enable_grad(), self._step.autocast():
             if self._is_first:
                 given = [batch.inputs(slice(0, 1))]
             # `forward` is called directly so that hooks do not count this call.
             out = self.part.forward(*given, tokens=tokens_111)
         return [
-            torch.empty_like(one, device="meta").requires_grad_(one.requires_grad)
-            for one in (out if isinstance(out, tuple) else (out,))
+            torch.empty_like(output, device="meta").requires_grad_(output.requires_grad)
+            for output in (out if isinstance(out, tuple) else (out,))
         ]
 
 
 def _resize_border(
     border: Sequence[torch.Tensor], size: int, num_texts: int, num_tokens: int, *, num_of_samples: int
 ) -> tuple[torch.Tensor, ...]:
-    """Resize measured tensors: the first `num_of_samples` have a row per sample, the others one per token."""
-    shapes = [(size, *one.shape[1:]) for one in border[:num_of_samples]]
-    shapes += [(size * num_texts, num_tokens, *one.shape[2:]) for one in border[num_of_samples:]]
+    """Resize measured tensors: the first `num_of_samples` have a row per sample, the others a row per token."""
+    shapes = [(size, *tensor.shape[1:]) for tensor in border[:num_of_samples]]
+    shapes += [(size * num_texts, num_tokens, *tensor.shape[2:]) for tensor in border[num_of_samples:]]
     return tuple(
-        torch.empty(shape, dtype=one.dtype, device="meta").requires_grad_(one.requires_grad)
-        for shape, one in zip(shapes, border, strict=True)
+        torch.empty(shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
+        for shape, tensor in zip(shapes, border, strict=True)
     )
 
 
-def _tied_stages(part: nn.Module, stages: World) -> dict[str, list[int]]:
-    """The other stages that have the same parameter, by name."""
-    own = {name for name, _ in part.named_parameters()}
-    of_each = stages.gather_objects(sorted(own))
-    found = {
-        name: [rank for rank, names in enumerate(of_each) if name in names and rank != stages.rank]
-        for name in sorted(own)
-    }
-    return {name: others for name, others in found.items() if others}
-
-
-def _divisor(number: int, *, most: int) -> int:
-    return next(one for one in range(most, 0, -1) if number % one == 0)
-
-
 @contextmanager
-def _own_errors() -> Iterator[None]:
+def _unwrap_errors() -> Iterator[None]:
     """Unwrap errors of a stage's layers, which torch.distributed.pipelining wraps."""
     try:
         yield
@@ -295,7 +284,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A layer's kind (for example `block`) and its number of parameters, which partition rules use."""
+    """Kind of a layer (for example `block`) and its number of parameters, for partition rules."""
 
     kind: str
     num_parameters: int
@@ -305,12 +294,12 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
     """Assign consecutive layers to stages; each stage gets at least one.
 
     Args:
-        rule: `parameters` minimises the largest number of parameters of a stage. `uniform` distributes the layers
+        rule: Rule. `parameters` minimises the largest number of parameters of a stage. `uniform` distributes the layers
             evenly, with the remainder on the first stages. `type:KIND` does the same for the layers of a kind; other
-            layers follow the one before them (or, at the beginning, precede the first). `5,9` gives their numbers.
+            layers follow the layer before them (or, at the beginning, precede the first). `5,9` gives their numbers.
 
     Raises:
-        UserError: there are fewer layers (of that kind) than stages, or the numbers do not add up.
+        UserError: There are fewer layers (of that kind) than stages, or the numbers do not add up.
     """
     check_rule(rule)
     if num_stages > len(layers):
@@ -320,7 +309,14 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
             flags=("--parallel.stages",),
         )
     if COUNTS_RULE.fullmatch(rule):
-        return _given_ranges([int(part) for part in rule.split(",")], num_layers=len(layers), num_stages=num_stages)
+        counts = [int(part) for part in rule.split(",")]
+        if len(counts) != num_stages or sum(counts) != len(layers) or 0 in counts:
+            raise UserError(
+                f"--parallel.partition is {rule}: {sum(counts)} layers on {len(counts)} stages",
+                hint=f"name the layers of each of {num_stages} stages, 1 or more each and {len(layers)} in all",
+                flags=("--parallel.partition",),
+            )
+        return _ranges([sum(counts[:stage]) for stage in range(num_stages + 1)])
     if rule == "uniform":
         return _even_ranges(list(range(len(layers))), num_layers=len(layers), num_stages=num_stages)
     if rule.startswith(TYPE_RULE):
@@ -329,24 +325,13 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
         if len(chosen) < num_stages:
             kinds = ", ".join(sorted({layer.kind for layer in layers}))
             raise UserError(
-                f"--parallel.partition is {rule!r}, and {len(chosen)} layers of that kind are less than "
+                f"--parallel.partition is {rule!r}, and {len(chosen)} layers of that kind are fewer than "
                 f"{num_stages} stages",
                 hint=f"use fewer --parallel.stages, or another kind: {kinds}",
                 flags=("--parallel.partition",),
             )
         return _even_ranges(chosen, num_layers=len(layers), num_stages=num_stages)
     return _balanced_ranges([layer.num_parameters for layer in layers], num_stages=num_stages)
-
-
-def _given_ranges(counts: list[int], *, num_layers: int, num_stages: int) -> list[range]:
-    if len(counts) != num_stages or sum(counts) != num_layers or 0 in counts:
-        raise UserError(
-            f"--parallel.partition is {','.join(map(str, counts))}: {sum(counts)} layers on {len(counts)} stages",
-            hint=f"name the layers of each of {num_stages} stages, 1 or more each and {num_layers} in all",
-            flags=("--parallel.partition",),
-        )
-    begins = [sum(counts[:stage]) for stage in range(num_stages + 1)]
-    return _ranges(begins)
 
 
 def _even_ranges(chosen: list[int], *, num_layers: int, num_stages: int) -> list[range]:
@@ -365,7 +350,7 @@ def _balanced_ranges(costs: list[int], *, num_stages: int) -> list[range]:
     begins, spent = [0], 0
     for number, cost in enumerate(costs):
         stages_left, layers_left = num_stages - len(begins), len(costs) - number
-        # One layer per stage at the end, where stages would otherwise get none.
+        # One layer per stage at the end, where stages would otherwise get no layer.
         if number > begins[-1] and stages_left and (spent + cost > low or layers_left == stages_left):
             begins.append(number)
             spent = 0
@@ -374,7 +359,7 @@ def _balanced_ranges(costs: list[int], *, num_stages: int) -> list[range]:
 
 
 def _num_stages(costs: list[int], most: int) -> int:
-    """Minimum number of stages none of which costs more than `most`."""
+    """Return the minimum number of stages if no stage may cost more than `most`."""
     count, spent = 1, 0
     for cost in costs:
         count, spent = (count, spent + cost) if spent + cost <= most else (count + 1, cost)
@@ -393,10 +378,14 @@ def run_along(stages: World, run: Callable[[Tensors], Tensors], *, first: int = 
     """
     if stages.rank < first:
         return ()
-    found = run(_receive_tensors(stages, device=device) if stages.rank > first else ())
+    outputs = run(_receive_tensors(stages, device=device) if stages.rank > first else ())
     if stages.rank < stages.size - 1:
-        _send(found, stages)
-    return found
+        send = partial(dist.send, group=stages.group, group_dst=stages.rank + 1)
+        send(torch.tensor([len(outputs)]))
+        for tensor in outputs:
+            send(_header(tensor))
+            send(tensor.contiguous())
+    return outputs
 
 
 def broadcast_from_last(stages: World, tensor: torch.Tensor | None, *, device: torch.device) -> torch.Tensor:
@@ -412,29 +401,21 @@ def broadcast_from_last(stages: World, tensor: torch.Tensor | None, *, device: t
     return shared
 
 
-def _send(tensors: Tensors, stages: World) -> None:
-    send = partial(dist.send, group=stages.group, group_dst=stages.rank + 1)
-    send(torch.tensor([len(tensors)]))
-    for tensor in tensors:
-        send(_header(tensor))
-        send(tensor.contiguous())
-
-
 def _receive_tensors(stages: World, *, device: torch.device) -> Tensors:
     receive = partial(dist.recv, group=stages.group, group_src=stages.rank - 1)
     count = torch.zeros(1, dtype=torch.int64)
     receive(count)
-    found = []
+    tensors = []
     for _ in range(int(count)):
         header = _header(None)
         receive(header)
-        found.append(_empty_tensor(header, device=device))
-        receive(found[-1])
-    return tuple(found)
+        tensors.append(_empty_tensor(header, device=device))
+        receive(tensors[-1])
+    return tuple(tensors)
 
 
 def _header(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Dtype, number of dimensions and shape of a tensor; zeros for None. On the CPU, so that no GPU has to wait."""
+    """Return dtype, number of dimensions and shape of a tensor, on the CPU so that no GPU waits; zeros for None."""
     header = torch.zeros(2 + _MAX_DIMENSIONS, dtype=torch.int64)
     if tensor is not None:
         numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]

@@ -13,17 +13,18 @@ ONE_PROCESS = World()
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One optimizer step of one rank.
+    """An optimizer step of one rank.
 
     Attributes:
-        number: 1, 2, ...
-        world: the ranks that share the batch.
-        epoch: epochs completed before this step, a float; 0 for sets without end.
-        microbatch: samples of this rank per forward pass; None for all of them.
-        autocast: context in which the model computes in the run's precision.
-        scale: scales a loss before its backward pass, for fp16.
-        synced: context for the forward and backward pass of a microbatch; gradients are synchronised if given True,
-            for the last microbatch of the step.
+        number: Number of the step, from 1 on.
+        epoch: Epochs completed before this step, a float; 0 for sets without end.
+        world: Ranks that share the batch.
+        seed: Seed of the run.
+        microbatch: Number of samples of this rank per forward pass; None for all of them.
+        autocast: Function that returns the context in which the model computes in the run's precision.
+        scale: Function that scales a loss before its backward pass, for fp16.
+        synced: Function that returns the context for the forward and backward pass of a microbatch; gradients are
+            synchronised if it gets True, for the last microbatch of the step.
     """
 
     number: int
@@ -36,10 +37,10 @@ class Step:
     synced: Callable[[bool], AbstractContextManager[bool | None]] = nullcontext
 
     @contextmanager
-    def random(self, part: int) -> Iterator[None]:
+    def seed_generators(self, part: int) -> Iterator[None]:
         """Seed torch's generators for microbatch `part` from seed, step, rank, part and pipeline stage.
 
-        A microbatch can so be computed twice with the same dropout, and checkpoints hold no generator state.
+        A microbatch can thus be computed twice with the same dropout, and checkpoints hold no generator state.
         """
         # The first stage draws the same numbers as a single process.
         stage = (self.world.stages.rank,) if self.world.stages.rank else ()

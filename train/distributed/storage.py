@@ -1,6 +1,6 @@
-"""Whole or sharded tensors on disk through torch.distributed.checkpoint, for any number of ranks.
+"""Complete or sharded tensors on disk through torch.distributed.checkpoint, for any number of ranks.
 
-torch plans which rank writes and reads which part. The parts are plain bytes, and a JSON table says where they are, so
+torch plans which rank writes and reads which part. The parts are plain bytes, and a JSON table has their places, so
 that reading a checkpoint cannot execute code.
 """
 
@@ -40,7 +40,7 @@ Table = dict[str, Any]
 
 
 class Storage:
-    """Writes the tensors of checkpoints. All ranks call its methods in the same order."""
+    """Writer of the tensors of checkpoints. All ranks call its methods in the same order."""
 
     def __init__(self, world: World) -> None:
         # A separate group, because checkpoints are written during training with its own collectives.
@@ -48,15 +48,19 @@ class Storage:
         # Without pinned or shared memory, so that no resource outlives the copies. DefaultStager can be used only once.
         self._stager = StateDictStager(pin_memory=False, share_memory=False)
 
-    def staged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def stage(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy tensors to the CPU, reusing the memory of the previous call."""
         return cast(dict[str, torch.Tensor], self._stager.stage(dict(tensors)))
 
     def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
         """Write this rank's parts of `tensors` into `folder`; replicated tensors are written once.
 
-        Returns the table of all pieces and their files, the same on all ranks. Raises OSError if this rank could not
-        write its parts, FailedElsewhere if another could not.
+        Returns:
+            The table of all pieces and their files, the same on all ranks.
+
+        Raises:
+            OSError: This rank could not write its parts.
+            FailedElsewhere: Another rank could not write its parts.
         """
         writer = _Writer(folder, rank=0 if self._group is None else dist.get_rank(self._group))
         metadata = dcp.save(
@@ -83,7 +87,7 @@ class Storage:
 
 
 def read_into(folder: Path, table: Table, tensors: Mapping[str, torch.Tensor], *, world: World) -> None:
-    """Load stored tensors into whole or sharded ones of the same names and sizes (or ValueError); all ranks call it."""
+    """Load stored tensors into tensors of the same names and sizes (or ValueError); all ranks call it."""
     try:
         dcp.load(
             dict(tensors),
@@ -97,7 +101,7 @@ def read_into(folder: Path, table: Table, tensors: Mapping[str, torch.Tensor], *
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype by its name in the table; ValueError if there is none."""
+    """Return the dtype by its name in the table; ValueError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype")
@@ -109,7 +113,7 @@ class FailedElsewhere(Exception):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes the bytes of tensors into one file, and makes `dcp.save` return the place of each.
+    """Writer of the bytes of tensors into one file, which makes `dcp.save` return the place of each.
 
     torch's own writer makes an archive of each tensor, which takes longer than a step of a small model.
 
@@ -135,7 +139,7 @@ class _Writer(dcp.FileSystemWriter):
                     results.append(WriteResult(item.index, size_in_bytes=len(content), storage_data=place))
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:  # that of a write does not name the file
+        except OSError as error:  # the error of a write does not name the file
             self.error = OSError(error.errno, error.strerror, str(self._file))
         future.set_result([] if self.error else results)
         return future
@@ -155,7 +159,7 @@ class _Piece:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads what `_Writer` wrote, by a table of plain values."""
+    """Reader of what `_Writer` wrote, by a table of plain values."""
 
     def __init__(self, folder: Path, table: Table) -> None:
         super().__init__(str(folder))
@@ -184,7 +188,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, in the order of bytes of this machine."""
+    """Return the memory of a contiguous tensor on the CPU, in the order of bytes of this machine."""
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 

@@ -27,9 +27,10 @@ class World:
     """The rank of this process among the ranks of a group.
 
     Attributes:
-        rank: 0 ... size - 1.
-        local_rank: rank within this machine, which is the index of its GPU.
-        group: process group; None for all launched ranks.
+        rank: Rank, 0 ... size - 1.
+        size: Number of ranks.
+        local_rank: Rank within this machine, which is the index of its GPU.
+        group: Process group; None for all launched ranks.
         across, along: `replicas` and `stages` of a world with pipelines.
     """
 
@@ -42,17 +43,17 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes the files that are written once."""
+        """True if this is rank 0, which writes the files that are written once."""
         return self.rank == 0
 
     @property
     def replicas(self) -> "World":
-        """The ranks of this stage, one per replica, that share batches and average gradients."""
+        """Ranks of this stage, one per replica, that share batches and average gradients."""
         return self.across or self
 
     @property
     def stages(self) -> "World":
-        """The ranks of this replica, one per stage; this rank alone without pipelines."""
+        """Ranks of this replica, one per stage; only this rank without pipelines."""
         return self.along or World()
 
     def cut(self, num_stages: int) -> "World":
@@ -77,7 +78,7 @@ class World:
         return replace(self, across=across, along=along)
 
     def share(self, batch: int) -> int:
-        """Number of samples of a batch on this rank; UserError if the ranks cannot have equal shares."""
+        """Return the number of samples of a batch on this rank; UserError if the ranks cannot have equal shares."""
         if batch % self.size:
             fitting = max(self.size, batch - batch % self.size)
             raise UserError(
@@ -108,9 +109,9 @@ class World:
         rows = rows.detach().contiguous()
         if self.size == 1:
             return rows
-        own = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
-        dist.reduce_scatter_tensor(own, rows, group=self.group)
-        return own
+        local_rows = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
+        dist.reduce_scatter_tensor(local_rows, rows, group=self.group)
+        return local_rows
 
     def gather_objects(self, value: Any) -> list[Any]:
         """All-gather plain values, in rank order."""
@@ -126,9 +127,9 @@ class World:
             return work()
         try:
             outcome, error = work(), None
-        except ClipmillError as own:
-            outcome, error = None, own
-        errors = [one for one in self.gather_objects(error) if one is not None]
+        except ClipmillError as raised:
+            outcome, error = None, raised
+        errors = [failure for failure in self.gather_objects(error) if failure is not None]
         if errors:
             raise errors[0]
         return cast(Outcome, outcome)
@@ -154,7 +155,7 @@ class World:
 
 
 def joined_world() -> World:
-    """The ranks of the process group that this process has joined; else those that a launcher named; else one."""
+    """Return the ranks of the joined process group, else the ranks that a launcher named, else a single rank."""
     if dist.is_available() and dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

@@ -46,7 +46,7 @@ def launch_facts(settings: TrainingSettings, *, resume: object) -> Start:
         {name: value for name, value in plain_values(asdict(settings)).items() if name not in MACHINE_FLAGS}
     )
     # Paths may differ here too.
-    evaluated = [f"{one.name}: split {one.split}, {one.protocol}" for one in settings.evaluate.evaluated()]
+    evaluated = [f"{one.name}: split {one.split}, {one.protocol}" for one in settings.evaluate.evaluated_data()]
     values["evaluate.shards"] = evaluated if settings.evaluate.shards else []
     own = versions()
     return {
@@ -88,7 +88,7 @@ def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tupl
     folders = settings.folders
     own = dict(zip([f" of {name}" for name in folder_names(folders)], folders, strict=True))
     own = own if len(folders) > 1 else {"": settings.folder}
-    others = {f" of {one.name}": one.shards for one in settings.evaluated() if one.shards is not None}
+    others = {f" of {one.name}": one.shards for one in settings.evaluated_data() if one.shards is not None}
     for name, shards in {**own, **(others if settings.evaluate.every else {})}.items():
         if is_local_folder(shards):
             content[f"manifest{name}"] = str(read_manifest(Path(shards))["fingerprint"])[:16]

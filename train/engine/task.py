@@ -68,8 +68,8 @@ class Task(Protocol):
     def evaluate(self, model: nn.Module, world: World) -> Mapping[str, float | list[float]]:
         """Metrics of the evaluations in the loop, equal on all ranks; {} if there is none.
 
-        There is one for each of `settings.evaluated()`, whose name begins its metrics: `<name>/<metric>`. A list has a
-        value for each batch, such as its loss; it is logged, and cannot be selected by --best.
+        There is one for each of `settings.evaluated_data()`, whose name begins its metrics: `<name>/<metric>`. A list
+        has a value for each batch, such as its loss; it is logged, and cannot be selected by --best.
         All ranks call it at the same step, with the model in evaluation mode and without gradients. Forward passes
         must not communicate, as ranks may make different numbers of them.
         """

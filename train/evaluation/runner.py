@@ -112,7 +112,7 @@ class OpenedRun:
 
     def differences(self, wanted: Any) -> dict[str, Any]:
         """Settings that differ from the training, by flag: clips, a condition, settings of the same name."""
-        differences = self.overrides.given()
+        differences = self.overrides.given_values()
         if self.settings.where:
             differences["where"] = self.settings.where
         for name, group in _given_groups(wanted).items():
@@ -178,7 +178,7 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
     shape = shape_of_run(run, settings)
     given = {"shape": shape} if use.is_without_data else {}
     task: Any = spec.open(settings, attention=trained.attention, device=trained.device, run=run, **given)
-    if overrides.given():
+    if overrides.given_values():
         source = open_run_weights(run, checkpoint=checkpoint)
         load = partial(load_whole, source=source, fit=task.fit_whole, say=say)
         trained = replace(trained, settings=settings, load=load)
@@ -328,7 +328,7 @@ def command_line(name: str, opened: OpenedRun, wanted: Any) -> str:
     words = ["train", "eval", name, opened.title, "--split", wanted.split]
     words += [] if opened.shards is None else ["--shards", opened.shards]
     words += [] if opened.settings.where is None else ["--where", opened.settings.where]
-    for flag, value in opened.overrides.given().items():
+    for flag, value in opened.overrides.given_values().items():
         words += [f"--{flag.replace('_', '-')}", str(value)]
     values, defaults = asdict(wanted), flatten(asdict(type(wanted)()))
     for group, given in _given_groups(wanted).items():

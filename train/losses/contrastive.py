@@ -317,7 +317,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
 
     parts = split(batch, step.microbatch)
     if len(parts) == 1:
-        with step.synced(True), step.random(0):
+        with step.synced(True), step.seed_generators(0):
             embedded = embed(batch)
             _push(embedded, gradients(*(one.detach() for one in embedded)), step)
         return
@@ -326,7 +326,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
         # The second pass begins with the same buffers, and leaves those of one pass over each microbatch.
         with keep_buffers(model):
             for number, part in enumerate(parts):
-                with step.random(number):
+                with step.seed_generators(number):
                     first.append(embed(part))
         video_bE, text_bE = (torch.cat(side) for side in zip(*first, strict=True))
         grads_bE = gradients(video_bE, text_bE)
@@ -335,7 +335,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
     skips = getattr(getattr(model, "module", model), "has_frozen_tower", False)
     options = {"only_trained": True} if skips else {}
     for number, (part, grads) in enumerate(zip(parts, grads_RE, strict=True)):
-        with step.synced(number == len(parts) - 1), step.random(number):
+        with step.synced(number == len(parts) - 1), step.seed_generators(number):
             _push(embed(part, **options), grads, step)
 
 

@@ -62,7 +62,7 @@ def backward_microbatches(
     losses = []
     for part, begin in enumerate(range(0, num_samples, size)):
         rows = slice(begin, min(begin + size, num_samples))
-        with step.synced(rows.stop == num_samples), step.random(part):
+        with step.synced(rows.stop == num_samples), step.seed_generators(part):
             loss = loss_of(rows)
             step.scale(loss if gradient_factor == 1 else loss * gradient_factor).backward()
         losses.append(loss.detach())

@@ -93,7 +93,7 @@ class WeightsAndBiases:
             allow_val_change=True,  # settings that a resumed run may change
         )
         # Runs with different batch sizes are compared by epoch.
-        for name in ("train/loss", "train/epoch_loss", *(f"{one.name}/*" for one in settings.evaluated())):
+        for name in ("train/loss", "train/epoch_loss", *(f"{one.name}/*" for one in settings.evaluated_data())):
             self._run.define_metric(name, step_metric="train/epoch")
         self._run.summary["page"] = str(run.page.resolve())
 

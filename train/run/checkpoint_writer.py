@@ -49,7 +49,7 @@ class CheckpointWriter:
     def save(self, tensors: Mapping[str, torch.Tensor], metadata: CheckpointMetadata) -> None:
         """Copy the state and return; waits for (and raises FailedWork for) the previous checkpoint only."""
         self.wait()
-        staged = self._storage.staged(tensors)
+        staged = self._storage.stage(tensors)
         self._writing = self._thread.submit(self._write, staged, metadata)
 
     def wait(self) -> None:

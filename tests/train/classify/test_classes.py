@@ -84,7 +84,7 @@ def test_labels_that_can_be_classes_are_listed_and_actions_proposed(data_dir: Pa
     assert found == ("class", "mood", "noun", "verb", "action") and proposed_label(found) == "action"
     with pytest.raises(UserError) as refused:
         read_classes(data_dir, label="nouns", splits=("train",))
-    assert refused.value.hint == "labels there: class, mood, noun, verb, action; for example --label action"
+    assert refused.value.hint == "available labels: class, mood, noun, verb, action; for example --label action"
 
 
 def test_numbers_of_verbs_nouns_and_actions_get_the_names_of_class_files(tmp_path: Path) -> None:

@@ -72,39 +72,39 @@ def test_a_clip_is_always_shown_with_one_of_its_own(ranks: list[list[int]], weig
 
 def test_sources_are_named_in_full_or_by_pattern() -> None:
     names = ["ego4d_train.rephraser.top3", "ego4d_train", "ego4d_train.narrator_63"]
-    by_default = choose_sources(names, wanted=None)
+    by_default = choose_sources(names, weights=None)
     assert by_default.names == ("ego4d_train", "ego4d_train.narrator_63", "ego4d_train.rephraser.top3")
     assert by_default.weights.tolist() == [1, 1, 1] and by_default.rank.tolist() == [2, 0, 1]
-    chosen = choose_sources(names, wanted="*rephraser*=2,ego4d_train=1,*narrator*=0")
+    chosen = choose_sources(names, weights="*rephraser*=2,ego4d_train=1,*narrator*=0")
     assert chosen.names == ("ego4d_train.rephraser.top3", "ego4d_train")
     assert chosen.weights.tolist() == [2, 1] and chosen.rank.tolist() == [0, 1, -1]
     with pytest.raises(UserError, match="no caption of this manifest has the source 'human'") as caught:
-        choose_sources(names, wanted="human=1")
+        choose_sources(names, weights="human=1")
     assert "ego4d_train.narrator_63" in (caught.value.hint or "")
 
 
 def test_captions_of_models_are_used_only_if_they_are_named() -> None:
     names = ["a@1f2e3d4c", "human", "asr"]
-    by_default = choose_sources(names, wanted=None)
+    by_default = choose_sources(names, weights=None)
     assert by_default.names == ("asr", "human") and by_default.rank.tolist() == [-1, 1, 0]
     assert by_default.describe_excluded(5) == (
         '5 captions of models left out (a@1f2e3d4c); the sources "asr=1,human=1,a@*=1" include them'
     )
-    asked = choose_sources(names, wanted="asr=1,human=1,a@*=1")
+    asked = choose_sources(names, weights="asr=1,human=1,a@*=1")
     assert asked.names == ("asr", "human", "a@1f2e3d4c") and not asked.not_asked_for
     with pytest.raises(UserError, match=r"all captions of this split are of models \(a@1f2e3d4c\)") as caught:
-        choose_sources(["a@1f2e3d4c"], wanted=None)
+        choose_sources(["a@1f2e3d4c"], weights=None)
     assert caught.value.hint == 'name them: --captions.sources "a@*=1"'
 
 
 def test_sources_of_other_splits_may_be_wanted_beside_those_of_the_split() -> None:
-    chosen = choose_sources(["human"], wanted="run@*=2,human=1", elsewhere=["human", "run@1f2e3d4c"])
+    chosen = choose_sources(["human"], weights="run@*=2,human=1", elsewhere=["human", "run@1f2e3d4c"])
     assert chosen.names == ("human",) and chosen.rank.tolist() == [0]
     with pytest.raises(UserError, match="this split has no captions of these sources") as caught:
-        choose_sources(["human"], wanted="run@*=2", elsewhere=["human", "run@1f2e3d4c"])
+        choose_sources(["human"], weights="run@*=2", elsewhere=["human", "run@1f2e3d4c"])
     assert caught.value.hint == "sources of this split: human"
     with pytest.raises(UserError, match=r"has the source 'other@\*'"):
-        choose_sources(["human"], wanted="other@*=2,human=1", elsewhere=["human", "run@1f2e3d4c"])
+        choose_sources(["human"], weights="other@*=2,human=1", elsewhere=["human", "run@1f2e3d4c"])
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import pytest
 import webdataset as wds
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.data.tar_samples import MAX_HEADER_BYTES, MAX_TEXT_BYTES
-from clipmill.train.data.video_stream import expand
+from clipmill.train.data.tar_members import MAX_HEADER_BYTES
+from clipmill.train.data.tar_samples import MAX_TEXT_BYTES, expand
 from tests.train.data.test_streams import SIZE_PX, open_stream
 from tests.train.tiny_data import encode_chunk
 
@@ -165,8 +165,8 @@ BOMBS: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     "bzip2": (lambda path: write_packed(path, bz2.compress), "expands to more than 64 times its size", False),
     "sparse": (lambda path: path.write_bytes(FIRST + sparse("bomb.mp4") + LAST + END), "is a sparse file", True),
     "pax_sparse": (lambda path: path.write_bytes(FIRST + pax_sparse("bomb.mp4") + LAST + END), "a sparse file", True),
-    "member": (lambda path: write_zeros(path, "bomb.mp4"), "more than the 1,073,741,824 that are read", True),
-    "json": (lambda path: write_zeros(path, "bomb.json"), f"more than the {MAX_TEXT_BYTES:,} that are read", True),
+    "member": (lambda path: write_zeros(path, "bomb.mp4"), "more than the limit of 1,073,741,824", True),
+    "json": (lambda path: write_zeros(path, "bomb.json"), f"more than the limit of {MAX_TEXT_BYTES:,}", True),
     "long_name": (
         lambda path: write_zeros(path, "x", kind=tarfile.GNUTYPE_LONGNAME),
         f"a header claims 3,221,225,472 bytes, more than {MAX_HEADER_BYTES:,}",
@@ -219,7 +219,7 @@ def pax_named(name: str) -> bytes:
 READ = """
 import json, resource, sys
 from pathlib import Path
-from clipmill.train.data.video_stream import items_in
+from clipmill.train.data.tar_samples import items_in
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 for tar in sys.argv[1:]:
     found = [(item.key, getattr(item, "detail", "")) for item in items_in([tar], cache=None)]

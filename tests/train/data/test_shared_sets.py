@@ -264,7 +264,7 @@ def test_a_cache_that_cannot_be_written_costs_time_and_is_said(
     assert not list(shared_by_all.rglob("set-*")) and not list(shared_by_all.rglob("*.tmp*"))
     monkeypatch.setattr(node_cache, "_chosen", Path("/dev/null/cache"))
     assert held(lambda: np.arange(3)).tolist() == [0, 1, 2]
-    assert "every rank computes for itself" in capsys.readouterr().err
+    assert "each rank computes its own copy" in capsys.readouterr().err
 
     def missing() -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file", "an index")

@@ -117,7 +117,7 @@ def test_versions_count_and_what_a_machine_may_have_of_its_own_does_not() -> Non
 def test_differences_name_the_ranks_that_have_each_value() -> None:
     starts = [{"--lr": 0.1, "--seed": 0}, {"--lr": 0.1, "--seed": 0}, {"--lr": 0.3}]
     assert difference(starts) == (
-        "--lr is 0.1 on ranks 0, 1 and 0.3 on rank 2; --seed is 0 on ranks 0, 1 and not there on rank 2"
+        "--lr is 0.1 on ranks 0, 1 and 0.3 on rank 2; --seed is 0 on ranks 0, 1 and missing on rank 2"
     )
     assert difference(starts[:2]) is None
     found = difference([{f"--{name}": rank for name in "abcdefgh"} for rank in range(9)])

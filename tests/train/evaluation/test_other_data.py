@@ -137,16 +137,16 @@ def test_data_that_cannot_be_told_apart_are_a_mistake(shards: tuple[str, ...], s
 
 
 def test_what_names_data() -> None:
-    assert [one.name for one in DualEncoderEvaluation(every=1, shards=("/data/a=1/b",)).evaluated()] == ["b"]
+    assert [one.name for one in DualEncoderEvaluation(every=1, shards=("/data/a=1/b",)).evaluated_data()] == ["b"]
     shards = ("data/ek100", "own=s3://bucket/a=b@test", "vatex=/data/v@test:vatex", "a@b/c")
-    found = DualEncoderEvaluation(every=1, split="held-out", shards=shards).evaluated()
+    found = DualEncoderEvaluation(every=1, split="held-out", shards=shards).evaluated_data()
     assert [(one.name, one.shards, one.split, one.protocol) for one in found] == [
         ("ek100", "data/ek100", "held-out", None),
         ("own", "s3://bucket/a=b", "test", None),
         ("vatex", "/data/v", "test", "vatex"),
         ("c", "a@b/c", "held-out", None),
     ]
-    assert EvaluationSettings(every=1).evaluated() == (EvaluatedData(name="val", shards=None, split="val"),)
+    assert EvaluationSettings(every=1).evaluated_data() == (EvaluatedData(name="val", shards=None, split="val"),)
     kept = DualEncoderEvaluation(every=1, split="held-out", shards=shards).from_anywhere()
     assert kept.shards == (
         f"ek100={Path.cwd()}/data/ek100@held-out",

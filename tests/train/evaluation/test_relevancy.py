@@ -41,7 +41,7 @@ def test_a_matrix_is_kept_to_the_bit_and_small() -> None:
     matrix = naive(actions(rng, 600), actions(rng, 50))
     small = compress_matrix(matrix)
     assert np.array_equal(small.rows(slice(None)), matrix)
-    assert np.array_equal(small.transposed().rows(slice(None)), matrix.T)
+    assert np.array_equal(small.transpose().rows(slice(None)), matrix.T)
     some, others = np.array([5, 3, 3]), np.array([7, 0, 2])
     assert np.array_equal(small.take(some, others).rows(slice(None)), matrix[np.ix_(some, others)])
     assert np.array_equal(small.at(some, others), matrix[some, others])

@@ -68,8 +68,8 @@ def test_tars_are_refused_with_what_only_data_folders_have(
 ) -> None:
     for flags, problem in (
         (("--where", "motion > 1"), "no manifest and no scores"),
-        (("--captions.sources", "human=1"), "the one caption that its tar gives it"),
-        (("--text-tower", "frozen"), "the one caption that its tar gives it"),
+        (("--captions.sources", "human=1"), "only the caption in its tar"),
+        (("--text-tower", "frozen"), "only the caption in its tar"),
     ):
         capsys.readouterr()
         assert train("dual-encoder", "--shards", tars, *SMALL, *flags, "--out", tmp_path / "run") == 2

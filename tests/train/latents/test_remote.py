@@ -173,7 +173,7 @@ def test_a_disk_that_fills_up_is_noted_and_the_rest_is_read_by_range(
     fill(tiny_disk)
     assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
     said = capsys.readouterr().err
-    assert "note: the cache takes no more tars, the others are read by range: [Errno 28] No space left" in said
+    assert "note: the cache takes no more tars, further tars are read by range: [Errno 28] No space left" in said
     assert not copies_of(written, tiny_disk)
 
 
@@ -204,7 +204,7 @@ def test_wrong_bytes_of_an_object_are_reported_under_its_address(own: Written, b
 
 
 def test_text_that_does_not_fit_is_the_users_mistake(written: Written, remote: Objects, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the text column has to be in the cache as a whole") as caught:
+    with pytest.raises(UserError, match="the text column has to be completely in the cache") as caught:
         loader(opened(remote.address, tmp_path, size="1kB"))
     assert caught.value.hint and "--cache-size" in caught.value.hint
 

@@ -69,7 +69,7 @@ def test_models_see_frames_first(written: Written) -> None:
 
 @pytest.mark.parametrize("segment", ["1s", "4s", "2.1s"])
 def test_a_segment_is_not_cut_out_of_another(written: Written, segment: str) -> None:
-    with pytest.raises(UserError, match="encoded segments of 2 s as a whole") as caught:
+    with pytest.raises(UserError, match="encoded complete segments of 2 s") as caught:
         open_latent_segments(segments(written.data_dir, split="train", segment=segment))
     assert caught.value.hint is not None and "use 2s" in caught.value.hint
 

@@ -111,7 +111,7 @@ def test_gradcache_changes_statistics_as_plain_passes_over_its_microbatches(micr
         loss = objective.double().backward(model, batch, step)["loss"]
         parts = []
         for part, begin in enumerate(range(0, 6, microbatch)):
-            with step.random(part):
+            with step.seed_generators(part):
                 parts.append(reference(pictures[begin : begin + microbatch], text[begin : begin + microbatch]))
         videos, texts = (torch.cat(side) for side in zip(*parts, strict=True))
         assert objective.logit_scale is not None

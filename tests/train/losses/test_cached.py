@@ -22,7 +22,7 @@ class PartByPart(Towers):
         """All embeddings, with gradients."""
         parts = []
         for number, begin in enumerate(range(0, len(clips), self.size)):
-            with self.step.random(number):
+            with self.step.seed_generators(number):
                 parts.append(super().forward(clips[begin : begin + self.size], captions[begin : begin + self.size]))
         video, text = (torch.cat(side) for side in zip(*parts, strict=True))
         return video, text
@@ -55,7 +55,7 @@ def test_dropout_differs_between_microbatches_and_steps() -> None:
     ones = torch.ones(2, 5, dtype=torch.float64)
     drawn = []
     for number, part in ((1, 0), (1, 1), (2, 0)):
-        with Step(number=number).random(part):
+        with Step(number=number).seed_generators(part):
             drawn.append(torch.nn.functional.dropout(ones, 0.5))
     assert not drawn[0].equal(drawn[1])
     assert not drawn[0].equal(drawn[2])

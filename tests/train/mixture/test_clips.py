@@ -199,7 +199,7 @@ def test_where_selects_in_each_folder_and_not_in_their_evaluations(near: Path, f
     samples = mixture(near, far, where=where)
     assert samples.num_clips == 2 + 4
     task = task_on(near, far, where=where)
-    for one in task._settings.evaluated():
+    for one in task._settings.evaluated_data():
         held_out = task.on(one.shards).samples(one.split, ONE)
         assert held_out.num_samples == 4
 

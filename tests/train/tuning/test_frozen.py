@@ -83,7 +83,7 @@ def test_the_first_blocks_are_run_without_a_graph(
         patch.setattr(DualEncoder, "forward", watch)
         flags = [*TINY, "--lr", "1e-3", "--steps", 1, "--shards", data_dir, "--out", tmp_path / "run"]
         assert train("dual-encoder", *flags, "--freeze", "blocks:3", "text.blocks:1") == 0
-    said = "--freeze blocks:3 text.blocks:1 keeps random weights: --init.weights names none\n"
+    said = "--freeze blocks:3 text.blocks:1 keeps random weights: there are no --init.weights\n"
     assert said in capsys.readouterr().out
     grown = {name for name, has_graph in seen.items() if has_graph}
     assert len(seen) == 7 and grown == {"video.transformer.resblocks.3", "text.transformer.resblocks.1"}

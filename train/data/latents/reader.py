@@ -1,4 +1,7 @@
-"""`LatentReader`: segments of latents, read in blocks, with their captions or labels."""
+"""`LatentReader`: segments of latents, read in blocks and collated, with their captions or labels.
+
+`MixedLatentReader` reads the segments of several data folders.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -29,14 +32,14 @@ if TYPE_CHECKING:
     from clipmill.train.data.mixed_samples import Numbering
 
 
-_AHEAD_BYTES = 1 << 28  # of members that are loaded ahead
+_AHEAD_BYTES = 1 << 28  # size of members that are loaded ahead
 
 Columns = dict[str, NDArray[np.int64]]  # entries of batches, by name
 
-# A sample: columns of batches and its row there; its latents, and its embedding in a set with stored text.
+# A sample: columns of batches and its row in them; its latents, and its embedding in a set with stored text.
 LatentSample = tuple[Columns, int, Part, Part | None]
 _Text = tuple[int, int, int]  # member and place of the embedding, or of a sequence, and number of vectors
-_Wanted = tuple[int, int, _Text | None]  # first frame, number of frames; text
+_Segment = tuple[int, int, _Text | None]  # first frame, number of frames; text
 _Loaded = tuple[Part, Part | None] | Problem
 
 
@@ -45,13 +48,13 @@ class SegmentRequests:
     """Samples to read; one entry of each array per request.
 
     Attributes:
-        columns: What a batch has beside latents and embeddings, perhaps of further requests too.
+        columns: Entries of a batch beside latents and embeddings; they may have rows of further requests too.
         rows: Rows of the requests in `columns`, ascending.
         chunk: Index in the records.
         frame: First frame in its chunk.
         num_frames: Number of frames; fewer than in a full segment for a tail.
-        text_place: Where the embedding or sequence of the caption begins; None without stored text. The lengths of
-            sequences are the column `num_tokens`.
+        text_place: Place at which the embedding or sequence of the caption begins; None without stored text. The column
+            `num_tokens` has the lengths of sequences.
     """
 
     columns: Columns
@@ -62,34 +65,34 @@ class SegmentRequests:
     text_place: NDArray[np.int64] | None
 
     def column(self, name: str, *, default: int) -> NDArray[np.int64]:
-        """A column for the requests alone; `default` for each where there is none."""
+        """Return a column for these requests; `default` for each if the column is missing."""
         column = self.columns.get(name)
         return np.full(len(self.rows), default) if column is None else column[np.asarray(self.rows)]
 
 
 class SegmentReader:
-    """Reads segments. Thread-safe."""
+    """Reader of segments. Thread-safe."""
 
     def __init__(self, segments: LatentSegments) -> None:
         records = segments.records
         self._segments, self._records, self._tars = segments, records, segments.maps
         self._latents = VerifiedMembers(self._tars, len(records), records.payload, column=LATENTS, noun="bytes")
-        self._text = None if segments.text is None else segments.text.verified(self._tars)
+        self._text = None if segments.text is None else segments.text.verify_in(self._tars)
 
     def read(self, requests: SegmentRequests, loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
         """Read the samples of some requests, in their order.
 
         Args:
-            loading: How members are loaded that are not parts of maps.
+            loading: Threads for members that are not parts of maps.
 
         Raises:
-            UserError: a tar cannot be mapped any more.
+            UserError: A tar cannot be mapped any more.
         """
         frame_bytes = self._records.shape.frame_bytes
         latents = self._records.array_place[requests.chunk] + requests.frame * frame_bytes
         due = self._due(requests, latents)
         if due.any():
-            return self._loaded(requests, due, loading)
+            return self._read_ahead(requests, due, loading)
         texts: Iterator[Part | None] = repeat(None)
         if self._segments.text is not None and requests.text_place is not None:
             num_tokens = requests.column("num_tokens", default=1)
@@ -98,7 +101,7 @@ class SegmentReader:
         return zip(repeat(requests.columns), requests.rows, parts, texts)
 
     def _due(self, requests: SegmentRequests, latents: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """The requests that have to wait for a member; once these were loaded, all others are verified too."""
+        """Return the requests that have to wait for a member; after these are loaded, all others are verified too."""
         are_parts = not self._records.shape.is_compressed and self._tars.are_mapped(latents)
         due = self._latents.are_due(requests.chunk)
         if self._text is not None and self._segments.text is not None and requests.text_place is not None:
@@ -106,10 +109,10 @@ class SegmentReader:
             due |= self._text.are_due(self._segments.text.member_at(requests.text_place))
         return due if are_parts else np.ones(len(requests.chunk), bool)
 
-    def _loaded(
+    def _read_ahead(
         self, requests: SegmentRequests, due: NDArray[np.bool_], loading: LoaderSettings
     ) -> Iterator[LatentSample | FailedSample]:
-        """As `read`; threads load what is due. Requests in a row that show the same chunk load it once."""
+        """Read with threads that load what is due. Consecutive requests for the same chunk load it once."""
         chunk: list[int] = requests.chunk.tolist()
         text: Iterable[_Text | None] = repeat(None, len(chunk))
         if self._segments.text is not None and (place := requests.text_place) is not None:
@@ -133,18 +136,20 @@ class SegmentReader:
         )
         with closing(outcomes):
             for run, has_to_wait in zip(runs, waits, strict=True):
-                its_chunk, rows = chunk[run[0]], requests.rows[slice(*run)]
+                chunk_of_run, rows = chunk[run[0]], requests.rows[slice(*run)]
                 loaded = next(outcomes)[1] if has_to_wait else load(run)
-                parts = [self._latents.give_up(its_chunk, loaded)] * len(rows) if isinstance(loaded, Stuck) else loaded
+                parts = (
+                    [self._latents.give_up(chunk_of_run, loaded)] * len(rows) if isinstance(loaded, Stuck) else loaded
+                )
                 for row, part in zip(rows, parts, strict=True):
                     if isinstance(part, Problem):
                         position = int(requests.columns["position"][row])
-                        yield FailedSample(position, self._segments.key(its_chunk), part.reason, part.detail)
+                        yield FailedSample(position, self._segments.key(chunk_of_run), part.reason, part.detail)
                     else:
                         yield requests.columns, row, *part
 
-    def _load(self, chunk: int, segments: Iterable[_Wanted]) -> list[_Loaded]:
-        """The parts of a chunk for some segments, each with its embedding."""
+    def _load(self, chunk: int, segments: Iterable[_Segment]) -> list[_Loaded]:
+        """Return the parts of a chunk for some segments, each with its embedding."""
         content, shape, loaded = self._latents.load(chunk), self._records.shape, list[_Loaded]()
         first = int(self._records.header_bytes[chunk])
         if shape.is_compressed and not isinstance(content, Problem):
@@ -152,7 +157,13 @@ class SegmentReader:
             size_bytes = first + int(self._records.num_frames[chunk]) * shape.frame_bytes
             content = memoryview(decompress_frame(content, size_bytes=size_bytes))
         for frame, num_frames, text in segments:
-            embedding = None if text is None else self._embedding(*text)
+            embedding: Part | Problem | None = None
+            if text is not None and self._text is not None and self._segments.text is not None:
+                member, place, num_tokens = text
+                stored = self._text.load(member)
+                embedding = stored
+                if not isinstance(stored, Problem):
+                    embedding = self._segments.text.row_of(stored, member, place, num_tokens=num_tokens)
             if isinstance(content, Problem):
                 loaded.append(content)
             elif isinstance(embedding, Problem):
@@ -162,20 +173,13 @@ class SegmentReader:
                 loaded.append(((content, begin, begin + num_frames * shape.frame_bytes), embedding))
         return loaded
 
-    def _embedding(self, member: int, place: int, num_tokens: int) -> Part | Problem:
-        assert self._text is not None and self._segments.text is not None
-        content = self._text.load(member)
-        if isinstance(content, Problem):
-            return content
-        return self._segments.text.row_of(content, member, place, num_tokens=num_tokens)
-
 
 class LatentRing:
-    """Makes batches of the samples of a set, or of sets that are alike.
+    """Memory in which batches are made of the samples of a set, or of sets that are alike.
 
     Args:
         loading: Size of the largest batch, and its memory.
-        keys_of: Gives the keys of the chunks that clips are in.
+        keys_of: Function that returns the keys of the chunks that hold clips.
         captions: Captions of the segments, for their tokens; None without.
     """
 
@@ -206,12 +210,12 @@ class LatentRing:
         self._keys_of, self._captions, self._from_numpy = keys_of, captions, torch.from_numpy
 
     def collate(self, samples: Sequence[LatentSample]) -> Batch:
-        """The batch of `samples`, in their order."""
+        """Return the batch of `samples`, in their order."""
         columns, rows, latents, texts = zip(*samples)  # noqa: B905 - all have four entries
         first, end = rows[0], rows[0] + len(rows)
         is_slice = columns[-1] is columns[0] and rows[-1] + 1 == end
-        # A literal: calling `Batch` costs a microsecond, which a batch of one notices.
-        pictures = self._latents.filled(latents)
+        # A literal: calling `Batch` costs a microsecond, which matters for a batch of one.
+        pictures = self._latents.fill(latents)
         batch: Batch = {
             "input": "latents",
             "latents": pictures.transpose(1, 2) if self._channels_first else pictures,
@@ -225,7 +229,7 @@ class LatentRing:
             captions = self._captions.texts_at(batch.pop("text_row").numpy())
             batch["tokens"] = self._from_numpy(np.stack([tokenize(text) for text in captions]))
         if self._text is not None:
-            batch["text"] = self._text.filled(texts)
+            batch["text"] = self._text.fill(texts)
             if (num_tokens := batch.pop("num_tokens", None)) is not None:
                 longest = int(num_tokens.max())
                 batch["text"] = batch["text"][:, :longest]
@@ -241,8 +245,8 @@ class _Rows(BatchMemory):
         size = self._row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
         self._places = [slice(begin, begin + size) for begin in range(0, shape[0] * size, size)]
 
-    def filled(self, parts: Sequence[Part]) -> "torch.Tensor":
-        """A tensor of rows; a part that is shorter than a row is followed by zeros."""
+    def fill(self, parts: Sequence[Part]) -> "torch.Tensor":
+        """Copy parts into rows, and return the rows as a tensor; a part that is shorter than a row is zero-padded."""
         (rows, content), size = self.rows(len(parts)), self._row_bytes
         for place, (source, begin, end) in zip(self._places, parts):  # noqa: B905 - the last batch may be smaller
             content[place] = source[begin:end] if end - begin == size else bytes(source[begin:end]).ljust(size, b"\0")
@@ -250,7 +254,7 @@ class _Rows(BatchMemory):
 
 
 class Keys(Sequence[str]):
-    """Keys of the chunks of clips, made on access: a training step does not need them. Equal to a list of them."""
+    """Keys of the chunks of clips, made on access: a training step does not need them. Equal to a list of keys."""
 
     __slots__ = ("_clips", "_keys_of")
 
@@ -278,7 +282,7 @@ class Keys(Sequence[str]):
 
 
 class LatentReader:
-    """Reads the segments of a table, whose parts are chunks of latents (clipmill.train.data.samples.RowReader).
+    """Reader of the segments of a table, whose parts are chunks of latents (clipmill.train.data.samples.RowReader).
 
     Sample i shows row i.
     """
@@ -303,12 +307,12 @@ class LatentReader:
         return float(self.num_frames / self.segments.records.shape.fps)
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
-        """The samples or failures of some blocks, in order."""
+        """Return the samples or failures of some blocks, in order."""
         # Not a generator, which would be resumed for every sample.
         return chain.from_iterable(self.read(block, loading) for block in blocks)
 
     def read(self, block: Block, loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
-        """The samples or failures of a block, in order."""
+        """Return the samples or failures of a block, in order."""
         return self.segment_reader.read(self.requests(block), loading)
 
     @cached_property
@@ -318,7 +322,7 @@ class LatentReader:
         return SegmentReader(self.segments)
 
     def requests(self, block: Block) -> SegmentRequests:
-        """Requests for a block, each with one caption: drawn with the seed, or the first one without."""
+        """Return requests for a block, each with one caption: drawn with the seed, or the first one without a seed."""
         rows, chunk, frame = block.samples, self._chunk[block.samples], self._frame[block.samples].astype(np.int64)
         num_frames = np.minimum(self.segments.records.num_frames[chunk] - frame, self.num_frames)
         columns = {"position": block.positions, "clip_id": rows.astype(np.int64)}
@@ -342,37 +346,37 @@ class LatentReader:
         return SegmentRequests(columns, range(len(rows)), chunk, frame, num_frames, text_place)
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[LatentSample]], Batch]:
-        """The function that makes batches of samples; it uses the same memory in all iterations."""
+        """Return the function that makes batches of samples; it uses the same memory in all iterations."""
         if loading not in self._rings:
             self._rings[loading] = LatentRing(self.segments, loading, keys_of=self.keys_of, captions=self.captions)
         return self._rings[loading].collate
 
     def keys_of(self, rows: NDArray[np.int64]) -> list[str]:
-        """The chunks of rows."""
+        """Return the chunks of rows."""
         return [self.segments.key(chunk) for chunk in self._chunk[rows].tolist()]
 
     def key(self, sample: int) -> str:
-        """The chunk of a sample."""
+        """Return the chunk of a sample."""
         return self.segments.key(int(self._chunk[sample]))
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the videos of rows."""
+        """Return the numbers of the videos of rows."""
         return self.segments.records.video_row[self._chunk[rows]].astype(np.int64)
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of segments in their videos, microseconds."""
+        """Return the start and end of segments in their videos, microseconds."""
         chunk, frame = self._chunk[rows], self._frame[rows]
         return frame_times_us(self.segments.records, chunk, frame, num_frames=self.num_frames)
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Start and end in their video of the frames in the middle of an evaluated segment, seconds."""
+        """Return the start and end in their video of the frames in the middle of an evaluated segment, seconds."""
         begin_us, _ = self.span_us(np.array([sample]))
         fps = self.segments.records.shape.fps
         begin_s = float(begin_us[0]) / 1e6 + float((self.num_frames - num_frames) // 2 / fps)
         return begin_s, begin_s + float(num_frames / fps)
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Frames as a model sees them, in false colours: three channels as red, green and blue [h, w, 3].
+        """Return frames as a model sees them, in false colours: three channels as red, green and blue [h, w, 3].
 
         Empty if the latents do not match their checksum.
         """
@@ -395,12 +399,12 @@ class LatentReader:
         return list((np.clip(colours / (2 * FALSE_COLOUR_STDS) + 0.5, 0, 1) * 255).astype(np.uint8))
 
     def deviations(self) -> list[str]:
-        """Which chunks the latents were made of, if not of the current ones, and where the tars are."""
+        """Report latents of chunks other than the current ones, and where the tars are."""
         return [self.segments.made_of, self.segments.maps.describe()]
 
 
 class MixedLatentReader:
-    """Reads segments of several folders, numbered one folder after another. For the arguments see `MixedReader`."""
+    """Reader of segments of several folders, numbered one folder after another. For the arguments see `MixedReader`."""
 
     def __init__(self, parts: Sequence[Samples], addresses: Sequence[str], numbering: "Numbering") -> None:
         self._readers: list[LatentReader] = [part.reader for part in parts]  # type: ignore[misc]
@@ -408,11 +412,11 @@ class MixedLatentReader:
         self._rings: dict[LoaderSettings, LatentRing] = {}
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
-        """The samples or failures of some blocks, in order."""
+        """Return the samples or failures of some blocks, in order."""
         return chain.from_iterable(self._read(block, loading) for block in blocks)
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[LatentSample]], Batch]:
-        """The function that makes batches of samples; it uses the same memory in all iterations."""
+        """Return the function that makes batches of samples; it uses the same memory in all iterations."""
         if loading not in self._rings:
             self._rings[loading] = LatentRing(
                 self._readers[0].segments, loading, keys_of=self.keys_of, captions=self.captions
@@ -421,22 +425,22 @@ class MixedLatentReader:
 
     @cached_property
     def captions(self) -> Captions | None:
-        """The captions of all folders, whose texts are numbered one folder after another; None without."""
+        """Captions of all folders, with texts numbered one folder after another; None without captions."""
         parts = [reader.captions for reader in self._readers if reader.captions is not None]
         if not parts:
             return None
-        # One table, as finding the folder of each caption of a small batch would take longer than reading its text.
+        # One table: finding the folder of each caption of a small batch would take longer than reading its text.
         texts = pa.chunked_array([chunk for part in parts for chunk in part.stored_texts.chunks], pa.string())
         return Captions(parts[0].rows, texts, tokenize=parts[0].tokenize)
 
     @cached_property
     def _first_text(self) -> list[int]:
-        """The number of the first text of each folder."""
+        """Number of the first text of each folder."""
         counts = [0 if reader.captions is None else len(reader.captions.stored_texts) for reader in self._readers]
         return np.cumsum([0, *counts]).tolist()
 
     def keys_of(self, clips: NDArray[np.int64]) -> list[str]:
-        """The chunks of clips."""
+        """Return the chunks of clips."""
         keys: list[str] = [""] * len(clips)
         for folder, where, rows in self._numbering.divide(clips):
             for index, key in zip(where.tolist(), self._readers[folder].keys_of(rows), strict=True):

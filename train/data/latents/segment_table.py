@@ -1,4 +1,4 @@
-"""The table of segments of latents: which chunks have latents, and which segments have captions or labels."""
+"""The table of segments of latents: the chunks with latents, and the segments with captions or labels."""
 
 import hashlib
 import shlex
@@ -46,10 +46,10 @@ def read_latents(latents: Variant, data_dir: Path, *, split: str, maps: MappedTa
     """Read which chunks of a split have latents.
 
     Args:
-        maps: Tars of the latents, perhaps followed by others.
+        maps: Tars of the latents, perhaps followed by other tars.
 
     Raises:
-        UserError: there are none, or a file is damaged.
+        UserError: There are no latents, or a file is damaged.
     """
     maps.require_files()
     video_ids = videos_of_split(data_dir, split)
@@ -67,7 +67,7 @@ def read_latents(latents: Variant, data_dir: Path, *, split: str, maps: MappedTa
 def read_text(
     text: Variant, stored: StoredLatents, maps: MappedTars, *, data_dir: Path, split: str, depends_on: Sequence[object]
 ) -> tuple[TextMembers, TextRows]:
-    """The members and rows of stored texts, whose tars follow the tars of the latents in `maps`."""
+    """Return the members and rows of stored texts, whose tars follow the tars of the latents in `maps`."""
 
     def read() -> tuple[TextMembers, TextRows]:
         if not text.num_shards:
@@ -97,7 +97,7 @@ def make_segment_table(
     num_frames: int,
     manifest: tuple[object, ...],
 ) -> SampleTable:
-    """The segments of the chunks that are selected, with their captions or labels."""
+    """Return the segments of the selected chunks, with their captions or labels."""
     chunks = None if selection.chunks is None else selection.rows
     records = stored.records if chunks is None else stored.records.take(chunks)
     segments = cut(records, num_frames=num_frames, tails=query.tails)
@@ -144,17 +144,17 @@ def make_segment_table(
     require_same_manifest(query.data_dir, manifest)
     chunk = segments.chunk_of(segment)
     frame = ((segment - segments.first[chunk]) * num_frames).astype(np.int32)
-    described = [
+    remarks_on_segments = [
         f"{count_noun(len(segment), 'segment')} of {count_noun(num_frames, 'frame')} ({records.shape}) "
         f"in {count_noun(len(records), 'chunk')} of split {query.split!r}"
     ]
     if records.num_unknown:
-        described.append(
+        remarks_on_segments.append(
             f"{count_noun(records.num_unknown, 'chunk')} of videos that the manifest does not name left out"
         )
     if segments.num_tails:
-        done = "left out" if query.tails == "drop" else "padded with zeros"
-        described.append(f"{count_noun(segments.num_tails, 'shorter tail')} {done}")
+        treatment = "left out" if query.tails == "drop" else "padded with zeros"
+        remarks_on_segments.append(f"{count_noun(segments.num_tails, 'shorter tail')} {treatment}")
     if num_left_out:
         remarks.append(f"{count_noun(num_left_out, 'further segment')} of long videos left out")
     return SampleTable(
@@ -162,7 +162,7 @@ def make_segment_table(
         frame=frame,
         captions=captions,
         label=label,
-        remarks=(*described, *remarks, *selection.remarks()),
+        remarks=(*remarks_on_segments, *remarks, *selection.remarks()),
     )
 
 
@@ -179,17 +179,17 @@ def _nothing_of(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split:
 
 
 def require_whole_crops(latents: Variant, shape: FrameShape, *, segment: str | None, num_frames: int) -> None:
-    """Raise a UserError if segments would show two crops of latents with random crops."""
+    """Raise a UserError if a segment of latents with random crops would show two crops."""
     recipe = latents.recipe
     if recipe.get("crop") not in ("random", "exact") or shape.segment_frames:
         return
-    made = str(recipe.get("segment"))
-    made_frames = Fraction(made[:-1]) if made.endswith("f") else seconds_of(made) * shape.fps
-    if (made_frames / num_frames).denominator != 1:
+    crop_segment = str(recipe.get("segment"))
+    crop_frames = Fraction(crop_segment[:-1]) if crop_segment.endswith("f") else seconds_of(crop_segment) * shape.fps
+    if (crop_frames / num_frames).denominator != 1:
         raise UserError(
-            f"segments of {segment or DEFAULT_SEGMENT} would show two crops: {latents.directory} has a new one every"
-            f" {made}",
-            hint=f"use segment={made!r} or a whole part of it, or latents with --crop centre",
+            f"segments of {segment or DEFAULT_SEGMENT} would show two crops: {latents.directory} has a new crop every"
+            f" {crop_segment}",
+            hint=f"use segment={crop_segment!r} or an integer fraction of it, or latents with --crop centre",
         )
 
 
@@ -207,25 +207,23 @@ def pair_captions(
     selected: NDArray[np.bool_] | None,
     keep: Callable[[NDArray[np.int64]], NDArray[np.int64]],
 ) -> tuple[NDArray[np.int64], RowCaptions, list[str]]:
-    """Read the captions of the videos `video_ids`, which are of the split of a query, and find the segments of each.
+    """Read the captions of the videos `video_ids` of a split, and find the segments of each caption.
 
     Args:
-        stored: The captions of the manifest.
-        text: The stored embeddings; None if captions need none.
-        selected: Which captions are selected; None for all.
-        keep: Chooses among the segments with captions, ascending.
+        stored: Captions of the manifest.
+        text: Stored embeddings; None if captions need no embeddings.
+        selected: Mask of the selected captions; None for all.
+        keep: Function that chooses among the segments with captions, ascending.
 
     Returns:
         The segments, ascending; their captions, grouped by segment, then by source, ascending by id; and remarks.
 
     Raises:
-        UserError: a caption belongs to another video in the text column than in the manifest, or a source is missing,
-            or no caption is selected.
+        UserError: A caption belongs to another video in the text column than in the manifest, a source is missing, or
+            no caption is selected.
     """
     stored.verify()
-    of_split = captions_of_split(
-        stored, query.data_dir, split=query.split, video_ids=video_ids, wanted_sources=query.sources
-    )
+    of_split = captions_of_split(stored, query.data_dir, split=query.split, video_ids=video_ids, weights=query.sources)
     span = SegmentSpans(records, segments)
     none = np.empty(0, np.int64)
     parts: list[dict[str, NDArray[Any]]] = [
@@ -234,8 +232,8 @@ def pair_captions(
     num_embedded = num_selected = 0
     for block in stored.blocks(of_split.video_row):
         video_row = block.video.astype(np.int64)
-        overlapped = span.overlapped(video_row=video_row, begin_s=block.begin_s, end_s=block.end_s)
-        video_row, first, last = (np.repeat(array, block.counts) for array in (video_row, *overlapped))
+        overlaps = span.overlaps(video_row=video_row, begin_s=block.begin_s, end_s=block.end_s)
+        video_row, first, last = (np.repeat(array, block.counts) for array in (video_row, *overlaps))
         rank = of_split.rank_of_code[block.source]
         place, tokens = np.empty(0, np.int64), np.empty(0, np.int32)
         used = rank >= 0
@@ -300,21 +298,21 @@ def pair_captions(
 def _words_sha256(
     captions: CaptionSpans, rows: NDArray[np.int32], *, rank: NDArray[np.int16], of_split: SplitCaptions
 ) -> str:
-    """Digest of the texts of `rows`, source by source."""
+    """Return the digest of the texts of `rows`, source by source."""
     each = []
-    for code, its_rank in enumerate(of_split.rank_of_code.tolist()):
-        if its_rank >= 0:
+    for code, source_rank in enumerate(of_split.rank_of_code.tolist()):
+        if source_rank >= 0:
             is_used = np.zeros(len(captions.texts), bool)
-            is_used[rows[rank == its_rank]] = True
+            is_used[rows[rank == source_rank]] = True
             each.append(f"{captions.sources[code]} {used_texts(captions.texts, is_used)[0]}")
     return hashlib.sha256("\n".join(sorted(each)).encode()).hexdigest()
 
 
 class SegmentSpans:
-    """Finds the segments that a span of a video overlaps; video and time are searched as one number.
+    """Search for the segments that a span of a video overlaps; video and time are searched as one number.
 
     Attributes:
-        lengths_us: int64 [segments], duration of each, microseconds.
+        lengths_us: Duration of each segment, microseconds, int64 [segments].
     """
 
     def __init__(self, records: LatentRecords, segments: Segments) -> None:
@@ -326,24 +324,24 @@ class SegmentSpans:
         self._begins += before
         self._ends += before
 
-    def overlapped(
+    def overlaps(
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each span the first segment of its video that overlaps it, and the one after the last."""
+        """Return for each span the first overlapping segment of its video, and the number after the last one."""
         begin, end = self._keys(video_row=video_row, begin_s=begin_s, end_s=end_s)
         first = np.searchsorted(self._ends, begin, side="right")
         last = np.searchsorted(self._begins, end, side="left")
         return first, np.where(end > begin, last, first)
 
-    def longest(
+    def longest_spans(
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each segment the span that shares the most time with it, and how much that is, microseconds.
+        """Return for each segment the span that shares the most time with it, and this time in microseconds.
 
-        Among equal spans it is the first; -1 and 0 if none overlaps the segment.
+        The first of equal spans counts; -1 and 0 if no span overlaps the segment.
         """
         begin, end = self._keys(video_row=video_row, begin_s=begin_s, end_s=end_s)
-        first, last = self.overlapped(video_row=video_row, begin_s=begin_s, end_s=end_s)
+        first, last = self.overlaps(video_row=video_row, begin_s=begin_s, end_s=end_s)
         widths = np.maximum(last - first, 0)
         span = np.repeat(np.arange(len(first)), widths)
         segment = np.arange(len(span)) - np.repeat(np.cumsum(widths) - widths, widths) + first[span]
@@ -369,7 +367,7 @@ class SegmentSpans:
 def _pairs(
     first: NDArray[np.int64], last: NDArray[np.int64], *, num_segments: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Captions of each segment: how many, and which, segment by segment and ascending within each."""
+    """Return the number of captions of each segment, and the captions, segment by segment and ascending in each."""
     steps = np.bincount(first, minlength=num_segments + 1) - np.bincount(last, minlength=num_segments + 1)
     counts = np.cumsum(steps)[:num_segments]
     pair_caption = np.empty(int((last - first).sum()), np.int32)
@@ -389,7 +387,7 @@ def _pairs(
 
 
 def _blocks(first: NDArray[np.int64], last: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Captions in order, in blocks of a bounded number of pairs."""
+    """Yield captions in order, in blocks of a bounded number of pairs."""
     total = np.cumsum(last - first)
     begin = 0
     while begin < len(first):
@@ -411,11 +409,11 @@ def label_segments(
     """Read the labels of the captions of the videos `video_ids` and find the segments that have them.
 
     Returns:
-        The segments with at least one of the labels, ascending; int64 [N, L] the class of each in each class list, -1
-        if it has none; and remarks.
+        The segments with at least one of the labels, ascending; the class of each in each class list, int64 [N, L], -1
+        without a class; and remarks.
 
     Raises:
-        UserError: the captions have no such label, can have several values of it, or none is selected.
+        UserError: The captions do not have the label, can have several values of it, or no caption is selected.
     """
     table = read_captions(data_dir)
     video_row = rows_of(table["video_id"], video_ids)
@@ -427,15 +425,15 @@ def label_segments(
     share_NL = np.zeros((len(segments), len(classes)))
     for column, label_C in enumerate(labelled.label.T):
         has_label = np.flatnonzero(label_C >= 0 if selected is None else (label_C >= 0) & selected[labelled.row])
-        caption_N, shared_us_N = spans.longest(
+        caption_N, shared_us_N = spans.longest_spans(
             video_row=video_row[labelled.row[has_label]], begin_s=begin_s[has_label], end_s=end_s[has_label]
         )
-        found = caption_N >= 0
-        label_NL[found, column] = label_C[has_label[caption_N[found]]]
-        share_NL[found, column] = shared_us_N[found] / spans.lengths_us[found]
+        has_caption = caption_N >= 0
+        label_NL[has_caption, column] = label_C[has_label[caption_N[has_caption]]]
+        share_NL[has_caption, column] = shared_us_N[has_caption] / spans.lengths_us[has_caption]
     is_labelled = (label_NL >= 0).any(axis=1)
     segment = np.flatnonzero(is_labelled)
-    remarks = [", ".join(its.describe(label) for its, label in zip(classes, label_NL[is_labelled].T, strict=True))]
+    remarks = [", ".join(names.describe(label) for names, label in zip(classes, label_NL[is_labelled].T, strict=True))]
     if num_without := len(segments) - len(segment):
         remarks.append(f"{count_noun(num_without, 'segment')} without label left out")
     if of_captions := labelled.remarks():

@@ -1,8 +1,8 @@
-"""Where the latents of every chunk lie, and the segments they are cut into, as arrays: 40 bytes per chunk.
+"""Places of the latents of every chunk, and the segments that they are cut into, as arrays: 40 bytes per chunk.
 
-A segment is `num_frames` frames of one chunk; segment i of a chunk begins at frame i * num_frames. What is left at the
-end of a chunk is a tail: a shorter segment, which is excluded or zero-padded. Latents of a VAE of videos have the
-segments that it encoded, and no tails; a frame is then a latent frame, and their rate is as low.
+A segment is `num_frames` frames of one chunk; segment i of a chunk begins at frame i * num_frames. The rest at the end
+of a chunk is a tail: a shorter segment, which is omitted or zero-padded. Latents of a VAE of videos have the segments
+that it encoded, and no tails; a frame is then a latent frame, at the lower rate of latent frames.
 """
 
 import re
@@ -39,17 +39,19 @@ _ITEM_BYTES = 2  # of float16 and of bfloat16
 _SHAPE_COLUMNS = ("channels", "height", "width", "dtype", "fps_num", "fps_den")
 DEFAULT_SEGMENT = "5s"
 FALSE_COLOUR_STDS = 2.0  # range of false colours: standard deviations on either side of grey
-_SAME_S = 1e-3  # a decimal number may not be exact, as 80 frames at 30000/1001 per second
+_SAME_S = 1e-3  # tolerance: a decimal number may not be exact, as for 80 frames at 30000/1001 per second
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
 
 
 @dataclass(frozen=True)
 class FrameShape:
-    """What all latents of a set have in common.
+    """Shape that all latents of a set have in common.
 
     Attributes:
-        segment_frames: T', if a VAE of videos encoded whole segments, stored as [C, T', h, w]; 0 if it encoded frame by
-            frame, stored as [C, h, w].
+        channels, height, width: C, h and w of a latent.
+        fps: Latent frames per second.
+        segment_frames: T', if a VAE of videos encoded complete segments, stored as [C, T', h, w]; 0 if the VAE encoded
+            frame by frame, stored as [C, h, w].
     """
 
     channels: int
@@ -75,11 +77,11 @@ class LatentRecords:
     """Chunks with latents, ordered by (video row, start); one entry of each array per chunk.
 
     Attributes:
-        array_place: where the array begins, or the member if it is compressed (clipmill.train.data.mapped_tars).
-        header_bytes: size of the npy header before it; 0 of a compressed member.
-        packed_bytes: size of a compressed member; None if they are not compressed.
-        crc32: of header and array, or of the compressed member.
-        num_unknown: further chunks, of videos that are not in the manifest.
+        array_place: Begin of the array, or of the member if it is compressed (clipmill.train.data.mapped_tars).
+        header_bytes: Size of the npy header before it; 0 for a compressed member.
+        crc32: Checksum of header and array, or of the compressed member.
+        num_unknown: Number of further chunks, of videos that are not in the manifest.
+        packed_bytes: Size of a compressed member; None if members are not compressed.
     """
 
     shape: FrameShape
@@ -96,18 +98,18 @@ class LatentRecords:
         return len(self.video_row)
 
     def take(self, rows: NDArray[np.int64]) -> "LatentRecords":
-        """Some of the chunks, in ascending order."""
+        """Select some of the chunks, in ascending order."""
         arrays: dict[str, Any] = {
             name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)
         }
         return replace(self, **arrays)
 
     def key(self, chunk: int, video_ids: pa.Array) -> str:
-        """Key of a chunk."""
+        """Return the key of a chunk."""
         return chunk_key(video_ids[int(self.video_row[chunk])].as_py(), int(self.start_ms[chunk]))
 
     def payload(self, chunk: int) -> Payload:
-        """The member of a chunk."""
+        """Return the member of a chunk."""
         header_bytes = int(self.header_bytes[chunk])
         size_bytes = header_bytes + int(self.num_frames[chunk]) * self.shape.frame_bytes
         if self.packed_bytes is not None:
@@ -121,15 +123,15 @@ def read_records(
     """Collect the chunks of the videos `video_ids`, from the merged table of a variant or else from its indexes.
 
     Args:
-        starts: place of each shard's tar.
-        video_ids: a video's row is its index here.
-        known_ids: all videos of the manifest.
+        starts: Place of each shard's tar.
+        video_ids: Videos; a video's row is its index in them.
+        known_ids: All videos of the manifest.
 
     Returns:
-        None if there are no such chunks.
+        The records; None if there are no such chunks.
 
     Raises:
-        UserError: chunks have latents of different shapes, or an index does not match its tar.
+        UserError: Chunks have latents of different shapes, or an index does not match its tar.
     """
     if not variant.num_shards:
         return None
@@ -138,9 +140,9 @@ def read_records(
     table, member = rows.table.drop_columns("video_id"), rows.member
     num_unknown = int((index_in(entries, known_ids) < 0)[codes].sum())
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
-    found, order = own_in_order(video_row, table["start_ms"].to_numpy())
-    if found is not None:
-        table, video_row = table.take(pa.array(found)), video_row[found]
+    of_videos, order = own_in_order(video_row, table["start_ms"].to_numpy())
+    if of_videos is not None:
+        table, video_row = table.take(pa.array(of_videos)), video_row[of_videos]
     if not len(table):
         return None
     shard_of = np.searchsorted(variant.tar_files.shard_ids, table["shard"].to_numpy())
@@ -164,7 +166,7 @@ def read_records(
 
 
 def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is_compressed: bool) -> FrameShape:
-    """The shape of all latents; raises UserError if they differ."""
+    """Return the shape of all latents; raises UserError if they differ."""
     alike = table.select([*_SHAPE_COLUMNS]).group_by(list(_SHAPE_COLUMNS), use_threads=False).aggregate([])
     shapes, segment_frames = [], int(variant.recipe.get("latent_frames") or 0)
     for row in alike.to_pylist():
@@ -174,12 +176,12 @@ def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is
         fps = Fraction(row.pop("fps_num"), row.pop("fps_den"))
         shape = FrameShape(fps=fps, is_compressed=is_compressed, segment_frames=segment_frames, **row)
         shapes.append((int(shard_of[same].min()), shape))
-    (seen_in, shape), *others = sorted(shapes, key=lambda one: one[0])
-    for other_in, found in others:
+    (seen_in, shape), *others = sorted(shapes, key=lambda pair: pair[0])
+    for other_in, other_shape in others:
         tars = variant.tar_files
         raise UserError(
-            f"latents differ in shape: {shape} in {tars.path(seen_in)}, {found} in {tars.path(other_in)}",
-            hint="all latents of a variant must be alike: "
+            f"latents differ in shape: {shape} in {tars.path(seen_in)}, {other_shape} in {tars.path(other_in)}",
+            hint="all latents of a variant must have the same shape: "
             f"prep {command_for(LATENTS)} makes a new variant with one setting",
         )
     return shape
@@ -187,13 +189,13 @@ def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is
 
 @dataclass(frozen=True)
 class Segments:
-    """All segments of a set of chunks, numbered chunk by chunk.
+    """Segments of a set of chunks, numbered chunk by chunk.
 
     Attributes:
-        num_frames: of a full segment.
-        first: [chunks + 1], number of the first segment of each chunk, and then their total.
-        num_tails: chunks that end with a shorter segment.
-        tails: whether tails are segments too.
+        num_frames: Number of frames of a full segment.
+        first: Number of the first segment of each chunk, and then the number of segments, [chunks + 1].
+        num_tails: Number of chunks that end with a shorter segment.
+        tails: "pad" if tails are segments too.
     """
 
     num_frames: int
@@ -205,12 +207,12 @@ class Segments:
         return int(self.first[-1])
 
     def chunk_of(self, segments: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The chunk of each segment."""
+        """Return the chunk of each segment."""
         return np.searchsorted(self.first, segments, side="right") - 1
 
 
 def cut(records: LatentRecords, *, num_frames: int, tails: Tails) -> Segments:
-    """The segments of `records`."""
+    """Return the segments of `records`."""
     per_chunk, rest = np.divmod(records.num_frames.astype(np.int64), num_frames)
     if tails == "pad":
         per_chunk += rest > 0
@@ -221,7 +223,7 @@ def cut(records: LatentRecords, *, num_frames: int, tails: Tails) -> Segments:
 def times_us(
     records: LatentRecords, segments: Segments, numbers: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Start and end of segments in their videos, microseconds, rounded down; a tail ends with its last frame."""
+    """Return start and end of segments in their videos, microseconds, rounded down; a tail ends with its last frame."""
     chunk = segments.chunk_of(numbers)
     frame = (numbers - segments.first[chunk]) * segments.num_frames
     return frame_times_us(records, chunk, frame, num_frames=segments.num_frames)
@@ -230,7 +232,7 @@ def times_us(
 def frame_times_us(
     records: LatentRecords, chunk: NDArray[np.integer], begin: NDArray[np.integer], *, num_frames: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`times_us` of segments that begin with some frames of their chunks."""
+    """Return `times_us` of segments that begin with some frames of their chunks."""
     begin = begin.astype(np.int64)
     end = np.minimum(begin + num_frames, records.num_frames[chunk])
     fps = records.shape.fps
@@ -240,18 +242,18 @@ def frame_times_us(
 
 
 def frames_of(segment: str | None, shape: FrameShape) -> int:
-    """Number of frames in a segment whose length is given in seconds, as `5s`; None for the default.
+    """Return the number of frames in a segment whose length is given in seconds, as `5s`; None for the default.
 
     Raises:
-        UserError: it is not a duration, not a whole number of frames, or not the segment that a video VAE encoded.
+        UserError: The text is not a duration, not a whole number of frames, or not the segment of a video VAE.
     """
     if shape.segment_frames:
         stored_s = float(shape.segment_frames / shape.fps)
         if segment is not None and abs(float(seconds_of(segment)) - stored_s) > _SAME_S:
             raise UserError(
-                f"a segment of {segment!r} cannot be cut out of these latents: a VAE of videos encoded segments of"
-                f" {stored_s:g} s as a whole",
-                hint=f"leave the length out, use {stored_s:g}s, or another --segment of prep {command_for(LATENTS)}",
+                f"a segment of {segment!r} cannot be cut out of these latents: a VAE of videos encoded complete "
+                f"segments of {stored_s:g} s",
+                hint=f"leave out the length, use {stored_s:g}s, or another --segment of prep {command_for(LATENTS)}",
             )
         return shape.segment_frames
     segment = DEFAULT_SEGMENT if segment is None else segment
@@ -265,7 +267,7 @@ def frames_of(segment: str | None, shape: FrameShape) -> int:
 
 
 def seconds_of(segment: str) -> Fraction:
-    """Seconds of a duration such as `5s` or `2.5`; raises UserError if it is not one."""
+    """Return the seconds of a duration such as `5s` or `2.5`; raises UserError if it is not one."""
     match = _DURATION.fullmatch(segment)
     if match is None:
         raise UserError(f"{segment!r} is not a segment length", hint="give seconds, such as 5s")
@@ -274,7 +276,7 @@ def seconds_of(segment: str) -> Fraction:
 
 @dataclass(frozen=True)
 class StoredLatents:
-    """The chunks with latents of the videos of a split."""
+    """Chunks with latents of the videos of a split."""
 
     video_ids: pa.Array
     records: LatentRecords
@@ -282,7 +284,7 @@ class StoredLatents:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSegments:
-    """The data from which segments are read.
+    """Data from which segments are read.
 
     Attributes:
         records: Chunks with latents, the parts of a table of segments.
@@ -290,7 +292,7 @@ class LatentSegments:
         maps: Tars of latents and stored texts.
         text: Members that hold stored texts; None without.
         num_frames: Number of frames of a full segment.
-        has_tails: Whether shorter segments are samples too.
+        has_tails: True if shorter segments are samples too.
         made_of: Remark about the chunks that the latents were made of; usually empty.
     """
 
@@ -303,7 +305,7 @@ class LatentSegments:
     made_of: str
 
     def key(self, chunk: int) -> str:
-        """Key of a chunk."""
+        """Return the key of a chunk."""
         return self.records.key(chunk, self.video_ids)
 
 
@@ -312,25 +314,25 @@ ShownCaptions = Literal["none", "stored", "words"]
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentQuery:
-    """A query of segments.
+    """Segments that are asked of a data folder.
 
     Attributes:
-        data_dir: folder that prep made.
-        split: of the manifest.
+        data_dir: Folder that prep made.
+        split: Split of the manifest.
         segment: Length of a segment in seconds, a whole number of frames. None: the stored segments of a VAE of
             videos, and DEFAULT_SEGMENT of other latents.
-        captions: what samples have of captions: nothing, stored embeddings, or words. Segments without it are excluded.
-        loading: batches and this rank's share. The threads read what has to be verified, fetched or unpacked; four keep
-            a disk busy, and one verifies several gigabytes per second. Memory is pinned if there is a GPU, unless
-            batches that are in use are kept.
-        tails: what to do with the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches
-            then have `num_frames`).
-        sources: weights of the captions' sources (clipmill.train.config.clips).
-        classes: of labels, in place of captions; segments without any of them are excluded
+        captions: Form of captions in samples: none, stored embeddings, or words. Segments without it are omitted.
+        loading: Batches and this rank's share. The threads read members that have to be verified, fetched or unpacked;
+            four threads keep a disk busy, and one verifies several gigabytes per second. Memory is pinned if there is a
+            GPU, unless batches that are in use are kept.
+        tails: Treatment of the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches then
+            have `num_frames`).
+        sources: Weights of the captions' sources (clipmill.train.config.clips).
+        classes: Classes of labels, in place of captions; segments without any of them are omitted
             (clipmill.train.data.latents.segment_table).
-        max_segments: at most this many samples of each video, spread evenly over it.
-        where: an expression that selects segments, by chunks and captions (clipmill.shards.where); None for all.
-        tars: reads the tars of a remote data folder, whose small files are in `data_dir`.
+        max_segments: Maximum number of samples of each video, spread evenly over it; None for all.
+        where: Expression that selects segments, by chunks and captions (clipmill.shards.where); None for all.
+        tars: Reader of the tars of a remote data folder, whose small files are in `data_dir`.
     """
 
     data_dir: Path = field(kw_only=False)

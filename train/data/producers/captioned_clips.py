@@ -36,20 +36,20 @@ def open_captioned_clips(
 ) -> Samples[ClipReader]:
     """Open the captioned clips of a split: sample i is a span of a video with all its captions.
 
-    Training shows one of the captions at a time (clipmill.train.data.captions), an evaluation the first one of the
+    Training shows one of the captions at a time (clipmill.train.data.captions), an evaluation the first caption of the
     first source. Batches have `tokens`, `text` with stored embeddings, or else `caption`.
 
     Args:
-        query: Its conditions on captions are those that a clip may be shown with.
+        query: Clips; its conditions on captions select the captions with which a clip may be shown.
         tokenize: Tokenizer of captions.
-        captions: Which captions of a clip are shown.
-        has_stored_text: Use the embeddings that prep text made as captions; captions without one are left out.
+        captions: Choice of the captions of a clip.
+        has_stored_text: Use the embeddings that prep text made as captions; captions without an embedding are omitted.
         each_caption: Make a clip of each caption rather than of each span, for evaluations that score every caption.
         table: Captions in place of the manifest's, with its columns.
-        make_captions: Gives what samples get of their captions, in place of tokens, texts and embeddings.
+        make_captions: Function that makes other forms of captions than tokens, texts and embeddings.
 
     Raises:
-        UserError: there is no such data, or no clip that can be shown.
+        UserError: The data do not exist, or no clip can be shown.
     """
     data_dir, chunks = query.data_dir, query.open_chunks(has_captions=True)
     stored_text: StoredText | None = None
@@ -70,7 +70,7 @@ def open_captioned_clips(
             chunks,
             data_dir=data_dir,
             split=query.split,
-            wanted_sources=captions.sources,
+            weights=captions.sources,
             stored_text=stored_text,
             each_caption=each_caption,
             table=table,
@@ -79,17 +79,17 @@ def open_captioned_clips(
     of_text = () if stored_text is None else stored_text.depends_on
     depends_on = (*chunks.depends_on, *chunks.selection.depends_on, of_text, captions, each_caption, spans.mark)
     num_rows = chunks.num_rows + num_captions_of(data_dir) if table is None else 0
-    opened = open_table("captions", make, depends_on=depends_on, num_rows=num_rows)
-    assert opened.captions is not None
+    clip_table = open_table("captions", make, depends_on=depends_on, num_rows=num_rows)
+    assert clip_table.captions is not None
     relevant: RelevantCaptions | None = None
-    if captions.min_relevancy is not None and len(opened):
+    if captions.min_relevancy is not None and len(clip_table):
         from clipmill.train.data import relevancy
 
         labelled = read_captions(data_dir) if table is None else table
-        relevant = relevancy.RelevantCaptions(opened.captions, labelled, min_relevancy=captions.min_relevancy)
+        relevant = relevancy.RelevantCaptions(clip_table.captions, labelled, min_relevancy=captions.min_relevancy)
     if make_captions is None:
         make_captions = partial(Captions, tokenize=tokenize, stored_text=stored_text, relevant=relevant)
-    shown = make_captions(opened.captions, spans.texts)  # of files that are verified by now
+    shown = make_captions(clip_table.captions, spans.texts)  # the files are verified by now
     variant_name = chunks.variant_name
     if stored_text is not None:
         variant_name = f"{variant_name} and {stored_text.variant_name}"
@@ -98,14 +98,14 @@ def open_captioned_clips(
         split=query.split,
         variant_name=variant_name,
         fingerprint=lambda: open_fingerprint(
-            opened, (*facts, *shown.facts()), depends_on=depends_on, num_rows=num_rows
+            clip_table, (*facts, *shown.facts()), depends_on=depends_on, num_rows=num_rows
         ),
         nothing=query.nothing(chunks),
         alike={} if stored_text is None else {"text embeddings": stored_text.encoder},
         text_width=None if stored_text is None else stored_text.width,
     )
-    reader = ClipReader(chunks, opened, query.shape, annotations=[shown])
-    return Samples(opened, reader, source, query.loading, captions=shown)
+    reader = ClipReader(chunks, clip_table, query.shape, annotations=[shown])
+    return Samples(clip_table, reader, source, query.loading, captions=shown)
 
 
 def open_captions(query: DataQuery) -> Samples[ClipReader]:

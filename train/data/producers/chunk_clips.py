@@ -1,4 +1,4 @@
-"""Whole chunks of a split, or segments of them: frames alone, without captions."""
+"""Complete chunks of a split, or segments of them: only frames, without captions."""
 
 from functools import partial
 from typing import Any
@@ -16,16 +16,16 @@ from clipmill.train.data.samples import Samples, SampleTable, Source, open_finge
 def open_chunk_clips(
     query: ClipQuery, *, same_frames: bool = False, segment_us: int | None = None
 ) -> Samples[ClipReader]:
-    """Open clips of whole chunks; batches have `video`, `colour`, and the number of the chunk as `clip_id`.
+    """Open clips of complete chunks; batches have `video`, `colour`, and the number of the chunk as `clip_id`.
 
     Args:
-        query: The `group` of its loading is the number of samples of each chunk in an epoch.
-        same_frames: Let the samples of a chunk show the same moments, each cropped in its own way.
-        segment_us: Length of the clips that each chunk is divided into, instead of one of the whole chunk. A remainder
-            shorter than a quarter of it is added to the last one.
+        query: Chunks; the `group` of its loading is the number of samples of each chunk in an epoch.
+        same_frames: Let the samples of a chunk show the same moments, with different crops.
+        segment_us: Length of the clips that each chunk is divided into, microseconds; None for one clip per chunk. A
+            remainder shorter than a quarter of it is added to the last clip.
 
     Raises:
-        UserError: there is no such data, or the split has no chunks.
+        UserError: The data do not exist, or the split has no chunks.
     """
     chunks, repeats = query.open_chunks(), query.loading.group
     depends_on = (*chunks.depends_on, *chunks.selection.depends_on, segment_us)

@@ -1,4 +1,4 @@
-"""Labelled clips: each labelled caption of a split is a clip of its own, even if two have the same span."""
+"""Labelled clips: each labelled caption of a split is a separate clip, even if two have the same span."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +24,7 @@ class Labels:
         self._label_N, self._caption_id_N = table.label[:, 0], table.caption_id
 
     def add(self, sample: Sample, request: SampleRequest) -> None:
-        """Add them to a sample."""
+        """Add class and caption id to a sample."""
         sample["caption_id"] = int(self._caption_id_N[request.sample])
         sample["label"] = int(self._label_N[request.sample])
 
@@ -33,16 +33,16 @@ def open_labelled_clips(query: ClipQuery, *, classes: Sequence[ClassList], repea
     """Open the labelled clips of a split.
 
     Args:
-        classes: Number the labels; captions of other classes are left out and counted. The samples of several class
-            lists have at least one of the labels.
+        classes: Class lists, which number the labels; captions of other classes are omitted and counted. With several
+            class lists, samples have at least one of the labels.
         repeats: Samples of a clip in an epoch (repeated augmentation, Hoffer et al. 2020); divides the loader's group.
 
     Raises:
-        UserError: there is no such data, or no clip that can be shown.
+        UserError: The data do not exist, or no clip can be shown.
     """
     chunks, data_dir = query.open_chunks(has_captions=True), query.data_dir
     num_rows = chunks.num_rows + num_captions_of(data_dir)
-    names = [its.as_json() for its in classes]
+    names = [class_list.as_json() for class_list in classes]
     depends_on = (*chunks.depends_on, *chunks.selection.depends_on, names)
     table = open_table(
         "labels",
@@ -83,8 +83,8 @@ def _make_table(data_dir: Path, chunks: ChunkSet, classes: Sequence[ClassList], 
     chunks.require_same_manifest()
     label = labelled.label[caption]
     num = f"{len(caption):,} of {count_noun(labelled.num_captions, 'caption')} of split {split!r}"
-    described = [its.describe(of_label) for its, of_label in zip(classes, label.T, strict=True)]
-    remarks = (", ".join([num, *described]), *labelled.remarks(), *usable.remarks(), *selection.remarks())
+    counts = [class_list.describe(column) for class_list, column in zip(classes, label.T, strict=True)]
+    remarks = (", ".join([num, *counts]), *labelled.remarks(), *usable.remarks(), *selection.remarks())
     return SampleTable(
         **vars(spans),
         label=label,

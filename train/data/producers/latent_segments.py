@@ -1,8 +1,7 @@
-"""Segments of the latents of a split, with the captions or labels that they have, or alone."""
+"""Segments of the latents of a split, with captions, with labels, or without."""
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,9 +47,9 @@ def open_latent_segments(
 ) -> Samples[LatentReader]:
     """Open the segments of latents of a split, for one rank.
 
-    A sample is a segment of a chunk's latents with one of the captions that overlap it: in training one drawn by a pure
-    function of (seed, position), in evaluation the one with the lowest id. clipmill.train.data.batch documents the
-    batches.
+    A sample is a segment of a chunk's latents with one of the captions that overlap it: in training a caption drawn by
+    a pure function of (seed, position), in evaluation the caption with the lowest id. clipmill.train.data.batch
+    documents the batches.
 
     Every array is verified against its checksum when it is first needed, so that only the first epoch takes longer. An
     array that does not match is a failed sample (clipmill.train.data.outcomes).
@@ -59,15 +58,15 @@ def open_latent_segments(
     pair of segment and caption.
 
     Args:
-        tokenize: Makes tokens of captions that are words; without it, batches have ids of captions alone.
+        tokenize: Tokenizer of captions that are words; without it, batches have only ids of captions.
         needs_embeddings: Refuse stored texts that are sequences.
 
     Raises:
-        UserError: there is nothing to show, the columns do not belong together, or a tar is missing or truncated.
+        UserError: There is nothing to show, the columns do not belong together, or a tar is missing or truncated.
     """
     data_dir, tars, has_text = query.data_dir, query.tars, query.captions == "stored"
     if not resolved_folder(data_dir).is_dir():
-        raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
+        raise UserError(f"there is no data folder {data_dir}", hint="name a data folder that prep made")
     if tars is not None:
         for column in (LATENTS, TEXT) if has_text else (LATENTS,):
             tars.files.copy_column(column)
@@ -102,7 +101,7 @@ def open_latent_segments(
         has_captions=query.captions != "none" or bool(query.classes),
         depends_on=(*of_split, marks[0]),
     )
-    settings = (query.captions, query.tails, query.sources, [its.as_json() for its in query.classes])
+    settings = (query.captions, query.tails, query.sources, [class_list.as_json() for class_list in query.classes])
     where = selection_mark(query.where, data_dir, tars=tars)
     stored_captions = None if query.captions == "none" else open_stored_captions(data_dir)
     of_captions = () if stored_captions is None else stored_captions.mark
@@ -118,12 +117,12 @@ def open_latent_segments(
         depends_on=depends_on,
         num_rows=num_rows,
     )
-    is_first = np.diff(table.first_part, prepend=-1) > 0  # of the segments of a chunk, which ascend
+    is_first = np.diff(table.first_part, prepend=-1) > 0  # first segment of each chunk; chunks ascend
     maps.want(records.array_place[table.first_part[is_first]])
     captions: Captions | None = None
     if table.captions is not None and stored_captions is not None:
         captions = Captions(table.captions, stored_captions.texts, tokenize=tokenize)
-    # Arrow would keep the memory that reading indexes and captions took.
+    # Otherwise Arrow would keep the memory of reading indexes and captions.
     pa.default_memory_pool().release_unused()
     names = [variant.directory.name for variant in variants]
 
@@ -153,6 +152,10 @@ def open_latent_segments(
         frame_shape=records.shape,
         text_width=None if members is None else members.width,
     )
+    video, current = latents.recipe.get(VIDEO), current_variant(data_dir, VIDEO)
+    made_of = ""
+    if video is not None and current is not None and video != current:
+        made_of = f"made of the chunks of {video}, and {current} is the current variant"
     segments = LatentSegments(
         records=records,
         video_ids=stored.video_ids,
@@ -160,7 +163,7 @@ def open_latent_segments(
         text=members,
         num_frames=num_frames,
         has_tails=query.tails == "pad",
-        made_of=_other_video_variant(latents, data_dir),
+        made_of=made_of,
     )
     import torch
 
@@ -182,10 +185,10 @@ def open_labels(query: DataQuery) -> Samples[LatentReader]:
 
 
 def open_frames(query: DataQuery) -> Samples[LatentReader]:
-    """Open segments alone.
+    """Open segments without captions and labels.
 
     Raises:
-        UserError: there are none, they are not on this machine, or they do not fit the settings.
+        UserError: There are no segments, they cannot be read, or they do not fit the settings.
     """
     return _require_fitting(query, open_latent_segments(replace(_query(query), captions="none")))
 
@@ -196,7 +199,7 @@ def _query(query: DataQuery) -> SegmentQuery:
     if len(views) > 1:
         raise UserError(
             f"{views.num_clips} clips x {views.num_crops} crops apply to frames in pixels, not to latents",
-            hint="leave --clips and --crops out with --input latents",
+            hint="leave out --clips and --crops with --input latents",
         )
     if not kind_of(settings.folder).has_manifest:
         raise UserError(
@@ -209,7 +212,7 @@ def _query(query: DataQuery) -> SegmentQuery:
         folder.path,
         split=query.split,
         segment=settings.segment,
-        # Reading takes no decoding threads and no groups.
+        # Latents need neither decoding threads nor groups.
         loading=LoaderSettings(batch=loading.batch, seed=loading.seed, rank=loading.rank, num_ranks=loading.num_ranks),
         max_segments=None if query.has_all_segments or query.split != settings.split else settings.max_segments,
         where=settings.selection,
@@ -234,16 +237,9 @@ def _require_fitting(query: DataQuery, samples: Samples[LatentReader]) -> Sample
 
 
 def _common_facts(latents: Variant, shape: FrameShape, text: Variant | None) -> dict[str, str]:
-    """Shape and VAE of the latents, and the encoder of stored embeddings, which all folders of a mixture share."""
+    """Return shape and VAE of the latents, and the encoder of stored embeddings: equal in all folders of a mixture."""
     recipe = latents.recipe
     name, weights = recipe.get("vae"), str(recipe.get("vae_sha256"))[:8]
     scaled = f"(x - {recipe.get('shift_factor') or 0}) * {recipe.get('scaling_factor')}"
     alike = {"latents": str(shape), "VAE": f"{name} {weights}, scaled as {scaled}"}
     return alike if text is None else {**alike, "text embeddings": encoder_of(text)}
-
-
-def _other_video_variant(latents: Variant, data_dir: Path) -> str:
-    made_of, current = latents.recipe.get(VIDEO), current_variant(data_dir, VIDEO)
-    if made_of is None or current is None or made_of == current:
-        return ""
-    return f"made of the chunks of {made_of}, and {current} is the current variant"

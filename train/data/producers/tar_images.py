@@ -1,7 +1,7 @@
-"""Images of tars: they are indexed once (clipmill.train.data.image_tars), and read in random order.
+"""Images of tars: their table, their reader, and the decoder of JPEG, PNG and WebP files.
 
-Images are numbered in the order of the tars and of their members. Samples without what is asked for are left out and
-counted.
+Tars are indexed once (clipmill.train.data.image_tars), and images are read in random order. Images are numbered in the
+order of the tars and of their members. Samples without the requested caption or class are omitted and counted.
 """
 
 import hashlib
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     import av
 
 
-_NUM_READERS = 32  # of remote tars; a request waits for tens of milliseconds
+_NUM_READERS = 32  # for remote tars; a request waits for tens of milliseconds
 
 
 class ImageReader(ThreadedReader):
-    """Reads the images of a table, whose parts are the images of all tars, in their order. Thread-safe.
+    """Reader of the images of a table, whose parts are the images of all tars, in their order. Thread-safe.
 
     Sample i shows row i // repeats.
 
     Args:
-        images: int64 [N], the image of each row.
-        annotations: What samples get beside frames.
+        images: Image of each row, int64 [N].
+        annotations: Entries that samples get beside frames.
         repeats: Samples of an image in an epoch; divides the loader's group, in which it is decoded once.
     """
 
@@ -64,21 +64,21 @@ class ImageReader(ThreadedReader):
         self._annotations, self._repeats = annotations, repeats
 
     def key(self, sample: int) -> str:
-        """The tar of an image and its key there."""
+        """Return the tar of an image and its key in the tar."""
         return self._tars.key(self._image(sample))
 
     def content(self, sample: int) -> bytes:
-        """The file of an image.
+        """Return the file of an image.
 
         Raises:
-            SampleFailed: it cannot be read.
+            SampleFailed: The file cannot be read.
         """
         image = self._image(sample)
         tar = self._tars.tar_of(image)
         try:
             size = int(self._tars.size[image])
             content = self._tars.read(tar, int(self._tars.offset[image]), size)
-        except UserError:  # credentials that are refused, for this tar and for all others
+        except UserError:  # refused credentials concern all tars, not only this one
             raise
         except (OSError, Damaged) as error:
             detail = f"{self._tars.tars[tar]}: {error}"
@@ -89,11 +89,11 @@ class ImageReader(ThreadedReader):
         return content
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """The image as a model sees it in an evaluation, RGB [H, W, 3], once; empty if it cannot be read or decoded."""
+        """Return the image as a model sees it in an evaluation, RGB [H, W, 3], once; empty if it cannot be read."""
         return super().pictures(sample, num_frames=1)
 
     def deviations(self) -> list[str]:
-        """How often an image is shown."""
+        """Return the number of times that an image is shown in an epoch."""
         num_frames = self._shape.sampling.num_frames
         return [
             f"{self._repeats} samples of each in an epoch" if self._repeats > 1 else "",
@@ -102,11 +102,11 @@ class ImageReader(ThreadedReader):
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """How images of remote tars are read ahead of decoding; None for local ones."""
+        """Function that reads images of remote tars ahead of decoding; None for local tars."""
         return ReadAhead(self.read, self.load_read, _NUM_READERS) if self._tars.has_remote else None
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
-        """Read, decode and crop the images of a group of requests; one that occurs several times is decoded once."""
+        """Read, decode and crop the images of a group of requests; a repeated image is decoded once."""
         return self.load_read(self.read(requests))
 
     def read(self, requests: Sequence[SampleRequest]) -> list[tuple[SampleRequest, bytes | SampleFailed]]:
@@ -131,16 +131,16 @@ class ImageReader(ThreadedReader):
                     raise content
                 row = request.sample // self._repeats
                 if row not in decoded:
-                    decoded = {row: self._decoded(request.sample, content)}
+                    decoded = {row: self._decode(request.sample, content)}
                 loaded.append(self._sample(request, decoded[row]))
             except SampleFailed as error:
                 loaded.append(error.at(request.position))
         return loaded
 
-    def _decoded(self, sample: int, content: bytes) -> "av.VideoFrame":
+    def _decode(self, sample: int, content: bytes) -> "av.VideoFrame":
         try:
             return decode_image(content)
-        except Exception as error:  # whatever a foreign file makes libav's bindings raise fails that sample alone
+        except Exception as error:  # any error of libav on a foreign file fails only that sample
             detail = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise SampleFailed(self.key(sample), reason="undecodable", detail=detail) from error
 
@@ -173,16 +173,22 @@ def open_tar_images(
     """Open the images of tars; `clip_id` and `caption_id` are their numbers.
 
     Args:
-        has_captions: Leave out images without caption; batches have `tokens` with `tokenize`, or else `caption`.
-        classes: Leave out images of other classes; batches have `label`.
+        has_captions: Omit images without caption; batches have `tokens` with `tokenize`, or else `caption`.
+        classes: Classes; images of other classes are omitted, and batches have `label`.
         repeats: Samples of an image in an epoch; divides the loader's group, in which it is decoded once.
 
     Raises:
-        UserError: the tars cannot be read, hold videos too, or have no such images.
+        UserError: The tars cannot be read, hold videos too, or have no such images.
     """
     label = LABEL if classes is None else classes.label
     tars = open_tars(query.pattern, cache=query.cache, cache_size=query.cache_size, label=label)
-    _require_images_only(tars)
+    for tar, index in zip(tars.tars, tars.indexes, strict=True):
+        if index.first_video:
+            raise UserError(
+                f"{tar} has a video, {index.first_video}, and the first sample of {tars.tars[0]} is an image",
+                hint="keep images and videos in separate tars; a data folder that prep made can be mixed with images, "
+                "each with its own --shards",
+            )
     texts = pa.chunked_array([index.captions for index in tars.indexes])
     table = _make_table(tars, texts if has_captions or tokenize else None, classes, needs_captions=has_captions)
     annotations: list[Annotations] = [] if classes is None else [Labels(table)]
@@ -207,7 +213,7 @@ def open_images(query: DataQuery) -> Samples[ImageReader]:
     """Open the images of the tars that a task asks for, with captions, labels or neither.
 
     Raises:
-        UserError: the settings select samples by what tars do not have, or as of `open_tar_images`.
+        UserError: The settings select samples by what tars do not have; or see `open_tar_images`.
     """
     settings = query.settings
     if settings.selection is not None:
@@ -229,12 +235,12 @@ def open_images(query: DataQuery) -> Samples[ImageReader]:
 def _make_table(
     tars: ImageTars, texts: pa.ChunkedArray | None, classes: ClassList | None, *, needs_captions: bool
 ) -> SampleTable:
-    """The images that have what is asked for.
+    """Return the images with the requested captions or classes.
 
     Args:
-        texts: Captions of all images; None for samples without.
-        classes: Classes, of which samples have to have one; None for samples without.
-        needs_captions: Leave out images without caption.
+        texts: Captions of all images; None for samples without captions.
+        classes: Classes, one of which a sample must have; None for samples without classes.
+        needs_captions: Omit images without caption.
     """
     left_out, images = LeftOut(), np.arange(tars.num_images)
     for number, index in enumerate(tars.indexes):
@@ -268,16 +274,6 @@ def _make_table(
     return SampleTable(first_part=images, captions=rows, label=label, caption_id=caption_id, remarks=tuple(remarks))
 
 
-def _require_images_only(tars: ImageTars) -> None:
-    for tar, index in zip(tars.tars, tars.indexes, strict=True):
-        if index.first_video:
-            raise UserError(
-                f"{tar} has a video, {index.first_video}, and the first sample of {tars.tars[0]} is an image",
-                hint="keep images and videos in tars of their own; a data folder that prep made can be mixed with "
-                "images, each by a --shards of its own",
-            )
-
-
 _ORIENTATION_TAG = 0x0112
 # Filters of libav for the orientations of EXIF; 1 is upright.
 _UPRIGHT: dict[int, tuple[tuple[str, str], ...]] = {
@@ -290,24 +286,25 @@ _UPRIGHT: dict[int, tuple[tuple[str, str], ...]] = {
     8: (("transpose", "cclock"),),
 }
 _EXIF_MARKS = {"mjpeg": b"Exif\0\0", "png": b"eXIf", "webp": b"EXIF"}
-_EXIF_SIZE_BYTES = 4  # of a WebP chunk, between its name and its content
+_EXIF_SIZE_BYTES = 4  # size field of a WebP chunk, between its name and its content
 _JPEG_FRAMES = (b"\xc0", b"\xc1", b"\xc2")  # markers of frame headers: baseline, extended, progressive
 
 
 def decode_image(content: bytes) -> "av.VideoFrame":
-    """The upright image in a JPEG, PNG or WebP file, as 8-bit YUV 4:2:0.
+    """Return the upright image in a JPEG, PNG or WebP file, as 8-bit YUV 4:2:0.
 
     Raises:
-        ValueError: it is another kind of file, animated, too large, cut or damaged.
+        ValueError: The file is of another kind, animated, too large, cut or damaged.
     """
     import av
 
     codec = _codec_of(content)
-    # A new one for each image: libav's PNG decoder outputs noise for a second file. It costs a tenth of a small JPEG.
+    # A new decoder for each image: libav's PNG decoder outputs noise for a second file. A decoder costs a tenth of the
+    # time of a small JPEG.
     context = av.CodecContext.create(codec, "r")
     assert isinstance(context, av.VideoCodecContext)
-    context.thread_count = 1  # the loader's threads are the parallel part
-    # An error, not a concealed one; and a file of a few bytes can claim an image of any size.
+    context.thread_count = 1  # the loader's threads already use all cores
+    # Report errors, do not conceal them; and a file of a few bytes can claim an image of any size.
     context.options = {"err_detect": "explode", "max_pixels": str(MAX_PIXELS)}
     try:
         frames = context.decode(av.Packet(content))
@@ -322,7 +319,7 @@ def decode_image(content: bytes) -> "av.VideoFrame":
 
 
 def _codec_of(content: bytes) -> str:
-    """libav's name of the codec; raises ValueError for other files, and for animations."""
+    """Return libav's name of the codec; raises ValueError for other files, and for animations."""
     if content.startswith(b"\xff\xd8\xff"):
         return "mjpeg"
     if content.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -338,7 +335,7 @@ def _codec_of(content: bytes) -> str:
 
 
 def _claimed_size(content: bytes, codec: str) -> tuple[int, int]:
-    """Width and height as the header says, for the message of a rejected file; (0, 0) if they are not found."""
+    """Return the width and height in the header, for the message of a rejected file; (0, 0) if they are not found."""
     if codec == "png":
         return int.from_bytes(content[16:20]), int.from_bytes(content[20:24])
     if codec == "webp":
@@ -357,7 +354,7 @@ def _claimed_size(content: bytes, codec: str) -> tuple[int, int]:
 
 
 def _orientation_of(content: bytes, codec: str) -> int:
-    """The orientation in the EXIF data of a file, 1 to 8; 1 without any."""
+    """Return the orientation in the EXIF data of a file, 1 to 8; 1 without EXIF data."""
     mark = _EXIF_MARKS[codec]
     at = content.find(mark)
     if at < 0:

@@ -135,7 +135,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         if settings.evaluate.every and settings.evaluate.java:
             require_java(settings.evaluate.spice_jars)
         if settings.evaluate.every:
-            for one in settings.evaluated():
+            for one in settings.evaluated_data():
                 with one.opening():
                     self._held_out[one.name] = found = self.on(one.shards).samples(one.split, world)
                 self.note_evaluation(one, found)

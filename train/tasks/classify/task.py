@@ -191,7 +191,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
             )
         if settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
-            for one in settings.evaluated():
+            for one in settings.evaluated_data():
                 with one.opening():
                     found = self.on(one.shards).samples(one.split, world, views=_views(settings.evaluate))
                 self._held_out[one.name] = found

@@ -13,7 +13,7 @@ from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.shards.pages.figures import evenly_spaced_items
-from clipmill.train.config.shards import IMAGES, kind_of
+from clipmill.train.config.shards import kind_of
 from clipmill.train.data.clip_frames import Views
 from clipmill.train.data.data_folder import open_data_folder
 from clipmill.train.data.loader import TrainingSet
@@ -313,7 +313,7 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, sa
     Raises:
         UserError: see `make_scorer`; also for protocols of clips on latents, or of images on clips.
     """
-    if kind_of(settings.folder, settings) is IMAGES:
+    if kind_of(settings.folder, settings).has_images:
         from clipmill.train.tasks.dual_encoder.clip_benchmark import class_prompts, image_captions
 
         if settings.text_tower == "frozen":

@@ -202,7 +202,7 @@ def score_mir(similarity_NM: NDArray[np.floating], relevancy: Relevancy) -> Mult
         raise ValueError(f"similarities {similarity_NM.shape} and relevancy {relevancy.shape} differ in shape")
     return MultiInstance(
         video_to_text=_scores(similarity_NM, relevancy),
-        text_to_video=_scores(similarity_NM.T, relevancy.transposed()),
+        text_to_video=_scores(similarity_NM.T, relevancy.transpose()),
     )
 
 

@@ -16,7 +16,7 @@ from clipmill.shards.columns import LATENTS, TEXT, VIDEO, how_to_make
 from clipmill.shards.dataset import current_variant
 from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.model import LIBRARY, TOWERS, DualEncoderTowers, kind_of
-from clipmill.train.config.shards import IMAGES
+from clipmill.train.config.shards import kind_of
 from clipmill.train.config.shards import kind_of as kind_of_data
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.clip_frames import Views
@@ -68,7 +68,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         samples = self.mixed(lambda task: task._with_different_texts(world))
         if self._settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
-            self._in_loop = [self._open_evaluation(one, world) for one in self._settings.evaluated()]
+            self._in_loop = [self._open_evaluation(one, world) for one in self._settings.evaluated_data()]
         return samples
 
     def _with_different_texts(self, world: World) -> "OneFolder":
@@ -85,7 +85,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 
         settings = self._settings
-        if wanted.protocol == "zero-shot" and kind_of_data(settings.folder, settings) is IMAGES:
+        if wanted.protocol == "zero-shot" and kind_of(settings.folder, settings).has_images:
             from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
 
             numbers = class_numbers(settings.folder, wanted.classes)

@@ -301,7 +301,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
                     videos_of_split(path, settings.evaluate.split)
         if settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
-            self._probes = [self._open_probe(one, world) for one in settings.evaluated()]
+            self._probes = [self._open_probe(one, world) for one in settings.evaluated_data()]
         return samples
 
     def _open_probe(self, one: EvaluatedData, world: World) -> LoopProbe:

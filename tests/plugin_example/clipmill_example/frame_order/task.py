@@ -123,7 +123,7 @@ class FrameOrderTask:
         if not wanted.every:
             return {}
         found: dict[str, float] = {}
-        for one in wanted.evaluated():
+        for one in wanted.evaluated_data():
             samples = self.samples(one.split, world, shards=one.shards)
             right, count, _ = self.score(model, samples, every=every_for(len(samples), at_most=wanted.max_samples))
             counts = world.sum(torch.tensor([right, count]))
@@ -152,7 +152,7 @@ class FrameOrderLoss(Objective):
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         clips, reversed_B = self._task.inputs(batch)
-        with step.synced(True), step.random(0):
+        with step.synced(True), step.seed_generators(0):
             with step.autocast():
                 logits_B = model(clips)
             loss = nn.functional.binary_cross_entropy_with_logits(logits_B.float(), reversed_B)

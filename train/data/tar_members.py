@@ -1,0 +1,269 @@
+"""The members of a tar, read from front to back in bounded memory, whatever its headers claim.
+
+Python's tarfile reads extended headers of any size, pads sparse members with zeros, takes a damaged header for the end
+of the tar, and expands compressed tars to any size. Here a member is read only if the caller needs it and it is within
+a limit, headers have a limit, sparse members are not read, and a compressed tar that expands more than videos do is
+rejected.
+
+Names and sizes are interpreted as in tarfile: USTAR, old tars, GNU's long names, PAX.
+"""
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from clipmill.shards.format import BLOCK_BYTES
+from clipmill.shards.index import padded_size
+from clipmill.shards.opening import DamagedTar, open_regular
+
+MAX_HEADER_BYTES = 1 << 20  # of an extended header: long names and PAX records
+MAX_NAME_BYTES = 4096
+# Limit for a compressed tar: videos hardly compress, captions a few times, a decompression bomb a thousand times.
+MAX_EXPANSION = 64
+_FREE_BYTES = 64 << 20  # size that any small tar may expand to
+_XZ_MEMORY_BYTES = 256 << 20  # four times what `xz -9` needs
+_PIECE_BYTES = 1 << 20
+_PAX = (b"x", b"X")
+_WITHOUT_PAYLOAD = (
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.DIRTYPE,
+    tarfile.FIFOTYPE,
+)
+_REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+# Offsets of the flag that another header follows, in the first and in further headers of a sparse member.
+_SPARSE_FIRST, _SPARSE_FURTHER = 482, 504
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file of a tar.
+
+    Attributes:
+        size_bytes: Size according to the header.
+        offset: Offset of the first byte in the tar; None in a compressed tar.
+        content: Bytes; None if they are not needed or cannot be read.
+        problem: Reason why it cannot be read, as the end of a sentence that begins with its name.
+    """
+
+    name: str
+    size_bytes: int
+    offset: int | None = None
+    content: bytes | None = None
+    problem: str | None = None
+
+
+def members_of(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Member]:
+    """Yield the files of a tar in its order; links, folders and devices are skipped.
+
+    Args:
+        limit_of: Function that returns the maximum size in bytes of a member by its name; 0 if it is not needed.
+
+    Raises:
+        DamagedTar: The tar ends early, continues with something that is not a member, or expands too far. Earlier
+            members are intact.
+        OSError: The tar cannot be read.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        source = _Source(path, file)
+        try:
+            yield from _members(source, limit_of)
+        except (EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+            raise source.damage(str(error)) from error
+
+
+@dataclass
+class _Extended:
+    """Facts about a member from the headers before its own."""
+
+    name: bytes | None = None
+    size_bytes: int | None = None
+    is_sparse: bool = False
+
+
+class _Source:
+    """Bytes of a tar, decompressed if necessary."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path = path
+        self._packed_bytes = os.fstat(file.fileno()).st_size
+        self._stream, self._is_packed = _unpack(file)
+        self.position = 0
+
+    @property
+    def offset(self) -> int | None:
+        """Offset of the next byte in the file; None if it is compressed."""
+        return None if self._is_packed else self.position
+
+    def block(self) -> bytes:
+        """Return the next block; fewer bytes at the end."""
+        block = self._stream.read(BLOCK_BYTES)
+        self._advance(len(block))
+        return block
+
+    def read(self, size_bytes: int) -> bytes:
+        """Return the payload of a member or header, whose size is within a limit; skips its padding."""
+        self._require_available(size_bytes)
+        if not self._is_packed:
+            content = self._stream.read(size_bytes)
+            self._advance(len(content))
+        else:
+            pieces = io.BytesIO()  # grows with the data, not with what a header claims
+            while (missing := size_bytes - pieces.tell()) and (piece := self._stream.read(min(missing, _PIECE_BYTES))):
+                self._advance(len(piece))
+                pieces.write(piece)
+            content = pieces.getvalue()
+        if len(content) < size_bytes:
+            raise self.damage("it was cut short")
+        self.skip(padded_size(size_bytes) - size_bytes)
+        return content
+
+    def skip(self, size_bytes: int) -> None:
+        """Skip bytes."""
+        self._require_available(size_bytes)
+        if not self._is_packed:
+            self._stream.seek(size_bytes, os.SEEK_CUR)
+            self._advance(size_bytes)
+            return
+        while size_bytes:
+            piece = self._stream.read(min(size_bytes, _PIECE_BYTES))
+            if not piece:
+                raise self.damage("it was cut short")
+            self._advance(len(piece))
+            size_bytes -= len(piece)
+
+    def damage(self, why: str) -> DamagedTar:
+        """Return the error at which reading ends."""
+        return DamagedTar(self._path, f"the tar cannot be read from here on (byte {self.position:,}): {why}")
+
+    def _require_available(self, size_bytes: int) -> None:
+        if not self._is_packed and self.position + size_bytes > self._packed_bytes:
+            raise self.damage("it was cut short")
+
+    def _advance(self, num_bytes: int) -> None:
+        self.position += num_bytes
+        if self._is_packed and self.position > self._packed_bytes * MAX_EXPANSION + _FREE_BYTES:
+            raise self.damage(f"it expands to more than {MAX_EXPANSION} times its size")
+
+
+def _members(source: _Source, limit_of: Callable[[str], int]) -> Iterator[Member]:
+    extended = _Extended()
+    while (block := source.block()) != bytes(BLOCK_BYTES):
+        if len(block) < BLOCK_BYTES:
+            raise source.damage("it was cut short" if source.position else "it is empty")
+        try:
+            info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            raise source.damage("the next bytes are not a tar member") from error
+        if info.size < 0:
+            raise source.damage("a member has a negative size")
+        if info.type in (tarfile.GNUTYPE_LONGNAME, *_PAX):
+            if info.size > MAX_HEADER_BYTES:
+                raise source.damage(f"a header claims {info.size:,} bytes, more than {MAX_HEADER_BYTES:,}")
+            _extend(extended, source.read(info.size), is_pax=info.type in _PAX)
+            continue
+        if info.type in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
+            source.skip(padded_size(info.size))
+            continue
+        if info.type not in _WITHOUT_PAYLOAD:
+            yield from _member(source, info, extended, block=block, limit_of=limit_of)
+        extended = _Extended()
+
+
+def _member(
+    source: _Source, info: tarfile.TarInfo, extended: _Extended, *, block: bytes, limit_of: Callable[[str], int]
+) -> Iterator[Member]:
+    size_bytes = info.size if extended.size_bytes is None else extended.size_bytes
+    name = info.name if extended.name is None else extended.name.decode("utf-8", "surrogateescape")
+    if not name.isprintable():
+        name = name.encode("unicode_escape").decode()
+    limit_bytes, problem = 0, None
+    if info.type == tarfile.GNUTYPE_SPARSE:
+        # Further headers of the sparse member follow before its payload.
+        has_further = block[_SPARSE_FIRST]
+        while has_further:
+            has_further = source.read(BLOCK_BYTES)[_SPARSE_FURTHER]
+    if extended.is_sparse or info.type == tarfile.GNUTYPE_SPARSE:
+        problem = "is a sparse file, which is not read"
+    elif len(name) > MAX_NAME_BYTES:
+        name, problem = f"{name[:100]}...", f"has a name of {len(name):,} characters"
+    elif info.type in _REGULAR:
+        limit_bytes = limit_of(name)
+        if limit_bytes and size_bytes > limit_bytes:
+            problem = f"has {size_bytes:,} bytes, more than the limit of {limit_bytes:,}"
+    offset = source.offset
+    if limit_bytes and problem is None:
+        yield Member(name, size_bytes, offset, content=source.read(size_bytes))
+        return
+    source.skip(padded_size(size_bytes))
+    if info.type in _REGULAR or problem is not None:
+        yield Member(name, size_bytes, offset, problem=problem)
+
+
+def _extend(extended: _Extended, payload: bytes, *, is_pax: bool) -> None:
+    """Read name, size and sparseness from the payload of an extended header; raises ValueError if it is damaged."""
+    if not is_pax:
+        extended.name = payload.partition(b"\0")[0]
+        return
+    begin = 0
+    while begin < len(payload) and payload[begin]:
+        space = payload.find(b" ", begin, begin + 20)
+        length = int(payload[begin:space]) if space > 0 else 0
+        if space < 0 or length <= space - begin or begin + length > len(payload):
+            raise ValueError("a PAX header is damaged")
+        keyword, _, value = payload[space + 1 : begin + length - 1].partition(b"=")
+        if keyword == b"path":
+            extended.name = value
+        elif keyword == b"size":
+            extended.size_bytes = int(value[:20])
+            if extended.size_bytes < 0:
+                raise ValueError("a member has a negative size")
+        elif keyword.startswith(b"GNU.sparse."):
+            extended.is_sparse = True
+        begin += length
+
+
+def _unpack(file: BinaryIO) -> tuple[BinaryIO, bool]:
+    """Return the file or its decompressed content, and whether it is compressed."""
+    magic = file.read(6)
+    file.seek(0)
+    if magic.startswith(b"\x1f\x8b"):
+        return gzip.GzipFile(fileobj=file), True  # type: ignore[return-value]
+    if magic.startswith(b"BZh"):
+        return bz2.BZ2File(file), True  # type: ignore[return-value]
+    if magic == b"\xfd7zXZ\0":
+        return io.BufferedReader(_Xz(file)), True
+    return file, False
+
+
+class _Xz(io.RawIOBase):
+    """Content of an xz file; unlike `lzma.LZMAFile` it limits the dictionary that a header can request."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._decompressor = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=_XZ_MEMORY_BYTES)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
+        while True:
+            packed = self._file.read(_PIECE_BYTES) if self._decompressor.needs_input else b""
+            if self._decompressor.needs_input and not packed:
+                raise EOFError("the compressed data ends early")
+            piece = self._decompressor.decompress(packed, len(buffer))
+            if piece:
+                buffer[: len(piece)] = piece
+                return len(piece)
+            if self._decompressor.eof:
+                return 0
