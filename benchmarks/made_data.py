@@ -22,9 +22,8 @@ from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.publish import make_folder
 from clipmill.manifests.schema import CAPTIONS
-from clipmill.prep.core.layout import write_layout
-from clipmill.prep.core.selection import make_variant
-from clipmill.prep.core.table_file import write_table_file
+from clipmill.prep.core.tables import write_layout, write_table_file
+from clipmill.prep.core.variants import make_variant
 from clipmill.prep.sources.table import PROBES, PROBES_FILE
 from clipmill.prep.video.layout import layout_path
 from clipmill.prep.video.plan import Plan, ShardPlan

@@ -34,9 +34,9 @@ _AFTER = {
         "clipmill.prep.commands.columns:plan",
         "Print what prep chunk would do with the same settings, why, and the estimated cost (dry run).",
     ),
-    "export": ("clipmill.prep.commands.export:app", "Write columns in a format that other tools read."),
+    "export": ("clipmill.prep.exports.kinds:app", "Write columns in a format that other tools read."),
     "retry": (
-        "clipmill.prep.commands.retry:retry",
+        "clipmill.prep.commands.upkeep:retry",
         "Retry the failures of a column, for example after repairing a source video.",
     ),
     "status": (

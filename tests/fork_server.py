@@ -55,10 +55,10 @@ _LIGHT = (
         "clipmill.prep.upkeep.garbage",
         "clipmill.prep.upkeep.status",
         "clipmill.prep.upkeep.texts",
-        "clipmill.prep.synthetic.make",
+        "clipmill.prep.synthetic",
     ),
     *("clipmill.manifests.adapters.folder", "clipmill.manifests.store"),
-    *("clipmill.prep.video.work", "clipmill.prep.video.page.write", "clipmill.prep.engines.ray_connection"),
+    *("clipmill.prep.video.work", "clipmill.prep.video.page.write", "clipmill.prep.engines.ray"),
     *(
         "clipmill.prep.core.chunk_column",
         "clipmill.prep.scores.sample",

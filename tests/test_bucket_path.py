@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from clipmill.manifests.storage.objects import open_objects
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.train.cli import main
 from clipmill.train.run.checkpoint import all_checkpoints, read_weights
 from clipmill.train.run.folder import RunFolder

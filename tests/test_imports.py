@@ -45,7 +45,7 @@ TORCH_IN_PREP = {
 }
 # Programs are started in one place of each side, which has the time limit and ends the whole process group.
 MAY_START_PROGRAMS = {
-    *("prep/video/ffmpeg.py", "prep/sources/probe_processes.py", "prep/video/staging.py", "prep/engines/ray_agents.py"),
+    *("prep/video/ffmpeg.py", "prep/sources/probe_processes.py", "prep/video/staging.py", "prep/engines/ray.py"),
     *("train/tasks/caption/metrics/java.py", "train/doctor/accelerator.py"),
 }
 # They accept plain containers, or a plain array, only; elsewhere a pickle from outside would be a program from outside.

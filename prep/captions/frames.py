@@ -6,8 +6,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.prep.core.chunk_frames import decode_frames
-from clipmill.prep.core.chunk_input import frame_rate, read_chunk
+from clipmill.prep.core.chunk_input import decode_frames, frame_rate, read_chunk
 from clipmill.shards.reader import CommittedShard
 
 JPEG_QUALITY = 90

@@ -10,7 +10,7 @@ from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.units import duration_text
 from clipmill.prep.captions.answers import ANSWERS_FOLDER, Answer, answers_in
 from clipmill.prep.captions.table import TABLE_FILE
-from clipmill.prep.core.chunk_columns import ChunksPlan
+from clipmill.prep.core.chunk_plan import ChunksPlan
 from clipmill.prep.core.column import Addition
 from clipmill.prep.core.run import Summary
 

@@ -21,12 +21,11 @@ from clipmill.prep.captions.column import COLUMN, CaptionsRequest
 from clipmill.prep.captions.report import cost_of
 from clipmill.prep.captions.worker import Asking, Inquiry, open_captioner
 from clipmill.prep.core.chunk_column import chunk_job
-from clipmill.prep.core.chunk_columns import ChunksPlan, Holders
-from clipmill.prep.core.chunk_work import Workers
-from clipmill.prep.core.chunk_worker import open_chunks
+from clipmill.prep.core.chunk_plan import ChunksPlan, Holders
+from clipmill.prep.core.chunk_work import Workers, open_chunks
 from clipmill.prep.core.data_folder import writing
 from clipmill.prep.core.plan import with_work
-from clipmill.prep.core.selection import make_variant
+from clipmill.prep.core.variants import make_variant
 from clipmill.prep.engines.choice import num_cores, threads_per_worker
 from clipmill.shards.columns import CAPTIONS
 from clipmill.shards.reader import Variant

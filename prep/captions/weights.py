@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.hub import model_folder
+from clipmill.prep.core.request import model_folder
 
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")

@@ -16,7 +16,7 @@ from clipmill.shards.format import CAPTIONS_FIELDS
 from clipmill.shards.reader import Variant
 
 if TYPE_CHECKING:
-    from clipmill.prep.core.chunk_columns import ChunksPlan
+    from clipmill.prep.core.chunk_plan import ChunksPlan
     from clipmill.prep.core.request import Request
 
 

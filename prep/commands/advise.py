@@ -15,7 +15,7 @@ from clipmill.prep.core.request import Data, Json
 from clipmill.shards.columns import LATENTS, VIDEO
 
 if TYPE_CHECKING:
-    from clipmill.prep.advice.reads import Column
+    from clipmill.prep.advice import Column
 
     ReadColumn = str
 else:
@@ -81,8 +81,7 @@ def advise(
     """
     from clipmill.manifests.progress import Activity
     from clipmill.manifests.units import parse_bitrate, size_text
-    from clipmill.prep.advice.inequality import Bucket, Load, advice_text, advice_values
-    from clipmill.prep.advice.reads import bucket_speed, disk_speed
+    from clipmill.prep.advice import Bucket, Load, advice_text, advice_values, bucket_speed, disk_speed
     from clipmill.prep.core.data_folder import require_data_folder
     from clipmill.shards.damage import Damaged
 
@@ -156,8 +155,8 @@ def _columns(data_dir: Path, asked: str) -> tuple[dict[str, "Column"], bool]:
     Returns:
         The columns by name, and whether the data folder is in a bucket.
     """
-    from clipmill.prep.advice.reads import open_column
-    from clipmill.prep.core.bucket_tars import tars_of
+    from clipmill.prep.advice import open_column
+    from clipmill.prep.core.column_arrays import tars_of
     from clipmill.shards.dataset import current_variant
     from clipmill.shards.reader import Variant
 
@@ -177,7 +176,7 @@ class _Step:
 
 def _step(asked: Asked) -> _Step:
     """Duration and batch size of a step, as given or of a run; the run's batch size is scaled to the GPUs asked for."""
-    from clipmill.prep.advice.run_steps import read_run_steps
+    from clipmill.prep.advice import read_run_steps
 
     num_gpus = None if asked.nodes is None and asked.gpus is None else (asked.nodes or 1) * (asked.gpus or 1)
     step_s, batch, origin = asked.step_time, asked.batch, "given by --step-time"

@@ -83,10 +83,9 @@ def captions(
     from clipmill.manifests.progress import Activity
     from clipmill.manifests.store import read_rejected_rows, read_videos
     from clipmill.prep.commands import manifest_text
-    from clipmill.prep.commands.caption_limits import chunk_finder, ends_of_videos
     from clipmill.prep.core.data_folder import require_data_folder, writing
     from clipmill.prep.core.failure_list import first_rejected, named_values
-    from clipmill.prep.upkeep.caption_sources import other_variants
+    from clipmill.prep.upkeep.caption_sources import chunk_finder, ends_of_videos, other_variants
     from clipmill.shards.columns import VIDEO
     from clipmill.shards.dataset import current_variant
 

@@ -3,15 +3,18 @@
 import json as json_module
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError, UserErrors
+from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.quoting import count_noun
-from clipmill.prep.core.request import Data, Json
+from clipmill.prep.core.column import ENGINE_FLAGS
+from clipmill.prep.core.make import retry_column
+from clipmill.prep.core.request import EXECUTION, Data, Json, Request, ScratchSize
 from clipmill.prep.registry import column_named, column_names, columns
 from clipmill.shards.columns import VIDEO
 
@@ -35,8 +38,7 @@ def status(*, data: Data = Path("data"), json: Json = False) -> None:
     """
     from clipmill.manifests.progress import Activity
     from clipmill.prep.core.data_folder import require_data_folder
-    from clipmill.prep.upkeep.status import read_status
-    from clipmill.prep.upkeep.status_text import repair_command, status_text
+    from clipmill.prep.upkeep.status import read_status, repair_command, status_text
     from clipmill.prep.upkeep.texts import repair_text
 
     with Activity("reading the records"):
@@ -69,9 +71,8 @@ def verify(
     from clipmill.manifests.progress import Activity
     from clipmill.manifests.storage.mirrors import mirror_of
     from clipmill.prep.core.data_folder import require_data_folder
-    from clipmill.prep.upkeep.records import check_folder_records, check_variant_records
     from clipmill.prep.upkeep.texts import failure_text, records_text, repairs_text, verified_text
-    from clipmill.prep.upkeep.verify import verify_variant
+    from clipmill.prep.upkeep.verify import check_folder_records, check_variant_records, verify_variant
     from clipmill.shards.dataset import DamagedDataset, current_variant
     from clipmill.shards.reader import Variant
 
@@ -162,7 +163,7 @@ def inspect(
         prep inspect --column scores --html scores.html --where "cuts = 0"
     """
     from clipmill.manifests.progress import Activity
-    from clipmill.prep.core.bucket_tars import tars_of
+    from clipmill.prep.core.column_arrays import tars_of
     from clipmill.prep.core.data_folder import require_data_folder
     from clipmill.prep.core.report import show
     from clipmill.prep.upkeep.inspection import sample_report, set_report
@@ -171,7 +172,7 @@ def inspect(
     data_dir, known = require_data_folder(data), column_named(column)
     opened = Variant.open(data_dir, column=column, variant=variant, tars=tars_of(data_dir))
     if html is not None:
-        from clipmill.prep.core.pages import PageRequest
+        from clipmill.prep.core.report import PageRequest
         from clipmill.prep.core.work import work_of
 
         if key is not None:
@@ -221,7 +222,7 @@ def diff(
     from clipmill.manifests.progress import Activity
     from clipmill.prep.core.data_folder import require_data_folder
     from clipmill.prep.core.report import show
-    from clipmill.prep.upkeep.differences import variants_report
+    from clipmill.prep.upkeep.inspection import variants_report
 
     with Activity("comparing the variants"):
         report = variants_report(require_data_folder(data), first, second)
@@ -249,8 +250,7 @@ def gc(
     from clipmill.manifests.locks import folder_lock
     from clipmill.manifests.progress import Activity
     from clipmill.prep.core.data_folder import column_lock, require_data_folder
-    from clipmill.prep.upkeep.bucket_garbage import abort, find_in_bucket
-    from clipmill.prep.upkeep.garbage import find_garbage, remove
+    from clipmill.prep.upkeep.garbage import abort, find_garbage, find_in_bucket, remove
     from clipmill.prep.upkeep.texts import garbage_text, garbage_values
 
     data_dir = require_data_folder(data)
@@ -272,3 +272,86 @@ def gc(
         path, why = removed.failed[0]
         raise FailedWork(f"{count_noun(len(removed.failed), 'file')} could not be removed; the first: {path}: {why}")
     sys.stdout.flush()
+
+
+ColumnOfFailures = Annotated[AnyColumn, FIRST_RUN, Parameter(help="Column whose failures to retry.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryRequest(Request):
+    """The flags of `prep retry`; a column ignores those that it does not need."""
+
+    scratch_size: ScratchSize = None
+    in_flight: Annotated[
+        int | None,
+        EXECUTION,
+        FIRST_RUN,
+        Parameter(help="Number of requests to a server at a time, 1 to 4096. Default: as in the last run."),
+    ] = None
+    max_tokens_total: Annotated[
+        int | None,
+        EXECUTION,
+        FIRST_RUN,
+        Parameter(
+            help="Number of tokens that all answers of the variant may take, earlier ones included. Default: as in the "
+            "last run."
+        ),
+    ] = None
+
+
+def retry(
+    *,
+    column: ColumnOfFailures = VIDEO,
+    only: Annotated[
+        list[str] | None,
+        FIRST_RUN,
+        Parameter(help="Failure codes to retry, as shown by prep status. Default: all.", negative=""),
+    ] = None,
+    variant: Annotated[
+        str | None,
+        FIRST_RUN,
+        Parameter(
+            help="Variant whose failures to retry. Default: the current one, or if it has none, the other that has."
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        FIRST_RUN,
+        Parameter(
+            help="Local folder or file of the model weights. Default: that of the last run; other columns ignore it."
+        ),
+    ] = None,
+    request: Annotated[RetryRequest, Parameter(name="*")] = RetryRequest(),
+) -> None:
+    """Retry the failures of a column, for example after repairing a source video.
+
+    Without --variant, they are those of the variant that the last run has made with failures beside the current one,
+    which then becomes the current one, otherwise those of the current variant.
+
+    Example:
+
+        prep retry --only timeout
+    """
+    from clipmill.prep.core.data_folder import require_data_folder
+    from clipmill.prep.core.failure_list import FAILURES_FILE
+    from clipmill.prep.core.failures import FailureCode
+    from clipmill.prep.core.variants import stored_request
+    from clipmill.shards.dataset import unfinished_variant, variant_dir
+    from clipmill.shards.reader import Variant
+
+    codes = frozenset(only or FailureCode)
+    if unknown := sorted(codes - set(FailureCode)):
+        raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"failure codes: {', '.join(FailureCode)}")
+    data_dir = require_data_folder(request.data)
+    unfinished = unfinished_variant(data_dir, column)
+    # A run that was killed has listed no failures: whether its variant is wanted is unknown.
+    has_failed = unfinished is not None and (variant_dir(data_dir, column, unfinished) / FAILURES_FILE).exists()
+    if variant is None and has_failed:
+        variant = unfinished
+        sys.stderr.write(f"note: a variant that is not the current one is retried: {variant}\n")
+    opened = Variant.open(data_dir, column=column, variant=variant)
+    stored = stored_request(opened)
+    if request.engine is None and request.address is None:  # the engine of the run that failed
+        request = replace(request, **{name: stored[name] for name in ENGINE_FLAGS if name in stored})
+    request = replace(request, retry_codes=codes, only_variant=opened.directory.name)
+    retry_column(column_named(column), stored, weights=weights, request=request)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from hashlib import blake2b
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,12 +25,14 @@ from clipmill.manifests.errors import Inaccessible, UserError, first_line
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.shards.commits import Commit
 from clipmill.shards.damage import Damaged
+from clipmill.shards.format import PACKET_REFERENCE
 from clipmill.shards.index import extensions_of
 from clipmill.shards.reader import CommittedShard, open_shard
 from clipmill.shards.writer import Sample
 
 if TYPE_CHECKING:
     from av.video.frame import VideoFrame
+
 
 FINGERPRINT_COLUMNS = ["span_fingerprint", "mp4_size", "mp4_crc32"]
 _NAMES = ("key", "video_id", "start_ms")  # of a chunk in `video`, and of its sample in another column
@@ -253,7 +256,6 @@ class Chunk:
             SourceFailure: The chunk is damaged or cannot be decoded.
             ValueError: The indices do not increase, or are out of range.
         """
-        from clipmill.prep.core.chunk_frames import decode_frames
 
         num_frames = self["num_frames"]
         numbers = range(num_frames) if wanted is None else wanted
@@ -351,3 +353,47 @@ class Chunks:
                 raise
             except Exception as error:  # noqa: BLE001 - of any kind, as it is the code of others
                 yield column_failure(error)
+
+
+def decode_frames(
+    content: bytes, wanted: Sequence[int], *, fps: Fraction, packet_frame: Sequence[int], packet_flags: Sequence[int]
+) -> "Iterator[VideoFrame]":
+    """Decode the frames `wanted` (ascending) of the MP4 file `content`, and yield them in order.
+
+    Args:
+        fps: frame rate of the chunk.
+        packet_frame, packet_flags: packet table of the chunk, in decoding order (clipmill.shards.format.VIDEO_FIELDS).
+
+    Raises:
+        SourceFailure: decode_errors, or frames_differ if the decoder does not return a wanted frame.
+    """
+    import av
+    import av.error
+
+    due = iter(wanted)
+    target = next(due, None)
+    needed = set(wanted)
+    try:
+        with av.open(BytesIO(content), "r", format="mp4") as container:
+            stream = container.streams.video[0]
+            stream.codec_context.thread_count = 1  # the caller already works in parallel
+            frames_per_tick = (stream.time_base or Fraction(0)) * fps
+            number = 0
+            for packet in container.demux(stream):
+                if packet.size:
+                    is_needed = packet_flags[number] & PACKET_REFERENCE or packet_frame[number] in needed
+                    number += 1
+                    if not is_needed:
+                        continue
+                for frame in packet.decode():
+                    if target is not None and frame.pts is not None and frame.pts * frames_per_tick == target:
+                        if frame.is_corrupt:
+                            raise SourceFailure(FailureCode.DECODE_ERRORS, f"frame {target} is damaged")
+                        yield frame
+                        target = next(due, None)
+                if target is None:
+                    return
+    except (av.error.FFmpegError, IndexError) as error:
+        raise SourceFailure(FailureCode.DECODE_ERRORS, f"the chunk cannot be decoded: {error}") from None
+    if target is not None:
+        raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the decoder did not return frame {target}")

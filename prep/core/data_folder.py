@@ -1,20 +1,25 @@
 """The data folder of a command: its layout on disk, and the locks that allow one writer per column."""
 
+import os
 import re
 import shlex
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.locks import FileLock, folder_lock, holder_of, this_process
+from clipmill.manifests.locks import FileLock, folder_lock, holder_of, lock, this_process
 from clipmill.manifests.publish import remove_temporaries, target_of
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.store import manifest_dir
-from clipmill.prep.core.layout import LAYOUT_FOLDER, owner_of_layout
 from clipmill.prep.core.shard_result import RUNNING_FOLDER
+from clipmill.prep.core.tables import LAYOUT_FOLDER, owner_of_layout
 from clipmill.shards.columns import VIDEO
+from clipmill.shards.commits import commit_path, read_commit
+from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import list_variants, variant_dir
 from clipmill.shards.format import COMMITS_FOLDER, DATASET_FILE, RECIPE_FILE, folders_in
 
@@ -146,3 +151,104 @@ def incomplete_variants(data_dir: Path, column: str) -> list[Path]:
         and not path.is_symlink()
         and all((target_of(entry.name) or entry.name) == RECIPE_FILE for entry in path.iterdir())
     ]
+
+
+LIMIT_S = 60.0
+_INTERVAL_S = 0.5
+
+
+def wait_until_seen(what: str, is_seen: Callable[[], bool], *, limit_s: float = LIMIT_S) -> bool:
+    """Wait until `is_seen` returns True, and say so; return False if it does not within `limit_s` seconds."""
+    if is_seen():
+        return True
+    sys.stderr.write(f"waiting up to {limit_s:g} s for {what}, written by workers and not visible here yet\n")
+    sys.stderr.flush()
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        time.sleep(_INTERVAL_S)
+        if is_seen():
+            return True
+    return False
+
+
+def is_committed(variant_dir: Path, fingerprints: Iterable[tuple[int, str]]) -> bool:
+    """Return True if the commits of all shards, given as (shard id, plan fingerprint), and their files are visible."""
+    return all(_is_committed(variant_dir, *one) for one in fingerprints)
+
+
+def _is_committed(variant_dir: Path, shard_id: int, fingerprint: str) -> bool:
+    path = commit_path(variant_dir, shard_id)
+    with suppress(OSError):  # opening a folder makes NFS compare it with the server's
+        os.close(os.open(path.parent, os.O_RDONLY))
+    try:
+        commit = read_commit(path)
+    except (FileNotFoundError, Damaged, UserError):
+        return False
+    files = [] if commit.files is None else [commit.files.tar, commit.files.index]
+    return commit.plan_fingerprint == fingerprint and all((variant_dir / name).exists() for name in files)
+
+
+_SILENT_S = 5.0  # a running part touches its file every second
+
+
+def has_stopped(data_dir: Path, *, column: str) -> bool:
+    """Return True if no process writes a column of a local data folder any more, whatever its heartbeats show.
+
+    It reads what commands and parts have noted in their lock files. For this machine, it looks for the process that is
+    named there. A part on another node, which touches its file, has stopped if the file is untouched and its lock free;
+    a command without `--part` on another node is known by its heartbeats alone.
+    """
+    if mirror_of(data_dir) is not None:
+        return False
+    parts = [path for path in data_dir.glob(f".{column}.part-*.lock") if part_lock_names(column).fullmatch(path.name)]
+    return not _may_run(lock_path(data_dir, column), is_free=lambda _: False) and not any(
+        _may_run(path, is_free=_is_silent) for path in parts
+    )
+
+
+def _may_run(path: Path, *, is_free: Callable[[Path], bool]) -> bool:
+    """Return whether the process that has noted itself in a lock file may run; `is_free` is asked on other nodes."""
+    words = holder_of(path).partition("\n")[0].split()
+    if not words:
+        return False  # the lock is free, or its holder has ended
+    if len(words) != 4 or not words[1].isdecimal() or words[3] != os.uname().nodename:
+        return not is_free(path)
+    try:
+        os.kill(int(words[1]), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        pass  # it belongs to another user
+    return True
+
+
+def _is_silent(path: Path) -> bool:
+    """Return True if a part has not touched its file and its lock is free.
+
+    The lock is tried only then, and shared, so that a part which begins at that moment is not refused.
+    """
+    try:
+        with path.open("rb") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime < _SILENT_S:
+                return False
+            return lock(file.fileno(), is_shared=True, waits=False)
+    except FileNotFoundError:
+        return True  # it has just ended
+    except OSError:
+        return False
+
+
+def writer_of(data_dir: Path, *, column: str) -> str | None:
+    """Return which command writes a column of a data folder in a bucket, on any machine, and since when.
+
+    Return None if none does, or if the data folder is local: its heartbeats tell more
+    (`clipmill.prep.core.shard_result`).
+    """
+    mirror = mirror_of(data_dir)
+    if mirror is None:
+        return None
+    if (holder := mirror.holder_of(lock_path(data_dir, column).name)) is not None:
+        return holder
+    matches = filter(None, map(part_lock_names(column).fullmatch, sorted(mirror.lock_names())))
+    parts = [f"part {match[1]}/{match[2]}, {holder}" for match in matches if (holder := mirror.holder_of(match[0]))]
+    return "; ".join(parts) or None

@@ -13,12 +13,10 @@ from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.units import duration_text, size_text
 from clipmill.prep.core.column import ColumnSpec, data_flags, short_path
-from clipmill.prep.core.disk_use import folder_bytes
 from clipmill.prep.core.failure_list import codes_line
-from clipmill.prep.core.lost_samples import lost_samples
-from clipmill.prep.core.plan import NUM_CHECK_THREADS
+from clipmill.prep.core.plan import NUM_CHECK_THREADS, folder_bytes
 from clipmill.prep.core.report import NOTHING_TO_DO, Report, next_line
-from clipmill.prep.core.selection import stored_request
+from clipmill.prep.core.variants import lost_samples, stored_request
 from clipmill.prep.core.work import work_of
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO
 from clipmill.shards.commits import Failure, ShardFiles

@@ -163,8 +163,7 @@ def _made(
     from clipmill.prep.core.data_folder import require_data_folder, writing
     from clipmill.prep.core.ending import with_ending
     from clipmill.prep.core.failure_list import FAILURES_FILE
-    from clipmill.prep.core.part_locks import Part
-    from clipmill.prep.core.parts import writing_part
+    from clipmill.prep.core.parts import Part, writing_part
     from clipmill.prep.core.report import with_part
     from clipmill.prep.core.work import work_of
 

@@ -15,11 +15,11 @@ from clipmill.manifests.storage.leases import EXPIRY_S, Lease, LeaseHeld
 from clipmill.manifests.storage.mirrors import Mirror
 from clipmill.manifests.storage.working_copy import WorkingCopy
 from clipmill.prep.core.data_folder import lock_path, part_lock_names
-from clipmill.prep.core.part_locks import Part, RunningPart, column_is_written
+from clipmill.prep.core.parts import Part, RunningPart, column_is_written
 
 
 class PartLeases:
-    """`clipmill.prep.core.part_locks.PartLocks`, which documents the methods, as leases in a bucket."""
+    """`clipmill.prep.core.parts.PartLocks`, which documents the methods, as leases in a bucket."""
 
     def __init__(self, copy: Mirror, column: str, part: Part) -> None:
         assert isinstance(copy, WorkingCopy)

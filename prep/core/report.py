@@ -2,11 +2,14 @@
 
 import json as json_module
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.locks import folder_lock
+from clipmill.manifests.publish import publish_bytes, remove_temporaries
 from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import recipe_differences
@@ -202,3 +205,41 @@ def _work(group: _Group, sample: str, verb: str) -> str:
     if not group.num_made:
         return f"{count_noun(group.num_copied, sample)} copied {into}"
     return f"{made} and {group.num_copied:,} copied {into}"
+
+
+@dataclass(frozen=True)
+class PageRequest:
+    """What `prep inspect --html` asks for.
+
+    Attributes:
+        path: HTML file to write.
+        where: expression (clipmill.shards.where), or None.
+        num_samples: number of samples to show; None for the default of the page.
+        on_sample: called with (number of samples read, number to read).
+    """
+
+    path: Path
+    where: str | None = None
+    num_samples: int | None = None
+    on_sample: Callable[[int, int], None] = lambda done, total: None
+
+
+def publish_page(path: Path, template: Path, **values: Any) -> int:
+    """Publish a page from a template, and remove what killed commands have left of it.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    from clipmill.shards.pages.templates import load_template
+
+    content = load_template(template).render(**values).encode()
+    try:
+        with folder_lock(path.parent):
+            remove_temporaries(path.parent, of=path.name.__eq__)
+            publish_bytes(path, content)
+    except OSError as error:
+        raise UserError(f"--html {path} cannot be written: {error.strerror}", hint="give another file") from None
+    return len(content)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.settings import Checked, Range, errors_of, mistakes, refuse
 from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
@@ -22,6 +22,7 @@ from clipmill.prep.engines.execution import Execution
 
 if TYPE_CHECKING:
     from clipmill.prep.engines import Engine
+
 
 _CLUSTER = re.compile(r"auto|local|(ray://)?[^\s/]+:\d{1,5}", re.ASCII)
 EXECUTION = Parameter(group=Group("Execution", sort_key=8))
@@ -185,7 +186,7 @@ class Request(Checked):
     @property
     def lag_limit_s(self) -> float:
         """How long files that workers have written may take to become visible here."""
-        from clipmill.prep.core.lag import LIMIT_S
+        from clipmill.prep.core.data_folder import LIMIT_S
 
         return LIMIT_S if self.cluster is not None else 0.0
 
@@ -303,3 +304,38 @@ class PlanRequest(Checked):
     data: Data = Path("data")
     explain: Annotated[str | None, _HIDDEN] = None
     json: Json = False
+
+
+def model_folder(name: str, *, files: Sequence[str], what: str, asked: str, hint: str) -> Path:
+    """Return the folder of a model, absolute if it is one on this machine.
+
+    Args:
+        files: patterns of the files to download.
+        what: what the model is, for messages: "VAE", "model"; "" without a word.
+        asked: the flag that asks for it, with its value where that is not `name`.
+        hint: of the error.
+
+    Raises:
+        UserError: there is no such folder, and no such model on the Hub or in its cache.
+    """
+    from clipmill.manifests.hub import hub_if_reachable
+
+    local, noun = Path(name).expanduser(), f"{what} " if what else ""
+    if local.is_dir():
+        return local.resolve()
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
+        raise UserError(f"the {noun}folder {name} (asked for by {asked}) does not exist", hint=hint)
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        raise UserError("huggingface_hub is not installed", hint="install clipmill[columns]") from None
+    try:
+        with hub_if_reachable():
+            return Path(snapshot_download(name, allow_patterns=list(files)))
+    # The exceptions for network, cache and server errors all derive from these.
+    except (OSError, HFValidationError, ValueError) as error:
+        the = f"the {what} " if what else ""
+        raise UserError(
+            f'{the}"{name}" cannot be downloaded from the Hugging Face Hub: {first_line(error)}', hint=hint
+        ) from None

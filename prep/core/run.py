@@ -17,12 +17,11 @@ from clipmill.prep.core.column import Addition, ColumnSpec
 from clipmill.prep.core.data_folder import remove_variant_temporaries
 from clipmill.prep.core.failure_list import FAILURES_FILE, read_failures, shard_name, write_failures
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode, loss_code
-from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.parts import Part, PartRun
 from clipmill.prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from clipmill.prep.core.progress import RunProgress, warn_refused
-from clipmill.prep.core.selection import make_variant, write_selection
 from clipmill.prep.core.shard_result import RunningChunks, ShardResult, Stop, W, stopped
+from clipmill.prep.core.variants import lost_samples, make_variant, write_selection
 from clipmill.prep.engines import Engine, Refused
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.shards.chunk_table import update_chunk_table
@@ -287,7 +286,7 @@ def _have_appeared(
     job: Job[W], commits: dict[int, Commit], results: dict[int, ShardResult], *, gave_up: str | None
 ) -> bool:
     """Wait for the missing shards that workers have reported as made; return True if they have become visible."""
-    from clipmill.prep.core.lag import is_committed, wait_until_seen
+    from clipmill.prep.core.data_folder import is_committed, wait_until_seen
 
     made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
     missing = made & _missing_shards(job, commits, results, gave_up=gave_up).keys()

@@ -18,10 +18,9 @@ from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import CommittedShard, Variant
 
 if TYPE_CHECKING:
-    from clipmill.prep.core.pages import PageRequest
     from clipmill.prep.core.parts import PartRun
     from clipmill.prep.core.plan import ShardPlan
-    from clipmill.prep.core.report import Report
+    from clipmill.prep.core.report import PageRequest, Report
     from clipmill.prep.core.request import Request
     from clipmill.prep.core.run import Summary
 

@@ -7,11 +7,18 @@ first task. The check is sent as source code; until a worker has passed it, func
 node that fails the check is excluded from then on.
 """
 
+import logging
 import os
+import re
+import secrets
+import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stdout, suppress
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import FailedWork, UserError, first_line
@@ -19,15 +26,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
 from clipmill.prep.engines.execution import Execution, Need
 from clipmill.prep.engines.isolated import IsolatedEngine, call_isolated
-from clipmill.prep.engines.ray_actors import ActorRun
-from clipmill.prep.engines.ray_connection import (
-    START_LIMIT_S,
-    connect,
-    make_private,
-    name_of_cluster,
-    starting_text,
-)
-from clipmill.prep.engines.ray_nodes import Nodes, Notify
+from clipmill.prep.engines.ray_actors import ActorRun, Nodes, Notify
 
 _GROWTH = 2  # workers to ask for, by what the nodes have room for, where an autoscaler does not tell its limit
 _LATE_LIMIT_S = 10.0  # for workers that are still starting, whose nodes are to be named if they are refused
@@ -158,3 +157,145 @@ def import_ray() -> Any:
     except ImportError:
         raise UserError("Ray is not installed", hint="install clipmill[prep], or use --engine processes") from None
     return ray
+
+
+START_LIMIT_S = 60.0  # for Ray to start on this machine; 5 s on an idle one
+_ANSWER_LIMIT_S = 10.0
+_START_HINT = "start one with `ray start --head`, or give --engine processes to use this machine only"
+_TOKEN_HINT = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token as on the nodes of the cluster"
+_VERSION_HINT = "install the same Python and the same Ray on every node and where this command runs"
+
+
+def name_of_cluster(address: str | None) -> str:
+    """Return the name of a Ray instance for messages."""
+    return "Ray on this machine" if address is None else f'the Ray cluster at "{address}"'
+
+
+def starting_text(address: str | None) -> str:
+    """Return what is shown until Ray takes the first task."""
+    name = name_of_cluster(address)
+    return f"starting {name} (takes up to {START_LIMIT_S:g} s)" if address is None else f"connecting to {name}"
+
+
+def make_private() -> None:
+    """Set the environment of a private instance; Ray reads it when it is imported."""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    # The only switch that makes every process of Ray listen on the loopback interface, on Linux too.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+
+def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> None:
+    """Start a private instance with `num_cpus` CPUs, or connect to the cluster at `address`.
+
+    Raises:
+        UserError: Ray cannot start here, nothing answers at the address, or the cluster has another version or token.
+        FailedWork: Ray did not start, for example because one of its processes was killed.
+    """
+    if address is None:
+        try:
+            parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+            folder = Path(tempfile.mkdtemp(prefix="ray", dir=parent))
+            start_sweeper(folder)
+            # Ray opens its own folder to all users, so that is one within.
+            _init(ray, address="local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=os.fspath(folder / "r"))
+        except Exception as error:  # noqa: BLE001 - Ray raises plain ones, too
+            if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
+                raise UserError(  # for example, socket paths are limited to 107 bytes
+                    f"Ray cannot start on this machine: {error}",
+                    hint="set RAY_TMPDIR to a writable folder with a short path, or use --engine processes",
+                ) from None
+            raise FailedWork(  # for example, one of its processes was killed
+                f"Ray did not start on this machine: {first_line(error).rstrip('.')}; run the same command again, "
+                "or with --engine processes"
+            ) from None
+        name_agents(ray)
+        return
+    try:
+        _require_answer(ray, address)
+        _init(ray, address=address)
+    except ray.exceptions.AuthenticationError:
+        raise UserError(f'the Ray cluster at "{address}" requires another token', hint=_TOKEN_HINT) from None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f'cannot connect to a Ray cluster at "{address}": {_reason(error)}',
+            hint=_VERSION_HINT if "Version mismatch" in str(error) else _START_HINT,
+        ) from None
+
+
+def _init(ray: Any, **options: Any) -> None:
+    """Call `ray.init` from a folder without Python files.
+
+    Workers import from the folder that it is called from before all others: a `numpy.py` of the user would be run.
+    """
+    with chdir(sys.prefix):
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+
+
+def _require_answer(ray: Any, address: str) -> None:
+    """Raise the error of a cluster that does not answer, or refuses the token; Ray itself would retry for minutes."""
+    if address == "auto":  # the cluster that was started last on this machine, which may have ended
+        address = ray._private.services.canonicalize_bootstrap_address_or_die(address)
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "://" not in address:
+        try:
+            socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
+        except OSError as error:
+            raise OSError(f"nothing answers at {address} ({error.strerror or error})") from None
+        ray._raylet.GcsClient(address=address)
+
+
+def _reason(error: Exception) -> str:
+    versions = re.findall(r"(Ray|Python): (\S+)", str(error))
+    if "Version mismatch" in str(error) and len(versions) == 4:
+        theirs, ours = (" and ".join(" ".join(pair) for pair in versions[begin : begin + 2]) for begin in (0, 2))
+        return f"it runs {theirs}, but this command runs {ours}"
+    return first_line(error)
+
+
+_SWEEPER = """
+import os, shutil, signal, sys, time
+for process in sys.stdin.read().split():  # until the other end of the pipe is closed
+    pid, began = process.split(":")
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[19] == began:
+                os.kill(int(pid), signal.SIGKILL)
+    except OSError:
+        pass
+for _ in range(100):  # processes of the instance that are still ending write their logs there
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    if not os.path.exists(sys.argv[1]):
+        break
+    time.sleep(0.1)
+"""
+_sweepers: "list[subprocess.Popen[str]]" = []  # whose pipes this process holds open
+
+
+def start_sweeper(folder: Path) -> None:
+    """Have `folder` removed, and the agents of `name_agents` killed, once this process has ended."""
+    null = subprocess.DEVNULL
+    command = [sys.executable, "-I", "-S", "-c", _SWEEPER, os.fspath(folder)]
+    sweeper = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True, text=True
+    )
+    _sweepers.append(sweeper)
+
+
+def name_agents(ray: Any) -> None:
+    """Tell the last sweeper the children of the raylet that this process has started."""
+    raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
+    pipe = _sweepers[-1].stdin
+    assert pipe is not None
+    pipe.write(" ".join(f"{pid}:{times}" for pid, parent, times in running_processes() if parent == raylet))
+    pipe.flush()
+
+
+def running_processes() -> "list[tuple[int, int, str]]":
+    """Return PID, PID of the parent, and start time (in ticks) of all processes."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            pid = int(folder.name)
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            found.append((pid, int(fields[1]), fields[19]))
+    return found

@@ -8,17 +8,168 @@ its workers, but not what takes a node away. So the engine counts both for each 
 new one.
 """
 
+import os
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from clipmill.manifests.errors import UserError, first_line
-from clipmill.manifests.quoting import on_one_line
-from clipmill.prep.engines import TICK_S, Check, Outcome, Refused
-from clipmill.prep.engines.ray_nodes import Nodes
-from clipmill.prep.engines.ray_worker import packed, worker_class
+from clipmill.manifests.errors import FailedWork, UserError, first_line
+from clipmill.manifests.quoting import count_noun, on_one_line
+from clipmill.prep.engines import THREADS_VARIABLE, TICK_S, Check, Outcome, Refused, admission, no_worker_left
+from clipmill.prep.engines.execution import Need
+
+Notify = Callable[[str], None]  # shows a line to the user
+
+_NODE_LABEL = "ray.io/node-id"
+_CHECK_INTERVAL_S = 2.0
+_REPORT_INTERVAL_S = 60.0
+_MOST_AWAITED = 1000  # workers to ask an autoscaler for, which may know no limit
+
+
+class Nodes:
+    """The nodes that can run workers, and those that get no tasks.
+
+    Args:
+        need: what a worker takes; a node with less never gets a task.
+        where: name of the Ray instance for messages.
+        wait_s: how long to wait for a node that can run a worker.
+    """
+
+    def __init__(self, ray: Any, need: Need, *, where: str, wait_s: float, notify: Notify) -> None:
+        self._ray, self.need = ray, need
+        self._where, self._wait_s, self._notify = where, wait_s, notify
+        self._refused: dict[str, Refused] = {}
+        self._lost = set[str]()
+        self._checked_s = time.monotonic()
+        self._waiting_since_s: float | None = None
+        self._reported_s = 0.0
+        self._had_one = False
+        self._counted_s, self._capacities = float("-inf"), (0, 0)
+
+    def options(self, *, avoided: Collection[str] = ()) -> dict[str, Any]:
+        """Return the options of an actor: what it takes, and a selector that keeps it off refused and avoided nodes."""
+        closed = [*self._refused, *avoided]
+        return {
+            **self.need.options(),
+            **({"label_selector": {_NODE_LABEL: f"!in({','.join(closed)})"}} if closed else {}),
+        }
+
+    def refuse(self, node_id: str, reason: str) -> Iterator[Refused]:
+        """Exclude a node from now on; yield it if it was not excluded before.
+
+        Raises:
+            UserError: no node is left.
+        """
+        if node_id in self._refused:
+            return
+        refused = Refused(self.name_of(node_id), reason)
+        self._refused[node_id] = refused
+        self.require_one(at_once=True)
+        yield refused
+
+    def lose(self, node_id: str) -> Iterator[Refused]:
+        """Yield a node that was lost, the first time."""
+        if node_id not in self._lost | self._refused.keys():
+            self._lost.add(node_id)
+            yield Refused(self.name_of(node_id), "it was lost; its tasks run on other nodes")
+
+    def is_refused(self, node_id: str) -> bool:
+        """Return True for a node that gets no tasks."""
+        return node_id in self._refused
+
+    def has_other(self, node_ids: Collection[str]) -> bool:
+        """Return True if a node besides these can run a worker."""
+        closed = {*node_ids, *self._refused}
+        return any(node["NodeID"] not in closed for node in self._able_nodes())
+
+    def name_of(self, node_id: str) -> str:
+        """Return the name of a node for messages."""
+        names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
+        return f"node {node_id[:8]} on {names.get(node_id, 'an unknown host')}"
+
+    def is_alive(self, node_id: str) -> bool:
+        """Return True if a node is alive."""
+        return any(node["NodeID"] == node_id and node["Alive"] for node in self._ray.nodes())
+
+    def capacity(self) -> int:
+        """Return how many workers the living nodes have room for, as of the last seconds."""
+        return self._counted()[0]
+
+    def largest_capacity(self) -> int:
+        """Return how many workers the cluster has room for when its autoscaler has started all nodes; 0 if unknown."""
+        return self._counted()[1]
+
+    def _counted(self) -> tuple[int, int]:
+        if time.monotonic() - self._counted_s > _CHECK_INTERVAL_S:
+            self._counted_s = time.monotonic()
+            nodes = [node["Resources"] for node in self._able_nodes() if node["NodeID"] not in self._refused]
+            largest = self._ray._private.state.state.get_max_resources_from_cluster_config() or {}
+            # The types of nodes need not tell their memory.
+            room = replace(self.need, memory_bytes=0).room(largest)
+            self._capacities = sum(map(self.need.room, nodes)), min(room, _MOST_AWAITED)
+        return self._capacities
+
+    def require_one(self, *, at_once: bool = False) -> None:
+        """Check that a node can run a worker, at most once every few seconds; report it while there is none.
+
+        Raises:
+            UserError: all nodes were refused, or none has appeared within the time limit.
+            FailedWork: the last node was lost, and none has appeared within the time limit.
+        """
+        now_s = time.monotonic()
+        if now_s - self._checked_s < _CHECK_INTERVAL_S and not at_once:
+            return
+        self._checked_s = now_s
+        able = self._able_nodes()
+        if any(node["NodeID"] not in self._refused for node in able):
+            self._had_one = True
+            if self._waiting_since_s is not None:
+                self._notify(f"a node with {self.need} has joined after {now_s - self._waiting_since_s:.0f} s")
+            self._waiting_since_s = None
+            return
+        if self._refused:
+            raise no_worker_left(self._refused.values())
+        if self._waiting_since_s is None:
+            self._waiting_since_s, self._reported_s = now_s, float("-inf")
+        waited_s = now_s - self._waiting_since_s
+        if waited_s >= self._wait_s:
+            self._give_up()
+        if now_s - self._reported_s >= _REPORT_INTERVAL_S:
+            self._reported_s = now_s
+            left_s = self._wait_s - waited_s
+            self._notify(f"waiting up to {left_s:.0f} s for a node with {self.need}; {self._where} has {self._found()}")
+
+    def _give_up(self) -> None:
+        if self._had_one:
+            raise FailedWork(
+                f"{self._where} has lost its last node with {self.need}, and none has joined for {self._wait_s:g} s; "
+                "finished work is kept; run the same command again to resume"
+            )
+        waited = f", and none has joined for {self._wait_s:g} s" if self._wait_s else ""
+        raise UserError(
+            f"{self._where} has {self._found()}, but a worker requires {self.need} on one node{waited}",
+            hint="start such nodes, wait longer with --wait-for-nodes, or give a smaller --num-gpus (0: CPU), "
+            "--task-cpus or --task-memory",
+        )
+
+    def _found(self) -> str:
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        totals = (
+            count_noun(int(sum(node.get(resource, 0) for node in nodes)), resource) for resource in ("CPU", "GPU")
+        )
+        memory_gb = max((node.get("memory", 0) for node in nodes), default=0) / 1e9
+        return (
+            f"{count_noun(len(nodes), 'node')} with {' and '.join(totals)}, "
+            f"and at most {memory_gb:.1f} GB of memory each"
+        )
+
+    def _able_nodes(self) -> list[Any]:
+        """Return the living nodes that can run workers, including refused ones."""
+        return [node for node in self._ray.nodes() if node["Alive"] and self.need.fits(node["Resources"])]
+
 
 _TASKS_PER_ACTOR = 2  # one that it works on, and one that it gets without asking the command for it
 _MAX_FAILED_STARTS = 3  # per actor, one after another
@@ -219,3 +370,43 @@ def _raise_cause(error: Any) -> NoReturn:
     cause = error.cause if isinstance(error.cause, Exception) else RuntimeError(first_line(error))
     cause.add_note(str(error))
     raise cause from None
+
+
+def packed(ray: Any, function: Callable[[Any], Any], task: Any) -> bytes:
+    """Serialise a call of the function."""
+    return bytes(ray.cloudpickle.dumps((function, task)))
+
+
+def worker_class(ray: Any, check: Check | None, need: Need) -> type:
+    """Return an actor class that runs serialised calls; its `arrive` must be called first.
+
+    Args:
+        check: sent by value if it is of `clipmill.prep.engines.admission`.
+        need: what a worker takes, which decides its number of threads.
+    """
+    ray.cloudpickle.register_pickle_by_value(admission)
+    variable, cpus, gpus = THREADS_VARIABLE, need.cpus, need.gpus
+
+    class Worker:
+        def arrive(self) -> tuple[str, str | None]:
+            """Return the node id, and why the actor must not work there; the call returns once it has started."""
+            node_id = ray.get_runtime_context().get_node_id()
+            threads = cpus
+            if not threads:  # its share of the cores, by its share of the GPUs
+                (node,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
+                threads = node.get("CPU", 1) * gpus / max(gpus, node.get("GPU", 0))
+            os.environ[variable] = str(max(1, int(threads)))
+            reason = check() if check is not None else None
+            if reason is None:
+                from clipmill.prep.engines import die_with_parent
+
+                # A worker whose node has exited, as happens when a driver is killed, would otherwise continue its task
+                # for a while.
+                die_with_parent()
+            return node_id, reason
+
+        def work(self, packed: bytes) -> Any:
+            function, task = ray.cloudpickle.loads(packed)
+            return function(task)
+
+    return Worker

@@ -1,15 +1,22 @@
 """The kinds of `prep export`: a row each, with its flags and the function that writes it."""
 
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.flag_values import OPTIONS
 from clipmill.manifests.imported import import_object
+from clipmill.manifests.locks import try_lock
+from clipmill.manifests.publish import TEMPORARY_PREFIX, rename, target_of, temporary_path
 from clipmill.manifests.settings import Checked, Range
+from clipmill.prep.core.request import Data, Json
 
 Progress = Callable[[int, int | None], None]  # is called with the number of samples done and of all
 
@@ -120,7 +127,7 @@ KINDS = (
     ExportKind(
         "musubi",
         TrainerFlags,
-        "clipmill.prep.exports.musubi:write_musubi_cache",
+        "clipmill.prep.exports.trainers:write_musubi_cache",
         """Write latents and texts as a cache of musubi-tuner: Wan, and the latents of HunyuanVideo and -1.5.
 
         Each segment has the first caption that overlaps it. A rerun links the files of segments that have not changed.
@@ -137,7 +144,7 @@ KINDS = (
     ExportKind(
         "finetrainers",
         TrainerFlags,
-        "clipmill.prep.exports.finetrainers:write_finetrainers_data",
+        "clipmill.prep.exports.trainers:write_finetrainers_data",
         """Write latents and texts as precomputed data of finetrainers: Wan, LTX-Video and CogVideoX.
 
         Each segment has the first caption that overlaps it. A rerun links the files of segments that have not changed.
@@ -170,3 +177,66 @@ KINDS = (
         """,
     ),
 )
+
+
+app = App(name="export", help="Write columns in a format that other tools read.", group_parameters=OPTIONS)
+
+
+def _command(kind: ExportKind) -> Callable[..., None]:
+    defaults = kind.flags()
+
+    def command(destination: Path, *, flags: Any = defaults, data: Data = Path("data"), json: Json = False) -> None:
+        from dataclasses import asdict
+
+        from clipmill.manifests.progress import Activity
+        from clipmill.manifests.quoting import count_noun
+        from clipmill.prep.core.data_folder import require_data_folder
+        from clipmill.prep.core.report import NOTHING_TO_DO, Report, show
+
+        exporting = f"exporting to {destination}"
+        with Activity(exporting) as now:
+            found = kind.write(require_data_folder(data), destination, flags, now.counter(exporting))
+        lines = [
+            f"exported  {count_noun(found.num_written, found.noun)} to {destination}"
+            if found.num_written
+            else f"{NOTHING_TO_DO}: {destination} is up to date with {count_noun(found.num_samples, found.noun)}"
+        ]
+        lines += [f"left out  {num:,}: {reason}" for reason, num in found.left_out.items() if num]
+        show(Report("\n".join(lines), asdict(found)), json=json)
+
+    command.__annotations__["flags"] = Annotated[kind.flags, Parameter(name="*")]
+    command.__doc__ = kind.text
+    return command
+
+
+for _kind in KINDS:
+    app.command(_command(_kind), name=_kind.name)
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder, and rename it to `folder` once the block has succeeded; remove what killed runs left.
+
+    Where `folder` is a link, it is the folder that it points to.
+    """
+    folder = folder.resolve()
+    for left in folder.parent.glob(f"{TEMPORARY_PREFIX}*"):
+        if target_of(left.name) == folder.name and (held := try_lock(left)) is not None:
+            shutil.rmtree(left)
+            os.close(held)
+    temporary = temporary_path(folder)
+    temporary.mkdir(parents=True)
+    held = try_lock(temporary)
+    try:
+        yield temporary
+        os.sync()  # thousands of files
+        if folder.exists():
+            old = rename(folder, temporary_path(folder))
+            rename(temporary, folder)
+            shutil.rmtree(old)
+        else:
+            rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if held is not None:
+            os.close(held)

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +25,12 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.store import read_captions, read_videos
 from clipmill.prep.core.column_arrays import ColumnArrays
-from clipmill.prep.exports.kinds import Exported, Progress
-from clipmill.prep.exports.replacing import replaced_folder
+from clipmill.prep.exports.kinds import Exported, Progress, TrainerFlags, replaced_folder
 from clipmill.shards.columns import LATENTS, TEXT, command_for, how_to_make
 
 if TYPE_CHECKING:
     import torch
+
 
 RECORD_FILE = "clipmill.json"
 _SCHEMA = 1
@@ -306,3 +306,127 @@ def _record_at(destination: Path) -> dict[str, str]:
         raise UserError(
             f"{destination} exists and was not written by prep export", hint="remove it, or give another name"
         ) from None
+
+
+_FOLDER = "finetrainers-precomputed-data"
+_LOG_VARIANCE = -1e4  # the trainer takes all below -30 for -30, after it has divided it by latents_std for Wan
+# Class of the VAE: entry of the mask of a caption.
+_MODELS = {
+    "AutoencoderKLWan": None,
+    "AutoencoderKLLTXVideo": "encoder_attention_mask",
+    "AutoencoderKLCogVideoX": "prompt_attention_mask",
+}
+
+
+def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFlags, show: Progress) -> Exported:
+    """Write the precomputed data.
+
+    Raises:
+        UserError: see `Segments` and `write_cache`; or the VAE is not that of a model of this trainer with a T5.
+    """
+    segments = Segments(data_dir, split=flags.split, with_texts=_MODELS)
+    if segments.kind not in _MODELS:
+        raise UserError(
+            f"finetrainers has no model with {segments.kind} and the text encoder T5",
+            hint=f"use {' or '.join(_MODELS)}",
+        )
+
+    def parts(found: list[Segment]) -> Iterator[Part]:
+        for number, segment in enumerate(found):
+            for name, mark, made in (
+                ("condition", segments.text_mark(segment), _condition),
+                ("latent", segments.latents_mark(segment), _latents),
+            ):
+                content = partial(lambda made, segment: [torch_saved(made(segments, segment))], made, segment)
+                yield Part(f"{_FOLDER}/{name}-{number}.pt", mark, content, (number,))
+
+    return write_cache(destination, segments, parts, form="finetrainers", show=show)
+
+
+def _latents(segments: Segments, segment: Segment) -> dict[str, Any]:
+    import torch
+
+    mean = segments.raw(segment)
+    moments = torch.cat([mean, torch.full_like(mean, _LOG_VARIANCE)])[None].to(torch.bfloat16)
+    if segments.kind == "AutoencoderKLCogVideoX":
+        return {"latents": moments.transpose(1, 2).contiguous()}
+    statistics = [torch.tensor(one) for one in segments.statistics]
+    if segments.kind == "AutoencoderKLWan":
+        return {"latents": moments, "latents_mean": statistics[0], "latents_std": 1 / statistics[1]}
+    frames, height, width = mean.shape[1:]
+    shape = {"num_frames": frames, "height": height, "width": width}
+    return {"latents": moments, **shape, "latents_mean": statistics[0], "latents_std": statistics[1]}
+
+
+def _condition(segments: Segments, segment: Segment) -> dict[str, "torch.Tensor"]:
+    import torch
+
+    sequence = segments.sequence(segment)
+    padded = torch.zeros(1, int(segments.text_recipe["max_tokens"]), sequence.shape[1], dtype=torch.bfloat16)
+    padded[0, : len(sequence)] = sequence
+    mask = _MODELS[segments.kind]
+    found = {"encoder_hidden_states": padded}
+    return found if mask is None else {**found, mask: (torch.arange(padded.shape[1]) < len(sequence))[None]}
+
+
+_FORMAT_VERSION = "1.0.1"
+# Class of the VAE: short and full name of the architecture, and whether latents are normalised.
+_ARCHITECTURES = {
+    "AutoencoderKLWan": ("wan", "wan", True),
+    "AutoencoderKLHunyuanVideo": ("hv", "hunyuan_video", False),
+    "AutoencoderKLHunyuanVideo15": ("hv15", "hunyuan_video_1_5", False),
+}
+_WAN_5B = {"channels": 48, "factor": 16}  # by which the VAE of Wan 2.2 TI2V-5B differs, a model that it does not have
+_WITH_T5 = ("AutoencoderKLWan",)
+
+
+def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, show: Progress) -> Exported:
+    """Write the cache.
+
+    Raises:
+        UserError: see `Segments` and `write_cache`; or the VAE is not that of an architecture of this trainer.
+    """
+    segments = Segments(data_dir, split=flags.split, with_texts=_WITH_T5)
+    kind, recipe = segments.kind, segments.recipe
+    if kind not in _ARCHITECTURES:
+        raise UserError(f"musubi-tuner has no architecture with {kind}", hint=f"use {' or '.join(_ARCHITECTURES)}")
+    if kind == "AutoencoderKLWan" and any(recipe.get(name) == value for name, value in _WAN_5B.items()):
+        raise UserError(
+            "the latents are those of Wan 2.2 TI2V-5B, a model that musubi-tuner does not have: its VAE has 48 channels"
+            " and shrinks each side by 16",
+            hint="use prep export diffusion-pipe, or make latents with the VAE of Wan 2.1, which Wan 2.2 14B uses too",
+        )
+    short, full, is_normalised = _ARCHITECTURES[kind]
+    size, num_frames = int(segments.recipe["size"]), segments.num_frames
+
+    def latents(segment: Segment) -> list[bytes]:
+        stored = segments.stored(segment)
+        values = stored if is_normalised else segments.raw(segment).to(stored.dtype)
+        _, frames, height, width = values.shape
+        return _saved(
+            {f"latents_{frames}x{height}x{width}_{str(values.dtype).removeprefix('torch.')}": values},
+            architecture=full,
+            width=str(size),
+            height=str(size),
+            frame_count=str(num_frames),
+        )
+
+    def text(segment: Segment) -> list[bytes]:
+        return _saved({"varlen_t5_float16": segments.sequence(segment)}, architecture=full, caption1=segment.caption)
+
+    def parts(found: list[Segment]) -> Iterator[Part]:
+        for number, segment in enumerate(found):
+            name = f"{segment.name}_00000-{num_frames:03d}_{size:04d}x{size:04d}_{short}.safetensors"
+            yield Part(name, segments.latents_mark(segment), partial(latents, segment), (number,))
+            if segments.has_texts:
+                name = f"{segment.name}_{short}_te.safetensors"
+                yield Part(name, segments.text_mark(segment), partial(text, segment), (number,))
+
+    return write_cache(destination, segments, parts, form=f"musubi {_FORMAT_VERSION}", show=show)
+
+
+def _saved(tensors: dict[str, object], **metadata: str) -> list[bytes]:
+    from safetensors.torch import save
+
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}  # type: ignore[attr-defined]
+    return [save(contiguous, metadata={**metadata, "format_version": _FORMAT_VERSION})]

@@ -24,8 +24,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_videos
 from clipmill.manifests.units import parse_length
 from clipmill.prep.core.column_arrays import ColumnArrays
-from clipmill.prep.exports.kinds import Exported, Progress, ZarrFlags
-from clipmill.prep.exports.replacing import replaced_folder
+from clipmill.prep.exports.kinds import Exported, Progress, ZarrFlags, replaced_folder
 from clipmill.shards.columns import LATENTS, TEXT, how_to_make
 
 FRAMES, EMBEDDINGS, VIDEOS = "base_frames", "clip_emb", "segment_to_video"

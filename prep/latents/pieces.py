@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.prep.core.chunk_frames import decode_frames
+from clipmill.prep.core.chunk_input import decode_frames
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.latents.frames import Square
 

@@ -8,10 +8,9 @@ from math import prod
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import duration_text, size_text
-from clipmill.prep.core.chunk_columns import ChunksPlan
-from clipmill.prep.core.chunk_shards import ChunkShard
+from clipmill.prep.core.chunk_plan import ChunkShard, ChunksPlan
 from clipmill.prep.core.column import Addition
-from clipmill.prep.core.disk_use import disk_use
+from clipmill.prep.core.plan import disk_use
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary
 from clipmill.prep.latents.frames import segments_of

@@ -1,6 +1,6 @@
 """Driver of `latents`: how its workers use their machine, and how much memory they take."""
 
-from clipmill.prep.core.chunk_columns import ChunksPlan
+from clipmill.prep.core.chunk_plan import ChunksPlan
 from clipmill.prep.core.chunk_work import Workers
 from clipmill.prep.core.plan import with_work
 from clipmill.prep.engines.choice import threads_per_worker

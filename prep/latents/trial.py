@@ -14,7 +14,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import duration_text, range_text, size_text
-from clipmill.prep.core.chunk_columns import ChunksPlan
+from clipmill.prep.core.chunk_plan import ChunksPlan
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.engines.choice import count_gpus, num_cores
 from clipmill.prep.latents.chunk_reader import read_chunk_video

@@ -9,7 +9,7 @@ from typing import Any
 
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.hub import model_folder
+from clipmill.prep.core.request import model_folder
 from clipmill.prep.latents.classes import CLASSES, IN_CONFIG, IN_WEIGHTS, VaeClass
 
 TINY = "tiny"  # the small VAE with seeded weights; needs no download

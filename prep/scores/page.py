@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import count_noun
-from clipmill.prep.core.pages import PageRequest, publish_page
-from clipmill.prep.core.report import Report
+from clipmill.prep.core.report import PageRequest, Report, publish_page
 from clipmill.prep.scores.distribution import landmarks
 from clipmill.prep.scores.pictures import Chunks, Thumbnail
 from clipmill.shards.pages.histogram import histogram

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.keys import chunk_key
-from clipmill.prep.core.chunk_frames import decode_frames
-from clipmill.prep.core.chunk_input import frame_rate, read_chunk, seconds_of
+from clipmill.prep.core.chunk_input import decode_frames, frame_rate, read_chunk, seconds_of
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.plan import is_readable
 from clipmill.shards.pages.media import data_uri

@@ -10,7 +10,7 @@ import numpy as np
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 
-from clipmill.prep.core.chunk_frames import decode_frames
+from clipmill.prep.core.chunk_input import decode_frames
 from clipmill.prep.scores.cuts import Picture, analysis_picture, find_cuts, intervals_to_refine
 from clipmill.prep.scores.frames import Chosen, Luma, choose_frames, full_luma
 from clipmill.prep.scores.looks import (

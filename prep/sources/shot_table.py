@@ -22,7 +22,7 @@ from clipmill.prep.core.data_folder import SHOTS_FILE
 from clipmill.prep.core.failures import FailureCode, SourceFailure, loss_code
 from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.core.shard_result import cpu_s
-from clipmill.prep.core.table_file import as_array, read_table_file, write_table_file
+from clipmill.prep.core.tables import as_array, read_table_file, write_table_file
 from clipmill.prep.engines import Check, Engine, Outcome, Refused
 from clipmill.prep.sources.access import current_fingerprint
 from clipmill.prep.sources.detector import Detector

@@ -6,7 +6,7 @@ codec does not affect it.
 
 The layout is the assignment of videos to shards, in `<data>/layout/text.parquet`, shared by all text towers. It never
 changes: adding videos does not move existing ones. The table has the same schema as that of `video`
-(clipmill.prep.core.layout), with a single span per video. Only videos with captions are in it.
+(clipmill.prep.core.tables), with a single span per video. Only videos with captions are in it.
 """
 
 import hashlib
@@ -23,20 +23,20 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import has_manifest, read_videos
 from clipmill.prep.core.column import Pending
-from clipmill.prep.core.layout import (
+from clipmill.prep.core.plan import ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
+from clipmill.prep.core.recipe import Recipe
+from clipmill.prep.core.tables import (
     LAYOUT,
     LAYOUT_FOLDER,
     SpanId,
+    as_array,
     layout_of_commits,
     stored_or_rebuilt_layout,
     variants_of,
     video_rows_of,
     wanted_spans,
 )
-from clipmill.prep.core.plan import ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
-from clipmill.prep.core.recipe import Recipe
-from clipmill.prep.core.selection import stored_recipe
-from clipmill.prep.core.table_file import as_array
+from clipmill.prep.core.variants import stored_recipe
 from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.recipe import TEXT, TextSettings
 from clipmill.shards.commits import Commit
@@ -202,7 +202,7 @@ def extend_text_layout(
     """Assign every video with captions that has no shard yet; new videos go into new shards, one split after another.
 
     Args:
-        layout: table with schema clipmill.prep.core.layout.LAYOUT.
+        layout: table with schema clipmill.prep.core.tables.LAYOUT.
         video_ids: ids of the videos, in manifest order.
         splits: splits of the videos, in the same order.
         num_captions: number of captions of each video, int.

@@ -22,7 +22,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.settings import Checked, Range, errors_of
 from clipmill.prep.core.recipe import NOT_STORED, Recipe
-from clipmill.prep.core.selection import WHERE
+from clipmill.prep.core.variants import WHERE
 from clipmill.shards.where_flag import check_where
 
 SAFETENSORS = ".safetensors"

@@ -20,16 +20,15 @@ import pyarrow as pa
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.quoting import count_noun
 from clipmill.prep.core.column import WEIGHTS, Addition
+from clipmill.prep.core.data_folder import wait_until_seen
 from clipmill.prep.core.failures import FailureCode, loss_code
-from clipmill.prep.core.lag import wait_until_seen
-from clipmill.prep.core.layout import write_layout
-from clipmill.prep.core.part_locks import Part
-from clipmill.prep.core.parts import PartRun
+from clipmill.prep.core.parts import Part, PartRun
 from clipmill.prep.core.plan import ShardPlan, with_work
 from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.core.run import Job, Summary, execute
-from clipmill.prep.core.selection import make_variant, write_selection
 from clipmill.prep.core.shard_result import ShardResult, begin_shard, stopped, system_errors_as_results
+from clipmill.prep.core.tables import write_layout
+from clipmill.prep.core.variants import make_variant, write_selection
 from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.text.bank import Bank, Block, BlockResult, TowerUse, blocks_of, copy_embeddings, encode_block

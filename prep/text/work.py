@@ -7,15 +7,15 @@ from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import captions_path
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import WEIGHTS
-from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.failure_list import failure_lines, failure_values
 from clipmill.prep.core.parts import PartRun
+from clipmill.prep.core.plan import disk_use
 from clipmill.prep.core.recipe import setting_flags
 from clipmill.prep.core.report import NOTHING_TO_DO, Report, changed_settings, next_line, states_lines, states_values
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary
-from clipmill.prep.core.selection import WHERE
+from clipmill.prep.core.variants import WHERE
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFolder
 from clipmill.prep.text.bank import TowerUse, is_whole_block
 from clipmill.prep.text.column import COLUMN

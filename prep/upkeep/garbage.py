@@ -12,30 +12,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from clipmill.manifests.checked_json import parse_json
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import remove as remove_file
 from clipmill.manifests.publish import remove_all, rename, target_of, temporaries_in, temporary_path
 from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.store import manifest_dir
+from clipmill.manifests.storage.mirrors import mirror_of
+from clipmill.manifests.store import MANIFEST_FOLDER, manifest_dir
+from clipmill.manifests.table_files import is_table_file
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.data_folder import ROOT_FILES, RUNNING_FILE, incomplete_variants
 from clipmill.prep.core.ending import why_unfinished
-from clipmill.prep.core.failure_list import codes_line
-from clipmill.prep.core.layout import LAYOUT_FOLDER
-from clipmill.prep.core.lost_samples import lost_samples
+from clipmill.prep.core.failure_list import FAILURES_FILE, codes_line
 from clipmill.prep.core.plan import problems_of
+from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.prep.core.shard_result import RUNNING_FOLDER
+from clipmill.prep.core.tables import LAYOUT_FOLDER
+from clipmill.prep.core.variants import SELECTION_FILE, lost_samples
 from clipmill.prep.core.work import usable_works, work_of
 from clipmill.prep.registry import columns
-from clipmill.prep.upkeep.own_names import (
-    DATA_FILES,
-    FOLDER_FILE,
-    SHARD_FILE,
-    is_at_home,
-    is_variant,
-    late_files,
-    parts_of_variants,
-)
+from clipmill.shards.commits import commit_path, read_commits
 from clipmill.shards.dataset import current_variant, list_variants, unfinished_variant, variant_dir
 from clipmill.shards.format import (
     COMMIT_TABLE_FILE,
@@ -43,9 +41,16 @@ from clipmill.shards.format import (
     CONTENTS_FILE,
     FOLDER,
     RECIPE_FILE,
+    folder_of,
     folders_in,
 )
+from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import Variant
+
+if TYPE_CHECKING:
+    from clipmill.manifests.storage.s3_requests import OpenUpload
+    from clipmill.manifests.storage.working_copy import WorkingCopy
+
 
 _BATCH = 1000  # objects that S3 deletes with one request
 _LEFTOVER = "temporary file of a killed command"
@@ -345,3 +350,113 @@ def _is_temporary(entry: "os.DirEntry[str]") -> bool:
 
 def _size(path: Path) -> int:
     return path.lstat().st_size
+
+
+SHARD_FILE = re.compile(r"\d{6,}-[0-9a-f]{8}\.(tar|tar\.idx|index\.arrow)")
+FOLDER_FILE = re.compile(rf"{SHARD_FILE.pattern}|{re.escape(CHUNKS_FILE)}")  # in a folder of shards
+COMMIT_FILE = re.compile(r"\d{6,}\.json")
+_LIST_FILE = re.compile(r"shards(-[A-Za-z0-9_-]+)?\.txt")
+DATA_FILES = (SHARD_FILE, _LIST_FILE, *(re.compile(re.escape(name)) for name in (FAILURES_FILE, SELECTION_FILE)))
+
+
+def parts_of_variants() -> dict[str, tuple[str, re.Pattern[str]]]:
+    """Return the folders that a variant's folder may contain, with the kind and the name pattern of their files."""
+    extra = {part.name: ("data", part.file_names) for work in usable_works(columns()) for part in work.extra_folders}
+    return {COMMITS_FOLDER: ("commit", COMMIT_FILE), **extra}
+
+
+def is_variant(folder: Path) -> bool:
+    """Return True if prep made the folder: its name ends in the fingerprint of the recipe in it."""
+    try:
+        recipe = parse_json((folder / RECIPE_FILE).read_bytes())
+        made_here = "schema" in recipe and folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}")
+    except (OSError, ValueError, TypeError):
+        return False
+    return made_here and not folder.is_symlink()
+
+
+def late_files(folder: Path, column: str) -> list[Path]:
+    """Return the files that a run has written into the folder of a variant after `prep gc` had removed it.
+
+    They are commits, which have checksums, and then the files that these name. It is empty for the folder of a variant,
+    and if the folder holds anything else.
+    """
+    if (folder / RECIPE_FILE).exists() or folder.is_symlink() or not (folder / COMMITS_FOLDER).is_dir():
+        return []
+    commits = [commit for commit in read_commits(folder).commits.values() if commit.column == column]
+    named = [commit_path(folder, commit.shard_id) for commit in commits]
+    files = [commit.files for commit in commits if commit.files is not None]
+    named += [folder / path for file in files for path in (file.tar, file.energon_index, file.index)]
+    found = {path for path in folder.rglob("*") if not path.is_dir()}
+    return [path for path in named if path in found] if found <= set(named) else []
+
+
+def is_at_home(folder: str, name: str) -> bool:
+    """Return True if `folder` is the one for the shard that the file is named after, if it is named after one."""
+    if not FOLDER.fullmatch(folder):
+        return True
+    number = re.match(r"\d+", name)
+    return number is None or folder_of(int(number[0])) == folder
+
+
+def is_ours(data_dir: Path, key: str) -> bool:
+    """Return True if only `prep` writes an object of this name: a table, or a file of a variant that it made."""
+    folder, _, name = key.rpartition("/")
+    if folder in ("", MANIFEST_FOLDER):
+        return is_table_file(name) if folder else name in ROOT_FILES
+    column, _, rest = folder.partition("/")
+    variant, _, part = rest.partition("/")
+    if column not in {known.name for known in columns()} or not variant or variant.startswith("."):
+        return False
+    if not is_variant(variant_dir(data_dir, column, variant)):
+        return False
+    if not part or FOLDER.fullmatch(part):
+        extra = {file.name for work in usable_works(columns()) for file in work.extra_files} | {COMMIT_TABLE_FILE}
+        is_known = (FOLDER_FILE if part else SHARD_FILE).fullmatch(name) is not None and is_at_home(part, name)
+        return is_known or (not part and name in extra)
+    return part in parts_of_variants() and parts_of_variants()[part][1].fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class BucketGarbage:
+    """Uploads that can be aborted, and objects that are kept.
+
+    Attributes:
+        foreign: keys that no file of the format can have.
+        unknown_because: why the uploads could not be listed, or None.
+    """
+
+    uploads: Sequence["OpenUpload"] = ()
+    foreign: Sequence[str] = ()
+    unknown_because: str | None = None
+
+
+def find_in_bucket(data_dir: Path) -> BucketGarbage:
+    """Find the uploads of killed commands; call it while holding the locks of all columns. Nothing if it is local."""
+    if (copy := _copy_of(data_dir)) is None:
+        return BucketGarbage()
+    foreign = copy.foreign_keys()
+    try:
+        uploads = [upload for upload in copy.objects.open_uploads() if is_ours(data_dir, upload.key)]
+    except (UserError, OSError) as error:  # the account may lack the right, or the server the request
+        return BucketGarbage(foreign=foreign, unknown_because=str(getattr(error, "strerror", None) or error))
+    return BucketGarbage(uploads, foreign)
+
+
+def abort(uploads: Sequence["OpenUpload"], data_dir: Path) -> None:
+    """Abort uploads, which frees their parts; raises as `Objects` does, and if a lock has been lost in any case."""
+    if (copy := _copy_of(data_dir)) is None:
+        return
+    copy.require_locks()  # files that a successor has removed already take no request
+    for upload in uploads:
+        copy.require_locks()
+        copy.objects.abort(upload)
+
+
+def _copy_of(data_dir: Path) -> "WorkingCopy | None":
+    if (mirror := mirror_of(data_dir)) is None:
+        return None
+    from clipmill.manifests.storage.working_copy import WorkingCopy
+
+    assert isinstance(mirror, WorkingCopy)
+    return mirror

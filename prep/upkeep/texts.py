@@ -10,11 +10,9 @@ from clipmill.manifests.errors import FOLDER_IN_PLACE, UserError
 from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import ColumnSpec
-from clipmill.prep.core.selection import stored_request
-from clipmill.prep.upkeep.bucket_garbage import BucketGarbage
-from clipmill.prep.upkeep.garbage import Garbage, Item, Removed
-from clipmill.prep.upkeep.records import RecordFinding
-from clipmill.prep.upkeep.verify import Verified
+from clipmill.prep.core.variants import stored_request
+from clipmill.prep.upkeep.garbage import BucketGarbage, Garbage, Item, Removed
+from clipmill.prep.upkeep.verify import RecordFinding, Verified
 from clipmill.shards.commits import commit_path
 from clipmill.shards.reader import Variant
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.prep.core.table_file import as_array
+from clipmill.prep.core.tables import as_array
 from clipmill.prep.video.encode import Span, chunks_of, num_chunks_of, num_output_frames, span_of
 from clipmill.prep.video.settings import SPAN_CHUNKS, ChunkSettings, ResolvedRecipe
 

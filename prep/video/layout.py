@@ -15,16 +15,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.layout import (
+from clipmill.prep.core.tables import (
     LAYOUT,
     LAYOUT_FOLDER,
     SpanId,
+    as_array,
     layout_of_commits,
     variants_of,
     video_rows_of,
     wanted_spans,
 )
-from clipmill.prep.core.table_file import as_array
 from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.cutting import Cutting, ShotCutting
 from clipmill.prep.video.settings import SPAN_CHUNKS, ChunkSettings
@@ -123,7 +123,7 @@ def shards_of_moved_videos(
 
     Args:
         layout: table with schema LAYOUT, with the shards that they enter.
-        video_rows: result of `clipmill.prep.core.layout.video_rows_of`.
+        video_rows: result of `clipmill.prep.core.tables.video_rows_of`.
         splits: splits of the videos, in manifest order.
         stored: ids of the shards that were written.
 

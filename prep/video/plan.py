@@ -39,7 +39,7 @@ from clipmill.prep.core.plan import (
     WantedShard,
     plan_shards,
 )
-from clipmill.prep.core.table_file import as_array
+from clipmill.prep.core.tables import as_array
 from clipmill.prep.sources.access import SourceFacts
 from clipmill.prep.video.cutting import ShotCutting, VideoShots, cutting_of, frames_of
 from clipmill.prep.video.encode import Span, SpanPlan
@@ -165,7 +165,7 @@ class Plan:
         Args:
             videos: those of the manifest.
             probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
-            layout: the stored layout (clipmill.prep.core.layout.LAYOUT).
+            layout: the stored layout (clipmill.prep.core.tables.LAYOUT).
             stored: the shards of the variant.
             shots: the known shots of the videos; required by `--cut shots`.
             retry_codes: failure codes to try again even if nothing changed.

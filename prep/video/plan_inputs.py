@@ -23,10 +23,16 @@ from clipmill.manifests.store import captions_path, has_manifest, manifest_dir, 
 from clipmill.manifests.table_files import VIDEOS_FILE
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.failure_list import MAX_NAMED
-from clipmill.prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState, StoredShards, pending_of, stored_shards
-from clipmill.prep.core.selection import make_variant, stored_recipe
-from clipmill.prep.core.table_file import as_array
+from clipmill.prep.core.tables import (
+    as_array,
+    read_layout,
+    stored_or_rebuilt_layout,
+    variants_of,
+    video_rows_of,
+    write_layout,
+)
+from clipmill.prep.core.variants import make_variant, stored_recipe
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.sources.table import failed_sources, probe_sources, probes_of, read_probes
 from clipmill.prep.video.column import COLUMN

@@ -14,7 +14,6 @@ from clipmill.manifests.keys import split_key
 from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.store import captions_path, read_videos
 from clipmill.manifests.units import duration_text
-from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.failure_list import (
     MAX_NAMED,
@@ -25,7 +24,7 @@ from clipmill.prep.core.failure_list import (
     note_lines,
 )
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT
-from clipmill.prep.core.plan import ShardState
+from clipmill.prep.core.plan import ShardState, disk_use
 from clipmill.prep.core.report import (
     NOTHING_TO_DO,
     Report,

@@ -13,11 +13,11 @@ from clipmill.manifests.units import duration_text
 from clipmill.prep.core.column import Addition
 from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.failure_list import codes_line
-from clipmill.prep.core.lost_samples import lost_samples
 from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.report import Report, changed_settings, summary_report
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
+from clipmill.prep.core.variants import lost_samples
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
 from clipmill.prep.video.column import COLUMN
 from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder

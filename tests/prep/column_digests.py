@@ -22,7 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 from tests.plugins import example_installed

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from tests.prep.sets import made_set, prep, shard_set
 
 __all__ = ["made_set", "prep", "shard_set", "write_video"]

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clipmill.prep.synthetic.frame_code import draw_frame_number
+from clipmill.prep.synthetic import draw_frame_number
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 
 FPS, HALF, WHOLE = 10, 70, 140  # frames per second, frames of a part, and of both: longer than the first span (10 s)

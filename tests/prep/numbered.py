@@ -9,8 +9,7 @@ from typing import Any
 import av
 import numpy as np
 
-from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo, frame_times_s
+from clipmill.prep.synthetic import FrameNumberVideo, frame_times_s, read_frame_number
 
 
 @dataclass(frozen=True)

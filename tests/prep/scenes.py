@@ -7,9 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clipmill.prep.synthetic.encode import VideoTrack, encode_video, set_rotation
-from clipmill.prep.synthetic.frame_code import draw_frame_number, read_frame_number
-from clipmill.prep.synthetic.frame_numbers import frame_ticks
+from clipmill.prep.synthetic import (
+    VideoTrack,
+    draw_frame_number,
+    encode_video,
+    frame_ticks,
+    read_frame_number,
+    set_rotation,
+)
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.recipe import Recipe, resolve
 from tests.prep.here import Here

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.shards.commits import Commit, read_commits
 from clipmill.shards.dataset import current_variant
 from tests.prep.running import Ran, chunk, manifest, prep_here

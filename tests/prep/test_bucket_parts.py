@@ -18,11 +18,9 @@ from clipmill.manifests.storage import leases, mirrors
 from clipmill.manifests.storage.leases import LeaseLost
 from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.manifests.storage.working_copy import WorkingCopy
-from clipmill.prep.core.data_folder import column_lock
-from clipmill.prep.core.part_locks import Part
-from clipmill.prep.core.parts import PartRun, writing_part
-from clipmill.prep.core.writers import writer_of
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.core.data_folder import column_lock, writer_of
+from clipmill.prep.core.parts import Part, PartRun, writing_part
+from clipmill.prep.synthetic import FrameNumberVideo
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.folders import contents_of, upload
 from tests.prep.running import contents, prep_here, start, wait_until

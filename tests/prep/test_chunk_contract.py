@@ -23,8 +23,8 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import NOT_STORED, STORED_IF_CHANGED, Recipe, setting_flags, settings_from, stored_values
 from clipmill.prep.core.request import PartRequest, PlanRequest
 from clipmill.prep.core.run import Summary
-from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.shard_result import Stop
+from clipmill.prep.core.variants import stored_request
 from clipmill.prep.core.work import usable_works, work_of
 from clipmill.shards.column_fields import ColumnFields
 from clipmill.shards.dataset import current_variant
@@ -343,7 +343,7 @@ def test_a_worker_loads_neither_plan_nor_driver(modules: tuple[str, ...]) -> Non
     script = (
         "import sys\n"
         f"sys.path[:0] = {[str(ROOT / 'tests' / 'plugin_example'), str(ROOT)]!r}\n"
-        "import clipmill.prep.core.chunk_worker\n"
+        "import clipmill.prep.core.chunk_work\n"
         f"import {', '.join(modules)}\n"
         "print(*sorted(name.removeprefix('clipmill.prep.') for name in sys.modules if 'clipmill.prep.' in name))\n"
     )

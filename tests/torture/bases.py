@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from tests.prep.captions.server import MODEL, Server
 from tests.torture.checks import ended_well
 from tests.torture.commands import Ran

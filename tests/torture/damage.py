@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from clipmill.manifests.store import read_captions, read_rejected_rows, read_videos
-from clipmill.prep.core.layout import read_layout
+from clipmill.prep.core.tables import read_layout
 from clipmill.prep.sources.shot_table import read_shots
 from clipmill.prep.text.bank import copy_embeddings
 from clipmill.prep.text.digests import DIGESTS, from_arrow

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from clipmill.prep.core.failures import FailureCode
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.span_task import read_chunk
 from clipmill.shards.reader import Variant

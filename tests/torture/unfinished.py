@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from tests.prep.running import contents
 from tests.torture import bases
 from tests.torture.cases import Broken, Case, drawn

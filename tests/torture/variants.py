@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from tests.object_storage.faults import Fault, Faults, faulty
 from tests.torture import bases
 from tests.torture.buckets import shared_server

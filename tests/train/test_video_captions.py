@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.synthetic import read_frame_number
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.chunks import ClipQuery

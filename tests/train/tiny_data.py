@@ -14,7 +14,7 @@ from av.video.stream import VideoStream
 
 from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.keys import chunk_key
-from clipmill.prep.synthetic.frame_code import draw_frame_number
+from clipmill.prep.synthetic import draw_frame_number
 from clipmill.prep.video.span_task import read_chunk
 from clipmill.shards.commits import Commit, write_commit
 from clipmill.shards.dataset import set_current_variant

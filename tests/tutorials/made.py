@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from clipmill.prep.synthetic.make import Mode, SyntheticVideo
+from clipmill.prep.synthetic import Mode, SyntheticVideo
 
 NUM_VIDEOS, VIDEO_S = 10, 6.0
 

@@ -17,8 +17,7 @@ from clipmill.manifests.storage.mirrors import mirror_of, show_addresses
 from clipmill.manifests.storage.urls import mask_secrets
 from clipmill.manifests.store import read_videos
 from clipmill.manifests.units import size_text
-from clipmill.prep.core.pages import PageRequest, publish_page
-from clipmill.prep.core.report import Report
+from clipmill.prep.core.report import PageRequest, Report, publish_page
 from clipmill.prep.video.codecs import CODECS
 from clipmill.prep.video.page.cards import Card, read_details
 from clipmill.prep.video.page.chunks import Chunks, chosen, read_chunks

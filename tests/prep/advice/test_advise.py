@@ -11,9 +11,17 @@ import numpy as np
 import pytest
 
 from clipmill.manifests.storage.objects import open_objects
-from clipmill.prep.advice.inequality import WHOLE, Bucket, Load, advice_text, advice_values
-from clipmill.prep.advice.reads import disk_speed, open_column, packet_ranges
-from clipmill.prep.advice.run_steps import read_run_steps
+from clipmill.prep.advice import (
+    WHOLE,
+    Bucket,
+    Load,
+    advice_text,
+    advice_values,
+    disk_speed,
+    open_column,
+    packet_ranges,
+    read_run_steps,
+)
 from clipmill.shards.dataset import current_variant, set_current_variant
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.packets import PacketTable

@@ -15,7 +15,7 @@ import pytest
 
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.registry import column_named
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.prep.text.tower import Tower
 from clipmill.shards.columns import VIDEO, command_for
 from clipmill.shards.dataset import current_variant

@@ -8,7 +8,7 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.prep.core import make
 from clipmill.prep.core.recipe import KEPT, marked_fields
-from clipmill.prep.core.selection import stored_request
+from clipmill.prep.core.variants import stored_request
 from clipmill.shards.reader import Variant
 from tests.prep.columns.cases import CASES, ROWS, Case, Folder
 from tests.prep.latents.video_vaes import saved

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 from clipmill.prep.core.data_folder import column_lock
-from clipmill.prep.core.part_locks import Part
-from clipmill.prep.core.parts import writing_part
+from clipmill.prep.core.parts import Part, writing_part
 from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.shards.commits import commit_path
 from clipmill.shards.reader import CommittedShard

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from clipmill.prep.core.selection import stored_request
+from clipmill.prep.core.variants import stored_request
 from clipmill.shards.commits import commit_path
 from tests.prep.columns.cases import CASES, OF_CHUNKS, ROWS, Case, Folder, copied, write_video
 from tests.prep.running import identities

@@ -10,7 +10,7 @@ import pytest
 
 from clipmill.manifests.caption_reader import open_stored_captions
 from clipmill.manifests.store import read_captions, read_manifest, read_videos
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.shards.dataset import current_variant
 from tests.manifests.test_further_sources import FIRST, SECOND, pseudo
 from tests.prep.running import Ran, chunk, contents, manifest, prep_here

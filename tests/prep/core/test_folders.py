@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 from clipmill.prep.core import shard_result
-from clipmill.prep.core.layout import read_layout, write_layout
 from clipmill.prep.core.recipe import recipe_fingerprint
 from clipmill.prep.core.shard_result import Heartbeat, RunningChunks
+from clipmill.prep.core.tables import read_layout, write_layout
 from clipmill.shards.commits import commit_path
 from tests.prep.running import Ran, chunk, contents
 from tests.prep.sets import LEN, ShardSet, flip, rerun

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.prep.engines.ray_agents import running_processes
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.engines.ray import running_processes
+from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.shards.dataset import current_variant
 from tests.prep.running import (

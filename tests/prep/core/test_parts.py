@@ -18,11 +18,10 @@ import pytest
 
 from clipmill.manifests import locks
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core import part_locks, parts
+from clipmill.prep.core import parts
 from clipmill.prep.core.data_folder import column_lock, writing
-from clipmill.prep.core.part_locks import Part
-from clipmill.prep.core.parts import PartRun, writing_part
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.core.parts import Part, PartRun, writing_part
+from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.shards.dataset import current_variant
 from tests.conftest import ROOT
 from tests.forks import Forks
@@ -250,7 +249,7 @@ def test_exactly_one_of_many_parts_that_end_at_once_is_the_last(data: Path, monk
 
 
 def test_locks_that_do_not_reach_other_nodes_are_noticed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_locks, "SIGN_INTERVAL_S", 0.05)
+    monkeypatch.setattr(parts, "SIGN_INTERVAL_S", 0.05)
     elsewhere = lock_of(data, "2/3")
     elsewhere.write_text("process 7 on another-node\na\n")  # nobody holds its lock here
     stopped = Event()

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from clipmill.prep.core.chunk_columns import Holders
+from clipmill.prep.core.chunk_plan import Holders
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode
 from clipmill.prep.core.plan import HeldShards, ShardState, StoredShards, WantedShard, plan_shards, state_of
 from clipmill.shards.commits import Commit, Failure, ShardFiles

@@ -3,10 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from clipmill.prep.core.disk_use import DiskUse
 from clipmill.prep.core.failure_list import failure_lines
 from clipmill.prep.core.failures import WORDS, FailureCode
-from clipmill.prep.core.plan import ShardPlan, ShardState
+from clipmill.prep.core.plan import DiskUse, ShardPlan, ShardState
 from clipmill.prep.core.report import MAX_LISTED, states_lines
 from clipmill.shards.commits import Failure
 

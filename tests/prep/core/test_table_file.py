@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from clipmill.prep.core.table_file import read_table_file, write_table_file
+from clipmill.prep.core.tables import read_table_file, write_table_file
 
 TABLE = pa.table(
     {

@@ -22,8 +22,7 @@ import pytest
 
 from clipmill.manifests.errors import FailedWork
 from clipmill.prep.engines.isolated import IsolatedEngine
-from clipmill.prep.engines.ray import RayEngine
-from clipmill.prep.engines.ray_agents import running_processes
+from clipmill.prep.engines.ray import RayEngine, running_processes
 from tests.conftest import ROOT
 from tests.prep.running import (
     MARK,

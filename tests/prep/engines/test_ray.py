@@ -23,10 +23,8 @@ from clipmill.prep.engines import Outcome, worker_threads
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.engines.choice import cluster_address
 from clipmill.prep.engines.execution import Execution, Need, need_of
-from clipmill.prep.engines.ray import RayEngine, count_cluster_gpus, import_ray
-from clipmill.prep.engines.ray_agents import running_processes
-from clipmill.prep.engines.ray_connection import connect
-from clipmill.prep.engines.ray_nodes import Nodes
+from clipmill.prep.engines.ray import RayEngine, connect, count_cluster_gpus, import_ray, running_processes
+from clipmill.prep.engines.ray_actors import Nodes
 from clipmill.prep.sources.table import probe_sources, read_probes
 from tests.conftest import ROOT
 from tests.prep.engines.test_engines import check_workers

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from clipmill.prep.core.chunk_column import chunk_job, resolve
-from clipmill.prep.core.chunk_columns import ChunksPlan
+from clipmill.prep.core.chunk_plan import ChunksPlan
 from clipmill.prep.core.data_folder import writing
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.request import Request

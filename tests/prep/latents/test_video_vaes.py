@@ -18,7 +18,7 @@ from clipmill.prep.latents.column import LatentsRequest
 from clipmill.prep.latents.frames import video_segments
 from clipmill.prep.latents.run import worker_memory_gb
 from clipmill.prep.latents.trial import run_trial
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.shards.commits import commit_path
 from clipmill.shards.reader import Variant
 from tests.prep.latents.conftest import make, plan, recipe, video

@@ -14,7 +14,7 @@ from clipmill.prep.core.column import DeepCode
 from clipmill.prep.scores.column import COLUMN, ScoresSettings
 from clipmill.prep.scores.sample import EXTENSION, check_scores
 from clipmill.prep.scores.work import WORK, installed_libraries, version_mismatch
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.shards.commit_table import SCHEMA
 from clipmill.shards.merged_table import open_merged_table, write_merged_table
 from clipmill.shards.reader import Variant

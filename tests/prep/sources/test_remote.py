@@ -13,10 +13,9 @@ from clipmill.manifests.storage.objects import open_objects
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources import access, remote
 from clipmill.prep.sources.access import SourceFacts, current_fingerprint, open_source, source_fingerprint
-from clipmill.prep.sources.files import stat_files
 from clipmill.prep.sources.probe import probe
 from clipmill.prep.sources.shots import detect_cuts
-from clipmill.prep.sources.table import probe_sources
+from clipmill.prep.sources.table import probe_sources, stat_files
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.shards.timeline.model import Timeline
 from tests.object_storage.faults import Fault, Faults, vanished

@@ -10,13 +10,12 @@ import pytest
 import scenedetect
 
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.core.table_file import read_table_file, write_table_file
+from clipmill.prep.core.tables import read_table_file, write_table_file
 from clipmill.prep.sources.detector import DEFAULT_THRESHOLD, Detector, DetectorName
 from clipmill.prep.sources.probe import probe
 from clipmill.prep.sources.shot_table import SHOTS, read_shots, shot_rows
 from clipmill.prep.sources.shots import _shown, detect_cuts, output_number
-from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo, read_frame_number
 from clipmill.prep.video.encode import num_output_frames
 from clipmill.shards.timeline.model import Timeline
 from tests.prep.numbered import due_frames

@@ -14,12 +14,11 @@ import pyarrow as pa
 import pytest
 
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.core.table_file import write_table_file
-from clipmill.prep.sources import files as source_files
+from clipmill.prep.core.tables import write_table_file
+from clipmill.prep.sources import table as source_files
 from clipmill.prep.sources import table as sources
-from clipmill.prep.sources.files import NO_FILE, stat_files
 from clipmill.prep.sources.probe import probe
-from clipmill.prep.sources.table import probe_sources, read_probes
+from clipmill.prep.sources.table import NO_FILE, probe_sources, read_probes, stat_files
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.shards.reader import Variant
 from tests.conftest import ROOT

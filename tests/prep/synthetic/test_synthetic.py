@@ -9,10 +9,22 @@ import av
 import numpy as np
 import pytest
 
-from clipmill.prep.synthetic.frame_code import MAX_FRAME_NUMBER, draw_frame_number, read_frame_number
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo, frame_times_s
-from clipmill.prep.synthetic.make import Mode, make_synthetic
-from clipmill.prep.synthetic.shapes import COLOURS, COMBINATIONS, HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
+from clipmill.prep.synthetic import (
+    COLOURS,
+    COMBINATIONS,
+    HEIGHT,
+    MAX_FRAME_NUMBER,
+    WIDTH,
+    FrameNumberVideo,
+    Mode,
+    Scene,
+    draw_frame_number,
+    draw_scenes,
+    frame_times_s,
+    make_synthetic,
+    plan_scenes,
+    read_frame_number,
+)
 
 NTSC = Fraction(30000, 1001)
 

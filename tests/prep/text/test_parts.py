@@ -7,8 +7,7 @@ import open_clip
 import pytest
 from safetensors.torch import load_file, save_file
 
-from clipmill.prep.core.part_locks import Part
-from clipmill.prep.core.parts import PartRun, writing_part
+from clipmill.prep.core.parts import Part, PartRun, writing_part
 from clipmill.prep.core.run import Summary
 from clipmill.prep.text.bank import TowerUse
 from clipmill.prep.text.recipe import TEXT

@@ -244,7 +244,7 @@ def test_captions_over_many_row_groups_and_shards_find_their_rows(data: Path, mo
 
 
 def test_the_layout_limits_videos_and_captions_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    from clipmill.prep.core.layout import LAYOUT
+    from clipmill.prep.core.tables import LAYOUT
     from clipmill.prep.text.plan import extend_text_layout
 
     monkeypatch.setattr("clipmill.prep.text.plan.MAX_SHARD_VIDEOS", 2)

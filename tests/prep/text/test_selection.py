@@ -6,7 +6,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.core.run import Summary
-from clipmill.prep.core.selection import stored_request
+from clipmill.prep.core.variants import stored_request
 from clipmill.prep.text.bank import TowerUse
 from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.plan import make_text_plan, pending_text

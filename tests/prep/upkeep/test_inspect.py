@@ -11,8 +11,8 @@ from pathlib import Path
 import av
 import pytest
 
-from clipmill.prep.core.pages import PageRequest
-from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.core.report import PageRequest
+from clipmill.prep.synthetic import read_frame_number
 from clipmill.prep.video.inspection import gop_line
 from clipmill.prep.video.page.pictures import decode_frames, jpeg
 from clipmill.prep.video.page.write import PAGE_CHUNKS, write_chunk_page

@@ -9,8 +9,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.table_files import REJECTED_LIST
-from clipmill.prep.core.layout import LAYOUT, read_layout
-from clipmill.prep.core.table_file import read_table_file
+from clipmill.prep.core.tables import LAYOUT, read_layout, read_table_file
 from clipmill.prep.sources.table import PROBES, PROBES_FILE
 from clipmill.prep.video.column import COLUMN
 from clipmill.shards.commits import read_commits

@@ -17,10 +17,9 @@ from clipmill.manifests.publish import publish_bytes
 from clipmill.manifests.table_files import SPANS_FILE
 from clipmill.prep.core.data_folder import column_lock
 from clipmill.prep.core.shard_result import RUNNING_FOLDER, Heartbeat
-from clipmill.prep.core.table_file import read_table_file, write_table_file
+from clipmill.prep.core.tables import read_table_file, write_table_file
 from clipmill.prep.sources.table import PROBES
-from clipmill.prep.upkeep.status import ColumnStatus, Status, VariantStatus
-from clipmill.prep.upkeep.status_text import status_text
+from clipmill.prep.upkeep.status import ColumnStatus, Status, VariantStatus, status_text
 from clipmill.shards.commits import Commit, Failure, commit_path, read_commit, write_commit
 from tests.prep.running import Ran, manifest
 from tests.prep.sets import LEN, ShardSet, rerun

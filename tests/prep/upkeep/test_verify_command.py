@@ -12,7 +12,7 @@ import pytest
 
 from clipmill.prep.core.column import CheckedSample
 from clipmill.prep.core.recipe import recipe_fingerprint
-from clipmill.prep.core.selection import make_variant
+from clipmill.prep.core.variants import make_variant
 from clipmill.prep.upkeep.verify import DeepTask, check_deep
 from clipmill.shards.commits import commit_path, write_commit
 from clipmill.shards.dataset import begin_variant

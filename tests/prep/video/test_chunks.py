@@ -13,7 +13,7 @@ import av
 import pytest
 import webdataset as wds
 
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.shards.reader import Variant
 from clipmill.shards.verify import verify_shard

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from av.packet import Packet
 
-from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.synthetic import read_frame_number
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.reader import Variant
 from tests.prep.running import chunk, manifest

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.core.layout import LAYOUT, read_layout, video_rows_of, write_layout
+from clipmill.prep.core.tables import LAYOUT, read_layout, video_rows_of, write_layout
 from clipmill.prep.video.layout import MAX_SHARD_CHUNKS, extend_layout, shards_of_moved_videos, wanted_rows
 from clipmill.prep.video.settings import SPAN_CHUNKS
 

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pytest
 
 from clipmill.manifests.store import read_videos
-from clipmill.prep.core.pages import PageRequest
-from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.core.report import PageRequest
+from clipmill.prep.synthetic import read_frame_number
 from clipmill.prep.video.page import clips, write
 from clipmill.prep.video.page.cards import CaptionLine, Card
 from clipmill.prep.video.page.chunks import Chunks, chosen, read_chunks

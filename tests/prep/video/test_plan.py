@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from clipmill.manifests.schema import VIDEOS
-from clipmill.prep.core.layout import LAYOUT
 from clipmill.prep.core.plan import ShardState, StoredShards
+from clipmill.prep.core.tables import LAYOUT
 from clipmill.prep.sources.table import PROBES
 from clipmill.prep.video.plan import Plan, Videos
 from clipmill.prep.video.recipe import Recipe, resolve

@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from clipmill.prep.core.table_file import write_table_file
+from clipmill.prep.core.tables import write_table_file
 from clipmill.prep.sources.shot_table import SHOTS, read_shots
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.prep.video import column
 from clipmill.prep.video.plan_inputs import left_out_lines
 from clipmill.shards.reader import Variant

@@ -11,7 +11,7 @@ import pytest
 
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.probe import probe
-from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.synthetic import read_frame_number
 from clipmill.prep.video.encode import Span, check_frames
 from clipmill.shards.timeline.copying import write_continuous
 from clipmill.shards.timeline.model import frame_times

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import ClipmillError
-from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.synthetic import read_frame_number
 
 
 def main() -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from clipmill import open_clips
 from clipmill.manifests.store import read_captions
-from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo, read_frame_number
 from clipmill.train.data.classes import read_classes
 from tests.prep.running import chunk, manifest
 from tests.train.running import facts, train

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.synthetic import read_frame_number
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.chunks import ClipQuery
 from clipmill.train.data.decoding.clip import ClipShape

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo, read_frame_number
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.train.data.decoding.clip import ClipShape, make_clip
 from clipmill.train.data.decoding.decoders import ChunkDecoder, ChunkFrames

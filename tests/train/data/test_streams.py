@@ -12,8 +12,7 @@ import pytest
 import webdataset as wds
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo, read_frame_number
 from clipmill.train.data.decoding.clip import ClipShape
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.loader import LoaderSettings

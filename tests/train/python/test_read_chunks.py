@@ -8,7 +8,7 @@ import pytest
 
 from clipmill import read_chunks
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.synthetic import read_frame_number
 from tests.train.tiny_data import VARIANT
 
 

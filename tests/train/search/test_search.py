@@ -17,7 +17,7 @@ import pytest
 from av.container import InputContainer
 
 from clipmill.manifests.checked_json import publish_checked_json
-from clipmill.prep.synthetic.frame_code import read_frame_number
+from clipmill.prep.synthetic import read_frame_number
 from clipmill.train.evaluation import player
 from clipmill.train.inference.model import load_model
 from clipmill.train.search.folder import EmbeddedClip, open_embedded

@@ -13,7 +13,7 @@ import pytest
 
 from clipmill.manifests.store import read_captions
 from clipmill.prep.cli import main as prep_main
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.shards.reader import Variant
 from tests.train.running import train
 

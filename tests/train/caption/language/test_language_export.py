@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.train.tasks.caption.decoding import generate_captions
 from clipmill.train.tasks.caption.language.model import LanguageCaptioner
 from clipmill.train.tasks.caption.videos.run import open_captioner

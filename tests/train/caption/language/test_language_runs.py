@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo
 from tests.train.running import facts, losses, steps, train, weights_of
 
 SMALL = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 8 --lr 1e-3 --warmup-steps 2 --device cpu"

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
+from clipmill.prep.synthetic import FrameNumberVideo, read_frame_number
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
 from clipmill.train.tasks.caption.videos.captioning import Caption, CaptionedWindow, VideoEnd, caption_videos
 from clipmill.train.tasks.caption.videos.clips import WindowClip

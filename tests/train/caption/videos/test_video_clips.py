@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clipmill.prep.synthetic.frame_code import read_frame_number
-from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo, frame_times_s
+from clipmill.prep.synthetic import FrameNumberVideo, frame_times_s, read_frame_number
 from clipmill.shards.reader import Variant
 from clipmill.train.data.decoding.clip import ClipShape, make_clip
 from clipmill.train.data.decoding.decoders import ChunkDecoder

@@ -3,30 +3,179 @@
 It covers the shards of `video` committed so far, even while `prep chunk` is running; a later plan covers the rest.
 """
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import count_noun
-from clipmill.prep.core.chunk_input import Chunk, chunks_of_shard
-from clipmill.prep.core.chunk_shards import ChunkShard, HasSample, read_chunk_shards
-from clipmill.prep.core.next_chunks import next_chunks
-from clipmill.prep.core.plan import ShardPlan, ShardState, plan_shards, stored_shards
+from clipmill.prep.core.chunk_input import (
+    FINGERPRINT_COLUMNS,
+    Chunk,
+    ChunkLength,
+    Following,
+    NextChunk,
+    chunk_fingerprints,
+    chunks_of_shard,
+)
+from clipmill.prep.core.failure_list import shard_name
+from clipmill.prep.core.failures import FailureCode
+from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState, WantedShard, plan_shards, stored_shards
 from clipmill.prep.core.recipe import Recipe
-from clipmill.prep.core.selection import WHERE
-from clipmill.shards.columns import VIDEO
+from clipmill.prep.core.variants import WHERE
+from clipmill.shards.columns import VIDEO, command_for, how_to_make
 from clipmill.shards.commits import Commit, Failure, read_commits
 from clipmill.shards.damage import Damaged, DamagedIndex
-from clipmill.shards.dataset import variant_dir
+from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.index import open_index
 from clipmill.shards.selection import empty_selection_error, selected_chunks
 from clipmill.shards.where import Where, parse_where
+
+# Why a column that is made of chunks had nothing to do.
+NO_CHUNKS = f"there are no committed chunks yet; run it again after `prep {command_for(VIDEO)}`"
+_COLUMNS = [*FINGERPRINT_COLUMNS, "key", "video_id", "num_frames", "fps_num", "fps_den"]
+
+
+HasSample = Callable[[ChunkLength], bool]
+
+
+@dataclass(frozen=True)
+class ChunkShard:
+    """What a plan needs to know about a shard of chunks.
+
+    Attributes:
+        fingerprint: hash of the keys and bytes of its chunks; captions do not affect it.
+        lengths: number of chunks by their length.
+        video_ids: ids of the videos of its chunks, without duplicates; a long video spans several shards.
+        rows: the chunks that get a sample, as rows of the shard; None for all.
+        following: the next chunks, if samples depend on them too.
+    """
+
+    shard_id: int
+    split: str
+    fingerprint: str
+    num_chunks: int
+    lengths: Counter[ChunkLength]
+    video_ids: pa.Array
+    rows: tuple[int, ...] | None = None
+    following: Following = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Total duration of its chunks."""
+        return float(sum(length.seconds * count for length, count in self.lengths.items()))
+
+    @property
+    def longest_s(self) -> Fraction:
+        """Duration of its longest chunk in seconds."""
+        return max((length.seconds for length in self.lengths), default=Fraction(0))
+
+    def wanted(self, *, recipe_fingerprint: str) -> WantedShard:
+        """Return the shard that a recipe wants to have made from these chunks."""
+        text = f"{recipe_fingerprint} {self.split} {self.fingerprint}"
+        return WantedShard(self.shard_id, self.split, hashlib.sha256(text.encode()).hexdigest(), self.num_chunks)
+
+
+def current_chunks(data_dir: Path) -> str:
+    """Return the current variant of `video`.
+
+    Raises:
+        UserError: there is none.
+    """
+    video = current_variant(data_dir, VIDEO)
+    if video is None:
+        hint = f"create them first: {how_to_make(VIDEO, data_dir)}"
+        raise UserError(f"{data_dir} has no chunks", hint=hint)
+    return video
+
+
+def read_chunk_shards(
+    video_dir: Path,
+    commits: Iterable[Commit],
+    *,
+    chosen: Mapping[int, tuple[int, ...]] | None = None,
+    following: Mapping[int, Following] | None = None,
+    has_sample: HasSample | None = None,
+) -> tuple[list[ChunkShard], dict[int, Failure]]:
+    """Return the committed shards of chunks, and by shard id the failures of those whose index is unreadable.
+
+    Args:
+        chosen: the wanted rows of each shard, by shard id; shards without any are left out. None for all rows.
+        following: the next chunks of each shard, by shard id, if samples depend on them; None if they do not.
+        has_sample: which of the wanted chunks get a sample; None for all.
+    """
+    shards, unreadable = [], {}
+
+    def read(commit: Commit) -> ChunkShard | tuple[int, Failure] | None:
+        rows = None if chosen is None else chosen.get(commit.shard_id, ())
+        its_following = None if following is None else following.get(commit.shard_id, {})
+        return _read_chunk_shard(video_dir, commit, rows=rows, following=its_following, has_sample=has_sample)
+
+    with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
+        for found in pool.map(read, commits):
+            if isinstance(found, ChunkShard):
+                shards.append(found)
+            elif found is not None:
+                unreadable[found[0]] = found[1]
+    return shards, unreadable
+
+
+def _read_chunk_shard(
+    video_dir: Path,
+    commit: Commit,
+    *,
+    rows: tuple[int, ...] | None,
+    following: Following | None,
+    has_sample: HasSample | None,
+) -> ChunkShard | tuple[int, Failure] | None:
+    if commit.files is None:
+        return None
+    path = video_dir / commit.files.index
+    try:
+        # Its checksum is verified by the worker that reads chunks: a plan reads few columns of all indexes.
+        index = open_index(path, columns=_COLUMNS)
+        if not pc.min(index["fps_den"]).as_py():
+            raise DamagedIndex(path, "a frame rate is not a number")
+    except (DamagedIndex, OSError) as error:
+        return commit.shard_id, Failure(shard_name(commit.shard_id), None, str(FailureCode.CHUNK_DAMAGED), str(error))
+    if rows is not None and not rows:
+        return None
+    index = index if rows is None else index.take(pa.array(rows))
+    lines = zip(index["key"].to_pylist(), chunk_fingerprints(index), strict=True)
+    digest = hashlib.sha256("\n".join(map(" ".join, lines)).encode()).hexdigest()
+    selected, after = range(index.num_rows) if rows is None else rows, following or {}
+    if following is not None:
+        covered = "".join(after[row].content if row in after else "-" for row in selected)
+        digest = hashlib.sha256(f"{digest}{covered}".encode()).hexdigest()
+    columns = [index[name].to_pylist() for name in ("num_frames", "fps_num", "fps_den")]
+    numbers = [*zip(*columns, (row in after for row in selected), strict=True)]
+    counts = Counter(numbers)
+    length_of = {key: ChunkLength(key[0], Fraction(key[1], key[2]), key[3]) for key in counts}
+    if has_sample is not None:
+        have_sample = {key: has_sample(length) for key, length in length_of.items()}
+        rows = tuple(row for row, key in zip(selected, numbers, strict=True) if have_sample[key])
+    return ChunkShard(
+        shard_id=commit.shard_id,
+        split=commit.split,
+        fingerprint=digest,
+        num_chunks=index.num_rows if rows is None else len(rows),
+        lengths=Counter({length_of[key]: count for key, count in counts.items()}),
+        video_ids=index["video_id"].unique(),
+        rows=rows,
+        following={row: after[row] for row in selected if row in after},
+    )
+
 
 _DIGITS = "S32"  # of the fingerprint of a chunk
 
@@ -213,3 +362,42 @@ def selected_rows(
         raise empty_selection_error(where, what=count_noun(len(selected), "chunk"))
     of_shards = np.split(selected, np.cumsum(sizes)[:-1])
     return {one: tuple(np.flatnonzero(mask).tolist()) for one, mask in zip(shard_ids, of_shards, strict=True)}
+
+
+_NUMBERS = ("start_ms", "num_frames", "fps_num", "fps_den", "width", "height")
+_NEXT_COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", *_NUMBERS]
+
+
+def next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int, Following]:
+    """Return for each shard the next chunk of each of its chunks that has one: of the same video, without a gap."""
+    indexes: dict[int, pa.Table] = {}
+    for shard_id, commit in commits.items():
+        with suppress(DamagedIndex, OSError):  # reported by `read_chunk_shards`
+            if commit.files is not None:
+                indexes[shard_id] = open_index(video_dir / commit.files.index, columns=_NEXT_COLUMNS)
+    if not indexes:
+        return {}
+    contents = {shard_id: chunk_fingerprints(index) for shard_id, index in indexes.items()}
+    video = pa.chunked_array([index["video_id"].combine_chunks() for index in indexes.values()])
+    video_row = video.dictionary_encode().combine_chunks().indices.to_numpy()
+    columns = {
+        name: np.concatenate([index[name].to_numpy() for index in indexes.values()]).astype(np.int64)
+        for name in _NUMBERS
+    }
+    shard = np.repeat([*indexes], [len(index) for index in indexes.values()])
+    row = np.concatenate([np.arange(len(index)) for index in indexes.values()])
+    order = np.lexsort((columns["start_ms"], video_row))
+    first, second = order[:-1], order[1:]
+    # A gap of less than a frame, and a millisecond for the rounding of both times.
+    most_ms = (columns["num_frames"] + 1) * 1000 * columns["fps_den"] // columns["fps_num"] + 1
+    is_next = (video_row[first] == video_row[second]) & (
+        columns["start_ms"][second] - columns["start_ms"][first] <= most_ms[first]
+    )
+    for name in ("width", "height"):
+        is_next &= columns[name][first] == columns[name][second]
+    following: dict[int, dict[int, NextChunk]] = {}
+    for chunk, after in zip(first[is_next].tolist(), second[is_next].tolist(), strict=True):
+        shard_id, its_row = int(shard[after]), int(row[after])
+        next_chunk = NextChunk(shard_id, its_row, contents[shard_id][its_row])
+        following.setdefault(int(shard[chunk]), {})[int(row[chunk])] = next_chunk
+    return {**following}

@@ -1,0 +1,479 @@
+"""Making a synthetic dataset: the video files, and the reading that is written to the manifest."""
+
+import hashlib
+import os
+import random
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fractions import Fraction
+from itertools import accumulate, cycle, islice, product
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
+from clipmill.manifests.adapters.splits import TRAIN, VAL
+from clipmill.manifests.locks import folder_lock
+from clipmill.manifests.publish import publish_atomically, remove_temporaries
+
+# Timestamps are in quarters of a frame, so that variable frame rates stay exact in the container's time base.
+TICKS_PER_FRAME = 4
+_UNITY, _UNITY_W = 1 << 16, 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoTrack:
+    """Form of a video track: frame rate, coded size, and how it is encoded."""
+
+    fps: Fraction
+    width: int
+    height: int
+    codec: str = "libx264"
+    pixel_format: str = "yuv420p"
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+def encode_video(
+    path: Path, track: VideoTrack, *, pictures: Iterable[np.ndarray], ticks: Iterable[int], picture_format: str
+) -> None:
+    """Write a file with one video track.
+
+    Args:
+        pictures: one array per frame in `picture_format` (an FFmpeg pixel format: gray, yuv420p, ...).
+        ticks: presentation timestamp of each frame in units of 1 / (TICKS_PER_FRAME x fps) seconds, ascending.
+    """
+    import av
+
+    # Single-threaded: the bytes must not depend on the machine, and starting threads for a picture takes longer.
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(track.codec, rate=track.fps, options={"threads": "1", **track.options})
+        if not isinstance(stream, av.VideoStream):
+            raise ValueError(f"{track.codec!r} is not a video codec")
+        stream.width, stream.height, stream.pix_fmt = track.width, track.height, track.pixel_format
+        time_base = 1 / (track.fps * TICKS_PER_FRAME)
+        stream.time_base = stream.codec_context.time_base = time_base
+        for picture, tick in zip(pictures, ticks, strict=True):
+            frame = av.VideoFrame.from_ndarray(picture, format=picture_format)
+            frame.pts, frame.time_base = tick, time_base
+            container.mux(stream.encode(frame.reformat(format=track.pixel_format, threads=1)))
+        container.mux(stream.encode(None))
+
+
+def set_rotation(path: Path, *, degrees: int, width: int, height: int) -> None:
+    """Set the display matrix of an MP4's first track: players rotate its pictures clockwise by `degrees`.
+
+    The muxer has no option for this, so the matrix is written into the track header box (ISO 14496-12, 8.3.2).
+
+    Args:
+        width: coded width of the pictures.
+        height: coded height of the pictures.
+    """
+    matrices = {
+        90: (0, _UNITY, 0, -_UNITY, 0, 0, height * _UNITY, 0, _UNITY_W),
+        180: (-_UNITY, 0, 0, 0, -_UNITY, 0, width * _UNITY, height * _UNITY, _UNITY_W),
+        270: (0, -_UNITY, 0, _UNITY, 0, 0, 0, width * _UNITY, _UNITY_W),
+    }
+    content = bytearray(path.read_bytes())
+    box = content.index(b"tkhd") - 4
+    if content[box + 8] != 0:
+        raise ValueError(f"{path}: the track header has version {content[box + 8]}, expected 0")
+    struct.pack_into(">9i", content, box + 48, *matrices[degrees])
+    path.write_bytes(content)
+
+
+WIDTH, HEIGHT = 320, 240
+SHORTEST_SCENE_S, LONGEST_SCENE_S = 3.0, 6.0
+SHAPES = ("circle", "square", "triangle", "cross")
+# BT.601 limited range: Y, Cb, Cr.
+COLOURS = {
+    "red": (81, 90, 240),
+    "green": (145, 54, 34),
+    "blue": (41, 240, 110),
+    "yellow": (210, 16, 146),
+    "white": (235, 128, 128),
+    "purple": (106, 202, 222),
+}
+# Start and end position of the centre as fractions of width and height, and radius as a fraction of the height.
+MOTIONS = {
+    "moves to the left": ((0.85, 0.5), (0.15, 0.5), (0.17, 0.17)),
+    "moves to the right": ((0.15, 0.5), (0.85, 0.5), (0.17, 0.17)),
+    "moves up": ((0.5, 0.82), (0.5, 0.18), (0.17, 0.17)),
+    "moves down": ((0.5, 0.18), (0.5, 0.82), (0.17, 0.17)),
+    "grows": ((0.5, 0.5), (0.5, 0.5), (0.08, 0.42)),
+    "shrinks": ((0.5, 0.5), (0.5, 0.5), (0.42, 0.08)),
+}
+COMBINATIONS = tuple(product(COLOURS, SHAPES, MOTIONS))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One shape, shown from begin_s to end_s."""
+
+    begin_s: float
+    end_s: float
+    colour: str
+    shape: str
+    motion: str
+    shift: tuple[float, float]  # offset of the whole path, as fractions of width and height
+
+    @property
+    def text(self) -> str:
+        return f"a {self.colour} {self.shape} {self.motion}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"label_colour": self.colour, "label_shape": self.shape, "label_motion": self.motion}
+
+
+def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> list[Scene]:
+    """Plan scenes that fill a video: the one with index `number` in `split`.
+
+    All videos of a split draw from one shuffled deck of all combinations, so that few sentences are repeated before
+    most of them have occurred. The content of a video does not depend on the number of videos.
+    """
+    rng = random.Random(f"{seed} {split} {number}")
+    most_scenes = int(duration_s / SHORTEST_SCENE_S) + 1
+    scenes: list[Scene] = []
+    begin_s = 0.0
+    while begin_s < duration_s:
+        end_s = round(begin_s + rng.uniform(SHORTEST_SCENE_S, LONGEST_SCENE_S), 2)
+        if duration_s - end_s < SHORTEST_SCENE_S:
+            end_s = duration_s
+        colour, shape, motion = _card(seed, split, number * most_scenes + len(scenes))
+        shift = (rng.uniform(-0.1, 0.1), rng.uniform(-0.1, 0.1))
+        scenes.append(Scene(begin_s, end_s, colour, shape, motion, shift))
+        begin_s = end_s
+    return scenes
+
+
+def draw_scenes(scenes: list[Scene], *, fps: Fraction, num_frames: int, seed: int) -> Iterator[np.ndarray]:
+    """Yield frames as yuv420p, uint8[HEIGHT * 3 / 2, WIDTH], on a plain background."""
+    ground = _ground(seed)
+    scene_number = 0
+    for n in range(num_frames):
+        time_s = float(n / fps)
+        while time_s >= scenes[scene_number].end_s and scene_number + 1 < len(scenes):
+            scene_number += 1
+        frame = ground.copy()
+        _draw(frame, scenes[scene_number], time_s)
+        yield frame
+
+
+def _card(seed: int, split: str, position: int) -> tuple[str, str, str]:
+    deck, position = divmod(position, len(COMBINATIONS))
+    order = list(COMBINATIONS)
+    random.Random(f"{seed} {split} deck {deck}").shuffle(order)
+    return order[position]
+
+
+def _ground(seed: int) -> np.ndarray:
+    """Return the background: one dark level with a weak colour.
+
+    It has no texture. Random per-pixel texture cannot be predicted from its surroundings, unlike that of natural
+    videos, and would dominate the loss of a masked autoencoder.
+    """
+    rng = np.random.default_rng(seed)
+    frame = np.empty((HEIGHT * 3 // 2, WIDTH), np.uint8)
+    frame[:HEIGHT] = rng.integers(50, 100)
+    for plane in frame[HEIGHT:].reshape(2, HEIGHT // 2, WIDTH // 2):
+        plane[:] = rng.integers(122, 134)
+    return frame
+
+
+def _draw(frame: np.ndarray, scene: Scene, time_s: float) -> None:
+    done = (time_s - scene.begin_s) / (scene.end_s - scene.begin_s)
+    (x0, y0), (x1, y1), (radius0, radius1) = MOTIONS[scene.motion]
+    radius = HEIGHT * (radius0 + (radius1 - radius0) * done)
+    x = WIDTH * (x0 + (x1 - x0) * done + scene.shift[0])
+    y = HEIGHT * (y0 + (y1 - y0) * done + scene.shift[1])
+    # The bounding box of the shape, aligned to even pixels because chroma has half the resolution.
+    left, top = max(0, int(x - radius) & ~1), max(0, int(y - radius) & ~1)
+    right, bottom = min(WIDTH, int(x + radius + 2) & ~1), min(HEIGHT, int(y + radius + 2) & ~1)
+    if left >= right or top >= bottom:
+        return
+    inside = _inside(scene.shape, np.arange(left, right)[None] - x, np.arange(top, bottom)[:, None] - y, radius)
+    luma, *chroma = COLOURS[scene.colour]
+    frame[top:bottom, left:right][inside] = luma
+    planes = frame[HEIGHT:].reshape(2, HEIGHT // 2, WIDTH // 2)
+    for plane, level in zip(planes, chroma, strict=True):
+        plane[top // 2 : bottom // 2, left // 2 : right // 2][inside[::2, ::2]] = level
+
+
+def _inside(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
+    match shape:
+        case "circle":
+            return dx * dx + dy * dy <= radius * radius
+        case "square":
+            return (abs(dx) <= 0.8 * radius) & (abs(dy) <= 0.8 * radius)
+        case "triangle":
+            return (dy <= 0.8 * radius) & (2 * abs(dx) <= dy + radius)
+        case "cross":
+            arm = 0.3 * radius
+            return ((abs(dx) <= arm) & (abs(dy) <= radius)) | ((abs(dy) <= arm) & (abs(dx) <= radius))
+    raise ValueError(f"no shape is called {shape!r}")
+
+
+LABELS = {f"label_{name}": pa.string() for name in ("colour", "shape", "motion")}
+# Part of every file name: increment it when the same settings produce different pictures.
+GENERATION = 2
+# Several, because real collections mix frame rates.
+FRAME_RATES = (Fraction(30), Fraction(30000, 1001), Fraction(25), Fraction(24))
+VIDEOS_PER_VAL = 5  # every fifth video is in the split val
+FRAME_NUMBER_CAPTION_S = 5.0
+
+
+class Mode(StrEnum):
+    """Content of the videos."""
+
+    SHAPES = "shapes"
+    FRAME_NUMBERS = "frame-numbers"
+
+
+@dataclass(frozen=True)
+class SyntheticVideo:
+    """One video to make; its file name includes everything that its pixels depend on."""
+
+    mode: Mode
+    number: int
+    seed: int
+    duration_s: float
+
+    @property
+    def source_id(self) -> str:
+        settings = f"{GENERATION} {self.mode.value} {self.seed} {self.duration_s}"
+        return f"{self.mode.value}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}-{self.number:05d}"
+
+    @property
+    def fps(self) -> Fraction:
+        return FRAME_RATES[self.number % len(FRAME_RATES)]
+
+    @property
+    def num_frames(self) -> int:
+        return max(1, round(self.duration_s * self.fps))
+
+    @property
+    def split(self) -> str:
+        return VAL if self.number % VIDEOS_PER_VAL == VIDEOS_PER_VAL - 1 else TRAIN
+
+    def captions(self) -> list[tuple[float, float, str, dict[str, str]]]:
+        """Return the captions as (begin_s, end_s, text, labels), in order and without gaps."""
+        if self.mode is Mode.SHAPES:
+            return [(scene.begin_s, scene.end_s, scene.text, scene.labels) for scene in self._scenes()]
+        captions: list[tuple[float, float, str, dict[str, str]]] = []
+        begin_s = 0.0
+        while begin_s < self.duration_s:
+            end_s = min(begin_s + FRAME_NUMBER_CAPTION_S, self.duration_s)
+            first, last = (int(time_s * self.fps) for time_s in (begin_s, end_s))
+            captions.append((begin_s, end_s, f"frame numbers from {first} to {max(first, last - 1)}", {}))
+            begin_s = end_s
+        return captions
+
+    def write(self, path: Path) -> None:
+        """Encode the video and publish it as `path`."""
+        if self.mode is Mode.FRAME_NUMBERS:
+            FrameNumberVideo(num_frames=self.num_frames, fps=self.fps, width=WIDTH, height=HEIGHT).write(path)
+            return
+        with publish_atomically(path) as temporary:
+            encode_video(
+                temporary,
+                VideoTrack(fps=self.fps, width=WIDTH, height=HEIGHT, options={"preset": "superfast", "crf": "23"}),
+                pictures=draw_scenes(
+                    self._scenes(), fps=self.fps, num_frames=self.num_frames, seed=self.seed * 100_003 + self.number
+                ),
+                ticks=range(0, self.num_frames * TICKS_PER_FRAME, TICKS_PER_FRAME),
+                picture_format="yuv420p",
+            )
+
+    def _scenes(self) -> list[Scene]:
+        number = self.number // VIDEOS_PER_VAL if self.split == VAL else self.number
+        return plan_scenes(duration_s=self.duration_s, seed=self.seed, split=self.split, number=number)
+
+
+def make_synthetic(
+    directory: Path,
+    *,
+    num_videos: int,
+    minutes: float,
+    seed: int = 0,
+    mode: Mode = Mode.SHAPES,
+    dataset: str = "synthetic",
+    on_video: Callable[[int], None] = lambda num_done: None,
+) -> Reading:
+    """Make the videos that do not exist yet, and read all of them as a dataset.
+
+    Args:
+        directory: folder for the files; it is created if missing.
+        minutes: length of each video in minutes.
+        on_video: called after each video with the number of videos that exist.
+    """
+    directory = directory.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    videos = [SyntheticVideo(mode, number, seed, minutes * 60) for number in range(num_videos)]
+    paths = [directory / f"{video.source_id}.mp4" for video in videos]
+    with folder_lock(directory), ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+        remove_temporaries(directory, of={path.name for path in paths}.__contains__)
+        # An existing file is complete and has these settings: it was published atomically, and its name includes the
+        # settings.
+        made = [pool.submit(video.write, path) for video, path in zip(videos, paths, strict=True) if not path.exists()]
+        num_done = num_videos - len(made)
+        for future in as_completed(made):
+            future.result()
+            num_done += 1
+            on_video(num_done)
+    builder = ReadingBuilder(dataset, labels=LABELS if mode is Mode.SHAPES else None)
+    for video, path in zip(videos, paths, strict=True):
+        number = builder.add_video(video.source_id, path=path, split=video.split)
+        if number is None:
+            continue
+        for row, (begin_s, end_s, text, labels) in enumerate(video.captions()):
+            origin = Origin(path, "synthetic", row)
+            builder.add_caption(number, text, origin, begin_s=begin_s, end_s=end_s, labels=labels)
+    return builder.build()
+
+
+# Frame durations of a variable-frame-rate video in ticks, repeated; their mean is TICKS_PER_FRAME.
+VARIABLE_DURATIONS = (4, 4, 6, 2, 8, 3, 1, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameNumberVideo:
+    """A video whose n-th frame shows the number `first_number` + n (`read_frame_number`).
+
+    Attributes:
+        width: display width, after rotation; likewise height. Odd sizes need a pixel format without chroma subsampling
+            (yuv444p), or a codec that supports them (mpeg4, mjpeg).
+        start_offset_s: presentation time of the first frame, rounded to a quarter of a frame.
+        variable_rate: use the frame durations VARIABLE_DURATIONS; the mean frame rate is `fps`.
+        rotation_degrees: 0, 90, 180 or 270 clockwise, stored in the display matrix; pictures are coded rotated back.
+        open_gop: allow frames after a key frame to depend on the previous GOP (libx264 and libx265).
+    """
+
+    num_frames: int
+    fps: Fraction
+    width: int
+    height: int
+    codec: str = "libx264"
+    pixel_format: str = "yuv420p"
+    start_offset_s: float = 0.0
+    variable_rate: bool = False
+    rotation_degrees: int = 0
+    open_gop: bool = False
+    gop: int = 250
+    first_number: int = 0
+
+    def write(self, path: Path) -> None:
+        """Encode the video and publish it."""
+        turned = self.rotation_degrees in {90, 270}
+        width, height = (self.height, self.width) if turned else (self.width, self.height)
+        track = VideoTrack(
+            fps=self.fps,
+            width=width,
+            height=height,
+            codec=self.codec,
+            pixel_format=self.pixel_format,
+            options=_encoder_options(self.codec, gop=self.gop, open_gop=self.open_gop),
+        )
+        ticks = frame_ticks(
+            self.num_frames, fps=self.fps, start_offset_s=self.start_offset_s, variable_rate=self.variable_rate
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with publish_atomically(path) as temporary:
+            encode_video(temporary, track, pictures=self._pictures(), ticks=ticks, picture_format="gray")
+            if self.rotation_degrees:
+                set_rotation(temporary, degrees=self.rotation_degrees, width=width, height=height)
+
+    def _pictures(self) -> Iterator[np.ndarray]:
+        for number in range(self.first_number, self.first_number + self.num_frames):
+            picture = draw_frame_number(number, width=self.width, height=self.height)
+            yield np.ascontiguousarray(np.rot90(picture, self.rotation_degrees // 90))
+
+
+def frame_times_s(
+    num_frames: int, *, fps: Fraction, start_offset_s: float = 0.0, variable_rate: bool = False
+) -> np.ndarray:
+    """Return the presentation time of each frame in the file, float64[num_frames].
+
+    Subtract the first value to obtain the times shown by a player.
+    """
+    ticks = frame_ticks(num_frames, fps=fps, start_offset_s=start_offset_s, variable_rate=variable_rate)
+    return np.array([float(tick / (fps * TICKS_PER_FRAME)) for tick in ticks])
+
+
+def frame_ticks(num_frames: int, *, fps: Fraction, start_offset_s: float, variable_rate: bool) -> list[int]:
+    """Return the presentation timestamp of each frame in units of 1 / (TICKS_PER_FRAME x fps) seconds."""
+    durations = VARIABLE_DURATIONS if variable_rate else (TICKS_PER_FRAME,)
+    first = round(Fraction(start_offset_s) * fps * TICKS_PER_FRAME)
+    return list(islice(accumulate(cycle(durations), initial=first), num_frames))
+
+
+def _encoder_options(codec: str, *, gop: int, open_gop: bool) -> dict[str, str]:
+    options = {"g": str(gop)}
+    if codec in {"libx264", "libx265"}:
+        parameters = f"open-gop={int(open_gop)}:scenecut=0:bframes=2"
+        if codec == "libx265":
+            parameters += ":log-level=error"
+        options |= {"preset": "veryfast", "crf": "20", f"{codec.removeprefix('lib')}-params": parameters}
+    return options
+
+
+MAX_FRAME_NUMBER = (1 << 20) - 1
+_COLUMNS, _ROWS = 8, 4
+_CHECK_BITS = 12
+_DARK_BELOW, _LIGHT_ABOVE = 96, 160
+
+
+def draw_frame_number(number: int, *, width: int, height: int) -> np.ndarray:
+    """Draw `number` as a picture, uint8[height, width] of 0 and 255.
+
+    Raises:
+        ValueError: `number` is not in [0, MAX_FRAME_NUMBER].
+    """
+    if not 0 <= number <= MAX_FRAME_NUMBER:
+        raise ValueError(f"frame number {number} is not in [0, {MAX_FRAME_NUMBER}]")
+    code = (number << _CHECK_BITS) | _check(number)
+    shifts = np.arange(_COLUMNS * _ROWS - 1, -1, -1)
+    cells = (((code >> shifts) & 1) * 255).astype(np.uint8).reshape(_ROWS, _COLUMNS)
+    rows = np.arange(height) * _ROWS // height
+    columns = np.arange(width) * _COLUMNS // width
+    return cells[rows][:, columns]
+
+
+def read_frame_number(picture: np.ndarray) -> int:
+    """Read the number in a picture of any size: [H, W] grey or [H, W, 3] RGB, values 0 to 255.
+
+    Raises:
+        ValueError: a cell is neither black nor white, or the check bits do not match.
+    """
+    grey = picture.astype(np.float32)
+    if grey.ndim == 3:
+        grey = grey.mean(axis=2)
+    height, width = grey.shape
+    code = 0
+    for row in range(_ROWS):
+        for column in range(_COLUMNS):
+            level = float(grey[_middle(row, _ROWS, height), _middle(column, _COLUMNS, width)].mean())
+            if _DARK_BELOW <= level <= _LIGHT_ABOVE:
+                raise ValueError(
+                    f"cell {row},{column} of the frame code has level {level:.0f}: neither black nor white"
+                )
+            code = code << 1 | (level > _LIGHT_ABOVE)
+    number = code >> _CHECK_BITS
+    if code & ((1 << _CHECK_BITS) - 1) != _check(number):
+        raise ValueError(f"the frame code reads {number}, but its check bits do not fit")
+    return number
+
+
+def _middle(index: int, num_cells: int, length: int) -> slice:
+    first, last = index * length / num_cells, (index + 1) * length / num_cells
+    quarter = (last - first) / 4
+    begin = int(first + quarter)
+    return slice(begin, max(int(last - quarter), begin + 1))
+
+
+def _check(number: int) -> int:
+    return zlib.crc32(number.to_bytes(4, "big")) & ((1 << _CHECK_BITS) - 1)
