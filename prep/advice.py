@@ -50,12 +50,12 @@ class Load:
 
     Attributes:
         batch: B, clips per step, of all nodes together.
-        step_s: delta.
+        step_s: Delta.
         read_bytes_per_s: S_r, as one node measures it or as given for all of them.
-        video_bytes_per_s, chunk_s: rho, of latents for their column, and T.
-        clip_bytes: b by what is read of a clip: packets, latents.
-        num_nodes, gpus_per_node: the cluster; all of its nodes read the disk.
-        is_total: whether S_r is known to be what all nodes get together; else it was measured by one of them.
+        video_bytes_per_s, chunk_s: Rho, of latents for their column, and T.
+        clip_bytes: B by what is read of a clip: packets, latents.
+        num_nodes, gpus_per_node: The cluster; all of its nodes read the disk.
+        is_total: True if S_r is known to be what all nodes get together; else it was measured by one of them.
     """
 
     batch: int
@@ -101,9 +101,9 @@ class Bucket:
     """What training asks of a bucket.
 
     Attributes:
-        latency_s: of a request for a range of a clip.
-        requests_per_clip: ranges, after short gaps were closed.
-        set_bytes, num_shards: of all tars of the variant.
+        latency_s: Of a request for a range of a clip.
+        requests_per_clip: Ranges, after short gaps were closed.
+        set_bytes, num_shards: Of all tars of the variant.
         clips_per_epoch: C.
     """
 
@@ -192,7 +192,7 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
     """Return the figures with their origin, and the conclusions.
 
     Args:
-        origin: where step, read speed, bitrate and clips come from, in words.
+        origin: Where step, read speed, bitrate and clips come from, in words.
         storage: "disk" or "bucket".
     """
     lines = [f"step          {load.step_s:.3g} s, {count_noun(load.batch, 'clip')}  ({origin['step']})"]
@@ -248,14 +248,14 @@ class Column:
     """What training reads of the current variant of a column.
 
     Attributes:
-        bytes_per_s: bytes of chunks, or of their latents, per second of video.
-        chunk_s: median length of a chunk.
-        clip_bytes, requests_per_clip: bytes and ranges of a clip whose packets alone are read, or of a segment.
-        clips_per_epoch: chunks, or segments of latents.
-        clips: in words, of which clips these are means.
-        set_bytes: size of all tars.
-        sampled: shards that were looked at, of `num_shards`.
-        reads: of these clips.
+        bytes_per_s: Bytes of chunks, or of their latents, per second of video.
+        chunk_s: Median length of a chunk.
+        clip_bytes, requests_per_clip: Bytes and ranges of a clip whose packets alone are read, or of a segment.
+        clips_per_epoch: Chunks, or segments of latents.
+        clips: In words, of which clips these are means.
+        set_bytes: Size of all tars.
+        sampled: Shards that were looked at, of `num_shards`.
+        reads: Of these clips.
     """
 
     name: str
@@ -279,8 +279,8 @@ def open_column(variant: Variant, name: str) -> Column:
         name: VIDEO or LATENTS.
 
     Raises:
-        UserError: there are no shards.
-        Damaged, OSError: their indexes cannot be read.
+        UserError: There are no shards.
+        Damaged, OSError: Their indexes cannot be read.
     """
     shards = variant.shards()
     if not shards:
@@ -369,7 +369,7 @@ def disk_speed(column: Column) -> tuple[ReadSpeed, str]:
     """Measure the disk by whole chunks in random order, one at a time; return the speed, and how it was measured.
 
     Raises:
-        Damaged, OSError: a tar cannot be read.
+        Damaged, OSError: A tar cannot be read.
     """
     for shard in column.sampled:
         drop_cache(shard.tar_path)
@@ -385,7 +385,7 @@ def bucket_speed(column: Column, *, num_processes: int) -> tuple[ReadSpeed, Read
         What one request takes, the speed of all threads, and how it was measured.
 
     Raises:
-        Damaged, Inaccessible, OSError: an object cannot be read.
+        Damaged, Inaccessible, OSError: An object cannot be read.
     """
     reads = list(column.reads)
     Random(0).shuffle(reads)
@@ -427,9 +427,9 @@ class RunSteps:
     """Step statistics of a run.
 
     Attributes:
-        step_s: median seconds per step without the wait for data.
-        batch: clips per step, of all processes.
-        num_readers: processes that read data: all of them, or the first stage of each pipeline.
+        step_s: Median seconds per step without the wait for data.
+        batch: Clips per step, of all processes.
+        num_readers: Processes that read data: all of them, or the first stage of each pipeline.
     """
 
     step_s: float
@@ -442,7 +442,7 @@ def read_run_steps(run: Path) -> RunSteps:
     """Read `metrics.jsonl` and `settings.yaml` of a run; the first tenth, at least one step, counts as warm-up.
 
     Raises:
-        UserError: the folder does not belong to a run, or the run has too few steps.
+        UserError: The folder does not belong to a run, or the run has too few steps.
     """
     hint = "give a run folder written by train, or --step-time SECONDS"
     path = run / METRICS_FILE

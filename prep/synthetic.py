@@ -44,8 +44,8 @@ def encode_video(
     """Write a file with one video track.
 
     Args:
-        pictures: one array per frame in `picture_format` (an FFmpeg pixel format: gray, yuv420p, ...).
-        ticks: presentation timestamp of each frame in units of 1 / (TICKS_PER_FRAME x fps) seconds, ascending.
+        pictures: One array per frame in `picture_format` (an FFmpeg pixel format: gray, yuv420p, ...).
+        ticks: Presentation timestamp of each frame in units of 1 / (TICKS_PER_FRAME x fps) seconds, ascending.
     """
     import av
 
@@ -70,8 +70,8 @@ def set_rotation(path: Path, *, degrees: int, width: int, height: int) -> None:
     The muxer has no option for this, so the matrix is written into the track header box (ISO 14496-12, 8.3.2).
 
     Args:
-        width: coded width of the pictures.
-        height: coded height of the pictures.
+        width: Coded width of the pictures.
+        height: Coded height of the pictures.
     """
     matrices = {
         90: (0, _UNITY, 0, -_UNITY, 0, 0, height * _UNITY, 0, _UNITY_W),
@@ -307,9 +307,9 @@ def make_synthetic(
     """Make the videos that do not exist yet, and read all of them as a dataset.
 
     Args:
-        directory: folder for the files; it is created if missing.
-        minutes: length of each video in minutes.
-        on_video: called after each video with the number of videos that exist.
+        directory: Folder for the files; it is created if missing.
+        minutes: Length of each video in minutes.
+        on_video: Called after each video with the number of videos that exist.
     """
     directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -345,12 +345,12 @@ class FrameNumberVideo:
     """A video whose n-th frame shows the number `first_number` + n (`read_frame_number`).
 
     Attributes:
-        width: display width, after rotation; likewise height. Odd sizes need a pixel format without chroma subsampling
+        width: Display width, after rotation; likewise height. Odd sizes need a pixel format without chroma subsampling
             (yuv444p), or a codec that supports them (mpeg4, mjpeg).
-        start_offset_s: presentation time of the first frame, rounded to a quarter of a frame.
-        variable_rate: use the frame durations VARIABLE_DURATIONS; the mean frame rate is `fps`.
+        start_offset_s: Presentation time of the first frame, rounded to a quarter of a frame.
+        variable_rate: Use the frame durations VARIABLE_DURATIONS; the mean frame rate is `fps`.
         rotation_degrees: 0, 90, 180 or 270 clockwise, stored in the display matrix; pictures are coded rotated back.
-        open_gop: allow frames after a key frame to depend on the previous GOP (libx264 and libx265).
+        open_gop: Allow frames after a key frame to depend on the previous GOP (libx264 and libx265).
     """
 
     num_frames: int
@@ -447,7 +447,7 @@ def read_frame_number(picture: np.ndarray) -> int:
     """Read the number in a picture of any size: [H, W] grey or [H, W, 3] RGB, values 0 to 255.
 
     Raises:
-        ValueError: a cell is neither black nor white, or the check bits do not match.
+        ValueError: A cell is neither black nor white, or the check bits do not match.
     """
     grey = picture.astype(np.float32)
     if grey.ndim == 3:

@@ -220,8 +220,8 @@ class Target:
     """Where a dataset is written, and how.
 
     Attributes:
-        dataset: its name in the manifest.
-        videos: folder of its videos, or None if the tables name them.
+        dataset: Its name in the manifest.
+        videos: Folder of its videos, or None if the tables name them.
         may_remove: `--yes`.
     """
 
@@ -236,8 +236,8 @@ def write_dataset(read: "Callable[[list[Path]], Reading]", tables: "Sequence[Pla
     """Read a dataset and write it to the manifest.
 
     Args:
-        read: receives local copies of the tables.
-        tables: annotation files.
+        read: Receives local copies of the tables.
+        tables: Annotation files.
     """
     from clipmill.manifests.adapters.reading import is_encodable
     from clipmill.manifests.adapters.remote_tables import read_with_local_tables

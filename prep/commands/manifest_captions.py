@@ -161,8 +161,8 @@ def _select(
     """Return the captions that are not dropped, and the number of dropped ones by reason.
 
     Raises:
-        UserError: there is a minimum, but no caption has a likelihood.
-        FailedWork: nothing is left of a source; its earlier captions would be lost.
+        UserError: There is a minimum, but no caption has a likelihood.
+        FailedWork: Nothing is left of a source; its earlier captions would be lost.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -42,8 +42,8 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
     """Return what was written and what could not be used.
 
     Args:
-        rejected: the first rejected rows.
-        notes: what the adapter has to say.
+        rejected: The first rejected rows.
+        notes: What the adapter has to say.
     """
     changes = f"{written.num_videos_added:,} new"
     if written.num_videos_removed:
@@ -91,9 +91,9 @@ def rejected_lines(
     """Return the numbers of rejected files and rows by reason, and the first of them.
 
     Args:
-        rejected: the first of them.
-        num_files: how many of them are files.
-        folder: of the manifest.
+        rejected: The first of them.
+        num_files: How many of them are files.
+        folder: Of the manifest.
     """
     total = sum(num_rejected.values())
     what = [count_noun(num, noun) for num, noun in ((num_files, "file"), (total - num_files, "row")) if num]

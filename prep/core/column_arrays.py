@@ -67,7 +67,7 @@ class ColumnArrays:
         """Open a variant of a column, by default the current one.
 
         Raises:
-            UserError: it does not exist, or is empty.
+            UserError: It does not exist, or is empty.
         """
         opened = Variant.open(data_dir, column=name, variant=variant, tars=tars_of(data_dir)).whole()
         if not opened.num_samples:
@@ -84,7 +84,7 @@ class ColumnArrays:
         """Return the array of a sample, verified.
 
         Raises:
-            UserError: it is damaged or missing.
+            UserError: It is damaged or missing.
         """
         row = self.rows.table.slice(at, 1).select(["shard", "row", "offset", "size", "crc32"]).to_pylist()[0]
         shard = self.variant.shard(row["shard"])

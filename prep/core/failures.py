@@ -1,4 +1,4 @@
-"""Failure codes, and which of them are transient."""
+"""Failure codes, and which codes are transient."""
 
 from enum import StrEnum
 
@@ -15,7 +15,7 @@ class FailureCode(StrEnum):
     NO_VIDEO = "no_video"
     ZERO_DURATION = "zero_duration"
     BAD_TIMESTAMPS = "bad_timestamps"  # a raw stream without timestamps, or impossible timestamps
-    PROBE_FAILED = "probe_failed"  # reading the source crashed its process, also when that ran alone
+    PROBE_FAILED = "probe_failed"  # reading the source crashed its process, also when no other process ran
     DECODE_ERRORS = "decode_errors"  # the source contains damaged frames
     FRAMES_DIFFER = "frames_differ"  # the chunk does not contain the planned frames
     ENCODE_FAILED = "encode_failed"
@@ -158,7 +158,7 @@ class SourceFailure(Exception):
     """Part of the work failed with a failure code; the rest of the run continues.
 
     Args:
-        is_lasting: whether the cause lies in the file itself, so that the same bytes will fail again. Permissions,
+        is_lasting: True if the cause lies in the file itself, so that the same bytes will fail again. Permissions,
             mounts, disks and timeouts are causes that can disappear without the file changing.
     """
 

@@ -118,14 +118,14 @@ class Request(Checked):
     """Options of a command that are not settings of its column.
 
     Attributes:
-        execution: settings of the Ray engine.
-        part: value of `--part`, or None.
-        num_gpus: number of GPUs per worker; None if not given.
-        batch: batch size of the model; None if not given.
-        scratch_size: limit of the copies of remote videos on a node, such as 200GB; None for most of the free space.
-        trial: number of samples to make for the estimate of a plan.
-        retry_codes: failure codes to try again even if nothing changed.
-        only_variant: name of the variant that the settings must produce, or None.
+        execution: Settings of the Ray engine.
+        part: Value of `--part`, or None.
+        num_gpus: Number of GPUs per worker; None if not given.
+        batch: Batch size of the model; None if not given.
+        scratch_size: Limit of the copies of remote videos on a node, such as 200GB; None for most of the free space.
+        trial: Number of samples to make for the estimate of a plan.
+        retry_codes: Failure codes to try again even if nothing changed.
+        only_variant: Name of the variant that the settings must produce, or None.
     """
 
     data: Data = Path("data")
@@ -150,7 +150,7 @@ class Request(Checked):
         """`scratch_size` in bytes.
 
         Raises:
-            UserError: it is not a size.
+            UserError: It is not a size.
         """
         return None if self.scratch_size is None else parse_size(self.scratch_size, flag="--scratch-size")
 
@@ -236,7 +236,7 @@ class Request(Checked):
         """Return `num_gpus`, or its default; 0.0 without work, because detecting GPUs takes seconds.
 
         Raises:
-            UserError: there is no cluster at the address.
+            UserError: There is no cluster at the address.
         """
         from clipmill.prep.engines.choice import resolve_gpus_per_worker
 
@@ -246,10 +246,10 @@ class Request(Checked):
         """Return the engine that the flags describe.
 
         Args:
-            memory_gb: memory that a worker of the column takes on a cluster, unless a flag gives it.
+            memory_gb: Memory that a worker of the column takes on a cluster, unless a flag gives it.
 
         Raises:
-            UserError: there are fewer GPUs than one worker needs.
+            UserError: There are fewer GPUs than one worker needs.
         """
         from clipmill.prep.engines.choice import open_engine
 
@@ -266,7 +266,7 @@ class Request(Checked):
         """Check that the recipe read from a variant still produces that variant.
 
         Raises:
-            UserError: the weights, the libraries or the current variant of `video` have changed since.
+            UserError: The weights, the libraries or the current variant of `video` have changed since.
         """
         if self.only_variant is not None and found != self.only_variant:
             raise UserError(
@@ -295,8 +295,8 @@ class PlanRequest(Checked):
     """The flags of `prep plan NAME` that are not settings of the column.
 
     Attributes:
-        explain: what to explain in place of the plan, or None.
-        trial: number of samples to make for the estimate.
+        explain: What to explain in place of the plan, or None.
+        trial: Number of samples to make for the estimate.
     """
 
     # `explain` and `trial` are flags of those commands alone whose request declares them again.
@@ -310,13 +310,13 @@ def model_folder(name: str, *, files: Sequence[str], what: str, asked: str, hint
     """Return the folder of a model, absolute if it is one on this machine.
 
     Args:
-        files: patterns of the files to download.
-        what: what the model is, for messages: "VAE", "model"; "" without a word.
-        asked: the flag that asks for it, with its value where that is not `name`.
-        hint: of the error.
+        files: Patterns of the files to download.
+        what: What the model is, for messages: "VAE", "model"; "" without a word.
+        asked: The flag that asks for it, with its value where that is not `name`.
+        hint: Of the error.
 
     Raises:
-        UserError: there is no such folder, and no such model on the Hub or in its cache.
+        UserError: There is no such folder, and no such model on the Hub or in its cache.
     """
     from clipmill.manifests.hub import hub_if_reachable
 

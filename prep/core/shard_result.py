@@ -64,13 +64,13 @@ class ShardResult:
     """Result of making a shard, as reported by its worker.
 
     Attributes:
-        num_chunks: number of samples in the committed shard.
-        num_reused: how many of them were copied from the previous shard without encoding.
-        num_bytes: size of the tar in bytes; 0 is left out of the summary.
-        failures: failures listed in the commit.
-        stopped_by: why nothing was committed, or None.
-        encoded_s: seconds of video encoded.
-        cpu_s: user and system CPU time in seconds, including child processes.
+        num_chunks: Number of samples in the committed shard.
+        num_reused: How many of them were copied from the previous shard without encoding.
+        num_bytes: Size of the tar in bytes; 0 is left out of the summary.
+        failures: Failures listed in the commit.
+        stopped_by: Why nothing was committed, or None.
+        encoded_s: Seconds of video encoded.
+        cpu_s: User and system CPU time in seconds, including child processes.
     """
 
     shard_id: int
@@ -251,8 +251,8 @@ class RunningChunks:
     second, and less often if reading takes long.
 
     Args:
-        shard_ids: the shards to count; other parts of the same work may be running too.
-        shares: share of a shard's chunks that are work, by shard ID; the others are copied at almost no cost. Shards
+        shard_ids: The shards to count; other parts of the same work may be running too.
+        shares: Share of a shard's chunks that are work, by shard ID; the others are copied at almost no cost. Shards
             that are not listed have none to copy.
     """
 

@@ -49,14 +49,14 @@ def read_table_file(
     """Read the table at `path`, or some of its columns, and verify what is read.
 
     Args:
-        columns: names of the columns to return, in the order of `schema`; None for all.
-        expected: columns that the table probably has. Where it has them, they are returned, so that they are held once.
+        columns: Names of the columns to return, in the order of `schema`; None for all.
+        expected: Columns that the table probably has. Where it has them, they are returned, so that they are held once.
             They are read and verified nevertheless: a run repairs a damaged file, whatever it needs of it.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is damaged, or its columns differ from `schema`.
-        OSError: the file cannot be read.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is damaged, or its columns differ from `schema`.
+        OSError: The file cannot be read.
     """
     kept: dict[str, pa.ChunkedArray] = {}
     try:
@@ -166,10 +166,10 @@ def read_layout(path: Path, *, expected: Mapping[str, pa.ChunkedArray] | None = 
     """Read the layout at `path`; return an empty layout if the file does not exist.
 
     Args:
-        expected: columns that it probably has, which are then returned instead of copies.
+        expected: Columns that it probably has, which are then returned instead of copies.
 
     Raises:
-        DamagedLayout: the file is damaged.
+        DamagedLayout: The file is damaged.
     """
     try:
         return read_table_file(path, schema=LAYOUT, expected=expected)
@@ -185,8 +185,8 @@ def stored_or_rebuilt_layout(
     """Read the layout at `path`, or rebuild it from the commits with `rebuild()` if the file is damaged or missing.
 
     Args:
-        video_ids: ids of the manifest's videos, in its order.
-        splits: their splits. If each video has one span and all have one split, the layout has the same columns.
+        video_ids: Ids of the manifest's videos, in its order.
+        splits: Their splits. If each video has one span and all have one split, the layout has the same columns.
     """
     try:
         if path.exists():
@@ -230,10 +230,10 @@ def wanted_spans(
     A span is wanted while its video is in the manifest with the split of the shard and is long enough to contain it.
 
     Args:
-        layout: table with schema LAYOUT.
-        video_rows: result of `video_rows_of`.
-        splits: splits of the videos, in manifest order.
-        num_spans: number of spans of each video, int64.
+        layout: Table with schema LAYOUT.
+        video_rows: Result of `video_rows_of`.
+        splits: Splits of the videos, in manifest order.
+        num_spans: Number of spans of each video, int64.
     """
     if not len(layout):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -264,9 +264,9 @@ def layout_of_commits(
     """Rebuild the layout (schema LAYOUT) from the commits of some variants.
 
     Args:
-        video_ids: ids of the manifest's videos, in its order.
-        spans: return the spans of a shard, given its index.
-        span_of_failure: return the span that a failure in a commit belongs to, or None.
+        video_ids: Ids of the manifest's videos, in its order.
+        spans: Return the spans of a shard, given its index.
+        span_of_failure: Return the span that a failure in a commit belongs to, or None.
     """
     position = {video_id: row for row, video_id in enumerate(video_ids.to_pylist())} if variants else {}
     shards: dict[int, tuple[str, list[SpanId]]] = {}

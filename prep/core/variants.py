@@ -54,7 +54,7 @@ def read_selection(folder: Path) -> dict[str, Any]:
     """Read what the last run of a variant was asked for; without `where` it wanted everything.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: The file is damaged.
     """
     path = folder / SELECTION_FILE
     if not path.exists():
@@ -71,7 +71,7 @@ def stored_request(variant: "Variant") -> dict[str, Any]:
     """Return the recipe of a variant and what its last run was asked for, such as `where`.
 
     Raises:
-        UserError: one of them cannot be read.
+        UserError: One of them cannot be read.
     """
     return {**variant.recipe, **read_selection(variant.directory)}
 
@@ -80,7 +80,7 @@ def stored_recipe(column: ColumnSpec, variant: "Variant") -> Recipe[Any]:
     """Return the recipe of a variant, with the settings of its last run.
 
     Raises:
-        UserError: it cannot be read, or another version has written it.
+        UserError: It cannot be read, or another version has written it.
     """
     stored = stored_request(variant)
     settings = column.stored_settings(stored, stored.get(WEIGHTS))

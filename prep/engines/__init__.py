@@ -72,11 +72,11 @@ class Engine(Protocol):
         """Apply `function` to each of `tasks`, which are taken in order as workers become available.
 
         Args:
-            check: called in every worker before its first task.
-            name: returns the name of a task where the engine lists it, such as "chunk 000123".
+            check: Called in every worker before its first task.
+            name: Returns the name of a task where the engine lists it, such as "chunk 000123".
 
         Raises:
-            UserError: no worker passes the check.
+            UserError: No worker passes the check.
         """
         ...
 

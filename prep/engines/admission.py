@@ -32,11 +32,11 @@ class Ticket:
     """Requirements on a worker. Calling it returns why the worker must not work, or None.
 
     Attributes:
-        host: name of the driver's machine.
-        token_file: file published by the driver in the variant's folder.
-        source_sha256: hash of the packages that a worker runs.
-        package: package of the column's code.
-        needs: import path `package.module:function` of a function that returns why a machine must not work, or None;
+        host: Name of the driver's machine.
+        token_file: File published by the driver in the variant's folder.
+        source_sha256: Hash of the packages that a worker runs.
+        package: Package of the column's code.
+        needs: Import path `package.module:function` of a function that returns why a machine must not work, or None;
             and its argument. None if there are no such requirements.
         bucket: `Mirror.access` of the driver, with which a worker mounts a data folder in a bucket; else empty.
     """

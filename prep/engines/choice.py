@@ -30,11 +30,11 @@ def open_engine(
 
     Args:
         gpus_per_worker: GPUs per worker; 0: none.
-        execution: settings of the Ray engine.
-        memory_gb: memory that a worker of this column takes on a cluster, unless `execution` gives it.
+        execution: Settings of the Ray engine.
+        memory_gb: Memory that a worker of this column takes on a cluster, unless `execution` gives it.
 
     Raises:
-        UserError: there are fewer GPUs than one worker needs.
+        UserError: There are fewer GPUs than one worker needs.
     """
     if name == "ray":
         from clipmill.prep.engines.ray import isolated_ray_engine
@@ -64,7 +64,7 @@ def resolve_gpus_per_worker(asked: float | None, *, address: str | None) -> floa
     """Return the value of `--num-gpus`; the default is 1 if this machine, or the cluster at `address`, has a GPU.
 
     Raises:
-        UserError: there is no cluster at `address`.
+        UserError: There is no cluster at `address`.
     """
     if asked is not None:
         return asked
@@ -102,7 +102,7 @@ def count_gpus() -> int:
     """Return the number of GPUs that torch can use on this machine.
 
     Raises:
-        UserError: torch is not installed.
+        UserError: Torch is not installed.
     """
     try:
         import torch

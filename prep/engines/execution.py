@@ -72,7 +72,7 @@ def need_of(execution: Execution, *, gpus: float, default_memory_gb: float) -> N
 
     Args:
         gpus: GPUs per worker; 0 for a worker on a CPU.
-        default_memory_gb: memory of a worker if the settings do not give it.
+        default_memory_gb: Memory of a worker if the settings do not give it.
     """
     cpus = execution.task_cpus if execution.task_cpus is not None else 0.0 if gpus else 1.0
     memory_gb = execution.task_memory if execution.task_memory is not None else default_memory_gb

@@ -44,9 +44,9 @@ class IsolatedEngine:
     """Runs an engine, which must be picklable, in another process, and prints its lines for the user.
 
     Args:
-        name: what may end unexpectedly in that process; used in the message.
-        starting: what is shown until the engine takes the first task; None to show nothing.
-        start_limit_s: seconds until the engine must have taken the first task; None for no limit.
+        name: What may end unexpectedly in that process; used in the message.
+        starting: What is shown until the engine takes the first task; None to show nothing.
+        start_limit_s: Seconds until the engine must have taken the first task; None for no limit.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ def call_isolated(function: Callable[..., Any], *arguments: object, name: str) -
     """Return `function(*arguments)`, called in another process.
 
     Args:
-        name: what may end unexpectedly in that process; used in the message.
+        name: What may end unexpectedly in that process; used in the message.
 
     Raises:
-        FailedWork: the process has ended without a result.
-        Exception: what the function raised.
+        FailedWork: The process has ended without a result.
+        Exception: What the function raised.
     """
     process, ours = _started(_serve_call, function, arguments)
     try:

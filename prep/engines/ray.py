@@ -36,9 +36,9 @@ class RayEngine:
     """Runs tasks in Ray actors, which keep what the function has loaded.
 
     Args:
-        num_workers: maximum number of workers; None for all that fit.
-        address: address of an existing cluster (`auto`, or host:port); None starts a private instance.
-        need: what a worker takes.
+        num_workers: Maximum number of workers; None for all that fit.
+        address: Address of an existing cluster (`auto`, or host:port); None starts a private instance.
+        need: What a worker takes.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RayEngine:
         """See `clipmill.prep.engines.Engine`.
 
         Args:
-            notify: called with lines for the user, for example while the engine waits for nodes.
+            notify: Called with lines for the user, for example while the engine waits for nodes.
         """
         if self._address is None:
             make_private()
@@ -119,7 +119,7 @@ def count_cluster_gpus(address: str) -> float:
     """Return the number of GPUs of a cluster, or the number that its autoscaler may start if that is larger.
 
     Raises:
-        UserError: there is no such cluster.
+        UserError: There is no such cluster.
     """
     with Activity(starting_text(address)):
         found: float = call_isolated(_count_gpus, address, name=name_of_cluster(address))

@@ -33,9 +33,9 @@ class Nodes:
     """The nodes that can run workers, and those that get no tasks.
 
     Args:
-        need: what a worker takes; a node with less never gets a task.
-        where: name of the Ray instance for messages.
-        wait_s: how long to wait for a node that can run a worker.
+        need: What a worker takes; a node with less never gets a task.
+        where: Name of the Ray instance for messages.
+        wait_s: How long to wait for a node that can run a worker.
     """
 
     def __init__(self, ray: Any, need: Need, *, where: str, wait_s: float, notify: Notify) -> None:
@@ -61,7 +61,7 @@ class Nodes:
         """Exclude a node from now on; yield it if it was not excluded before.
 
         Raises:
-            UserError: no node is left.
+            UserError: No node is left.
         """
         if node_id in self._refused:
             return
@@ -116,8 +116,8 @@ class Nodes:
         """Check that a node can run a worker, at most once every few seconds; report it while there is none.
 
         Raises:
-            UserError: all nodes were refused, or none has appeared within the time limit.
-            FailedWork: the last node was lost, and none has appeared within the time limit.
+            UserError: All nodes were refused, or none has appeared within the time limit.
+            FailedWork: The last node was lost, and none has appeared within the time limit.
         """
         now_s = time.monotonic()
         if now_s - self._checked_s < _CHECK_INTERVAL_S and not at_once:
@@ -184,9 +184,9 @@ class _Attempt:
     """A task, and how often its worker was lost.
 
     Attributes:
-        name: name of the task where Ray lists it.
-        num_deaths: how often its worker died; the loss of a node counts in `num_lost_nodes` instead.
-        failed_on: ids of the nodes whose machine has failed it, with the reasons.
+        name: Name of the task where Ray lists it.
+        num_deaths: How often its worker died; the loss of a node counts in `num_lost_nodes` instead.
+        failed_on: Ids of the nodes whose machine has failed it, with the reasons.
     """
 
     task: Any
@@ -216,8 +216,8 @@ class ActorRun:
     """One run of a function in Ray actors.
 
     Args:
-        task_retries: how often a task whose worker died is tried again.
-        num_actors: returns the number of actors to have, at least 1.
+        task_retries: How often a task whose worker died is tried again.
+        num_actors: Returns the number of actors to have, at least 1.
     """
 
     def __init__(
@@ -345,9 +345,9 @@ class ActorRun:
         """Return how the worker of a call was lost, or None, and what the call returned.
 
         Raises:
-            Exception: what the function itself raised.
-            UserError: the runtime environment of a Ray job cannot be set up.
-            ConnectionError: the Ray instance has ended.
+            Exception: What the function itself raised.
+            UserError: The runtime environment of a Ray job cannot be set up.
+            ConnectionError: The Ray instance has ended.
         """
         errors = self._ray.exceptions
         try:
@@ -381,8 +381,8 @@ def worker_class(ray: Any, check: Check | None, need: Need) -> type:
     """Return an actor class that runs serialised calls; its `arrive` must be called first.
 
     Args:
-        check: sent by value if it is of `clipmill.prep.engines.admission`.
-        need: what a worker takes, which decides its number of threads.
+        check: Sent by value if it is of `clipmill.prep.engines.admission`.
+        need: What a worker takes, which decides its number of threads.
     """
     ray.cloudpickle.register_pickle_by_value(admission)
     variable, cpus, gpus = THREADS_VARIABLE, need.cpus, need.gpus

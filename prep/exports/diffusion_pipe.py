@@ -39,10 +39,10 @@ class _Model:
     """A model of the trainer.
 
     Attributes:
-        name: its name there, a folder of the cache; None: the user gives it.
-        side_step: the trainer rounds sides to multiples of this number of pixels.
-        entries: of an item of text: the vectors, and their number or mask; None: its text encoders are not T5.
-        num_tokens: number of vectors of an item of text, padding included.
+        name: Its name there, a folder of the cache; None: the user gives it.
+        side_step: The trainer rounds sides to multiples of this number of pixels.
+        entries: Of an item of text: the vectors, and their number or mask; None: its text encoders are not T5.
+        num_tokens: Number of vectors of an item of text, padding included.
     """
 
     name: str | None
@@ -76,7 +76,7 @@ def write_diffusion_pipe_cache(
     """Write the cache.
 
     Raises:
-        UserError: see `Segments` and `write_cache`; or the trainer has no model with the VAE, size or texts.
+        UserError: See `Segments` and `write_cache`; or the trainer has no model with the VAE, size or texts.
     """
     with_texts = [kind for (kind, _), one in _MODELS.items() if one.entries]
     segments = Segments(data_dir, split=flags.split, with_texts=with_texts)

@@ -26,10 +26,10 @@ class Exported:
     """What is in an export after a run.
 
     Attributes:
-        noun: what a sample is called, singular.
-        num_samples: number of samples in the export.
-        num_written: how many of them this run has written; the others were up to date.
-        left_out: number of samples that are not in it, by reason.
+        noun: What a sample is called, singular.
+        num_samples: Number of samples in the export.
+        num_written: How many of them this run has written; the others were up to date.
+        left_out: Number of samples that are not in it, by reason.
     """
 
     noun: str
@@ -43,12 +43,12 @@ class ExportKind:
     """A format that `prep export` writes.
 
     Attributes:
-        name: of the command.
-        flags: frozen dataclass, whose fields are the flags; all have defaults.
-        writer: import path `package.module:function`; it is called with the data folder, the destination, an instance
+        name: Of the command.
+        flags: Frozen dataclass, whose fields are the flags; all have defaults.
+        writer: Import path `package.module:function`; it is called with the data folder, the destination, an instance
             of `flags` and `Progress`, and returns `Exported`. A rerun writes only what has changed; a run that is
             killed leaves nothing that looks like a finished export.
-        text: help text of the command.
+        text: Help text of the command.
     """
 
     name: str

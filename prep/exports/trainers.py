@@ -42,9 +42,9 @@ class Segment:
     """A segment of latents with the first caption that overlaps it.
 
     Attributes:
-        name: key of its chunk, and its number in it.
-        sample, number: row of the chunk in the table of latents, and the segment in its array.
-        text_sample, text: row of the video in the table of texts, and the text in its array.
+        name: Key of its chunk, and its number in it.
+        sample, number: Row of the chunk in the table of latents, and the segment in its array.
+        text_sample, text: Row of the video in the table of texts, and the text in its array.
     """
 
     name: str
@@ -59,15 +59,15 @@ class Segments:
     """The segments of a split that have a caption, with a stored sequence where texts are exported.
 
     Args:
-        with_texts: the classes of VAEs whose models take the sequences of a T5.
+        with_texts: The classes of VAEs whose models take the sequences of a T5.
 
     Attributes:
-        kind: class of the VAE.
-        has_texts: whether captions have sequences.
-        left_out: segments that have no such caption.
+        kind: Class of the VAE.
+        has_texts: True if captions have sequences.
+        left_out: Segments that have no such caption.
 
     Raises:
-        UserError: a column is missing, or is not one of segments or sequences.
+        UserError: A column is missing, or is not one of segments or sequences.
     """
 
     def __init__(self, data_dir: Path, *, split: str, with_texts: Collection[str]) -> None:
@@ -208,11 +208,11 @@ class Part:
     """A file of a cache.
 
     Attributes:
-        path: in the cache.
-        mark: what its content depends on, besides the format.
-        content: makes its bytes, piece by piece.
-        segments: numbers of the segments that it holds.
-        is_kept: whether it is linked while its mark is the same; otherwise the trainer may have written into it.
+        path: In the cache.
+        mark: What its content depends on, besides the format.
+        content: Makes its bytes, piece by piece.
+        segments: Numbers of the segments that it holds.
+        is_kept: True if it is linked while its mark is the same; otherwise the trainer may have written into it.
     """
 
     path: str
@@ -234,12 +234,12 @@ def write_cache(
     """Write the files of all segments, unless those at `destination` are up to date; keep what others have put there.
 
     Args:
-        parts: the files of the segments.
-        form: name and version of the format.
-        trainers_own: folder in which the trainer stores what it derives from these files, which is not kept.
+        parts: The files of the segments.
+        form: Name and version of the format.
+        trainers_own: Folder in which the trainer stores what it derives from these files, which is not kept.
 
     Raises:
-        UserError: there is no segment with a caption, or something else is at `destination`.
+        UserError: There is no segment with a caption, or something else is at `destination`.
     """
     old = _record_at(destination)
     found = list(segments)
@@ -322,7 +322,7 @@ def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFla
     """Write the precomputed data.
 
     Raises:
-        UserError: see `Segments` and `write_cache`; or the VAE is not that of a model of this trainer with a T5.
+        UserError: See `Segments` and `write_cache`; or the VAE is not that of a model of this trainer with a T5.
     """
     segments = Segments(data_dir, split=flags.split, with_texts=_MODELS)
     if segments.kind not in _MODELS:
@@ -384,7 +384,7 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
     """Write the cache.
 
     Raises:
-        UserError: see `Segments` and `write_cache`; or the VAE is not that of an architecture of this trainer.
+        UserError: See `Segments` and `write_cache`; or the VAE is not that of an architecture of this trainer.
     """
     segments = Segments(data_dir, split=flags.split, with_texts=_WITH_T5)
     kind, recipe = segments.kind, segments.recipe

@@ -39,7 +39,7 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
     """Write the store, unless the one at `destination` is up to date and complete.
 
     Raises:
-        UserError: zarr is not installed; columns are missing or damaged; latents are not float16 or differ in shape;
+        UserError: Zarr is not installed; columns are missing or damaged; latents are not float16 or differ in shape;
             something else is at `destination`.
     """
     try:
@@ -84,8 +84,8 @@ class _Segments:
         shape: F, C, h, w.
         sample: [S], the row of each segment's chunk in the table of latents.
         frame: [S], its first latent frame there.
-        video: int64 [S], row in `embeddings`.
-        embeddings: float16 [V, D].
+        video: Int64 [S], row in `embeddings`.
+        embeddings: Float16 [V, D].
     """
 
     shape: tuple[int, ...]
@@ -205,7 +205,7 @@ def _mark_at(destination: Path) -> dict[str, Any] | None:
     """What the store at `destination` was made of; None if nothing is there, or files of its arrays are missing.
 
     Raises:
-        UserError: something else is there.
+        UserError: Something else is there.
     """
     import zarr
 

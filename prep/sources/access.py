@@ -36,17 +36,17 @@ class SourceFacts:
 
     Attributes:
         fingerprint: SHA-256 (hex) over size, first and last MiB.
-        size_bytes: size of the file.
-        end_s: end of the last video frame in seconds from the container's start, as players count.
-        fps: frame rate in frames per second; the average if it varies.
-        width: display width in pixels, after rotation and with square pixels.
-        height: display height in pixels, likewise.
-        codec: libav's name of the codec.
-        key_gap_s: longest time in seconds between two key frames if a seek may land between them; 0 if a seek lands on
+        size_bytes: Size of the file.
+        end_s: End of the last video frame in seconds from the container's start, as players count.
+        fps: Frame rate in frames per second; the average if it varies.
+        width: Display width in pixels, after rotation and with square pixels.
+        height: Display height in pixels, likewise.
+        codec: Libav's name of the codec.
+        key_gap_s: Longest time in seconds between two key frames if a seek may land between them; 0 if a seek lands on
             a key frame.
-        num_audio: number of audio streams.
-        timeline: timeline and shape of the video (`clipmill.shards.timeline.model.Timeline.to_json`).
-        notes: what may surprise in the video, a line each.
+        num_audio: Number of audio streams.
+        timeline: Timeline and shape of the video (`clipmill.shards.timeline.model.Timeline.to_json`).
+        notes: What may surprise in the video, a line each.
     """
 
     fingerprint: str
@@ -67,9 +67,9 @@ class OpenSource:
     """A source that is open for reading.
 
     Attributes:
-        size_bytes: its size when it was opened.
-        file: its content.
-        for_libav: what libav opens: the path of a local file, or an object as a Python file.
+        size_bytes: Its size when it was opened.
+        file: Its content.
+        for_libav: What libav opens: the path of a local file, or an object as a Python file.
     """
 
     size_bytes: int
@@ -82,7 +82,7 @@ def open_source(place: "Place", *, on_read: Callable[[], None] = lambda: None) -
     """Open a source: a local path, or the URL of an object, which is read by ranges.
 
     Args:
-        on_read: called for every range of an object that is read, as a heartbeat.
+        on_read: Called for every range of an object that is read, as a heartbeat.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, access_refused or io_error.

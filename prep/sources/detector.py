@@ -18,9 +18,9 @@ class Detector:
     """Settings of a detector.
 
     Attributes:
-        threshold: the detector's own measure; a change above it is a cut.
-        min_scene_frames: minimum number of frames between two cuts.
-        fps: frame rate of the frames that are compared, which is that of the chunks.
+        threshold: The detector's own measure; a change above it is a cut.
+        min_scene_frames: Minimum number of frames between two cuts.
+        fps: Frame rate of the frames that are compared, which is that of the chunks.
     """
 
     name: DetectorName

@@ -35,7 +35,7 @@ def probe(place: Place, *, on_read: Callable[[], None] = lambda: None) -> Source
     """Probe one source.
 
     Args:
-        on_read: called for every packet read, as a heartbeat.
+        on_read: Called for every packet read, as a heartbeat.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, source_truncated, no_video, zero_duration, bad_timestamps,
@@ -138,10 +138,10 @@ def truncation(source: OpenSource, *, format_name: str) -> str | None:
     None is returned for a complete file, and if the structure of the file does not tell.
 
     Args:
-        format_name: libav's name of the demuxer.
+        format_name: Libav's name of the demuxer.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: The file cannot be read.
     """
     for name, check in _CHECKS.items():
         if name in format_name:
@@ -153,7 +153,7 @@ def missing_index(source: OpenSource) -> str | None:
     """Return what is missing of an MP4 file that libav cannot open because it ends before its index, or None.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: The file cannot be read.
     """
     position = 0
     while position + 8 <= source.size_bytes:

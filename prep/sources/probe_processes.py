@@ -43,8 +43,8 @@ def probe_each(
     """Probe every path; yield (index in `paths`, result) in order of completion.
 
     Args:
-        max_processes: maximum number of readers; fewer are started while answers arrive quickly.
-        kept: idle readers of earlier calls, which are used first. Readers that are idle at the end are in the list
+        max_processes: Maximum number of readers; fewer are started while answers arrive quickly.
+        kept: Idle readers of earlier calls, which are used first. Readers that are idle at the end are in the list
             afterwards. None to end them.
     """
     suspects = []

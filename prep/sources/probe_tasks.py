@@ -59,9 +59,9 @@ def probe_on_workers(
     """Probe every path; yield (index in `paths`, result) in order of completion.
 
     Args:
-        sizes: size of each source in bytes, as this process sees it.
-        run: applies `probe_group` to tasks in the workers of an engine, and yields its outcomes.
-        max_processes: maximum number of readers of this process. It probes alone what fits into a single task.
+        sizes: Size of each source in bytes, as this process sees it.
+        run: Applies `probe_group` to tasks in the workers of an engine, and yields its outcomes.
+        max_processes: Maximum number of readers of this process. It probes alone what fits into a single task.
     """
     tasks, left = divide(paths, sizes), list[int]()
     if len(tasks) == 1:

@@ -43,7 +43,7 @@ def objects_of(url: str) -> tuple[Objects, str]:
     """Return the bucket or host of a URL, opened once in this process, and the key.
 
     Raises:
-        UserError: the URL cannot be served.
+        UserError: The URL cannot be served.
     """
     root, key = split_url(url)
     return _opened(root, os.getpid()), key
@@ -93,7 +93,7 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
     lacks, and all of a web server, are asked for one by one.
 
     Raises:
-        UserError: a bucket does not exist, it refuses the credentials, or a server refuses all sources.
+        UserError: A bucket does not exist, it refuses the credentials, or a server refuses all sources.
     """
     groups: dict[str, dict[str, list[int]]] = {}
     for row, url in enumerate(urls):
@@ -127,7 +127,7 @@ def _listed(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State]]:
     If the server does not answer, all keys have this failure.
 
     Raises:
-        UserError: the bucket does not exist, or it refuses the credentials.
+        UserError: The bucket does not exist, or it refuses the credentials.
     """
     if len(keys) == 1:
         return
@@ -178,9 +178,9 @@ class RemoteFile(io.RawIOBase):
     the index at the end of a long video nor demuxing it from end to end takes many requests.
 
     Attributes:
-        name: file name, from which libav guesses raw formats.
-        size_bytes: size of the object when it was opened.
-        failure: why a read failed; libav may take a failed read for the end of the file.
+        name: File name, from which libav guesses raw formats.
+        size_bytes: Size of the object when it was opened.
+        failure: Why a read failed; libav may take a failed read for the end of the file.
 
     Raises:
         SourceFailure: source_missing, access_refused, source_changed or io_error; also from `read`.

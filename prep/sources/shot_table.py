@@ -47,7 +47,7 @@ def read_shots(data_dir: Path) -> pa.Table:
     """Return the stored shots (schema SHOTS); empty if they are missing or damaged.
 
     Raises:
-        OSError: the file exists but cannot be read now; discarding it would repeat hours of work.
+        OSError: The file exists but cannot be read now; discarding it would repeat hours of work.
     """
     path = data_dir / SHOTS_FILE
     try:
@@ -63,9 +63,9 @@ def shot_rows(shots: pa.Table, *, key: str, fingerprints: pa.Array, num_frames: 
     """Return the row of each video in `shots`, int64 [videos]; -1 if its shots are unknown.
 
     Args:
-        key: key of the detector.
-        fingerprints: fingerprints of the sources; null if there is none.
-        num_frames: number of frames of each video on the detector's grid, int64 [videos].
+        key: Key of the detector.
+        fingerprints: Fingerprints of the sources; null if there is none.
+        num_frames: Number of frames of each video on the detector's grid, int64 [videos].
     """
     rows = np.flatnonzero(np.asarray(pc.equal(shots["detector"], key)))
     known = as_array(shots["fingerprint"]).take(pa.array(rows))
@@ -81,8 +81,8 @@ class ShotTask:
     """A source to be searched.
 
     Attributes:
-        num_frames: number of frames on the detector's grid.
-        timeline: timeline of the source (`clipmill.shards.timeline.model.Timeline.to_json`).
+        num_frames: Number of frames on the detector's grid.
+        timeline: Timeline of the source (`clipmill.shards.timeline.model.Timeline.to_json`).
     """
 
     path: str
@@ -124,10 +124,10 @@ class Detection:
     """Result of a detection.
 
     Attributes:
-        shots: stored and new rows, including failures that are not stored (schema SHOTS).
-        num_videos: number of sources that were searched.
+        shots: Stored and new rows, including failures that are not stored (schema SHOTS).
+        num_videos: Number of sources that were searched.
         cpu_s: CPU time of the workers in seconds.
-        refused: workers that failed the admission check and received no tasks.
+        refused: Workers that failed the admission check and received no tasks.
     """
 
     shots: pa.Table
@@ -150,12 +150,12 @@ def detect_shots(
     """Detect the shots of sources, in parallel, and store them as they are found. Call it with the lock of `video`.
 
     Args:
-        tasks: sources to be searched, each once.
-        shots: the stored shots.
-        key: key of the detector of all tasks.
-        used_detectors: keys of the detectors in use; the rows of others are removed.
-        check: called in every worker before its first task.
-        on_progress: called with (sources searched, sources to search).
+        tasks: Sources to be searched, each once.
+        shots: The stored shots.
+        key: Key of the detector of all tasks.
+        used_detectors: Keys of the detectors in use; the rows of others are removed.
+        check: Called in every worker before its first task.
+        on_progress: Called with (sources searched, sources to search).
     """
     searched = pa.array([task.fingerprint for task in tasks], pa.string())
     is_searched = pc.and_(pc.is_in(shots["fingerprint"], value_set=searched), pc.equal(shots["detector"], key))

@@ -31,8 +31,8 @@ def detect_cuts(place: Place, *, timeline: Timeline, num_frames: int, detector: 
     Damaged frames are skipped: the encoder pass that contains them reports them.
 
     Args:
-        timeline: timeline of the source.
-        num_frames: number of frames of the video on the grid of the detector's frame rate.
+        timeline: Timeline of the source.
+        num_frames: Number of frames of the video on the grid of the detector's frame rate.
 
     Raises:
         SourceFailure: source_unreadable, source_truncated, no_video, decode_errors or out_of_memory.

@@ -43,8 +43,8 @@ class FileStates:
     """Size and modification time of files.
 
     Attributes:
-        size_bytes: int64 [files]; NO_FILE if the file could not be checked.
-        mtime_ns: modification time, int64 [files]; 0 if the file could not be checked. That of an object also depends
+        size_bytes: Int64 [files]; NO_FILE if the file could not be checked.
+        mtime_ns: Modification time, int64 [files]; 0 if the file could not be checked. That of an object also depends
             on its etag (`clipmill.prep.sources.remote.object_state`).
         failures: row -> why the file could not be checked.
     """
@@ -58,7 +58,7 @@ def stat_files(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     """Return the size and modification time of each of `paths`, which may be URLs.
 
     Raises:
-        UserError: a bucket does not exist, or it refuses the credentials.
+        UserError: A bucket does not exist, or it refuses the credentials.
     """
     is_url = np.asarray(pc.match_substring(paths, "://"))
     if not is_url.any():
@@ -126,8 +126,8 @@ class _Slice:
     """A slice of the paths, beginning at row `begin`, with the results so far.
 
     Attributes:
-        found: size and modification time of one file after another; as numbers, which cost less than pairs.
-        failures: number of a file in the slice -> why it could not be checked.
+        found: Size and modification time of one file after another; as numbers, which cost less than pairs.
+        failures: Number of a file in the slice -> why it could not be checked.
     """
 
     begin: int
@@ -225,11 +225,11 @@ def read_probes(
     """Return the stored probes (schema PROBES); empty if they are missing or damaged. No source is read.
 
     Args:
-        paths: those of the manifest, which are returned as the column of paths if they are the same.
-        columns: names of the columns to return; None for all.
+        paths: Those of the manifest, which are returned as the column of paths if they are the same.
+        columns: Names of the columns to return; None for all.
 
     Raises:
-        OSError: the file exists but cannot be read now; discarding it would lose what is known of vanished sources.
+        OSError: The file exists but cannot be read now; discarding it would lose what is known of vanished sources.
     """
     try:
         expected = None if paths is None else {"path": paths}
@@ -258,10 +258,10 @@ def probe_sources(
     """Return the probes of `paths`, one row each in the same order (schema PROBES); only new or changed files are read.
 
     Args:
-        num_workers: number of threads that check the files, and maximum number of processes here that read them.
-        retry_failed: also probe files that failed before, even if they are unchanged.
-        run: runs tasks in the workers of a cluster (`probe_on_workers`); None to read all files on this machine.
-        on_progress: called with (probed, to probe).
+        num_workers: Number of threads that check the files, and maximum number of processes here that read them.
+        retry_failed: Also probe files that failed before, even if they are unchanged.
+        run: Runs tasks in the workers of a cluster (`probe_on_workers`); None to read all files on this machine.
+        on_progress: Called with (probed, to probe).
     """
     states = stat_files(paths, num_threads=num_workers)
     sizes, mtimes = states.size_bytes, states.mtime_ns

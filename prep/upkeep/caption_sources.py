@@ -30,9 +30,9 @@ class CaptionSource:
     """One source of captions.
 
     Attributes:
-        is_further: added by `prep manifest captions`, rather than by the command of a dataset.
-        weights: names of the models that wrote it, with the first digits of their SHA-256.
-        stale_because: why it differs from what its model would write now, or None.
+        is_further: Added by `prep manifest captions`, rather than by the command of a dataset.
+        weights: Names of the models that wrote it, with the first digits of their SHA-256.
+        stale_because: Why it differs from what its model would write now, or None.
     """
 
     name: str
@@ -46,7 +46,7 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
     """Read the sources of captions in the manifest, those of datasets first, in alphabetical order.
 
     Raises:
-        UserError: the manifest is missing or damaged.
+        UserError: The manifest is missing or damaged.
     """
     with open_captions(data_dir) as file:
         counts = source_counts(file)
@@ -78,7 +78,7 @@ class CaptionsBeyond:
     """Captions that begin at or after the end of their video, and those that only end after it.
 
     Attributes:
-        first: the first few of both.
+        first: The first few of both.
     """
 
     num_begin: int
@@ -90,11 +90,11 @@ def captions_beyond(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.nda
     """Find the captions whose times are after the end of their video; an end up to a second after it is rounding.
 
     Args:
-        video_ids: of the videos of the manifest.
-        end_s: end of each of them in seconds, +inf if unknown, float64.
+        video_ids: Of the videos of the manifest.
+        end_s: End of each of them in seconds, +inf if unknown, float64.
 
     Raises:
-        UserError: the manifest is missing or damaged.
+        UserError: The manifest is missing or damaged.
     """
     captions = open_stored_captions(data_dir)
     captions.verify()
@@ -118,7 +118,7 @@ def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> l
     """Return the variants of `video` whose chunks were captioned, other than the current one.
 
     Args:
-        models: metadata of the models that wrote a further source of captions.
+        models: Metadata of the models that wrote a further source of captions.
         current: None if no variant is current; nothing is then known.
     """
     variants = {str(model["video_variant"]) for model in models if model.get("video_variant") is not None}
@@ -153,7 +153,7 @@ def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
     """Return the end of each video in seconds, float64[N]; +inf for those that have not been probed.
 
     Args:
-        videos: schema.VIDEOS.
+        videos: Schema.VIDEOS.
     """
     probes, is_known = probes_of(videos["path"], read_probes(data_dir, columns=["path", "end_s"]))
     ends_s = np.full(len(videos), np.inf)
@@ -167,7 +167,7 @@ def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.n
     Return None if this is unknown: the current variant has no chunks yet, or damaged ones.
 
     Args:
-        videos: schema.VIDEOS.
+        videos: Schema.VIDEOS.
     """
     name = current_variant(data_dir, VIDEO)
     if name is None:

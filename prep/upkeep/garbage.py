@@ -77,11 +77,11 @@ class Garbage:
     """Files that can be removed, and unknown files that are kept.
 
     Attributes:
-        items: files in the order in which they must be removed: a variant's commits before its tars, its recipe last.
-        folders: folders to remove if they are empty afterwards, innermost first; the folders of variants are not
+        items: Files in the order in which they must be removed: a variant's commits before its tars, its recipe last.
+        folders: Folders to remove if they are empty afterwards, innermost first; the folders of variants are not
             included.
-        unknown: files and folders that do not belong to the format.
-        kept_because: reason why all variants and shards of a column are kept, or one variant (`column/variant`).
+        unknown: Files and folders that do not belong to the format.
+        kept_because: Reason why all variants and shards of a column are kept, or one variant (`column/variant`).
     """
 
     items: list[Item]
@@ -103,7 +103,7 @@ def find_garbage(data_dir: Path) -> Garbage:
     """Find garbage; call it while holding the locks of all columns and of the data folder itself (`folder_lock`).
 
     Raises:
-        UserError: a record is unreadable or of another version.
+        UserError: A record is unreadable or of another version.
     """
     garbage = Garbage([], [], {})
     _find_temporaries(data_dir, garbage)
@@ -163,7 +163,7 @@ def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda don
     """Remove the items and the folders that are then empty. If it is killed, the next call completes the removal.
 
     Args:
-        on_item: called with (items done, items to remove).
+        on_item: Called with (items done, items to remove).
     """
     num_files, num_bytes, failed = 0, 0, []
     items = [item for item in garbage.items if not item.is_recipe]
@@ -258,7 +258,7 @@ def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[s
     """Return the files of a variant by kind, in the order in which these can be removed, and the unknown files.
 
     Args:
-        needed: files that are left out, relative to the folder.
+        needed: Files that are left out, relative to the folder.
     """
     # The list of commits is removed before the commits.
     known: dict[str, list[str]] = {"contents": [], "commit table": [], "commit": [], "data": [], "recipe": []}
@@ -422,8 +422,8 @@ class BucketGarbage:
     """Uploads that can be aborted, and objects that are kept.
 
     Attributes:
-        foreign: keys that no file of the format can have.
-        unknown_because: why the uploads could not be listed, or None.
+        foreign: Keys that no file of the format can have.
+        unknown_because: Why the uploads could not be listed, or None.
     """
 
     uploads: Sequence["OpenUpload"] = ()

@@ -83,7 +83,7 @@ def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: P
     """Return the report on one sample, written by its column or, by default, from its index row.
 
     Raises:
-        UserError: no readable shard contains the key, or the sample cannot be read.
+        UserError: No readable shard contains the key, or the sample cannot be read.
     """
     shard, number = find_sample(variant, key, column=column, data_dir=data_dir)
     if (own_report := work_of(column).sample_report) is not None:
@@ -124,10 +124,10 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
     """Return the shard and row of a sample.
 
     Args:
-        name: its key; or the beginning of its key or the file name of its video, if no other sample matches.
+        name: Its key; or the beginning of its key or the file name of its video, if no other sample matches.
 
     Raises:
-        UserError: no sample matches, or several do; the hint lists them, or the nearest keys.
+        UserError: No sample matches, or several do; the hint lists them, or the nearest keys.
     """
     shards = [shard for shard in variant.shards() if is_readable(shard)]
     for shard in shards:
@@ -199,7 +199,7 @@ def variants_report(data_dir: Path, first: str, second: str) -> Report:
     """Return the report on two variants, each named as in prep status.
 
     Raises:
-        UserError: there is no such variant, or they are of different columns.
+        UserError: There is no such variant, or they are of different columns.
     """
     column, other_column = (_column_of(data_dir, name) for name in (first, second))
     if column != other_column:
@@ -237,10 +237,10 @@ class Compared:
     """Arrays of two variants that were compared.
 
     Attributes:
-        num_arrays: number of arrays that were compared.
-        num_other_shape: of further ones, those of different shapes.
-        largest, mean: absolute difference of two values; None if no array was compared.
-        deviation: standard deviation of the values of the first variant.
+        num_arrays: Number of arrays that were compared.
+        num_other_shape: Of further ones, those of different shapes.
+        largest, mean: Absolute difference of two values; None if no array was compared.
+        deviation: Standard deviation of the values of the first variant.
     """
 
     num_arrays: int

@@ -52,19 +52,19 @@ class VariantStatus:
     """Status of one variant of a column.
 
     Attributes:
-        num_shards: number of committed shards that hold samples. num_samples counts their samples: chunks, or videos
+        num_shards: Number of committed shards that hold samples. num_samples counts their samples: chunks, or videos
             for `text`.
-        hours: hours of video in the shards whose length is known; 0 for `text`.
+        hours: Hours of video in the shards whose length is known; 0 for `text`.
         failures: code -> number of spans, chunks or videos that failed, from the commits.
-        num_wanted: number of samples that the recipe requires; None if unknown.
-        where: condition on the samples that the last run wanted; None for all.
-        num_running: number of samples made so far in shards that are not committed yet; None if no worker is running.
-        num_missing: number of shards that a variant which is not current lacks; `ColumnStatus.to_make` has those of the
+        num_wanted: Number of samples that the recipe requires; None if unknown.
+        where: Condition on the samples that the last run wanted; None for all.
+        num_running: Number of samples made so far in shards that are not committed yet; None if no worker is running.
+        num_missing: Number of shards that a variant which is not current lacks; `ColumnStatus.to_make` has those of the
             current one.
-        num_unread: number of shards that `hours` lacks: their index cannot be read since before the last run ended.
+        num_unread: Number of shards that `hours` lacks: their index cannot be read since before the last run ended.
         lost: code -> number of failures that keep the variant from becoming the current one (`lost_samples`).
         left_out: What its settings leave out, such as tails, in lines.
-        is_late: whether a late run has written it after `prep gc` had removed the variant (`late_files`).
+        is_late: True if a late run has written it after `prep gc` had removed the variant (`late_files`).
     """
 
     name: str
@@ -90,13 +90,13 @@ class ColumnStatus:
 
     Attributes:
         problems: (shard id, "missing" or "corrupt", reason) for the current variant.
-        stale_because: why the current variant differs from what would be made now, or None.
+        stale_because: Why the current variant differs from what would be made now, or None.
         to_make: state -> number of shards that the column's command would make, by what is known of the sources.
-        num_orphaned: number of shards that it would remove.
-        file_problems: why files of the current variant that are derived from its shards cannot be used.
-        failures_file: list of the last run's failures, if there were any.
-        first_failures: the first few failures of the current variant; for `video`, also of unusable sources.
-        written_by: the command that writes the column of a data folder in a bucket, or None.
+        num_orphaned: Number of shards that it would remove.
+        file_problems: Why files of the current variant that are derived from its shards cannot be used.
+        failures_file: List of the last run's failures, if there were any.
+        first_failures: The first few failures of the current variant; for `video`, also of unusable sources.
+        written_by: The command that writes the column of a data folder in a bucket, or None.
     """
 
     column: str
@@ -139,16 +139,16 @@ class VideosStatus:
 
     Attributes:
         unusable: code -> number of videos from which nothing can be made.
-        first_unusable: the first few of them.
+        first_unusable: The first few of them.
         lost: code -> number of videos that were usable before and cannot be read now; what was made from them is kept.
-        first_lost: the first few of them.
-        num_to_read: number of failed sources that a plan reads again: their failure may pass, or the file has changed.
-        num_with_audio: number of usable videos whose source has audio.
-        num_noted: number of videos with something that may surprise, such as HDR or several video tracks.
-        first_notes: what it is in the first few of them, by ID.
-        num_captions_beyond: captions that begin after the end of their video, among the probed ones; None if unknown.
-        num_captions_ending_beyond: the others that end more than a second after it, likewise.
-        first_captions_beyond: the first few of both.
+        first_lost: The first few of them.
+        num_to_read: Number of failed sources that a plan reads again: their failure may pass, or the file has changed.
+        num_with_audio: Number of usable videos whose source has audio.
+        num_noted: Number of videos with something that may surprise, such as HDR or several video tracks.
+        first_notes: What it is in the first few of them, by ID.
+        num_captions_beyond: Captions that begin after the end of their video, among the probed ones; None if unknown.
+        num_captions_ending_beyond: The others that end more than a second after it, likewise.
+        first_captions_beyond: The first few of both.
         caption_sources: None if the table of captions is damaged.
     """
 
@@ -176,7 +176,7 @@ class Status:
 
     Attributes:
         leakage: None without scores.
-        damaged: errors of damaged records that the status itself can do without.
+        damaged: Errors of damaged records that the status itself can do without.
     """
 
     data_dir: Path
@@ -203,7 +203,7 @@ def read_status(data_dir: Path) -> Status:
     """Read the status of the data folder.
 
     Raises:
-        UserError: a record is unreadable or of another version.
+        UserError: A record is unreadable or of another version.
     """
     is_written = has_manifest(data_dir)
     damaged: list[UserError] = []

@@ -74,11 +74,11 @@ class Verified:
     """What was checked and what was found.
 
     Attributes:
-        num_deep: number of frames decoded, or of array rows checked.
-        findings: differences from the committed bytes, in shard order.
-        unseen: ids of damaged shards that could not be marked, so that the next run would not notice the damage.
-        deep_findings: problems of samples whose bytes match the commit.
-        inaccessible: shards that a bucket does not give now; nothing is known about them.
+        num_deep: Number of frames decoded, or of array rows checked.
+        findings: Differences from the committed bytes, in shard order.
+        unseen: Ids of damaged shards that could not be marked, so that the next run would not notice the damage.
+        deep_findings: Problems of samples whose bytes match the commit.
+        inaccessible: Shards that a bucket does not give now; nothing is known about them.
     """
 
     variant: str
@@ -130,9 +130,9 @@ def verify_variant(
     """Read every byte of the committed shards; with `deep`, also check every sample of the undamaged shards.
 
     Args:
-        num_workers: number of shards checked in parallel: by threads that read, by processes that decode.
-        on_shard: called with (shards read, number of shards).
-        on_deep_shard: called likewise during the deep check.
+        num_workers: Number of shards checked in parallel: by threads that read, by processes that decode.
+        on_shard: Called with (shards read, number of shards).
+        on_deep_shard: Called likewise during the deep check.
     """
     problems = {damaged.shard_id: [damaged] for damaged in map(damaged_commit, variant.damaged)}
     refused: dict[int, Finding] = {}
