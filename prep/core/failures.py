@@ -19,7 +19,7 @@ class FailureCode(StrEnum):
     DECODE_ERRORS = "decode_errors"  # the source contains damaged frames
     FRAMES_DIFFER = "frames_differ"  # the chunk does not contain the planned frames
     ENCODE_FAILED = "encode_failed"
-    FFMPEG_DIFFERS = "ffmpeg_differs"  # the ffmpeg version of a node differs from that of the plan
+    FFMPEG_DIFFERS = "ffmpeg_differs"  # the ffmpeg version of a node differs from the version of the plan
     CHUNK_DAMAGED = "chunk_damaged"  # an input from another column differs from what was committed
     MODEL_UNAVAILABLE = "model_unavailable"  # a node lacks the model weights of the plan
     NOT_FINITE = "not_finite"  # a value that would be stored is NaN or infinite

@@ -317,16 +317,6 @@ def _missing_shards(
     return missing
 
 
-def _failures_of(job: Job[W], shard: ShardPlan, stop: Stop, commits: dict[int, Commit]) -> list[Failure]:
-    """Return one failure per video of a missing shard; in state RETRY, only for videos that had failed before."""
-    commit = commits.get(shard.shard_id)
-    if shard.state == ShardState.RETRY and commit is not None:
-        video_ids = [failure.video_id for failure in commit.failures]
-    else:
-        video_ids = list(job.video_ids(shard))
-    return [Failure(video_id, None, str(stop.code), stop.message) for video_id in dict.fromkeys(video_ids)]
-
-
 def why_missing(
     shard: ShardPlan,
     *,

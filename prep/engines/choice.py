@@ -1,4 +1,4 @@
-"""Selecting the engine and the number of workers: on this machine or on a cluster, with or without GPUs."""
+"""Choice of the engine and the number of workers: on this machine or on a cluster, with or without GPUs."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ _JOB_VARIABLE, _ADDRESS_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_ADDRESS"
 
 
 def cluster_address(asked: str | None) -> str | None:
-    """Return the address of a cluster: `--address`, `RAY_ADDRESS`, or inside a Ray job its cluster; None for none."""
+    """Return the address of a cluster: `--address`, `RAY_ADDRESS`, or the cluster of a Ray job; None for none."""
     address = asked or os.environ.get(_ADDRESS_VARIABLE) or ("auto" if _JOB_VARIABLE in os.environ else None)
     return None if address == "local" else address
 

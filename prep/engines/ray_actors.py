@@ -1,11 +1,14 @@
 """Running a function in Ray actors: workers that take one task after another and keep what the function has loaded.
 
-A worker is checked when it starts, wherever that is, and gets its first task once it has passed. When no task is left
-for it, it ends, and what it has reserved is free.
+A worker is checked when it starts, on any node, and gets its first task once it has passed. When no task is left for
+it, it ends, and its resources become free.
 
-Ray restarts no actor and repeats no call here, because its counts cannot tell who is to blame: a task may be what kills
-its workers, but not what takes a node away. So the engine counts both for each task, and a lost worker is replaced by a
-new one.
+Ray restarts no actor and repeats no call here, because its counts cannot tell the cause: a task may kill its workers,
+    but
+it does not take a node away. So the engine counts both for each task, and a new worker replaces a lost one.
+
+Ray sends nested classes by value, so the actor class here needs no clipmill on a node before its check has passed;
+until then, function and task stay serialised bytes.
 """
 
 import os
@@ -14,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from clipmill.manifests.errors import FailedWork, UserError, first_line
 from clipmill.manifests.quoting import count_noun, on_one_line
@@ -26,16 +29,16 @@ Notify = Callable[[str], None]  # shows a line to the user
 _NODE_LABEL = "ray.io/node-id"
 _CHECK_INTERVAL_S = 2.0
 _REPORT_INTERVAL_S = 60.0
-_MOST_AWAITED = 1000  # workers to ask an autoscaler for, which may know no limit
+_MOST_AWAITED = 1000  # workers to ask an autoscaler for if it has no limit
 
 
 class Nodes:
     """The nodes that can run workers, and those that get no tasks.
 
     Args:
-        need: What a worker takes; a node with less never gets a task.
+        need: Resources of a worker; a node with less never gets a task.
         where: Name of the Ray instance for messages.
-        wait_s: How long to wait for a node that can run a worker.
+        wait_s: Time to wait for a node that can run a worker, in seconds.
     """
 
     def __init__(self, ray: Any, need: Need, *, where: str, wait_s: float, notify: Notify) -> None:
@@ -50,7 +53,7 @@ class Nodes:
         self._counted_s, self._capacities = float("-inf"), (0, 0)
 
     def options(self, *, avoided: Collection[str] = ()) -> dict[str, Any]:
-        """Return the options of an actor: what it takes, and a selector that keeps it off refused and avoided nodes."""
+        """Return the options of an actor: its resources, and a selector that excludes refused and avoided nodes."""
         closed = [*self._refused, *avoided]
         return {
             **self.need.options(),
@@ -96,18 +99,18 @@ class Nodes:
 
     def capacity(self) -> int:
         """Return how many workers the living nodes have room for, as of the last seconds."""
-        return self._counted()[0]
+        return self._count_capacities()[0]
 
     def largest_capacity(self) -> int:
         """Return how many workers the cluster has room for when its autoscaler has started all nodes; 0 if unknown."""
-        return self._counted()[1]
+        return self._count_capacities()[1]
 
-    def _counted(self) -> tuple[int, int]:
+    def _count_capacities(self) -> tuple[int, int]:
         if time.monotonic() - self._counted_s > _CHECK_INTERVAL_S:
             self._counted_s = time.monotonic()
             nodes = [node["Resources"] for node in self._able_nodes() if node["NodeID"] not in self._refused]
             largest = self._ray._private.state.state.get_max_resources_from_cluster_config() or {}
-            # The types of nodes need not tell their memory.
+            # An autoscaler may not know the memory of its node types.
             room = replace(self.need, memory_bytes=0).room(largest)
             self._capacities = sum(map(self.need.room, nodes)), min(room, _MOST_AWAITED)
         return self._capacities
@@ -116,8 +119,8 @@ class Nodes:
         """Check that a node can run a worker, at most once every few seconds; report it while there is none.
 
         Raises:
-            UserError: All nodes were refused, or none has appeared within the time limit.
-            FailedWork: The last node was lost, and none has appeared within the time limit.
+            UserError: All nodes were refused, or no node has appeared within the time limit.
+            FailedWork: The last node was lost, and no other node has appeared within the time limit.
         """
         now_s = time.monotonic()
         if now_s - self._checked_s < _CHECK_INTERVAL_S and not at_once:
@@ -135,27 +138,25 @@ class Nodes:
         if self._waiting_since_s is None:
             self._waiting_since_s, self._reported_s = now_s, float("-inf")
         waited_s = now_s - self._waiting_since_s
-        if waited_s >= self._wait_s:
-            self._give_up()
-        if now_s - self._reported_s >= _REPORT_INTERVAL_S:
-            self._reported_s = now_s
-            left_s = self._wait_s - waited_s
-            self._notify(f"waiting up to {left_s:.0f} s for a node with {self.need}; {self._where} has {self._found()}")
-
-    def _give_up(self) -> None:
-        if self._had_one:
+        if waited_s >= self._wait_s and self._had_one:
             raise FailedWork(
                 f"{self._where} has lost its last node with {self.need}, and none has joined for {self._wait_s:g} s; "
                 "finished work is kept; run the same command again to resume"
             )
-        waited = f", and none has joined for {self._wait_s:g} s" if self._wait_s else ""
-        raise UserError(
-            f"{self._where} has {self._found()}, but a worker requires {self.need} on one node{waited}",
-            hint="start such nodes, wait longer with --wait-for-nodes, or give a smaller --num-gpus (0: CPU), "
-            "--task-cpus or --task-memory",
-        )
+        if waited_s >= self._wait_s:
+            waited = f", and none has joined for {self._wait_s:g} s" if self._wait_s else ""
+            raise UserError(
+                f"{self._where} has {self._resources_text()}, but a worker requires {self.need} on one node{waited}",
+                hint="start such nodes, wait longer with --wait-for-nodes, or give a smaller --num-gpus (0: CPU), "
+                "--task-cpus or --task-memory",
+            )
+        if now_s - self._reported_s >= _REPORT_INTERVAL_S:
+            self._reported_s = now_s
+            left_s = self._wait_s - waited_s
+            present = f"{self._where} has {self._resources_text()}"
+            self._notify(f"waiting up to {left_s:.0f} s for a node with {self.need}; {present}")
 
-    def _found(self) -> str:
+    def _resources_text(self) -> str:
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         totals = (
             count_noun(int(sum(node.get(resource, 0) for node in nodes)), resource) for resource in ("CPU", "GPU")
@@ -171,22 +172,22 @@ class Nodes:
         return [node for node in self._ray.nodes() if node["Alive"] and self.need.fits(node["Resources"])]
 
 
-_TASKS_PER_ACTOR = 2  # one that it works on, and one that it gets without asking the command for it
+_TASKS_PER_ACTOR = 2  # the task that it works on, and the next one, so that it need not wait for the command
 _MAX_FAILED_STARTS = 3  # per actor, one after another
-_MAX_LOST_NODES = 10  # for one task, which may be what takes its nodes down
-_MAX_FAULTS = 2  # tasks in a row that a node fails and another one does, before it gets no more of them
+_MAX_LOST_NODES = 10  # for one task, which may take its nodes down
+_MAX_FAULTS = 2  # consecutive tasks that a node fails and another node does, before the node is refused
 
 Events = Iterator[Outcome[Any, Any] | Refused | None]
 
 
 @dataclass(eq=False)
 class _Attempt:
-    """A task, and how often its worker was lost.
+    """A task, and the number of losses of its worker.
 
     Attributes:
         name: Name of the task where Ray lists it.
-        num_deaths: How often its worker died; the loss of a node counts in `num_lost_nodes` instead.
-        failed_on: Ids of the nodes whose machine has failed it, with the reasons.
+        num_deaths: Number of deaths of its worker; the loss of a node counts in `num_lost_nodes` instead.
+        failed_on: Ids of the nodes whose machine has failed the task, with the reasons.
     """
 
     task: Any
@@ -216,8 +217,8 @@ class ActorRun:
     """One run of a function in Ray actors.
 
     Args:
-        task_retries: How often a task whose worker died is tried again.
-        num_actors: Returns the number of actors to have, at least 1.
+        task_retries: Number of times to try a task again whose worker died.
+        num_actors: Function that returns the number of actors to have, at least 1.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class ActorRun:
         self._starting = dict[Any, Any]()
         self._busy = dict[Any, tuple[_Actor, _Attempt]]()
         self._num_failed_starts = 0
-        self._num_faults = Counter[str]()  # of a node, since its last task without one
+        self._num_faults = Counter[str]()  # faults of each node since its last task without a fault
 
     def outcomes(self, given: Iterator[tuple[Any, str]]) -> Events:
         """Run the tasks, each given with its name; see `clipmill.prep.engines.Engine.run`."""
@@ -251,7 +252,7 @@ class ActorRun:
                 self._waiting.append(_Attempt(*new))
             if not self._waiting and not self._busy:
                 return
-            # Those that the nodes have no room for make an autoscaler start others.
+            # Actors that the nodes have no room for make an autoscaler start further nodes.
             while len(self._starting) < min(len(self._waiting), num_actors - len(self._busy)):
                 avoided = set.intersection(*(set(attempt.failed_on) for attempt in self._waiting))
                 options = self._nodes.options(avoided=avoided)
@@ -271,7 +272,7 @@ class ActorRun:
                 yield from self._start(call) if call in self._starting else self._end(call)
 
     def late_refusals(self, *, limit_s: float) -> Events:
-        """Yield the refused nodes among those whose workers have not started yet, waiting at most `limit_s` seconds."""
+        """Wait at most `limit_s` seconds for workers that are starting, and yield the nodes that are refused."""
         if not self._starting:
             return
         ready, _ = self._ray.wait([*self._starting], num_returns=len(self._starting), timeout=limit_s)
@@ -279,10 +280,10 @@ class ActorRun:
             yield from self._start(call)
 
     def _start(self, call: Any) -> Events:
-        """Take in the start of an actor."""
+        """Handle the start of an actor."""
         handle = self._starting.pop(call)
         error, answer = self._answer(call)
-        if error is not None:  # its node was lost, or there is a reason that affects the next one as well
+        if error is not None:  # its node was lost, or the reason affects the next actor as well
             self._num_failed_starts += 1
             if self._num_failed_starts >= _MAX_FAILED_STARTS * self._num_actors():
                 raise error
@@ -301,11 +302,12 @@ class ActorRun:
         attempt = next((attempt for attempt in self._waiting if actor.node_id not in attempt.failed_on), None)
         if attempt is not None:
             self._waiting.remove(attempt)
-            call = actor.handle.work.options(name=attempt.name).remote(packed(self._ray, self._function, attempt.task))
+            payload = bytes(self._ray.cloudpickle.dumps((self._function, attempt.task)))
+            call = actor.handle.work.options(name=attempt.name).remote(payload)
             self._busy[call] = actor, attempt
 
     def _end(self, call: Any) -> Events:
-        """Take in the end of a task."""
+        """Handle the end of a task."""
         actor, attempt = self._busy.pop(call)
         error, result = self._answer(call)
         if error is None:
@@ -323,9 +325,9 @@ class ActorRun:
             yield Outcome(attempt.task, None, lost=first_line(error))
 
     def _take(self, result: Any, actor: _Actor, attempt: _Attempt) -> Events:
-        """Take in a result; if the machine seems to have failed, let the other nodes try the task.
+        """Handle a result; if the machine seems to have failed, let the other nodes try the task.
 
-        A machine is to blame if another one does what it has failed; what fails on all nodes is not their fault.
+        A machine is the cause if another machine does the task; a task that fails on all nodes is not their fault.
         """
         fault = getattr(result, "machine_fault", None)
         if fault is not None:
@@ -342,10 +344,10 @@ class ActorRun:
                     yield from self._nodes.refuse(node_id, f"its tasks fail, and succeed on other nodes: {reason}")
 
     def _answer(self, call: Any) -> tuple[Exception | None, Any]:
-        """Return how the worker of a call was lost, or None, and what the call returned.
+        """Return how the worker of a call was lost, or None, and the result of the call.
 
         Raises:
-            Exception: What the function itself raised.
+            Exception: The function itself raised it.
             UserError: The runtime environment of a Ray job cannot be set up.
             ConnectionError: The Ray instance has ended.
         """
@@ -353,7 +355,9 @@ class ActorRun:
         try:
             return None, self._ray.get(call)
         except errors.RayTaskError as error:
-            _raise_cause(error)
+            cause = error.cause if isinstance(error.cause, Exception) else RuntimeError(first_line(error))
+            cause.add_note(str(error))
+            raise cause from None
         except errors.RuntimeEnvSetupError as error:
             raise UserError(
                 f"a node cannot set up the runtime environment of the job: {on_one_line(str(error))}",
@@ -365,24 +369,13 @@ class ActorRun:
             return error, None
 
 
-def _raise_cause(error: Any) -> NoReturn:
-    """Raise the exception that the function itself raised, with its traceback."""
-    cause = error.cause if isinstance(error.cause, Exception) else RuntimeError(first_line(error))
-    cause.add_note(str(error))
-    raise cause from None
-
-
-def packed(ray: Any, function: Callable[[Any], Any], task: Any) -> bytes:
-    """Serialise a call of the function."""
-    return bytes(ray.cloudpickle.dumps((function, task)))
-
-
 def worker_class(ray: Any, check: Check | None, need: Need) -> type:
     """Return an actor class that runs serialised calls; its `arrive` must be called first.
 
     Args:
-        check: Sent by value if it is of `clipmill.prep.engines.admission`.
-        need: What a worker takes, which decides its number of threads.
+        check: Function that returns why the actor must not work; sent by value if it is in
+            `clipmill.prep.engines.admission`.
+        need: Resources of a worker, which decide its number of threads.
     """
     ray.cloudpickle.register_pickle_by_value(admission)
     variable, cpus, gpus = THREADS_VARIABLE, need.cpus, need.gpus
@@ -405,8 +398,8 @@ def worker_class(ray: Any, check: Check | None, need: Need) -> type:
                 die_with_parent()
             return node_id, reason
 
-        def work(self, packed: bytes) -> Any:
-            function, task = ray.cloudpickle.loads(packed)
+        def work(self, payload: bytes) -> Any:
+            function, task = ray.cloudpickle.loads(payload)
             return function(task)
 
     return Worker

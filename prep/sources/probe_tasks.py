@@ -44,7 +44,7 @@ class Probed:
 
     @property
     def machine_fault(self) -> str | None:
-        """A failure that may be of the worker's machine (`clipmill.prep.engines`), if every source failed."""
+        """Failure that the worker's machine may have caused (`clipmill.prep.engines`), if every source failed."""
         failures = [result for result in self.results if isinstance(result, SourceFailure)]
         passing = (f"{failure.code}: {failure.message}" for failure in failures if not failure.is_lasting)
         return next(passing, None) if len(failures) == len(self.results) else None
@@ -60,8 +60,8 @@ def probe_on_workers(
 
     Args:
         sizes: Size of each source in bytes, as this process sees it.
-        run: Applies `probe_group` to tasks in the workers of an engine, and yields its outcomes.
-        max_processes: Maximum number of readers of this process. It probes alone what fits into a single task.
+        run: Function that applies `probe_group` to tasks in the workers of an engine, and yields its outcomes.
+        max_processes: Maximum number of readers of this process, which probes sources that fit into a single task.
     """
     tasks, left = divide(paths, sizes), list[int]()
     if len(tasks) == 1:

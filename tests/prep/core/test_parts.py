@@ -223,7 +223,10 @@ def test_parts_exclude_commands_without_part_other_settings_and_other_code(
             pass
         source, other = parts._source("clipmill.prep"), running(data, "2/2", makes="a")
         monkeypatch.setattr(parts, "_source", lambda package: "0123abcd")
-        with pytest.raises(UserError, match=f"source 0123abcd.* differs from that of part 1/2.*source {source}"), other:
+        with (
+            pytest.raises(UserError, match=f"source 0123abcd.* differs from clipmill of part 1/2.*source {source}"),
+            other,
+        ):
             pass
         assert run.end(), "the refused part counts as running"
     with writing(data), pytest.raises(UserError, match="another command is writing"):
