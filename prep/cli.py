@@ -53,7 +53,7 @@ _AFTER = {
     ),
     "diff": (
         "clipmill.prep.commands.upkeep:diff",
-        "Show what differs between two variants of a column: settings, samples, bytes, and values of 16 arrays.",
+        "Show the differences between two variants of a column: settings, samples, bytes, and values of 16 arrays.",
     ),
     "gc": (
         "clipmill.prep.commands.upkeep:gc",
