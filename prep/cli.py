@@ -25,7 +25,7 @@ First run:
 """
 
 
-# Name of a command -> import path, first line of its help. What a command needs is loaded when it is called.
+# Name of a command -> import path, first line of its help. The code of a command is loaded when it is called.
 _BEFORE = {
     "manifest": ("clipmill.prep.commands.manifest:app", "Read videos and captions of a dataset into the manifest."),
 }

@@ -330,22 +330,22 @@ def retry(
         str | None,
         FIRST_RUN,
         Parameter(
-            help="Variant whose failures to retry. Default: the current one, or if it has none, the other that has."
+            help="Variant whose failures to retry. Default: an unfinished variant with failures, else the current one."
         ),
     ] = None,
     weights: Annotated[
         str | None,
         FIRST_RUN,
         Parameter(
-            help="Local folder or file of the model weights. Default: that of the last run; other columns ignore it."
+            help="Local folder or file of the model weights. Default: as in the last run; other columns ignore it."
         ),
     ] = None,
     request: Annotated[RetryRequest, Parameter(name="*")] = RetryRequest(),
 ) -> None:
     """Retry the failures of a column, for example after repairing a source video.
 
-    Without --variant, they are those of the variant that the last run has made with failures beside the current one,
-    which then becomes the current one, otherwise those of the current variant.
+    Without --variant, failures of the variant that the last run has left unfinished beside the current one are retried,
+    and it then becomes the current one. If there is none, failures of the current variant are retried.
 
     Example:
 
