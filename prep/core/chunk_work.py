@@ -277,9 +277,8 @@ def _outcomes(
                     outcome = failure
             elif not isinstance(outcome, SourceFailure | Stop):
                 kind = type(outcome).__name__
-                outcome = SourceFailure(
-                    broken, f"{task.work} has yielded an object of type {kind}, which is not a Sample"
-                )
+                message = f"{task.work} has yielded an object of type {kind}, which is not a Sample"
+                outcome = SourceFailure(broken, message)
             yield outcome
         if next(made, _END) is not _END:
             yield Stop(broken, f"{task.work} has yielded more outcomes than the {len(chunks)} chunks")

@@ -284,8 +284,8 @@ def _account(
     for shard in part_job.shards:
         if (stop := missing.get(shard.shard_id)) is not None:
             commit = commits.get(shard.shard_id)
-            is_retried = shard.state == ShardState.RETRY and commit is not None
-            ids = [failure.video_id for failure in commit.failures] if is_retried else part_job.video_ids(shard)
+            retried = commit.failures if shard.state == ShardState.RETRY and commit is not None else None
+            ids = part_job.video_ids(shard) if retried is None else [failure.video_id for failure in retried]
             summary.failures += [Failure(name, None, str(stop.code), stop.message) for name in dict.fromkeys(ids)]
 
 

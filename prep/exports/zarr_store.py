@@ -222,7 +222,7 @@ def _mark_at(destination: Path) -> dict[str, Any] | None:
         )
     arrays = (FRAMES, EMBEDDINGS, VIDEOS)
     for name in arrays:
-        array = store.get(name)
+        array: Any = store.get(name)
         if array is None:
             return None
         # Chunks divide the first dimension only.
