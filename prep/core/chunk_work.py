@@ -28,7 +28,14 @@ from clipmill.prep.core.chunk_input import (
 from clipmill.prep.core.column import Addition, ColumnSpec
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe
-from clipmill.prep.core.shard_result import NewShard, ShardResult, Stop, begin_shard, stopped, system_errors_as_results
+from clipmill.prep.core.shard_result import (
+    NewShard,
+    ShardResult,
+    Stop,
+    begin_shard,
+    stop_result,
+    system_errors_as_results,
+)
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFile, ExtraFolder
 from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.damage import Damaged
@@ -216,7 +223,7 @@ def _make(task: ChunkTask) -> ShardResult:
     try:
         chunks, old = open_chunks(task)
     except (Damaged, FileNotFoundError) as error:
-        return stopped(task, FailureCode.CHUNK_DAMAGED, f"the chunks cannot be read: {error}")
+        return stop_result(task, FailureCode.CHUNK_DAMAGED, f"the chunks cannot be read: {error}")
     index, extension, made_s = chunks.video.index, work.extension_of(task.recipe), 0.0
     with begin_shard(
         task,
@@ -233,9 +240,9 @@ def _make(task: ChunkTask) -> ShardResult:
             try:
                 outcome = old.sample(chunks.fingerprints[row], index, row) if is_old else next(made)
             except UserError as error:
-                return stopped(task, FailureCode.MODEL_UNAVAILABLE, str(error))
+                return stop_result(task, FailureCode.MODEL_UNAVAILABLE, str(error))
             if isinstance(outcome, Stop):
-                return stopped(task, outcome.code, outcome.message)
+                return stop_result(task, outcome.code, outcome.message)
             video_id, key = (index[name][row].as_py() for name in ("video_id", "key"))
             if isinstance(outcome, SourceFailure):
                 content = f"{' ' if shard.failures else ''}{key}" if work.is_function_of_plan else ""
@@ -245,7 +252,7 @@ def _make(task: ChunkTask) -> ShardResult:
             if not is_old and row not in chunks.known:
                 made_s += float(seconds_of(index, row))
         if isinstance(end := next(made, None), Stop):
-            return stopped(task, end.code, end.message)
+            return stop_result(task, end.code, end.message)
         return shard.commit(num_reused=len(chunks.wanted) - len(chunks.rows), encoded_s=made_s)
 
 

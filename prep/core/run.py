@@ -19,7 +19,7 @@ from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode, los
 from clipmill.prep.core.parts import Part, PartRun
 from clipmill.prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from clipmill.prep.core.progress import RunProgress, warn_refused
-from clipmill.prep.core.shard_result import RunningChunks, ShardResult, Stop, W, stopped
+from clipmill.prep.core.shard_result import RunningChunks, ShardResult, Stop, W, stop_result
 from clipmill.prep.core.variants import lost_samples, make_variant, write_selection
 from clipmill.prep.engines import Engine, Refused
 from clipmill.prep.engines.admission import worker_ticket
@@ -195,7 +195,9 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 summary.refused_workers.append(outcome)
                 warn_refused(outcome)
             elif outcome is not None:
-                result = outcome.result or stopped(outcome.task, loss_code(crashed=outcome.crashed), outcome.lost or "")
+                result = outcome.result or stop_result(
+                    outcome.task, loss_code(crashed=outcome.crashed), outcome.lost or ""
+                )
                 made += result.num_chunks
                 work_done += num_chunks[result.shard_id] * shares[result.shard_id]
                 running.finish(result.shard_id)

@@ -105,7 +105,7 @@ class ShardResult:
         return next((cause for cause in causes if cause.code in shared), None)
 
 
-def stopped(work: ShardWork, code: FailureCode, message: str) -> ShardResult:
+def stop_result(work: ShardWork, code: FailureCode, message: str) -> ShardResult:
     """Return the result of a shard for which no commit was written."""
     return ShardResult(work.shard_id, stopped_by=Stop(code, message))
 
@@ -122,13 +122,13 @@ def system_errors_as_results(make: Callable[[W], ShardResult], work: W) -> Shard
     except OSError as error:
         code = FailureCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureCode.IO_ERROR
         where = f": {error.filename}" if error.filename else ""
-        return stopped(work, code, f"{error.strerror or error}{where}")
+        return stop_result(work, code, f"{error.strerror or error}{where}")
     except Inaccessible as error:
-        return stopped(work, FailureCode.IO_ERROR, str(error))
+        return stop_result(work, FailureCode.IO_ERROR, str(error))
     except pa.ArrowException as error:
-        return stopped(work, FailureCode.IO_ERROR, f"a table cannot be read: {error}")
+        return stop_result(work, FailureCode.IO_ERROR, f"a table cannot be read: {error}")
     except MemoryError as error:
-        return stopped(work, FailureCode.OUT_OF_MEMORY, str(error) or "the worker is out of memory")
+        return stop_result(work, FailureCode.OUT_OF_MEMORY, str(error) or "the worker is out of memory")
 
 
 def cpu_s() -> float:

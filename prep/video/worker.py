@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.keys import chunk_key
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.core.shard_result import ShardResult, begin_shard, stopped, system_errors_as_results
+from clipmill.prep.core.shard_result import ShardResult, begin_shard, stop_result, system_errors_as_results
 from clipmill.prep.video.encode import SpanPlan, start_ms
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.scratch import scratch_folder
@@ -79,10 +79,10 @@ def make_shard(task: ShardTask) -> ShardResult:
     try:
         version = find_ffmpeg().version
     except FailedWork as error:
-        return stopped(task, FailureCode.WORKER_LOST, str(error))
+        return stop_result(task, FailureCode.WORKER_LOST, str(error))
     if version != (planned := task.recipe.values["ffmpeg"]):
         message = f"this node has ffmpeg {version}, but the plan requires {planned}"
-        return stopped(task, FailureCode.FFMPEG_DIFFERS, message)
+        return stop_result(task, FailureCode.FFMPEG_DIFFERS, message)
     return system_errors_as_results(_make, task)
 
 
