@@ -155,7 +155,7 @@ def _run(
         workers = work.workers(plan, request)
     engine = workers.request.open_engine(memory_gb=workers.memory_gb, gpus_per_worker=workers.gpus_each)
     job = chunk_job(column, plan, use=workers.use)
-    flags = {**job.asked, **request.asked}
+    flags = {**job.asked, **request.recorded_flags}
     summary = execute(replace(job, lag_limit_s=request.lag_limit_s, asked=flags), engine, part_run=part_run)
     names = []
     # Only the last of several parts sees all shards, from which the extra files are made.

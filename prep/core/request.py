@@ -168,8 +168,8 @@ class Request(Checked):
         return self.engine or ("processes" if self.address is None and self.cluster is None else "ray")
 
     @property
-    def asked(self) -> dict[str, str]:
-        """The flags that a retry uses again and that differ from their defaults, for the records of a run."""
+    def recorded_flags(self) -> dict[str, str]:
+        """Flags that a retry uses again and that differ from their defaults, for the records of a run."""
         default = type(self)()
         given = {name: getattr(self, name) for name in marked_fields(type(self), KEPT)}
         kept = {name: str(value) for name, value in given.items() if value != getattr(default, name)}
