@@ -255,7 +255,7 @@ class Column:
     Attributes:
         bytes_per_s: Bytes of chunks, or of their latents, per second of video.
         chunk_s: Median length of a chunk in seconds.
-        clip_bytes, requests_per_clip: Bytes and ranges of a clip of which only packets are read, or of a segment.
+        clip_bytes, requests_per_clip: Bytes and ranges of a clip whose packets only are read, or of a segment.
         clips_per_epoch: Number of chunks, or of segments of latents.
         clips: Description of the clips that these are means of.
         set_bytes: Size of all tars.

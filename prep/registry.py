@@ -1,4 +1,4 @@
-"""The columns: those of clipmill, one row each, and those of installed packages (docs/plugins.md)."""
+"""The columns of clipmill, one row each, and the columns of installed packages (docs/plugins.md)."""
 
 from clipmill.manifests.plugins import Parts
 from clipmill.prep.core.column import ColumnSpec

@@ -68,8 +68,8 @@ def advise(
 ) -> None:
     """Report whether the disk or the bucket keeps up with training, and how long chunks may be.
 
-    It considers loaders that read whole chunks, and loaders that read only the packets of a clip, or stored latents, as
-    train does. It reads chunks of the current variant for a few seconds to measure the read speed.
+    It considers loaders that read complete chunks, and loaders that read only the packets of a clip, or stored latents,
+    as train does. It reads chunks of the current variant for a few seconds to measure the read speed.
 
     Examples:
 

@@ -282,9 +282,7 @@ def write_dataset(read: "Callable[[list[Path]], Reading]", tables: "Sequence[Pla
             num_captions_lost=reading.num_captions_lost,
             may_remove=into.may_remove,
         )
-        rejected = (
-            first_rejected(manifest_text.rejected_of(read_rejected_rows(data), dataset)) if written.num_rejected else []
-        )
+        rejected = first_rejected(read_rejected_rows(data), dataset=dataset) if written.num_rejected else []
     if into.as_json:
         values = manifest_text.written_values(written, rejected=rejected, notes=reading.notes)
         print(json_module.dumps(values, indent=1, sort_keys=True))

@@ -116,9 +116,7 @@ def captions(
             records={name: {**record, **choice} for name, record in read.records.items()},
         )
         has_rejected = read.reading.rejected.num_rows > 0
-        rejected = (
-            first_rejected(manifest_text.rejected_of(read_rejected_rows(folder), FURTHER)) if has_rejected else []
-        )
+        rejected = first_rejected(read_rejected_rows(folder), dataset=FURTHER) if has_rejected else []
     current = current_variant(folder, VIDEO)
     other = {name: other_variants(record["models"], current=current) for name, record in read.records.items()}
     values = {

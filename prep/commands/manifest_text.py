@@ -176,11 +176,6 @@ def no_video_text(reading: Reading, dataset: str) -> tuple[str, str]:
     return f"no usable videos in dataset {dataset}{reasons}", hint
 
 
-def rejected_of(rejected: pa.Table, dataset: str) -> pa.Table:
-    """Return the rows of one dataset."""
-    return rejected.filter(pc.equal(rejected["dataset"], dataset))
-
-
 def chunk_command(data: Path) -> str:
     """Return the command that makes the chunks of the manifest, with the settings of existing chunks."""
     with suppress(UserError, OSError):  # `prep status` reports damaged records

@@ -59,17 +59,12 @@ def resolve(column: ColumnSpec, work: ChunkWork, settings: Any, *, video: str) -
         video: Name of the variant of `video` whose chunks the column is made of.
 
     Raises:
-        UserError: There is no such model, or it does not go with the settings.
+        UserError: The model does not exist, or does not support the settings.
     """
     used, facts = work.resolve(settings)
     identity = {"schema": column.schema, "column": column.name, VIDEO: video}
     recipe = Recipe(used, {**stored_values(used), **identity, **facts}, column.name)
     return replace(recipe, name=work.name(recipe))
-
-
-def _run_flags(work: ChunkWork, recipe: Recipe[Any]) -> dict[str, str | None]:
-    """Return the flags besides the recipe that commands need to continue a run, by name; None if not given."""
-    return {**values_not_stored(recipe.settings), WEIGHTS: work.weights(recipe)}
 
 
 def _plan_recipe(work: ChunkWork, data_dir: Path, recipe: Recipe[Any], retry_codes: frozenset[str]) -> ChunksPlan:
@@ -129,7 +124,8 @@ def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, use: Any = None) -> Job[C
             more=more(shard.shard_id),
         )
 
-    flags = _run_flags(work, plan.recipe)
+    # The flags besides the recipe with which other commands continue the run.
+    flags = {**values_not_stored(plan.recipe.settings), WEIGHTS: work.weights(plan.recipe)}
     return Job(
         column=column,
         data_dir=plan.data_dir,
@@ -186,9 +182,9 @@ def _plan_report(column: ColumnSpec, work: ChunkWork, plan: ChunksPlan) -> Repor
             "         how long it takes is unknown; each chunk is read once",
         )
         estimate = Addition(about if seconds else (), {"estimate": {"seconds": seconds}})
-    asked = _run_flags(work, plan.recipe)
-    flags = {name: value for name, value in asked.items() if value is not None}
-    where = {WHERE: asked[WHERE]} if WHERE in asked else {}
+    further = {**values_not_stored(plan.recipe.settings), WEIGHTS: work.weights(plan.recipe)}
+    flags = {name: value for name, value in further.items() if value is not None}
+    where = {WHERE: further[WHERE]} if WHERE in further else {}
     recipe = plan.recipe.values
     differences = changed_settings(plan.data_dir, column.name, variant=plan.recipe.variant, recipe=recipe)
     command = column.command_line({**recipe, **flags}, data_dir=plan.data_dir)

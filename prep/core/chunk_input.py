@@ -180,7 +180,7 @@ class OldSamples:
         """Return the sample of the chunk in `row` of a `video` index, under the key that the chunk has there.
 
         Args:
-            fingerprint: Fingerprint of the chunk, of which there must be a sample.
+            fingerprint: Fingerprint of a chunk that has a sample.
         """
         shard, old_row = self._rows[fingerprint]
         (extension,) = extensions_of(shard.index)

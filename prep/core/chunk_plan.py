@@ -52,7 +52,7 @@ HasSample = Callable[[ChunkLength], bool]
 
 @dataclass(frozen=True)
 class ChunkShard:
-    """What a plan needs to know about a shard of chunks.
+    """Facts about a shard of chunks, for a plan.
 
     Attributes:
         fingerprint: Hash of the keys and bytes of its chunks; captions do not affect it.
@@ -108,7 +108,7 @@ def read_chunk_shards(
     following: Mapping[int, Following] | None = None,
     has_sample: HasSample | None = None,
 ) -> tuple[list[ChunkShard], dict[int, Failure]]:
-    """Return the committed shards of chunks, and by shard id the failures of those whose index is unreadable.
+    """Return the committed shards of chunks, and by shard id the failures of shards whose index is unreadable.
 
     Args:
         chosen: Selected rows of each shard, by shard id; shards without any are omitted. None for all rows.

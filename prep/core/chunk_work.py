@@ -82,7 +82,7 @@ class ChunkWork:
         require: Function (settings) that raises UserError if this machine lacks something that the settings need;
             called before any lock is taken.
         resolve: Function settings -> the settings to use, and further values of the recipe by name, such as the hash of
-            a model; a value with the name of a setting replaces it. It raises UserError if there is no such model.
+            a model; a value with the name of a setting replaces it. It raises UserError if the model does not exist.
         name: Function recipe -> readable part of the variant's name: letters, digits, `-`, `_` and dots.
         weights: Function recipe -> path of local weights, which the records of a run keep; None if there are none.
         needs: Import path of a function that returns why a machine must not work, or None, and the name of the recipe

@@ -35,8 +35,8 @@ def with_ending(
     """Return the report of a run with the total of its variant and the next command.
 
     Args:
-        report: For a part, with its `PartRun.values`: if other parts have left shards unmade, the next command is to
-            make them.
+        report: Report of the run; of a part, with its `PartRun.values`: if other parts have left shards unmade, the
+            next command makes them.
         data: Data folder as the user gave it.
         has_ended: False for a part that leaves the end of the run to others.
         gave_up: True if the run ended before all shards were tried.

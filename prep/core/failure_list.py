@@ -108,8 +108,14 @@ def note_lines(notes: Mapping[str, Sequence[str]], *, num_all: int, indent: int)
     return [f"{'' if number else 'notes':<{indent}}{line}" for number, line in enumerate(lines)]
 
 
-def first_rejected(rejected: pa.Table) -> list[FailureEntry]:
-    """Return the first few rows of a table with schema REJECTED, named by file, place and value."""
+def first_rejected(rejected: pa.Table, *, dataset: str | None = None) -> list[FailureEntry]:
+    """Return the first few rows of a table with schema REJECTED, named by file, place and value.
+
+    Args:
+        dataset: Name of the dataset whose rows count; None for all.
+    """
+    if dataset is not None:
+        rejected = rejected.filter(pc.equal(rejected["dataset"], dataset))
     rows: list[dict[str, Any]] = []
     for reason in pc.unique(rejected["reason"]):
         rows += rejected.filter(pc.equal(rejected["reason"], reason)).slice(0, MAX_NAMED).to_pylist()

@@ -66,7 +66,7 @@ WORDS: dict[str, tuple[str, str]] = {
         "get an intact copy, or re-encode it with ffmpeg, then run {retry}",
     ),
     FailureCode.FRAMES_DIFFER: (
-        "the encoded frames are not those of the plan",
+        "the encoded frames differ from the plan",
         "re-encode the source, then run {retry}",
     ),
     FailureCode.ENCODE_FAILED: ("ffmpeg failed", "see its message, then run {retry}"),

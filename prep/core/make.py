@@ -1,7 +1,7 @@
 """Planning and making a column: the commands `prep NAME`, `prep plan NAME` and `prep retry`, built from its spec."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +15,7 @@ from clipmill.prep.core.column import WEIGHTS, ColumnSpec, Stored
 from clipmill.prep.core.request import PlanRequest, Request
 
 if TYPE_CHECKING:
-    from clipmill.prep.core.work import ColumnPlan
-    from clipmill.shards.commits import Failure
+    pass
 
 
 def parse_budget(text: str) -> Callable[[int], float]:
@@ -61,7 +60,7 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
             # A dry run holds no lock, without which workers must not write: it reads all sources on this machine.
             making = column.request_type(data=request.data, engine="processes", trial=request.trial)
             made = work.plan(data_dir, settings, making)
-            if request.explain is not None:
+            if request.explain is not None and work.explain is not None:
                 report = work.explain(made, request.explain)
             else:
                 report = work.plan_report(made)
@@ -117,7 +116,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     from clipmill.prep.core.ending import with_ending
     from clipmill.prep.core.failure_list import FAILURES_FILE
     from clipmill.prep.core.parts import Part, writing_part
-    from clipmill.prep.core.report import show, with_part
+    from clipmill.prep.core.report import Report, show
     from clipmill.prep.core.work import work_of
 
     budget = parse_budget(request.max_failures)
@@ -139,7 +138,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
         listed = plan.variant_dir / FAILURES_FILE
         report = work.summary_report(summary, settings, listed)
         if part_run is not None:
-            report = with_part(report, part_run)
+            report = Report(f"{report.text}\n{part_run.line()}", {**report.values, "part": part_run.values()})
         report = with_ending(
             report,
             column,
@@ -158,18 +157,12 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     if unchanged:
         known = count_noun(len({failure.video_id for failure in unchanged}), "video")
         sys.stderr.write(f"not counted: {known} with failures that an earlier run has reported, listed in {listed}\n")
-    if len({failure.video_id for failure in new}) > budget(plan.num_videos):
-        raise FailedWork(f"{_failed_words(new, column, plan)}; failures are listed in {listed}")
+    num_videos = len({failure.video_id for failure in new})
+    failed = f"{num_videos} of {count_noun(plan.num_videos, 'video')}"
+    # If single spans or samples have failed, and not complete videos, their number tells more.
+    if column.sample != "video" and any(failure.key is not None for failure in new):
+        failed = f"{count_noun(len(new), 'span' if column.is_first else column.sample)} in {failed}"
+    if num_videos > budget(plan.num_videos):
+        raise FailedWork(f"{failed}; failures are listed in {listed}")
     if new:
-        failed = _failed_words(new, column, plan)
         sys.stderr.write(f"failed, within --max-failures {request.max_failures}: {failed}\n")
-
-
-def _failed_words(failures: "Sequence[Failure]", column: ColumnSpec, plan: "ColumnPlan") -> str:
-    """Return how many videos of a plan have failed, and how many spans or samples if no complete video has."""
-    num_videos = len({failure.video_id for failure in failures})
-    of_videos = f"{num_videos} of {count_noun(plan.num_videos, 'video')}"
-    sample = column.sample
-    if all(failure.key is None for failure in failures) or sample == "video":
-        return of_videos
-    return f"{count_noun(len(failures), 'span' if column.is_first else sample)} in {of_videos}"

@@ -60,16 +60,17 @@ class PartLeases:
 
     def take_own(self) -> str | None:
         try:
-            self._own.take_over(on_wait=self._tell)
+            self._own.take_over(
+                on_wait=lambda holder: sys.stderr.write(
+                    f"part {self._part} waits: {holder} had its lock; free after {EXPIRY_S:g} s without renewal\n"
+                )
+            )
         except LeaseHeld as held:
             return held.holder
         self._own_held.enter_context(self._copy.leases.held(self._own))
         self._is_held = True
         self.lock_column()
         return None
-
-    def _tell(self, holder: str) -> None:
-        sys.stderr.write(f"part {self._part} waits: {holder} had its lock; free after {EXPIRY_S:g} s without renewal\n")
 
     def note_own(self, *, makes: str, source: str) -> None:
         self._own.note(f"{makes}\n{source}")

@@ -290,20 +290,14 @@ class PartRun:
             leases: Callable[..., PartLocks] = import_object("clipmill.prep.core.part_leases:PartLeases")
             self._locks = leases(mirror, self.column, self.part)
 
-    def lock_column(self) -> None:
-        """Exclude commands without `--part`.
+    def register(self) -> None:
+        """Exclude commands without `--part`, wait for the turn, check the other parts, and take the lock of this part.
 
         Raises:
-            UserError: One is writing the column, or the data folder is not writable.
+            UserError: A command without `--part` is writing the column, the data folder is not writable, the part is
+                running, parts of another count are running, or locks do not reach other nodes.
         """
         self._locks.lock_column()
-
-    def register(self) -> None:
-        """Wait for the turn, check the other parts, and take the lock of this part.
-
-        Raises:
-            UserError: The part is running, parts of another count are running, or locks do not reach other nodes.
-        """
         self._take_turn("planning")
         others = self._locks.running()
         if mixed := [other for other in others if other.part.count != self.part.count]:
@@ -454,12 +448,11 @@ def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun
     """Take part in a run of a column; remove leftovers of killed commands if no other part is running.
 
     Raises:
-        UserError: See `PartRun.register`; or a command without `--part` is writing the column.
+        UserError: See `PartRun.register`.
         OSError: Leftover files cannot be removed.
     """
     run, has_ended = PartRun(data_dir, column, part), Event()
     try:
-        run.lock_column()
         run.register()
         signs = Thread(target=_give_signs, args=(run, has_ended), daemon=True)
         signs.start()

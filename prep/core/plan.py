@@ -309,7 +309,7 @@ class DiskUse:
             parts.append(f"{range_text(low, high) if self.added_bytes[0] else f'at most {high}'} to be added")
         if self.free_bytes is not None:
             parts.append(f"{size_text(self.free_bytes)} free")
-        lines = [f"disk     {'; '.join(parts)} (whole data folder: {size_text(self.data_bytes)})"]
+        lines = [f"disk     {'; '.join(parts)} (complete data folder: {size_text(self.data_bytes)})"]
         if self.freed_bytes:
             num_others = len(self.variant_bytes) - self.has_variant
             what = f"{count_noun(num_others, 'other variant')}" if num_others else "earlier shards"

@@ -14,7 +14,6 @@ from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import recipe_differences
 from clipmill.prep.core.failure_list import failure_lines, failure_values
-from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, ShardState
 from clipmill.prep.core.run import Summary
 from clipmill.shards.dataset import current_variant
@@ -42,11 +41,6 @@ class Report:
 def show(report: Report, *, json: bool) -> None:
     """Print a report."""
     print(json_module.dumps(report.values, indent=1) if json else report.text)
-
-
-def with_part(report: Report, run: PartRun) -> Report:
-    """Return the report of a run with a line about how its part ended."""
-    return Report(f"{report.text}\n{run.line()}", {**report.values, "part": run.values()})
 
 
 @dataclass

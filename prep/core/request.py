@@ -317,7 +317,7 @@ def model_folder(name: str, *, files: Sequence[str], what: str, asked: str, hint
         hint: Hint of the error.
 
     Raises:
-        UserError: There is no such folder, and no such model on the Hub or in its cache.
+        UserError: The folder does not exist, and neither the Hub nor its cache has the model.
     """
     from clipmill.manifests.hub import hub_if_reachable
 

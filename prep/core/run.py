@@ -40,7 +40,7 @@ class Summary:
 
     Attributes:
         num_shards_empty: Number of the shards that were made and in which every sample failed.
-        failures: All failures, including those of earlier runs that were not tried again.
+        failures: All failures, including failures of earlier runs that were not tried again.
         unchanged: Failures that an earlier run has reported and that this run had no reason to try again.
         gave_up: Reason why the run ended before all shards were tried, or None.
         refused_workers: Machines that failed the admission check, failed their tasks or were lost, and got no more.
@@ -182,14 +182,12 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
         progress.start()
         yield from (job.task(shard) for shard in work if summary.gave_up is None)
 
-    def name(task: W) -> str:
-        return f"{job.column.command} {task.shard_id:06d}"
-
     made, work_done = 0, 0.0
     num_alike, last_code = 0, None  # consecutive shards that stopped for the same reason
     running = RunningChunks(job.variant_dir, shard_ids=num_chunks.keys(), shares=shares)
     with worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket, progress:
-        for outcome in engine.run(job.make, tasks(), check=ticket, name=name):
+        command = job.column.command
+        for outcome in engine.run(job.make, tasks(), check=ticket, name=lambda task: f"{command} {task.shard_id:06d}"):
             require_locks(job.variant_dir)
             if isinstance(outcome, Refused):
                 summary.refused_workers.append(outcome)

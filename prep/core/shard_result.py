@@ -254,6 +254,9 @@ class RunningChunks:
         shard_ids: Shards to count; other parts of the same work may be running too.
         shares: Share of a shard's chunks that are work, by shard ID; the other chunks are copied at almost no cost.
             Shards that are not listed have no chunks to copy.
+
+    Attributes:
+        has_begun: True once a worker has begun a shard.
     """
 
     def __init__(
@@ -261,18 +264,13 @@ class RunningChunks:
     ) -> None:
         self._variant_dir, self._shard_ids, self._shares = variant_dir, shard_ids, shares or {}
         self._num_done: dict[int, int] = {}
-        self._has_begun = False
+        self.has_begun = False
         self._total = 0
         self._next_s = time.monotonic()
 
     def finish(self, shard_id: int) -> None:
         """Stop counting a shard, which has finished."""
         self._total -= self._num_done.pop(shard_id, 0)
-
-    @property
-    def has_begun(self) -> bool:
-        """True once a worker has begun a shard."""
-        return self._has_begun
 
     def work_done(self) -> float:
         """Return the work done in running shards when `num_done` was called, in chunks."""
@@ -284,7 +282,7 @@ class RunningChunks:
         if begin_s >= self._next_s:
             running = running_shards(self._variant_dir)
             self._num_done = {shard.shard_id: shard.num_done for shard in running if shard.shard_id in self._shard_ids}
-            self._has_begun = self._has_begun or bool(self._num_done)
+            self.has_begun = self.has_begun or bool(self._num_done)
             self._total = sum(self._num_done.values())
             end_s = time.monotonic()
             self._next_s = end_s + max(1.0, (end_s - begin_s) / _MAX_READING)

@@ -114,26 +114,24 @@ def _sha256(header: bytes, name: str, column: pa.ChunkedArray) -> bytes:
     digest = hashlib.sha256(header + f"\0{name}\0{column.type}\0".encode())
     if column.null_count:
         digest.update(np.packbits(np.asarray(pc.is_valid(column))).data)
-    for values in _values(column):
-        digest.update(values)
-    return digest.hexdigest().encode()
-
-
-def _values(column: pa.ChunkedArray) -> Iterator[memoryview]:
-    """Yield the lengths of lists and texts, and then their values, chunk by chunk: joined, they would be a copy."""
+    # Lengths of lists and texts come before their values. The chunks are not joined, which would copy them.
     chunks = column.chunks
     if pa.types.is_list(column.type):
-        yield from (np.asarray(pc.fill_null(pc.list_value_length(chunk), 0)).data for chunk in chunks)
+        for chunk in chunks:
+            digest.update(np.asarray(pc.fill_null(pc.list_value_length(chunk), 0)).data)
         chunks = [chunk.flatten() for chunk in chunks]
     if not pa.types.is_string(column.type):
-        yield from (np.asarray(pc.fill_null(chunk, 0) if chunk.null_count else chunk).data for chunk in chunks)
-        return
-    yield from (np.asarray(pc.fill_null(pc.binary_length(chunk), 0)).data for chunk in chunks)
+        for chunk in chunks:
+            digest.update(np.asarray(pc.fill_null(chunk, 0) if chunk.null_count else chunk).data)
+        return digest.hexdigest().encode()
+    for chunk in chunks:
+        digest.update(np.asarray(pc.fill_null(pc.binary_length(chunk), 0)).data)
     for chunk in chunks:
         filled = pc.fill_null(chunk, "") if chunk.null_count else chunk
         offsets = np.frombuffer(filled.buffers()[1], np.int32)[filled.offset : filled.offset + len(filled) + 1]
         if len(filled) and (content := filled.buffers()[2]) is not None:
-            yield memoryview(content)[int(offsets[0]) : int(offsets[-1])]
+            digest.update(memoryview(content)[int(offsets[0]) : int(offsets[-1])])
+    return digest.hexdigest().encode()
 
 
 LAYOUT_FOLDER = "layout"

@@ -71,10 +71,6 @@ class ExtraFile:
 MERGED_TABLE = ExtraFile(CHUNKS_FILE, import_late("clipmill.shards.chunk_table:chunk_table_problem"))
 
 
-def _no_report(plan: Any, asked: str) -> "Report":
-    raise NotImplementedError
-
-
 @dataclass(frozen=True, kw_only=True)
 class ColumnWork:
     """The functions of one column.
@@ -86,7 +82,7 @@ class ColumnWork:
         run: Function (plan, settings, request, part that runs or None) -> summary; called while the column's lock is
             held.
         plan_report: Function plan -> report.
-        explain: Function (plan, chunk key or video ID) -> report on its state; for commands with `--explain`.
+        explain: Function (plan, chunk key or video ID) -> report on its state. None if the command has no `--explain`.
         summary_report: Function (summary, settings, path of the list of failures) -> report.
         pending: Function (data folder, variant) -> work that remains for the variant.
         layout_file: Function stored recipe -> name of the layout file that the variant uses, or None; named after the
@@ -106,7 +102,7 @@ class ColumnWork:
     plan: "Callable[[Path, Any, Request], ColumnPlan]"
     run: "Callable[[Any, Any, Request, PartRun | None], Summary]"
     plan_report: "Callable[[Any], Report]"
-    explain: "Callable[[Any, str], Report]" = _no_report
+    explain: "Callable[[Any, str], Report] | None" = None
     summary_report: "Callable[[Any, Any, Path], Report]"
     pending: Callable[[Path, Variant], Pending]
     layout_file: Callable[[Stored], str | None] = lambda stored: None

@@ -64,7 +64,7 @@ def resolve_gpus_per_worker(asked: float | None, *, address: str | None) -> floa
     """Return the value of `--num-gpus`; the default is 1 if this machine, or the cluster at `address`, has a GPU.
 
     Raises:
-        UserError: There is no cluster at `address`.
+        UserError: No cluster answers at `address`.
     """
     if asked is not None:
         return asked

@@ -1,6 +1,6 @@
 """The engine without Ray: worker processes on this machine, each with one task at a time.
 
-The death of a worker thus affects only its own task. Workers are reused, since a new process per task would import
+The death of a worker thus affects only its task. Workers are reused, since a new process per task would import
 everything again.
 """
 
@@ -51,7 +51,7 @@ class _Worker:
 
 
 class ProcessEngine:
-    """Runs up to `num_workers` tasks at a time, each in its own process.
+    """Runs up to `num_workers` tasks at a time, each in a separate process.
 
     Args:
         gpus: CUDA indices of the GPUs, one of which is visible to each worker; if empty, GPU visibility is unchanged.
@@ -120,7 +120,7 @@ class ProcessEngine:
         self._num_started += 1
         ours, theirs = _CONTEXT.Pipe()
         process = _CONTEXT.Process(target=_work, args=(function, check, theirs, gpu), daemon=True)
-        # `multiprocessing` would load the main module in the new process, which builds the whole command line again.
+        # `multiprocessing` would load the main module in the new process, which builds the command line again.
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
         try:
@@ -138,7 +138,7 @@ def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection,
     # Ctrl-C is sent to the complete process group; the driver decides what happens to its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reason = check() if check is not None else None
-    if reason is not None:  # there is no other machine
+    if reason is not None:  # no other machine could do the work
         pipe.send((no_worker_left([Refused("this machine", reason)]), None))
         return
     while True:

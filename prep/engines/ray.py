@@ -104,10 +104,10 @@ class RayEngine:
 
     def _num_actors(self, nodes: Nodes) -> int:
         """Return how many actors to ask for; actors without room on a cluster make an autoscaler start nodes."""
-        room = nodes.capacity()
+        room, largest_room = nodes.capacities()
         if self._address is None:
             return max(1, min(room, self._num_workers or room))
-        return self._num_workers or max(1, room, nodes.largest_capacity() or _GROWTH * room)
+        return self._num_workers or max(1, room, largest_room or _GROWTH * room)
 
 
 def isolated_ray_engine(*, num_workers: int | None, address: str | None, need: Need, execution: Execution) -> Engine:
@@ -122,7 +122,7 @@ def count_cluster_gpus(address: str) -> float:
     """Return the number of GPUs of a cluster, or the number that its autoscaler may start if that is larger.
 
     Raises:
-        UserError: There is no such cluster.
+        UserError: No cluster answers at the address.
     """
     with Activity(starting_text(address)):
         num_gpus: float = call_isolated(_count_gpus, address, name=name_of_cluster(address))
@@ -207,14 +207,29 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
         name_agents(ray)
         return
     try:
-        _require_answer(ray, address)
+        # Ray itself would try for minutes to reach a cluster that does not answer, or refuses the token.
+        server = address
+        if address == "auto":  # the cluster that was started last on this machine, which may have ended
+            server = ray._private.services.canonicalize_bootstrap_address_or_die(address)
+        host, _, port = server.rpartition(":")
+        if host and port.isdigit() and "://" not in server:
+            try:
+                socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
+            except OSError as error:
+                raise OSError(f"nothing answers at {server} ({error.strerror or error})") from None
+            ray._raylet.GcsClient(address=server)
         _init(ray, address=address)
     except ray.exceptions.AuthenticationError:
         raise UserError(f'the Ray cluster at "{address}" requires another token', hint=_TOKEN_HINT) from None
     except (OSError, RuntimeError, ValueError) as error:
+        reason, is_mismatch = first_line(error), "Version mismatch" in str(error)
+        versions = re.findall(r"(Ray|Python): (\S+)", str(error))
+        if is_mismatch and len(versions) == 4:
+            theirs, ours = (" and ".join(" ".join(pair) for pair in versions[begin : begin + 2]) for begin in (0, 2))
+            reason = f"it runs {theirs}, but this command runs {ours}"
         raise UserError(
-            f'cannot connect to a Ray cluster at "{address}": {_reason(error)}',
-            hint=_VERSION_HINT if "Version mismatch" in str(error) else _START_HINT,
+            f'cannot connect to a Ray cluster at "{address}": {reason}',
+            hint=_VERSION_HINT if is_mismatch else _START_HINT,
         ) from None
 
 
@@ -225,27 +240,6 @@ def _init(ray: Any, **options: Any) -> None:
     """
     with chdir(sys.prefix):
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-
-
-def _require_answer(ray: Any, address: str) -> None:
-    """Raise the error of a cluster that does not answer, or refuses the token; Ray itself would retry for minutes."""
-    if address == "auto":  # the cluster that was started last on this machine, which may have ended
-        address = ray._private.services.canonicalize_bootstrap_address_or_die(address)
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit() and "://" not in address:
-        try:
-            socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
-        except OSError as error:
-            raise OSError(f"nothing answers at {address} ({error.strerror or error})") from None
-        ray._raylet.GcsClient(address=address)
-
-
-def _reason(error: Exception) -> str:
-    versions = re.findall(r"(Ray|Python): (\S+)", str(error))
-    if "Version mismatch" in str(error) and len(versions) == 4:
-        theirs, ours = (" and ".join(" ".join(pair) for pair in versions[begin : begin + 2]) for begin in (0, 2))
-        return f"it runs {theirs}, but this command runs {ours}"
-    return first_line(error)
 
 
 _SWEEPER = """

@@ -97,15 +97,11 @@ class Nodes:
         """Return True if a node is alive."""
         return any(node["NodeID"] == node_id and node["Alive"] for node in self._ray.nodes())
 
-    def capacity(self) -> int:
-        """Return how many workers the living nodes have room for, as of the last seconds."""
-        return self._count_capacities()[0]
+    def capacities(self) -> tuple[int, int]:
+        """Return how many workers the nodes have room for: the living ones, and all that an autoscaler may start.
 
-    def largest_capacity(self) -> int:
-        """Return how many workers the cluster has room for when its autoscaler has started all nodes; 0 if unknown."""
-        return self._count_capacities()[1]
-
-    def _count_capacities(self) -> tuple[int, int]:
+        The numbers are a few seconds old; the second one is 0 if it is unknown.
+        """
         if time.monotonic() - self._counted_s > _CHECK_INTERVAL_S:
             self._counted_s = time.monotonic()
             nodes = [node["Resources"] for node in self._able_nodes() if node["NodeID"] not in self._refused]
@@ -259,7 +255,7 @@ class ActorRun:
                 handle = self._kind.options(max_restarts=0, max_task_retries=0, **options).remote()
                 self._starting[handle.arrive.remote()] = handle
             # With neither room nor a task for it, a worker would start at the end of the run, for nothing.
-            while len(self._starting) > max(len(self._waiting), self._nodes.capacity() - len(self._busy)):
+            while len(self._starting) > max(len(self._waiting), self._nodes.capacities()[0] - len(self._busy)):
                 self._ray.kill(self._starting.popitem()[1])
             ready, _ = self._ray.wait([*self._starting, *self._busy], timeout=TICK_S)
             if not ready:
@@ -307,41 +303,37 @@ class ActorRun:
             self._busy[call] = actor, attempt
 
     def _end(self, call: Any) -> Events:
-        """Handle the end of a task."""
-        actor, attempt = self._busy.pop(call)
-        error, result = self._answer(call)
-        if error is None:
-            yield from self._take(result, actor, attempt)
-            self._give(actor)
-            return
-        with suppress(self._ray.exceptions.RayError):
-            self._ray.kill(actor.handle)  # Ray may only have lost sight of it
-        is_node = not self._nodes.is_alive(actor.node_id)
-        if is_node:
-            yield from self._nodes.lose(actor.node_id)
-        if attempt.is_retried(self._task_retries, is_node=is_node):
-            self._waiting.appendleft(attempt)
-        else:
-            yield Outcome(attempt.task, None, lost=first_line(error))
-
-    def _take(self, result: Any, actor: _Actor, attempt: _Attempt) -> Events:
-        """Handle a result; if the machine seems to have failed, let the other nodes try the task.
+        """Handle the end of a task; if the machine seems to have failed, let the other nodes try the task.
 
         A machine is the cause if another machine does the task; a task that fails on all nodes is not their fault.
         """
+        actor, attempt = self._busy.pop(call)
+        error, result = self._answer(call)
+        if error is not None:
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor.handle)  # Ray may only have lost sight of it
+            is_node = not self._nodes.is_alive(actor.node_id)
+            if is_node:
+                yield from self._nodes.lose(actor.node_id)
+            if attempt.is_retried(self._task_retries, is_node=is_node):
+                self._waiting.appendleft(attempt)
+            else:
+                yield Outcome(attempt.task, None, lost=first_line(error))
+            return
         fault = getattr(result, "machine_fault", None)
         if fault is not None:
             attempt.failed_on[actor.node_id] = fault
-            if self._nodes.has_other(attempt.failed_on):
-                self._waiting.appendleft(attempt)
-                return
-        yield Outcome(attempt.task, result)
+        if fault is not None and self._nodes.has_other(attempt.failed_on):
+            self._waiting.appendleft(attempt)
+        else:
+            yield Outcome(attempt.task, result)
         if fault is None:
             self._num_faults[actor.node_id] = 0
             for node_id, reason in attempt.failed_on.items():
                 self._num_faults[node_id] += 1
                 if self._num_faults[node_id] >= _MAX_FAULTS:
                     yield from self._nodes.refuse(node_id, f"its tasks fail, and succeed on other nodes: {reason}")
+        self._give(actor)
 
     def _answer(self, call: Any) -> tuple[Exception | None, Any]:
         """Return how the worker of a call was lost, or None, and the result of the call.

@@ -40,7 +40,7 @@ class _Model:
 
     Attributes:
         name: Name in the trainer, a folder of the cache; None: the user gives it.
-        side_step: Number of pixels to a multiple of which the trainer rounds sides.
+        side_step: Step in pixels; the trainer rounds sides to multiples of it.
         entries: Entries of an item of text: the vectors, and their number or mask; None: its text encoders are not T5.
         num_tokens: Number of vectors of an item of text, padding included.
     """

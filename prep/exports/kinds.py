@@ -56,11 +56,6 @@ class ExportKind:
     writer: str
     text: str
 
-    def write(self, data_dir: Path, destination: Path, flags: Any, show: Progress) -> Exported:
-        """Call the writer."""
-        written: Exported = import_object(self.writer)(data_dir, destination, flags, show)
-        return written
-
 
 @dataclass(frozen=True, kw_only=True)
 class ZarrFlags(Checked):
@@ -195,7 +190,8 @@ def _command(kind: ExportKind) -> Callable[..., None]:
 
         exporting = f"exporting to {destination}"
         with Activity(exporting) as now:
-            export = kind.write(require_data_folder(data), destination, flags, now.counter(exporting))
+            write: Callable[..., Exported] = import_object(kind.writer)
+            export = write(require_data_folder(data), destination, flags, now.counter(exporting))
         lines = [
             f"exported  {count_noun(export.num_written, export.noun)} to {destination}"
             if export.num_written

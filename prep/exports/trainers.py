@@ -121,12 +121,17 @@ class Segments:
             video_id = video_ids[int(video_row[sample])].as_py()
             for number in range(int(self.latents.numbers("num_frames")[sample]) // frames):
                 begin_s = int(start_ms[sample]) / 1000 + number * seconds
-                caption = self._find_caption(video_id, begin_s, begin_s + seconds)
-                if caption is None:
-                    self.left_out += 1
+                name = f"{chunk_key(video_id, int(start_ms[sample]))}-{number:02d}"
+                # The first caption that overlaps the segment, and has a sequence where texts are exported.
+                text_sample, row_of = self._texts.get(video_id, (0, {})) if self.has_texts else (0, None)
+                for caption_id, caption_begin_s, caption_end_s, words in self._captions.get(video_id, ()):
+                    overlaps = caption_begin_s < begin_s + seconds and caption_end_s > begin_s
+                    if overlaps and (row_of is None or caption_id in row_of):
+                        text = row_of[caption_id] if row_of else 0
+                        yield Segment(name, sample, number, text_sample, text, words)
+                        break
                 else:
-                    name = f"{chunk_key(video_id, int(start_ms[sample]))}-{number:02d}"
-                    yield Segment(name, sample, number, *caption)
+                    self.left_out += 1
 
     @cached_property
     def text(self) -> ColumnArrays:
@@ -185,14 +190,6 @@ class Segments:
         """Return a text that changes with the stored text of a segment."""
         crc32 = self.text.numbers("crc32")[segment.text_sample]
         return f"{self.text.variant.directory.name} {crc32} {segment.text} {segment.caption}"
-
-    def _find_caption(self, video_id: str, begin_s: float, end_s: float) -> tuple[int, int, str] | None:
-        """Return the first caption that overlaps a time and has a sequence: row of the texts, text, and words."""
-        sample, row_of = self._texts.get(video_id, (0, {})) if self.has_texts else (0, None)
-        for caption_id, caption_begin_s, caption_end_s, words in self._captions.get(video_id, ()):
-            if caption_begin_s < end_s and caption_end_s > begin_s and (row_of is None or caption_id in row_of):
-                return sample, row_of[caption_id] if row_of else 0, words
-        return None
 
     @cached_property
     def _captions(self) -> dict[str, list[tuple[int, float, float, str]]]:

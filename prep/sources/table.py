@@ -93,7 +93,7 @@ def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     working: set[_Slice] = set()
     slow_folders: set[str] = set()
     for _ in range(min(num_threads, len(begins))):
-        _start_thread(waiting, working, ended)
+        Thread(target=_check_slices, args=(waiting, working, ended), daemon=True).start()
     num_left = len(begins)
     while num_left:
         try:
@@ -112,7 +112,7 @@ def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
             )
             waiting.put(_Slice(rest.begin + 1, rest.given.slice(1)))
             num_left += 1
-            _start_thread(waiting, working, ended)
+            Thread(target=_check_slices, args=(waiting, working, ended), daemon=True).start()
         num_left -= 1
         working.discard(done)
         part = slice(done.begin, done.begin + done.num_done)
@@ -174,21 +174,19 @@ class _Slice:
         return _Slice(self.begin + self.num_done, self.given.slice(self.num_done))
 
 
-def _start_thread(waiting: "SimpleQueue[_Slice]", working: set[_Slice], ended: "SimpleQueue[_Slice]") -> None:
-    def work() -> None:
-        while True:
-            try:
-                mine = waiting.get_nowait()
-            except Empty:
-                return
-            mine.since_s = time.monotonic()
-            working.add(mine)
-            mine.stat_all()
-            ended.put(mine)
-            if mine.is_abandoned:
-                return
-
-    Thread(target=work, daemon=True).start()
+def _check_slices(waiting: "SimpleQueue[_Slice]", working: set[_Slice], ended: "SimpleQueue[_Slice]") -> None:
+    """Check slices until none waits, in a thread; a thread whose slice was abandoned ends."""
+    while True:
+        try:
+            mine = waiting.get_nowait()
+        except Empty:
+            return
+        mine.since_s = time.monotonic()
+        working.add(mine)
+        mine.stat_all()
+        ended.put(mine)
+        if mine.is_abandoned:
+            return
 
 
 _SAVE_INTERVAL_S = 30.0
@@ -288,8 +286,16 @@ def probe_sources(
     outcomes = _outcomes(paths, todo.tolist(), states, num_workers=num_workers, run=run)
     for number, (row, outcome) in enumerate(outcomes, 1):
         old = known.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
-        seen = {"path": paths[row].as_py(), "size_bytes": int(sizes[row]), "mtime_ns": int(mtimes[row])}
-        source[row] = fresh.append(_record(seen, outcome, old=old))
+        record = {"path": paths[row].as_py(), "size_bytes": int(sizes[row]), "mtime_ns": int(mtimes[row])}
+        if isinstance(outcome, SourceFailure):
+            # A failure that may pass is probed again by the next run.
+            is_known_gone = outcome.code == FailureCode.SOURCE_MISSING and record["size_bytes"] == NO_FILE
+            is_kept = outcome.is_lasting or is_known_gone
+            failure = {"code": str(outcome.code), "message": outcome.message}
+            record = old | record | failure | ({} if is_kept else {"mtime_ns": _NEVER})
+        else:
+            record = asdict(outcome) | record
+        source[row] = fresh.append(record)
         on_progress(number, len(todo))
         if (begin_s := time.monotonic()) > next_save_s:
             _write_cache(data_dir, present_rows())
@@ -370,16 +376,6 @@ def _outcomes(
         sizes = states.size_bytes[readable].tolist()
         outcomes = probe_on_workers(given, sizes, run=run, max_processes=num_workers)
     yield from ((readable[number], outcome) for number, outcome in outcomes)
-
-
-def _record(seen: dict[str, Any], outcome: "SourceFacts | SourceFailure", *, old: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of PROBES."""
-    if not isinstance(outcome, SourceFailure):
-        return asdict(outcome) | seen
-    failure = {"code": str(outcome.code), "message": outcome.message}
-    is_known_gone = outcome.code == FailureCode.SOURCE_MISSING and seen["size_bytes"] == NO_FILE
-    is_kept = outcome.is_lasting or is_known_gone
-    return old | seen | failure | ({} if is_kept else {"mtime_ns": _NEVER})
 
 
 def _rows_of(paths: pa.ChunkedArray, *, known: pa.ChunkedArray) -> np.ndarray:

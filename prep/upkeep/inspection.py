@@ -136,7 +136,21 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
         if row >= 0:
             return shard, row
     unread = len(variant.shards()) - len(shards) + len(variant.damaged)
-    matching = _matching(shards, name, data_dir=data_dir)
+    # No key is equal: the name may be the beginning of a key, or the file name of a video, in any case.
+    video_ids = pa.array([], pa.string())
+    with suppress(UserError):  # without a manifest, only keys are known
+        videos = read_videos(data_dir)
+        paths = pc.utf8_lower(videos["path"])
+        without_extension = pc.replace_substring_regex(paths, pattern=r"\.[^./]+$", replacement="")
+        pattern = f"/{name.lower().removeprefix('/')}"
+        is_named = pc.or_(*(pc.ends_with(names, pattern=pattern) for names in (paths, without_extension)))
+        video_ids = videos["video_id"].filter(is_named).combine_chunks()
+    matching: list[tuple[CommittedShard, int]] = []
+    for shard in shards:
+        matches = pc.starts_with(shard.index["key"], pattern=name, ignore_case=True)
+        if "video_id" in shard.index.column_names:
+            matches = pc.or_(matches, pc.is_in(shard.index["video_id"], value_set=video_ids))
+        matching += [(shard, row) for row in pc.indices_nonzero(matches).to_pylist()]
     if len(matching) == 1 and not unread:
         return matching[0]
     if unread:
@@ -146,30 +160,11 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
         more = f", and {len(keys) - _NUM_NEAREST:,} more" if len(keys) > _NUM_NEAREST else ""
         hint = f"matching keys: {', '.join(keys[:_NUM_NEAREST])}{more}"
     else:
-        hint = _nearest(shards, name)
+        hint = _nearest_keys(shards, name)
     raise UserError(f'no {column.sample} "{name}" in variant {variant.directory.name}', hint=hint)
 
 
-def _matching(shards: list[CommittedShard], name: str, *, data_dir: Path) -> list[tuple[CommittedShard, int]]:
-    """Return the shards and rows of the samples whose key begins so or whose video has this file name, in any case."""
-    video_ids = pa.array([], pa.string())
-    with suppress(UserError):  # without a manifest, only keys are known
-        videos = read_videos(data_dir)
-        paths = pc.utf8_lower(videos["path"])
-        without_extension = pc.replace_substring_regex(paths, pattern=r"\.[^./]+$", replacement="")
-        pattern = f"/{name.lower().removeprefix('/')}"
-        is_named = pc.or_(*(pc.ends_with(names, pattern=pattern) for names in (paths, without_extension)))
-        video_ids = videos["video_id"].filter(is_named).combine_chunks()
-    samples = []
-    for shard in shards:
-        matches = pc.starts_with(shard.index["key"], pattern=name, ignore_case=True)
-        if "video_id" in shard.index.column_names:
-            matches = pc.or_(matches, pc.is_in(shard.index["video_id"], value_set=video_ids))
-        samples += [(shard, row) for row in pc.indices_nonzero(matches).to_pylist()]
-    return samples
-
-
-def _nearest(shards: list[CommittedShard], key: str) -> str:
+def _nearest_keys(shards: list[CommittedShard], key: str) -> str:
     try:
         video_id, start_ms = split_key(key)
     except ValueError:
@@ -194,7 +189,7 @@ def variants_report(data_dir: Path, first: str, second: str) -> Report:
     """Return the report on two variants, each named as in prep status.
 
     Raises:
-        UserError: There is no such variant, or they are of different columns.
+        UserError: A variant does not exist, or they are of different columns.
     """
     column, other_column = (_column_of(data_dir, name) for name in (first, second))
     if column != other_column:
@@ -262,16 +257,22 @@ class Comparison:
 
 
 def _compare_arrays(first: ColumnArrays, second: ColumnArrays) -> Comparison:
-    rows = [_rows_by_sample(arrays) for arrays in (first, second)]
-    common = [name for name in rows[0] if name in rows[1]]
+    rows: list[dict[tuple[Any, ...], int]] = []  # of the merged table, by video and, for a column of chunks, start
+    for arrays in (first, second):
+        entries, codes = arrays.rows.coded("video_id")
+        ids = pc.take(entries, pa.array(codes)).to_pylist()
+        names = ("start_ms",) if "start_ms" in arrays.rows.table.column_names else ()
+        others = (arrays.rows.table[name].to_pylist() for name in names)
+        rows.append({sample: row for row, sample in enumerate(zip(ids, *others, strict=True))})
+    common = [sample for sample in rows[0] if sample in rows[1]]
     chosen = [common[number * len(common) // _NUM_COMPARED] for number in range(_NUM_COMPARED)] if common else []
     num_other_shape = num_values = 0
     largest = total = squares = sum_of_values = 0.0
-    names = [*dict.fromkeys(chosen)]
-    for name in names:
+    samples = [*dict.fromkeys(chosen)]
+    for sample in samples:
         pair = []
         for arrays, of_variant in zip((first, second), rows, strict=True):
-            array: NDArray[Any] = arrays.array(of_variant[name])
+            array: NDArray[Any] = arrays.array(of_variant[sample])
             if array.dtype == np.uint16:  # the bits of bfloat16
                 array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
             pair.append(array.astype(np.float64))
@@ -287,16 +288,7 @@ def _compare_arrays(first: ColumnArrays, second: ColumnArrays) -> Comparison:
     if not num_values:
         return Comparison(0, num_other_shape, None, None, None)
     variance = max(0.0, squares / num_values - (sum_of_values / num_values) ** 2)
-    return Comparison(len(names) - num_other_shape, num_other_shape, largest, total / num_values, variance**0.5)
-
-
-def _rows_by_sample(arrays: ColumnArrays) -> dict[tuple[Any, ...], int]:
-    """Return the rows of the merged table by video and, for a column of chunks, start."""
-    entries, codes = arrays.rows.coded("video_id")
-    ids = pc.take(entries, pa.array(codes)).to_pylist()
-    names = ("start_ms",) if "start_ms" in arrays.rows.table.column_names else ()
-    others = (arrays.rows.table[name].to_pylist() for name in names)
-    return {sample: row for row, sample in enumerate(zip(ids, *others, strict=True))}
+    return Comparison(len(samples) - num_other_shape, num_other_shape, largest, total / num_values, variance**0.5)
 
 
 def _column_of(data_dir: Path, variant: str) -> str:

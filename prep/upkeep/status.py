@@ -355,7 +355,18 @@ def status_text(status: Status) -> str:
     for column in status.columns.values():
         lines += _column_lines(column, status.data_dir)
     lines += [] if status.leakage is None else status.leakage.lines()
-    lines += _failure_lines(status)
+    for column in status.columns.values():
+        is_first = column_named(column.column).is_first
+        failures = Counter(status.videos.unusable if status.videos is not None and is_first else {})
+        failures.update(column.current_status.failures if column.current_status is not None else {})
+        where = "" if is_first else f" of {column.column}"
+        lines += [f"failed    {count} x {code}{where}" for code, count in failures.most_common()]
+        lines += named_lines(
+            column.first_failures, num_all=failures.total(), listed=column.failures_file, indent=_INDENT
+        )
+        if column.current_status is not None and column.current_status.failures:
+            retry = shlex.join(retry_words(column_named(column.column), data=status.data_dir))
+            lines.append(f"{_INDENT}to try them again: {retry}")
     problems = [(name, problem) for name, column in status.columns.items() for problem in column.problems]
     for name, (shard_id, state, why) in problems[:_MAX_LISTED]:
         lines.append(f"{state:<10}{'' if column_named(name).is_first else f'{name} '}shard {shard_id:06d}: {why}")
@@ -416,32 +427,25 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
         lines.append(f"{_INDENT}{late}: used up to it; are all times in seconds?")
     num_beyond = (videos.num_captions_beyond or 0) + (videos.num_captions_ending_beyond or 0)
     lines += named_lines(videos.first_captions_beyond, num_all=num_beyond, listed=None, indent=f"{_INDENT}  ")
-    lines += _source_lines(videos.caption_sources)
+    sources = videos.caption_sources
+    if sources is None:
+        lines.append(f"{_INDENT}their table is damaged")
+    elif len(sources) > 1 or any(source.is_further for source in sources):
+        for source in sources[:_MAX_LISTED]:
+            by = f", by {', '.join(source.weights)}" if source.weights else ""
+            lines.append(f"{_INDENT}{on_one_line(f'{source.name}: {source.num_captions:,}{by}')}")
+            if is_of_model(source.name):
+                lines.append(f"{_INDENT}  used in training only if --captions.sources names it")
+            if source.stale_because is not None:
+                lines.append(f"{_INDENT}  stale: {on_one_line(source.stale_because)}")
+        if len(sources) > _MAX_LISTED:
+            lines.append(f"{_INDENT}... and {count_noun(len(sources) - _MAX_LISTED, 'more source')}")
     lines += note_lines(videos.first_notes, num_all=videos.num_noted, indent=len(_INDENT))
     for code, count in videos.lost.items():
         lines.append(
             f"lost      {count_noun(count, 'source')} that can no longer be read ({code}); existing chunks are kept"
         )
     return [*lines, *named_lines(videos.first_lost, num_all=sum(videos.lost.values()), listed=None, indent=_INDENT)]
-
-
-def _source_lines(sources: list[CaptionSource] | None) -> list[str]:
-    """Return lines with the number of captions of each source, if there are several; None means a damaged table."""
-    if sources is None:
-        return [f"{_INDENT}their table is damaged"]
-    if len(sources) < 2 and not any(source.is_further for source in sources):
-        return []
-    lines = []
-    for source in sources[:_MAX_LISTED]:
-        by = f", by {', '.join(source.weights)}" if source.weights else ""
-        lines.append(f"{_INDENT}{on_one_line(f'{source.name}: {source.num_captions:,}{by}')}")
-        if is_of_model(source.name):
-            lines.append(f"{_INDENT}  used in training only if --captions.sources names it")
-        if source.stale_because is not None:
-            lines.append(f"{_INDENT}  stale: {on_one_line(source.stale_because)}")
-    if len(sources) > _MAX_LISTED:
-        lines.append(f"{_INDENT}... and {count_noun(len(sources) - _MAX_LISTED, 'more source')}")
-    return lines
 
 
 def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
@@ -497,23 +501,6 @@ def _variant_lines(column: str, variant: VariantStatus, *, place: str) -> list[s
             )
         else:
             lines.append(f"{_INDENT}in progress: {count_noun(done, spec.sample)} so far")
-    return lines
-
-
-def _failure_lines(status: Status) -> list[str]:
-    lines = []
-    for column in status.columns.values():
-        is_first = column_named(column.column).is_first
-        failures = Counter(status.videos.unusable if status.videos is not None and is_first else {})
-        failures.update(column.current_status.failures if column.current_status is not None else {})
-        where = "" if is_first else f" of {column.column}"
-        lines += [f"failed    {count} x {code}{where}" for code, count in failures.most_common()]
-        lines += named_lines(
-            column.first_failures, num_all=failures.total(), listed=column.failures_file, indent=_INDENT
-        )
-        if column.current_status is not None and column.current_status.failures:
-            retry = shlex.join(retry_words(column_named(column.column), data=status.data_dir))
-            lines.append(f"{_INDENT}to try them again: {retry}")
     return lines
 
 

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -247,11 +246,20 @@ def check_deep(task: DeepTask) -> DeepResult:
     num_checked, key = 0, None
     try:
         check_sample = import_object(task.check)
-        for row, members in _samples(task):
-            key = row["key"]
-            checked: CheckedSample = check_sample(row, members, task.commit.split)
-            num_checked += checked.num_checked
-            findings += [(key, str(code), message) for code, message in checked.differences]
+        if task.commit.files is None:
+            return DeepResult(task.commit.shard_id, 0, ())
+        table = open_index(task.variant_dir / task.commit.files.index)
+        path = task.variant_dir / task.commit.files.tar
+        with local_copy(path), path.open("rb") as tar:
+            for number in range(table.num_rows):
+                row = {name: table[name][number].as_py() for name in table.column_names}
+                key, members = row["key"], {}
+                for extension in extensions_of(table):
+                    tar.seek(row[f"{extension}_offset"])
+                    members[extension] = tar.read(row[f"{extension}_size"])
+                checked: CheckedSample = check_sample(row, members, task.commit.split)
+                num_checked += checked.num_checked
+                findings += [(key, str(code), message) for code, message in checked.differences]
     except (Damaged, OSError) as error:
         findings.append((None, str(DeepCode.UNREADABLE), str(error)))
     except Inaccessible as error:
@@ -259,22 +267,6 @@ def check_deep(task: DeepTask) -> DeepResult:
     except Exception as error:  # noqa: BLE001 - of any kind, as it may be the code of others
         findings.append((key, str(DeepCode.CHECK_FAILED), f"{task.check}: {type(error).__name__}: {first_line(error)}"))
     return DeepResult(task.commit.shard_id, num_checked, tuple(findings))
-
-
-def _samples(task: DeepTask) -> Iterator[tuple[dict[str, Any], dict[str, bytes]]]:
-    """Yield each sample's index row and its members."""
-    if task.commit.files is None:
-        return
-    table = open_index(task.variant_dir / task.commit.files.index)
-    path = task.variant_dir / task.commit.files.tar
-    with local_copy(path), path.open("rb") as tar:
-        for number in range(table.num_rows):
-            row = {name: table[name][number].as_py() for name in table.column_names}
-            members = {}
-            for extension in extensions_of(table):
-                tar.seek(row[f"{extension}_offset"])
-                members[extension] = tar.read(row[f"{extension}_size"])
-            yield row, members
 
 
 @dataclass(frozen=True)
@@ -358,7 +350,7 @@ def _tables(data_dir: Path) -> Iterator[RecordFinding]:
         except (OSError, ValueError) as error:
             if schema is PROBES:
                 message = f"{error}; until it is repaired, all sources are probed again"
-                repair = _with_data("prep plan", data_dir)
+                repair = f"prep plan --data {shlex.quote(str(data_dir))}"
             else:
                 detecting = f"prep {command_for(VIDEO)} --cut shots"
                 message = f"{error}; until it is repaired, shots are detected again by `{detecting}`"
@@ -380,7 +372,7 @@ def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
             folder = variant_dir(data_dir, column.name, name)
             if name != current_variant(data_dir, column.name) and late_files(folder, column.name):
                 message = "commits of a late run, written after the variant had been removed"
-                yield RecordFinding(str(folder), message, _with_data("prep gc", data_dir))
+                yield RecordFinding(str(folder), message, f"prep gc --data {shlex.quote(str(data_dir))}")
     if missing:
         commands = ", ".join(f"prep {column.command}" for column in missing)
         names = ", ".join(column.name for column in missing)
@@ -428,10 +420,6 @@ def _command_of(data_dir: Path, column: ColumnSpec, matches: Callable[[Stored], 
             if matches(stored):
                 return column.command_line(stored, data_dir=data_dir)
     return None
-
-
-def _with_data(command: str, data_dir: Path) -> str:
-    return f"{command} --data {shlex.quote(str(data_dir))}"
 
 
 def verified_text(verified: Verified, *, column: ColumnSpec, max_findings: int) -> str:
