@@ -216,26 +216,24 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
         "delivers in its time",
     ]
     for way, clip_bytes in load.ways.items():
+        headroom, nodes, longest = load.headroom(way), count_noun(load.num_nodes, "node"), ""
+        if way == WHOLE:
+            longest = f"; the longest chunk that it sustains is {load.longest_chunk_s:.3g} s ({_SOURCE})"
+        # A speed that one of several nodes has measured allows three answers: all nodes together get between this speed
+        # and this speed times the number of nodes.
+        if headroom >= 1:
+            least = "" if load.is_total else f", even if {nodes} together get only the speed that this node measured"
+            verdict = f"fine, {headroom:.1f} times as much is delivered{least}"
+        elif load.is_total or headroom * load.num_nodes < 1:
+            verdict = f"too much, reading takes {1 / headroom:.1f} times as long as the step"
+        else:
+            needed = size_text(load.clips_per_s * clip_bytes)
+            verdict = f"fine only if {nodes} together get {needed}/s: give their speed with --read-speed"
         lines.append(
             f"{way:<13} {load.batch:,} x {size_text(clip_bytes)} = {size_text(load.batch * clip_bytes)}, "
-            f"{size_text(load.clips_per_s * clip_bytes / load.num_nodes)}/s per node: {_verdict(load, way)}"
+            f"{size_text(load.clips_per_s * clip_bytes / load.num_nodes)}/s per node: {verdict}{longest}"
         )
     return "\n".join(lines)
-
-
-def _verdict(load: Load, way: str) -> str:
-    """Return the conclusion about a way of reading; there are three if one of several nodes measured the speed."""
-    headroom, nodes = load.headroom(way), count_noun(load.num_nodes, "node")
-    longest = ""
-    if way == WHOLE:
-        longest = f"; the longest chunk that it sustains is {load.longest_chunk_s:.3g} s ({_SOURCE})"
-    if headroom >= 1:
-        least = "" if load.is_total else f", even if {nodes} together get only the speed that this node measured"
-        return f"fine, {headroom:.1f} times as much is delivered{least}{longest}"
-    if load.is_total or headroom * load.num_nodes < 1:
-        return f"too much, reading takes {1 / headroom:.1f} times as long as the step{longest}"
-    needed = size_text(load.clips_per_s * load.ways[way])
-    return f"fine only if {nodes} together get {needed}/s: give their speed with --read-speed{longest}"
 
 
 READERS = 32  # threads by which a process of train reads clips of a bucket ahead

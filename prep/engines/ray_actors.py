@@ -192,14 +192,6 @@ class _Attempt:
     num_lost_nodes: int = 0
     failed_on: dict[str, str] = field(default_factory=dict)
 
-    def is_retried(self, task_retries: int, *, is_node: bool) -> bool:
-        """Count a loss of its worker, or of its node, and return True if the task is to be tried again."""
-        if is_node:
-            self.num_lost_nodes += 1
-        else:
-            self.num_deaths += 1
-        return self.num_deaths <= task_retries and self.num_lost_nodes <= _MAX_LOST_NODES
-
 
 @dataclass(frozen=True)
 class _Actor:
@@ -315,7 +307,10 @@ class ActorRun:
             is_node = not self._nodes.is_alive(actor.node_id)
             if is_node:
                 yield from self._nodes.lose(actor.node_id)
-            if attempt.is_retried(self._task_retries, is_node=is_node):
+                attempt.num_lost_nodes += 1
+            else:
+                attempt.num_deaths += 1
+            if attempt.num_deaths <= self._task_retries and attempt.num_lost_nodes <= _MAX_LOST_NODES:
                 self._waiting.appendleft(attempt)
             else:
                 yield Outcome(attempt.task, None, lost=first_line(error))

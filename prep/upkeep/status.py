@@ -452,10 +452,24 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
     lines, again = [], ""
     if column.written_by is None and not any(variant.num_running is not None for variant in column.variants):
         again = f": {_command_of(column, data_dir)}"
+    spec, place = column_named(column.column), "on disk" if mirror_of(data_dir) is None else "in the bucket"
     for variant in column.variants:
-        lines += _variant_lines(
-            column.column, variant, place="on disk" if mirror_of(data_dir) is None else "in the bucket"
-        )
+        hours = f" {length_text(3600 * variant.hours, num_unread=variant.num_unread)}," if spec.has_hours else ""
+        total = f"{count_noun(variant.num_samples, spec.sample)} in {count_noun(variant.num_shards, 'shard')}"
+        lines += [
+            f"{column.column:<9} {variant.name}{' (current)' if variant.is_current else ''}",
+            f"{_INDENT}{total},{hours} {size_text(variant.size_bytes)} {place}",
+        ]
+        if variant.where is not None:
+            lines.append(f"{_INDENT}selected by --where {shlex.quote(variant.where)}")
+        lines += [f"{_INDENT}{'  ' if number else 'left out: '}{line}" for number, line in enumerate(variant.left_out)]
+        if variant.num_running is not None:
+            done = variant.num_samples + variant.num_running
+            progress = f"{count_noun(done, spec.sample)} so far"
+            if variant.num_wanted:
+                share = min(done / variant.num_wanted, 1)
+                progress = f"{done:,} of {count_noun(variant.num_wanted, spec.sample)} ({share:.0%})"
+            lines.append(f"{_INDENT}in progress: {progress}")
         if variant.num_missing and variant.num_running is None and column.written_by is None:
             command = _command_of_variant(column.column, variant.name, data_dir)
             lines.append(f"{_INDENT}incomplete: {count_noun(variant.num_missing, 'shard')} not made yet: {command}")
@@ -478,29 +492,6 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
         lines.append(f"{label:<10}in progress: written by {column.written_by}")
     if column.current_status is None and column.variants:
         lines.append(f"{_INDENT}no variant is current")
-    return lines
-
-
-def _variant_lines(column: str, variant: VariantStatus, *, place: str) -> list[str]:
-    spec = column_named(column)
-    hours = f" {length_text(3600 * variant.hours, num_unread=variant.num_unread)}," if spec.has_hours else ""
-    total = f"{count_noun(variant.num_samples, spec.sample)} in {count_noun(variant.num_shards, 'shard')}"
-    lines = [
-        f"{column:<9} {variant.name}{' (current)' if variant.is_current else ''}",
-        f"{_INDENT}{total},{hours} {size_text(variant.size_bytes)} {place}",
-    ]
-    if variant.where is not None:
-        lines.append(f"{_INDENT}selected by --where {shlex.quote(variant.where)}")
-    lines += [f"{_INDENT}{'  ' if number else 'left out: '}{line}" for number, line in enumerate(variant.left_out)]
-    if variant.num_running is not None:
-        done = variant.num_samples + variant.num_running
-        if variant.num_wanted:
-            share = min(done / variant.num_wanted, 1)
-            lines.append(
-                f"{_INDENT}in progress: {done:,} of {count_noun(variant.num_wanted, spec.sample)} ({share:.0%})"
-            )
-        else:
-            lines.append(f"{_INDENT}in progress: {count_noun(done, spec.sample)} so far")
     return lines
 
 

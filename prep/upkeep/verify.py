@@ -137,12 +137,20 @@ def verify_variant(
     """
     problems = {damaged.shard_id: [damaged] for damaged in map(damaged_commit, variant.damaged)}
     refused: dict[int, Finding] = {}
-    for done, (commit, outcome) in enumerate(_verify_bytes(variant, num_threads=num_workers), 1):
-        on_shard(done, len(variant.commits))
-        if isinstance(outcome, Inaccessible):
-            refused[commit.shard_id] = Finding(commit.shard_id, None, _INACCESSIBLE, str(outcome))
-        elif outcome:
-            problems[commit.shard_id] = outcome
+    with ThreadPoolExecutor(num_workers) as pool:
+        running = {
+            pool.submit(_verify_commit, variant.directory, commit): commit for commit in variant.commits.values()
+        }
+        try:
+            for done, future in enumerate(as_completed(running), 1):
+                on_shard(done, len(variant.commits))
+                shard_id, outcome = running[future].shard_id, future.result()
+                if isinstance(outcome, Inaccessible):
+                    refused[shard_id] = Finding(shard_id, None, _INACCESSIBLE, str(outcome))
+                elif outcome:
+                    problems[shard_id] = outcome
+        finally:
+            pool.shutdown(cancel_futures=True)  # an interrupted command does not read the rest
     unseen = [
         shard_id
         for shard_id, of_shard in problems.items()
@@ -201,18 +209,6 @@ def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
         set_modified_time(folder / name, time_ns=now_ns)
         return bool(quick_check(folder, commit))
     return False
-
-
-def _verify_bytes(variant: Variant, *, num_threads: int) -> Iterator[tuple[Commit, list[Problem] | Inaccessible]]:
-    with ThreadPoolExecutor(num_threads) as pool:
-        running = {
-            pool.submit(_verify_commit, variant.directory, commit): commit for commit in variant.commits.values()
-        }
-        try:
-            for future in as_completed(running):
-                yield running[future], future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def _verify_commit(folder: Path, commit: Commit) -> list[Problem] | Inaccessible:
