@@ -75,7 +75,6 @@ def verify(
         check_folder_records,
         check_variant_records,
         failure_text,
-        records_text,
         repairs_text,
         verified_text,
         verify_variant,
@@ -117,8 +116,9 @@ def verify(
         values = {name: asdict(verified) for name, verified in results.items()}
         print(json_module.dumps({**values, "records": [asdict(record) for record in records]}, indent=1))
     else:
-        for line in records_text(records):
-            print(line)
+        for record in records:
+            name = "" if record.path in record.message else f"{record.path}: "
+            print(f"record  {name}{record.message}")
         for known in selected:
             print(verified_text(results[known.name], column=known, max_findings=_MAX_FINDINGS))
     damaged = [known for known in selected if results[known.name].num_problems]

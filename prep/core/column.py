@@ -245,10 +245,10 @@ def recipe_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
     A recipe that was stored has lists where another has tuples; both are compared in the form that is stored.
     """
     old, new = json.loads(json.dumps(old)), json.loads(json.dumps(new))
-    names = [*new, *(name for name in old if name not in new)]
-    pairs = ((name, old.get(name), new.get(name)) for name in names)
-    return [f"{name}: {_setting(before)} → {_setting(after)}" for name, before, after in pairs if before != after]
-
-
-def _setting(value: object) -> str:
-    return "not set" if value is None else str(value)
+    differences = []
+    for name in [*new, *(name for name in old if name not in new)]:
+        values = old.get(name), new.get(name)
+        if values[0] != values[1]:
+            before, after = ("not set" if value is None else value for value in values)
+            differences.append(f"{name}: {before} → {after}")
+    return differences

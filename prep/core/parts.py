@@ -31,12 +31,12 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.imported import import_object
@@ -44,7 +44,6 @@ from clipmill.manifests.locks import FileLock, holder_of, this_process
 from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import mirror_of, refresh
 from clipmill.prep.core.data_folder import lock_path, part_lock_names, remove_leftovers
-from clipmill.prep.core.shard_result import ShardWork
 from clipmill.prep.engines.admission import source_sha256
 
 _PART = re.compile(r"(-?\d{1,6})/(-?\d{1,6})", re.ASCII)
@@ -253,8 +252,6 @@ def _changed_ns(path: Path) -> int:
         return os.fstat(file.fileno()).st_mtime_ns
 
 
-S = TypeVar("S", bound=ShardWork)
-
 _MADE_LINE = re.compile(r"^(\d+)/(\d+) (\d+)$", re.ASCII | re.MULTILINE)
 _MAX_LAG_S, _LAG_INTERVAL_S = 120.0, 1.0  # NFS clients keep listings for up to a minute
 
@@ -391,10 +388,6 @@ class PartRun:
             self._locks.release()
         finally:
             self._leave_turn()
-
-    def shards_of_part(self, shards: Sequence[S]) -> list[S]:
-        """Return the shards of this part."""
-        return [shard for shard in shards if self.part.holds(shard.shard_id)]
 
     def part_of(self, number: int) -> Part:
         """Return the part that a shard, or other numbered work, is left to."""

@@ -86,11 +86,6 @@ class ShardPlan:
     def has_work(self) -> bool:
         return self.state not in (ShardState.CURRENT, ShardState.ORPHANED)
 
-    @property
-    def share_of_work(self) -> float:
-        """Share of the samples that are not copied, above 0: copying costs little, but not nothing."""
-        return 1.0 - 0.98 * (self.num_copied or 0) / max(1, self.num_chunks)
-
 
 @dataclass(frozen=True)
 class StoredShards:

@@ -133,7 +133,9 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     begin_variant(job.data_dir, job.column.name, job.variant)
     if part_run is not None:
         part_run.begin()
-    part_job = job if part_run is None else replace(job, shards=part_run.shards_of_part(job.shards))
+    part_job = job
+    if part_run is not None:
+        part_job = replace(job, shards=[shard for shard in job.shards if part_run.part.holds(shard.shard_id)])
     reported = frozenset(read_failures(folder / FAILURES_FILE))
     summary, begin_s = Summary(job.variant), time.monotonic()
     results = {result.shard_id: result for result in _results(part_job, engine, summary)}
@@ -168,7 +170,8 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
     if not work:
         return
     num_chunks = {shard.shard_id: shard.num_chunks for shard in work}
-    shares = {shard.shard_id: shard.share_of_work for shard in work}
+    # Share of the samples of a shard that are not copied, above 0: copying costs little, but not nothing.
+    shares = {shard.shard_id: 1.0 - 0.98 * (shard.num_copied or 0) / max(1, shard.num_chunks) for shard in work}
     progress = RunProgress(
         job.column.doing,
         noun=job.column.sample,

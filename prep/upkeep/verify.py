@@ -437,14 +437,6 @@ def verified_text(verified: Verified, *, column: ColumnSpec, max_findings: int) 
     return "\n".join(lines)
 
 
-def records_text(records: list[RecordFinding]) -> list[str]:
-    """Return one line per missing or damaged record."""
-    return [
-        f"record  {record.message}" if record.path in record.message else f"record  {record.path}: {record.message}"
-        for record in records
-    ]
-
-
 def repairs_text(records: list[RecordFinding]) -> list[str]:
     """Return the commands that repair the damaged records, without duplicates."""
     if not records:
