@@ -99,6 +99,7 @@ def captions(
         return
     if not tables:
         raise UserError("there are no tables", hint="give tables of captions, or --remove and the name of a source")
+    # The lock is held while tables are read, because their rows refer to the videos of the manifest.
     with writing(folder), Activity("reading captions"):
         videos = read_videos(folder)
         limits = Limits(ends_of_videos(folder, videos), chunk_finder(folder, videos))
@@ -182,6 +183,7 @@ def _select(
     if drop_duplicates:
         duplicates = is_duplicate(kept)
         num_dropped["duplicate"], kept = int(duplicates.sum()), kept.filter(pa.array(~duplicates))
+    # A source replaces its earlier captions, so an empty one would remove them.
     left = set(pc.unique(kept["source"]).to_pylist())
     for name in pc.unique(table["source"]).to_pylist():
         if name not in left:

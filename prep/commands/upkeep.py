@@ -273,6 +273,7 @@ def gc(
     )
 
     data_dir = require_data_folder(data)
+    # All columns are locked: the files of a running command are not committed yet, and would be garbage.
     with ExitStack() as held:
         for column in columns():
             held.enter_context(column_lock(data_dir, column=column.name))

@@ -235,6 +235,7 @@ def _make(task: ChunkTask) -> ShardResult:
     ) as shard:
         chunks = replace(chunks, show=shard.show)
         made = _outcomes(work, chunks, task, shard)
+        # Copied and new samples stand in the order of the chunks, so that the bytes do not depend on earlier runs.
         for row in chunks.wanted:
             is_old = chunks.fingerprints[row] in old
             try:

@@ -139,6 +139,7 @@ def plan_shards(
             unreadable=unreadable,
             what_changed=what_changed,
         )
+        # Its planned content is unknown at present: the stored shard is better than a part of it.
         if state == ShardState.CHANGED and shard.shard_id in held.shard_ids:
             yield _stored_plan(commits[shard.shard_id], ShardState.CURRENT, held.because)
             continue

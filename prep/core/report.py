@@ -75,6 +75,7 @@ def states_lines(
         lines.append(f"kept     {held}{f'; {num_failed:,} failed, see prep status' if num_failed else ''}")
         reasons_to_hold = {shard.reason for shard in kept if shard.reason.startswith("kept, ")}
         lines += [f"         {reason.removeprefix('kept, ')}" for reason in sorted(reasons_to_hold)]
+    # Shards with the same reason share a line: a plan may have thousands of them.
     groups: dict[str, _Group] = {}
     for shard in shards:
         if shard.has_work:

@@ -221,6 +221,7 @@ class Request(Checked):
                 hint=f"give --engine ray or --address, or omit {flags}",
                 flags=(*changed, "--engine"),
             )
+        # The parts would be divided among the nodes a second time.
         if self.cluster is not None and self.part is not None:
             source = "RAY_ADDRESS=" if self.address is None else "--address "
             yield UserError(

@@ -118,6 +118,7 @@ class Nodes:
             UserError: All nodes were refused, or no node has appeared within the time limit.
             FailedWork: The last node was lost, and no other node has appeared within the time limit.
         """
+        # The run calls this at every tick, and asking Ray takes milliseconds.
         now_s = time.monotonic()
         if now_s - self._checked_s < _CHECK_INTERVAL_S and not at_once:
             return

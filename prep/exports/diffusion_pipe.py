@@ -171,9 +171,11 @@ def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterato
     for number, item in enumerate(items):
         of_shard = shards.setdefault(item.shard, [])
         segments.setdefault(item.shard, []).append(number)
+        # Segments that share a caption share its item of text.
         if item.mark not in places:
             places[item.mark] = item.shard, len(of_shard)
             of_shard.append(item)
+    # All items have the same size, so that places are known before the items are made.
     size = len(torch_bytes(items[0].values()))
 
     def contents(of_shard: list[_Item]) -> Iterator[bytes]:

@@ -120,6 +120,7 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
             f"no segment of {flags.segment} of split {flags.split!r} has a text embedding",
             hint=f"give a shorter --segment, or run {how_to_make(TEXT, data_dir)}",
         )
+    # Segments are numbered within their chunk, which gives their first frame.
     number = np.arange(len(sample)) - np.repeat(np.cumsum(per_chunk) - per_chunk, per_chunk)
     shown, video = np.unique(video_row[sample], return_inverse=True)
     rows = np.stack([embeddings[int(row)] for row in shown])

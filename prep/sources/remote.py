@@ -232,6 +232,7 @@ class RemoteFile(io.RawIOBase):
         else:
             num_bytes = min(2 * self._next_bytes, _MAX_BYTES) if at == self._next_begin else _FIRST_BYTES
             self._next_bytes = num_bytes
+            # A read ends where a kept block begins, so that no byte is fetched twice.
             behind = min((begin for begin in self._blocks if begin > at), default=self.size_bytes)
             num_bytes = min(max(num_bytes, min(end - at, _MAX_BYTES)), behind - at)
         try:

@@ -116,6 +116,7 @@ def find_garbage(data_dir: Path) -> Garbage:
 def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> None:
     """Add the garbage of one column to `garbage`."""
     current = current_variant(data_dir, column.name)
+    # While the current variant cannot replace the others, they may hold the only good samples.
     reason = _reason_to_keep_all(data_dir, column, current)
     if reason is not None:
         garbage.kept_because[column.name] = reason

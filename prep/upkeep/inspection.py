@@ -221,6 +221,7 @@ def variants_report(data_dir: Path, first: str, second: str) -> Report:
         f"samples   {count_noun(len(keys[0]), 'sample')} and {len(keys[1]):,}; both have {num_common:,}",
         f"size      {size_text(sizes[0])} and {size_text(sizes[1])}",
     ]
+    # Only columns of tensors have values that can be subtracted.
     if column in COLUMNS and any(".npy" in member for member in COLUMNS[column].members):
         arrays = [ColumnArrays.open(data_dir, column, variant=name) for name in (first, second)]
         comparison = _compare_arrays(arrays[0], arrays[1])

@@ -222,7 +222,9 @@ def test_flags_of_all_columns_are_taken() -> None:
     assert flags - TAKEN_SETTINGS == {"num_gpus", "batch", "scratch_size"}
 
 
-@pytest.mark.parametrize(("change", "message"), [({"settings": 3}, "not a dataclass"), ({"schema": "1"}, "not an integer")])
+@pytest.mark.parametrize(
+    ("change", "message"), [({"settings": 3}, "not a dataclass"), ({"schema": "1"}, "not an integer")]
+)
 def test_a_spec_is_checked(change: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         replace(COLUMN, **change)
