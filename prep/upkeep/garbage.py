@@ -129,7 +129,9 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
         folder = variant_dir(data_dir, column.name, name)
         if name != current and (late := late_files(folder, column.name)):
             why, variant = "written by a late run, after the variant had been removed", f"{column.name}/{name}"
-            garbage.items.extend(Item(path, _size(path), why, variant=variant, kind=path.suffix) for path in late)
+            garbage.items.extend(
+                Item(path, path.lstat().st_size, why, variant=variant, kind=path.suffix) for path in late
+            )
             commits = folder / COMMITS_FOLDER
             garbage.folders.extend([*folders_in(folder), *folders_in(commits), commits, folder])
             continue
@@ -144,7 +146,7 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
             named = {path for file in stored for path in (file.tar, file.energon_index, file.index)}
             known, unknown = _sorted_files(folder, needed=named)
             stray = (Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2]))
-            garbage.items.extend(Item(path, _size(path), "not referenced by a commit") for path in stray)
+            garbage.items.extend(Item(path, path.lstat().st_size, "not referenced by a commit") for path in stray)
         elif lost := lost_samples(data_dir, column.name, variant=str(current), former=name):
             why = f"it has samples that the current variant lacks ({codes_line(lost)})"
             garbage.kept_because[f"{column.name}/{name}"] = why
@@ -153,7 +155,7 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
             known, unknown = _sorted_files(folder)
             why, variant = "not the current variant", f"{column.name}/{name}"
             garbage.items.extend(
-                Item(path, _size(path), why, variant=variant, kind=kind)
+                Item(path, path.lstat().st_size, why, variant=variant, kind=kind)
                 for kind, paths in known.items()
                 for path in map(Path, paths)
             )
@@ -312,7 +314,7 @@ def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
     _add_temporaries(data_dir / LAYOUT_FOLDER, garbage)
     for column in columns():
         for folder in incomplete_variants(data_dir, column.name):
-            garbage.items.extend(Item(path, _size(path), _LEFTOVER) for path in sorted(folder.iterdir()))
+            garbage.items.extend(Item(path, path.lstat().st_size, _LEFTOVER) for path in sorted(folder.iterdir()))
             garbage.folders.append(folder)
         for name in list_variants(data_dir, column.name):
             folder = variant_dir(data_dir, column.name, name)
@@ -328,20 +330,16 @@ def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
                 _add_temporaries(part, garbage)
             for path in sorted((folder / RUNNING_FOLDER).glob("*")):
                 if RUNNING_FILE.fullmatch(path.name):
-                    garbage.items.append(Item(path, _size(path), _LEFTOVER))
+                    garbage.items.append(Item(path, path.lstat().st_size, _LEFTOVER))
             garbage.folders.append(folder / RUNNING_FOLDER)
 
 
 def _add_temporaries(folder: Path, garbage: Garbage, *, of: Callable[[str], bool] = lambda target: True) -> None:
-    garbage.items.extend(Item(path, _size(path), _LEFTOVER) for path in temporaries_in(folder, of=of))
+    garbage.items.extend(Item(path, path.lstat().st_size, _LEFTOVER) for path in temporaries_in(folder, of=of))
 
 
 def _is_temporary(entry: "os.DirEntry[str]") -> bool:
     return target_of(entry.name) is not None and entry.is_file(follow_symlinks=False)
-
-
-def _size(path: Path) -> int:
-    return path.lstat().st_size
 
 
 SHARD_FILE = re.compile(r"\d{6,}-[0-9a-f]{8}\.(tar|tar\.idx|index\.arrow)")
