@@ -1,14 +1,17 @@
-"""Whether a disk or a bucket keeps up with training: one inequality, for each way of reading a clip.
+"""Advice on whether a disk or a bucket keeps up with training: one inequality, for each way of reading a clip.
 
     B x b <= S_r x delta                  b = rho x T for whole chunks: AVION, arXiv 2309.16669, equation 3
 
-B is the batch size in clips, b the bytes that are read of a clip, rho the bytes per second of video, T the chunk length
-in seconds, S_r the read speed of the disk in bytes per second, and delta the time of a training step in seconds without
-waiting for data. The bytes of a clip's packets, or of a segment of latents, do not depend on the chunk length.
+B is the batch size in clips, b the bytes that are read for a clip, rho the bytes per second of video, T the chunk
+length in seconds, S_r the read speed of the disk in bytes per second, and delta the time of a training step in seconds
+without waiting for data. The bytes of a clip's packets, or of a segment of latents, do not depend on the chunk length.
 
-If N nodes read one disk, B is the batch of all of them, and S_r is what the disk delivers to all of them together. One
-node alone measures at most that, and perhaps only what its network link lets through: S_r is between the speed that
-one node measures and N times that speed.
+If N nodes read one disk, B is the batch of all of them, and S_r is the speed that the disk delivers to all of them
+together. A single node measures at most that, and perhaps only the speed of its network link: S_r is between the speed
+that one node measures and N times that speed.
+
+Reading is measured on some shards of a column (`open_column`, `disk_speed`, `bucket_speed`); step times come from the
+files in the folder of a training run (`read_run_steps`), since prep does not import train.
 
 A bucket answers many requests at once, each after tens of milliseconds:
 
@@ -22,6 +25,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,6 +33,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, size_text
@@ -39,22 +44,22 @@ from clipmill.shards.reader import CommittedShard, Variant
 
 _SOURCE = "AVION, arXiv:2309.16669, equation 3"
 _USD_PER_GET = 0.40e-6  # S3 Standard in us-east-1
-_GETS_PER_S = 5_500  # that S3 serves at least for each prefix
+_GETS_PER_S = 5_500  # requests that S3 serves at least for each prefix
 WHOLE = "whole chunks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What training requires from a disk or a bucket.
+    """Requirements of training on a disk or a bucket.
 
     Attributes:
-        batch: B, clips per step, of all nodes together.
-        step_s: delta.
-        read_bytes_per_s: S_r, as one node measures it or as given for all of them.
-        video_bytes_per_s, chunk_s: rho, of latents for their column, and T.
-        clip_bytes: b by what is read of a clip: packets, latents.
-        num_nodes, gpus_per_node: the cluster; all of its nodes read the disk.
-        is_total: whether S_r is known to be what all nodes get together; else it was measured by one of them.
+        batch: B, clips per step of all nodes together.
+        step_s: Step time delta in seconds.
+        read_bytes_per_s: S_r, as one node measures it or as given for all nodes.
+        video_bytes_per_s, chunk_s: Rho, for latents the rate of their column, and T.
+        clip_bytes: Bytes b of a clip by the data that is read: packets, latents.
+        num_nodes, gpus_per_node: Size of the cluster; all of its nodes read the disk.
+        is_total: True if S_r is the speed of all nodes together; False if one node measured it.
     """
 
     batch: int
@@ -87,7 +92,7 @@ class Load:
 
     @cached_property
     def ways(self) -> dict[str, float]:
-        """Bytes per clip by what is read of it."""
+        """Bytes per clip by the data that is read."""
         return {WHOLE: self.video_bytes_per_s * self.chunk_s, **self.clip_bytes}
 
     def headroom(self, way: str) -> float:
@@ -97,13 +102,13 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """What training asks of a bucket.
+    """Requests of training to a bucket.
 
     Attributes:
-        latency_s: of a request for a range of a clip.
-        requests_per_clip: ranges, after short gaps were closed.
-        set_bytes, num_shards: of all tars of the variant.
-        clips_per_epoch: C.
+        latency_s: Latency of a request for a range of a clip, in seconds.
+        requests_per_clip: Number of ranges, after short gaps were closed.
+        set_bytes, num_shards: Size and number of all tars of the variant.
+        clips_per_epoch: C, clips of an epoch.
     """
 
     load: Load
@@ -115,12 +120,12 @@ class Bucket:
 
     def values(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
-        load, found = self.load, {"latency_s": self.latency_s, "set_bytes": self.set_bytes}
-        found |= {"num_shards": self.num_shards, "clips_per_epoch": self.clips_per_epoch}
+        load, values = self.load, {"latency_s": self.latency_s, "set_bytes": self.set_bytes}
+        values |= {"num_shards": self.num_shards, "clips_per_epoch": self.clips_per_epoch}
         if "packets" not in load.clip_bytes:  # train fetches whole tars of other columns
-            return found | {"fetch_s": self.set_bytes / load.read_bytes_per_s}
+            return values | {"fetch_s": self.set_bytes / load.read_bytes_per_s}
         per_s, per_epoch = load.clips_per_s * self.requests_per_clip, self.clips_per_epoch * self.requests_per_clip
-        return found | {
+        return values | {
             "requests_per_clip": self.requests_per_clip,
             "requests_per_s": per_s,
             "requests_in_flight": per_s * self.latency_s,
@@ -133,31 +138,31 @@ class Bucket:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield what training asks of the bucket."""
-        load, found = self.load, self.values()
+        """Yield lines about the requests of training."""
+        load, values = self.load, self.values()
         tars = f"{size_text(self.set_bytes)} in {count_noun(self.num_shards, 'request')} on each node"
-        if "fetch_s" in found:
+        if "fetch_s" in values:
             yield (
-                f"whole tars of latents are fetched into a cache: {tars}, which takes {found['fetch_s']:,.0f} s; an "
+                f"whole tars of latents are fetched into a cache: {tars}, which takes {values['fetch_s']:,.0f} s; an "
                 f"epoch of {count_noun(self.clips_per_epoch, 'clip')} takes "
                 f"{self.clips_per_epoch / load.clips_per_s:,.0f}"
                 f" s. With a --cache-size below that, they are fetched again in each epoch"
             )
             return
-        each, limit = found["requests_in_flight_per_gpu"], ""
-        if found["requests_per_s"] > _GETS_PER_S:
+        each, limit = values["requests_in_flight_per_gpu"], ""
+        if values["requests_per_s"] > _GETS_PER_S:
             limit = f", more than the {_GETS_PER_S:,}/s that S3 promises per prefix: expect 503 answers and retries"
-        yield f"requests      {found['requests_per_s']:,.0f}/s, {self.requests_per_clip:.2f} per clip{limit}"
+        yield f"requests      {values['requests_per_s']:,.0f}/s, {self.requests_per_clip:.2f} per clip{limit}"
         yield (
-            f"in flight     {found['requests_per_s']:,.0f}/s x {self.latency_s * 1000:.0f} ms = "
-            f"{found['requests_in_flight']:.1f} (Little's law), {each:.1f} per GPU; a process of train keeps up to "
+            f"in flight     {values['requests_per_s']:,.0f}/s x {self.latency_s * 1000:.0f} ms = "
+            f"{values['requests_in_flight']:.1f} (Little's law), {each:.1f} per GPU; a process of train keeps up to "
             f"{READERS}: {'enough' if each <= READERS else 'not enough, use a closer bucket or more processes'}"
         )
         yield (
-            f"cost          {found['requests_per_epoch']:,.0f} requests per epoch of "
-            f"{count_noun(self.clips_per_epoch, 'clip')}, USD {found['usd_per_epoch']:.2g} at USD 0.40 per million"
+            f"cost          {values['requests_per_epoch']:,.0f} requests per epoch of "
+            f"{count_noun(self.clips_per_epoch, 'clip')}, USD {values['usd_per_epoch']:.2g} at USD 0.40 per million"
         )
-        yield f"local cache   {tars}; transfers less than ranges from {found['epochs_until_cache_pays']:.1f} epochs on"
+        yield f"local cache   {tars}; transfers less than ranges from {values['epochs_until_cache_pays']:.1f} epochs on"
 
 
 def advice_values(load: Load) -> dict[str, Any]:
@@ -188,10 +193,10 @@ def advice_values(load: Load) -> dict[str, Any]:
 
 
 def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk") -> str:
-    """Return the figures with their origin, and the conclusions.
+    """Return lines with the figures, their origin, and the conclusions.
 
     Args:
-        origin: where step, read speed, bitrate and clips come from, in words.
+        origin: Origin of step, read speed, bitrate and clips, in words.
         storage: "disk" or "bucket".
     """
     lines = [f"step          {load.step_s:.3g} s, {count_noun(load.batch, 'clip')}  ({origin['step']})"]
@@ -206,36 +211,34 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
         f"bitrate       {size_text(load.video_bytes_per_s)}/s  ({origin['bitrate']})",
         f"clips         {origin['clips']}",
         "",
-        f"B x b <= S_r x delta: what a step reads, and the {size_text(load.readable_bytes)} that the {storage} "
+        f"B x b <= S_r x delta: bytes that a step reads, and the {size_text(load.readable_bytes)} that the {storage} "
         "delivers in its time",
     ]
     for way, clip_bytes in load.ways.items():
+        headroom, nodes, longest = load.headroom(way), count_noun(load.num_nodes, "node"), ""
+        if way == WHOLE:
+            longest = f"; the longest chunk that it sustains is {load.longest_chunk_s:.3g} s ({_SOURCE})"
+        # A speed that one of several nodes has measured allows three answers: all nodes together get between this speed
+        # and this speed times the number of nodes.
+        if headroom >= 1:
+            least = "" if load.is_total else f", even if {nodes} together get only the speed that this node measured"
+            verdict = f"fine, {headroom:.1f} times as much is delivered{least}"
+        elif load.is_total or headroom * load.num_nodes < 1:
+            verdict = f"too much, reading takes {1 / headroom:.1f} times as long as the step"
+        else:
+            needed = size_text(load.clips_per_s * clip_bytes)
+            verdict = f"fine only if {nodes} together get {needed}/s: give their speed with --read-speed"
         lines.append(
             f"{way:<13} {load.batch:,} x {size_text(clip_bytes)} = {size_text(load.batch * clip_bytes)}, "
-            f"{size_text(load.clips_per_s * clip_bytes / load.num_nodes)}/s per node: {_verdict(load, way)}"
+            f"{size_text(load.clips_per_s * clip_bytes / load.num_nodes)}/s per node: {verdict}{longest}"
         )
     return "\n".join(lines)
-
-
-def _verdict(load: Load, way: str) -> str:
-    """Whether storage is enough, with three answers where one of several nodes measured it."""
-    headroom, nodes = load.headroom(way), count_noun(load.num_nodes, "node")
-    longest = ""
-    if way == WHOLE:
-        longest = f"; the longest chunk that it sustains is {load.longest_chunk_s:.3g} s ({_SOURCE})"
-    if headroom >= 1:
-        least = "" if load.is_total else f", even if {nodes} together get only what this node measured"
-        return f"fine, {headroom:.1f} times as much is delivered{least}{longest}"
-    if load.is_total or headroom * load.num_nodes < 1:
-        return f"too much, reading takes {1 / headroom:.1f} times as long as the step{longest}"
-    needed = size_text(load.clips_per_s * load.ways[way])
-    return f"fine only if {nodes} together get {needed}/s: give their speed with --read-speed{longest}"
 
 
 READERS = 32  # threads by which a process of train reads clips of a bucket ahead
 SEGMENT_S = 5.0  # train's default for --segment
 _MAX_THREADS, _NUM_LATENCIES = 128, 25
-_MAX_SHARDS = 64  # number of shards sampled, spread over the set
+_MAX_SHARDS = 64  # number of sampled shards, spread over the set
 _CHUNKS_PER_SHARD, _CLIPS_PER_CHUNK, _CLIP_FRAMES = 8, 4, 4
 _CLIP_S = (1.0, 4.0)  # shortest and longest length of a clip in seconds
 
@@ -244,17 +247,17 @@ Ranges = Sequence[tuple[int, int]]  # (offset, size) in a tar
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """What training reads of the current variant of a column.
+    """Facts about the reads of training from the current variant of a column.
 
     Attributes:
-        bytes_per_s: bytes of chunks, or of their latents, per second of video.
-        chunk_s: median length of a chunk.
-        clip_bytes, requests_per_clip: bytes and ranges of a clip whose packets alone are read, or of a segment.
-        clips_per_epoch: chunks, or segments of latents.
-        clips: in words, of which clips these are means.
-        set_bytes: size of all tars.
-        sampled: shards that were looked at, of `num_shards`.
-        reads: of these clips.
+        bytes_per_s: Bytes of chunks, or of their latents, per second of video.
+        chunk_s: Median length of a chunk in seconds.
+        clip_bytes, requests_per_clip: Bytes and ranges of a clip whose packets only are read, or of a segment.
+        clips_per_epoch: Number of chunks, or of segments of latents.
+        clips: Description of the clips that these are means of.
+        set_bytes: Size of all tars.
+        sampled: Shards that were read, of `num_shards`.
+        reads: Reads of the clips of these shards.
     """
 
     name: str
@@ -272,14 +275,14 @@ class Column:
 
 
 def open_column(variant: Variant, name: str) -> Column:
-    """Find out what clips of a column read.
+    """Sample the reads of clips of a column.
 
     Args:
-        name: VIDEO or LATENTS.
+        name: Name of the column, VIDEO or LATENTS.
 
     Raises:
-        UserError: there are no shards.
-        Damaged, OSError: their indexes cannot be read.
+        UserError: There are no shards.
+        Damaged, OSError: An index cannot be read.
     """
     shards = variant.shards()
     if not shards:
@@ -287,9 +290,11 @@ def open_column(variant: Variant, name: str) -> Column:
             "the current variant has no chunks: all of them failed", hint="run `prep status` for the reasons"
         )
     sampled = shards[:: -(-len(shards) // _MAX_SHARDS)]
-    seconds = np.concatenate([_chunk_seconds(one) for one in sampled])
-    sizes = np.concatenate([np.asarray(one.index[f"{_extension(one)}_size"], np.float64) for one in sampled])
-    num_chunks = sum(one.num_samples for one in shards)
+    times = pa.concat_tables([shard.index.select(["num_frames", "fps_num", "fps_den"]) for shard in sampled])
+    frames, fps_num, fps_den = (np.asarray(times[name], np.float64) for name in times.column_names)
+    seconds = frames * fps_den / fps_num
+    sizes = np.concatenate([np.asarray(shard.index[f"{_extension(shard)}_size"], np.float64) for shard in sampled])
+    num_chunks = sum(shard.num_samples for shard in shards)
     if name == VIDEO:
         reads = clip_reads(sampled)
         clip_bytes = float(np.mean([sum(size for _, size in ranges) for _, ranges in reads]))
@@ -297,7 +302,7 @@ def open_column(variant: Variant, name: str) -> Column:
         clips = f"mean of {len(reads)} clips with {_CLIP_FRAMES} frames, 1 to 4 s long"
     else:
         reads = chunk_reads(sampled)
-        # A compressed array is read as a whole.
+        # A compressed array is read completely.
         share = 1.0 if _extension(sampled[0]).endswith(".zst") else np.minimum(1.0, SEGMENT_S / seconds)
         clip_bytes, requests = float(np.mean(sizes * share)), 1.0
         num_clips = max(1, round(num_chunks * float(np.floor(seconds / SEGMENT_S + 1e-6).mean())))
@@ -311,7 +316,7 @@ def open_column(variant: Variant, name: str) -> Column:
         requests_per_clip=requests,
         clips_per_epoch=num_clips,
         clips=clips,
-        set_bytes=sum(one.tar_bytes for one in shards),
+        set_bytes=sum(shard.tar_bytes for shard in shards),
         num_shards=len(shards),
         sampled=list(sampled),
         reads=reads,
@@ -319,9 +324,9 @@ def open_column(variant: Variant, name: str) -> Column:
 
 
 def clip_reads(shards: Sequence[CommittedShard]) -> list[tuple[CommittedShard, Ranges]]:
-    """Return what clips of four frames read if only their packets are read.
+    """Return the reads of clips of four frames if only their packets are read.
 
-    The clips are those of a training set without long captions: 1 to 4 s, anywhere in a chunk.
+    The clips are like the clips of a training set without long captions: 1 to 4 s, anywhere in a chunk.
     """
     choose, reads = Random(0), list[tuple[CommittedShard, Ranges]]()
     for shard in shards:
@@ -333,13 +338,13 @@ def clip_reads(shards: Sequence[CommittedShard]) -> list[tuple[CommittedShard, R
                 length = min(choose.uniform(*_CLIP_S) * fps, len(table.frame))
                 begin = choose.uniform(0, len(table.frame) - length)
                 frames = [int(begin + (part + 0.5) * length / _CLIP_FRAMES) for part in range(_CLIP_FRAMES)]
-                found = packet_ranges(table, frames, gap_bytes=shard.gap_bytes)
-                reads.append((shard, [(offset + begin, size) for begin, size in found]))
+                ranges = packet_ranges(table, frames, gap_bytes=shard.gap_bytes)
+                reads.append((shard, [(offset + first, size) for first, size in ranges]))
     return reads
 
 
 def chunk_reads(shards: Sequence[CommittedShard]) -> list[tuple[CommittedShard, Ranges]]:
-    """Return the reads of all whole chunks, or of their latents, in random order."""
+    """Return the reads of all complete chunks, or of their latents, in random order."""
     members = [(shard, row) for shard in shards for row in range(shard.num_samples)]
     Random(0).shuffle(members)
     return [(shard, [shard.member_range(row, _extension(shard))]) for shard, row in members]
@@ -348,7 +353,7 @@ def chunk_reads(shards: Sequence[CommittedShard]) -> list[tuple[CommittedShard, 
 def packet_ranges(table: PacketTable, frames: Sequence[int], *, gap_bytes: int) -> list[tuple[int, int]]:
     """Return the ranges (offset, size) of a chunk that are read for `frames`: packets, and gaps up to `gap_bytes`.
 
-    A chunk with open GOPs is read as a whole.
+    A chunk with open GOPs is read completely.
     """
     if not table.has_closed_gops:
         return [(0, int(table.offset.max() + table.size[table.offset.argmax()]))]
@@ -365,10 +370,10 @@ def packet_ranges(table: PacketTable, frames: Sequence[int], *, gap_bytes: int) 
 
 
 def disk_speed(column: Column) -> tuple[ReadSpeed, str]:
-    """Measure the disk by whole chunks in random order, one at a time; return the speed, and how it was measured.
+    """Measure the disk by reads of complete chunks in random order; return the speed, and how it was measured.
 
     Raises:
-        Damaged, OSError: a tar cannot be read.
+        Damaged, OSError: A tar cannot be read.
     """
     for shard in column.sampled:
         drop_cache(shard.tar_path)
@@ -381,10 +386,10 @@ def bucket_speed(column: Column, *, num_processes: int) -> tuple[ReadSpeed, Read
     """Read clips from a bucket, one request after another, and then as processes of train would read them together.
 
     Returns:
-        What one request takes, the speed of all threads, and how it was measured.
+        The time of one request, the speed of all threads, and how it was measured.
 
     Raises:
-        Damaged, Inaccessible, OSError: an object cannot be read.
+        Damaged, Inaccessible, OSError: An object cannot be read.
     """
     reads = list(column.reads)
     Random(0).shuffle(reads)
@@ -404,15 +409,8 @@ def _read(shard: CommittedShard, ranges: Ranges) -> int:
 
 
 def _extension(shard: CommittedShard) -> str:
-    """Extension of the member that training reads: the chunk, or its latents."""
+    """Return the extension of the member that training reads: the chunk, or its latents."""
     return shard.extensions[0]
-
-
-def _chunk_seconds(shard: CommittedShard) -> np.ndarray:
-    frames, fps_num, fps_den = (
-        np.asarray(shard.index[name], np.float64) for name in ("num_frames", "fps_num", "fps_den")
-    )
-    return frames * fps_den / fps_num
 
 
 METRICS_FILE, SETTINGS_FILE, FACTS_FILE = "metrics.jsonl", "settings.yaml", "run.json"
@@ -426,9 +424,9 @@ class RunSteps:
     """Step statistics of a run.
 
     Attributes:
-        step_s: median seconds per step without the wait for data.
-        batch: clips per step, of all processes.
-        num_readers: processes that read data: all of them, or the first stage of each pipeline.
+        step_s: Median seconds per step without the wait for data.
+        batch: Clips per step of all processes.
+        num_readers: Number of processes that read data: all of them, or the first stage of each pipeline.
     """
 
     step_s: float
@@ -441,49 +439,32 @@ def read_run_steps(run: Path) -> RunSteps:
     """Read `metrics.jsonl` and `settings.yaml` of a run; the first tenth, at least one step, counts as warm-up.
 
     Raises:
-        UserError: the folder does not belong to a run, or the run has too few steps.
+        UserError: The folder does not belong to a run, or the run has too few steps.
     """
     hint = "give a run folder written by train, or --step-time SECONDS"
     path = run / METRICS_FILE
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {_reason(error)}", hint=hint) from None
-    steps = [step for step in map(_step_s, lines) if step is not None]
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", hint=hint) from None
+    steps = []
+    for line in lines:
+        with suppress(ValueError, TypeError, KeyError):  # a line without these values, or a truncated one
+            values: Any = json.loads(line)
+            seconds = float(values["step_s"]) - float(values["data_wait_s"])
+            if math.isfinite(seconds):
+                steps.append(seconds)
     steps = steps[max(1, int(len(steps) * _WARM_UP_SHARE)) :]
     if not steps:
         raise UserError(f"{path} has no steps after the warm-up", hint=hint)
     step_s = statistics.median(steps)
     if step_s <= 0:
         raise UserError(f"the step time in {path} is {step_s:g} s without the wait for data", hint=hint)
-    return RunSteps(step_s, len(steps), _batch(run / SETTINGS_FILE), _num_readers(run / FACTS_FILE))
-
-
-def _step_s(line: str) -> float | None:
-    """Return the seconds of one step without its wait for data; None for a line that lacks them or is truncated."""
-    try:
-        values: Any = json.loads(line)
-        seconds = float(values["step_s"]) - float(values["data_wait_s"])
-    except (ValueError, TypeError, KeyError):
-        return None
-    return seconds if math.isfinite(seconds) else None
-
-
-def _batch(path: Path) -> int | None:
-    try:
-        found = _BATCH.search(path.read_text())
-    except (OSError, UnicodeDecodeError):
-        return None
-    return int(found[1]) if found else None
-
-
-def _num_readers(path: Path) -> int | None:
-    try:
-        found = _PROCESSES.fullmatch(json.loads(path.read_bytes())["processes"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-    return int(found[2] or found[1]) if found else None
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+    batch = num_readers = None
+    with suppress(OSError, UnicodeDecodeError):
+        match = _BATCH.search((run / SETTINGS_FILE).read_text())
+        batch = int(match[1]) if match else None
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        match = _PROCESSES.fullmatch(json.loads((run / FACTS_FILE).read_bytes())["processes"])
+        num_readers = int(match[2] or match[1]) if match else None
+    return RunSteps(step_s, len(steps), batch, num_readers)

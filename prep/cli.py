@@ -23,7 +23,7 @@ First run:
 """
 
 
-# Name of a command -> import path, first line of its help. What a command needs is loaded when it is called.
+# Name of a command -> import path, first line of its help. The code of a command is loaded when it is called.
 _BEFORE = {
     "manifest": ("clipmill.prep.commands.manifest:app", "Read videos and captions of a dataset into the manifest."),
 }
@@ -51,7 +51,7 @@ _AFTER = {
     ),
     "diff": (
         "clipmill.prep.commands.upkeep:diff",
-        "Show what differs between two variants of a column: settings, samples, bytes, and values of 16 arrays.",
+        "Show the differences between two variants of a column: settings, samples, bytes, and values of 16 arrays.",
     ),
     "gc": (
         "clipmill.prep.commands.upkeep:gc",

@@ -1,4 +1,4 @@
-"""The columns: those of clipmill, one row each, and those of installed packages (docs/plugins.md)."""
+"""The columns of clipmill, one row each, and the columns of installed packages (docs/plugins.md)."""
 
 from clipmill.manifests.plugins import Parts
 from clipmill.prep.core.column import ColumnSpec
@@ -13,13 +13,13 @@ SUMMARIES = {
     "hash.",
     CAPTIONS: "Caption the chunks with a vision-language model, here or on a server with OpenAI's interface.",
 }
-# By the import path of each spec, which is loaded when it is asked for.
+# The specs are named by import path, and loaded when they are used.
 COLUMNS = Parts(
     "column",
     group="columns",
     kind=ColumnSpec,
     own={name: f"clipmill.prep.{name}.column:COLUMN" for name in SUMMARIES},
-    # Other commands of `prep`, and folders of a data folder.
+    # Names of other commands of `prep`, and of folders of a data folder.
     taken=(
         "advise",
         "chunk",

@@ -1,4 +1,14 @@
-"""Making a synthetic dataset: the video files, and the reading that is written to the manifest."""
+"""Synthetic videos: a dataset of moving shapes for the demo, and videos whose pixels encode the frame number for tests.
+
+They need no ffmpeg program: PyAV encodes in this process, with one thread per video, so that the bytes are always the
+same.
+
+The number, seed, length and mode of a video of the dataset determine its pixels and its name. A file with that name was
+published completely, so it is not made again, and a larger dataset leaves the existing videos unchanged. Every fifth
+video is in the split val. Scenes last 3 to 6 s (the last one is longer if the remainder would be too short) and tile
+the video. Each scene is a caption, with colour, shape and motion as labels. The background is plain, with a dim level
+that differs between videos.
+"""
 
 import hashlib
 import os
@@ -29,7 +39,7 @@ _UNITY, _UNITY_W = 1 << 16, 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class VideoTrack:
-    """Form of a video track: frame rate, coded size, and how it is encoded."""
+    """Form of a video track: frame rate, coded size, and encoder."""
 
     fps: Fraction
     width: int
@@ -45,8 +55,8 @@ def encode_video(
     """Write a file with one video track.
 
     Args:
-        pictures: one array per frame in `picture_format` (an FFmpeg pixel format: gray, yuv420p, ...).
-        ticks: presentation timestamp of each frame in units of 1 / (TICKS_PER_FRAME x fps) seconds, ascending.
+        pictures: One array per frame in `picture_format` (an FFmpeg pixel format: gray, yuv420p, ...).
+        ticks: Presentation timestamp of each frame in units of 1 / (TICKS_PER_FRAME x fps) seconds, ascending.
     """
     import av
 
@@ -71,8 +81,8 @@ def set_rotation(path: Path, *, degrees: int, width: int, height: int) -> None:
     The muxer has no option for this, so the matrix is written into the track header box (ISO 14496-12, 8.3.2).
 
     Args:
-        width: coded width of the pictures.
-        height: coded height of the pictures.
+        width: Coded width of the pictures.
+        height: Coded height of the pictures.
     """
     matrices = {
         90: (0, _UNITY, 0, -_UNITY, 0, 0, height * _UNITY, 0, _UNITY_W),
@@ -120,7 +130,7 @@ class Scene:
     colour: str
     shape: str
     motion: str
-    shift: tuple[float, float]  # offset of the whole path, as fractions of width and height
+    shift: tuple[float, float]  # offset of the complete path, as fractions of width and height
 
     @property
     def text(self) -> str:
@@ -132,7 +142,7 @@ class Scene:
 
 
 def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> list[Scene]:
-    """Plan scenes that fill a video: the one with index `number` in `split`.
+    """Plan scenes that fill the video with index `number` in `split`.
 
     All videos of a split draw from one shuffled deck of all combinations, so that few sentences are repeated before
     most of them have occurred. The content of a video does not depend on the number of videos.
@@ -145,7 +155,10 @@ def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> lis
         end_s = round(begin_s + rng.uniform(SHORTEST_SCENE_S, LONGEST_SCENE_S), 2)
         if duration_s - end_s < SHORTEST_SCENE_S:
             end_s = duration_s
-        colour, shape, motion = _card(seed, split, number * most_scenes + len(scenes))
+        deck, position = divmod(number * most_scenes + len(scenes), len(COMBINATIONS))
+        order = list(COMBINATIONS)
+        random.Random(f"{seed} {split} deck {deck}").shuffle(order)
+        colour, shape, motion = order[position]
         shift = (rng.uniform(-0.1, 0.1), rng.uniform(-0.1, 0.1))
         scenes.append(Scene(begin_s, end_s, colour, shape, motion, shift))
         begin_s = end_s
@@ -154,7 +167,13 @@ def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> lis
 
 def draw_scenes(scenes: list[Scene], *, fps: Fraction, num_frames: int, seed: int) -> Iterator[np.ndarray]:
     """Yield frames as yuv420p, uint8[HEIGHT * 3 / 2, WIDTH], on a plain background."""
-    ground = _ground(seed)
+    # The background is one dark level with a weak colour. Random texture cannot be predicted from its surroundings,
+    # unlike the texture of natural videos, and would dominate the loss of a masked autoencoder.
+    rng = np.random.default_rng(seed)
+    ground = np.empty((HEIGHT * 3 // 2, WIDTH), np.uint8)
+    ground[:HEIGHT] = rng.integers(50, 100)
+    for plane in ground[HEIGHT:].reshape(2, HEIGHT // 2, WIDTH // 2):
+        plane[:] = rng.integers(122, 134)
     scene_number = 0
     for n in range(num_frames):
         time_s = float(n / fps)
@@ -163,27 +182,6 @@ def draw_scenes(scenes: list[Scene], *, fps: Fraction, num_frames: int, seed: in
         frame = ground.copy()
         _draw(frame, scenes[scene_number], time_s)
         yield frame
-
-
-def _card(seed: int, split: str, position: int) -> tuple[str, str, str]:
-    deck, position = divmod(position, len(COMBINATIONS))
-    order = list(COMBINATIONS)
-    random.Random(f"{seed} {split} deck {deck}").shuffle(order)
-    return order[position]
-
-
-def _ground(seed: int) -> np.ndarray:
-    """Return the background: one dark level with a weak colour.
-
-    It has no texture. Random per-pixel texture cannot be predicted from its surroundings, unlike that of natural
-    videos, and would dominate the loss of a masked autoencoder.
-    """
-    rng = np.random.default_rng(seed)
-    frame = np.empty((HEIGHT * 3 // 2, WIDTH), np.uint8)
-    frame[:HEIGHT] = rng.integers(50, 100)
-    for plane in frame[HEIGHT:].reshape(2, HEIGHT // 2, WIDTH // 2):
-        plane[:] = rng.integers(122, 134)
-    return frame
 
 
 def _draw(frame: np.ndarray, scene: Scene, time_s: float) -> None:
@@ -197,7 +195,19 @@ def _draw(frame: np.ndarray, scene: Scene, time_s: float) -> None:
     right, bottom = min(WIDTH, int(x + radius + 2) & ~1), min(HEIGHT, int(y + radius + 2) & ~1)
     if left >= right or top >= bottom:
         return
-    inside = _inside(scene.shape, np.arange(left, right)[None] - x, np.arange(top, bottom)[:, None] - y, radius)
+    dx, dy = np.arange(left, right)[None] - x, np.arange(top, bottom)[:, None] - y
+    match scene.shape:
+        case "circle":
+            inside = dx * dx + dy * dy <= radius * radius
+        case "square":
+            inside = (abs(dx) <= 0.8 * radius) & (abs(dy) <= 0.8 * radius)
+        case "triangle":
+            inside = (dy <= 0.8 * radius) & (2 * abs(dx) <= dy + radius)
+        case "cross":
+            arm = 0.3 * radius
+            inside = ((abs(dx) <= arm) & (abs(dy) <= radius)) | ((abs(dy) <= arm) & (abs(dx) <= radius))
+        case _:
+            raise ValueError(f"no shape is called {scene.shape!r}")
     luma, *chroma = COLOURS[scene.colour]
     frame[top:bottom, left:right][inside] = luma
     planes = frame[HEIGHT:].reshape(2, HEIGHT // 2, WIDTH // 2)
@@ -205,24 +215,10 @@ def _draw(frame: np.ndarray, scene: Scene, time_s: float) -> None:
         plane[top // 2 : bottom // 2, left // 2 : right // 2][inside[::2, ::2]] = level
 
 
-def _inside(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
-    match shape:
-        case "circle":
-            return dx * dx + dy * dy <= radius * radius
-        case "square":
-            return (abs(dx) <= 0.8 * radius) & (abs(dy) <= 0.8 * radius)
-        case "triangle":
-            return (dy <= 0.8 * radius) & (2 * abs(dx) <= dy + radius)
-        case "cross":
-            arm = 0.3 * radius
-            return ((abs(dx) <= arm) & (abs(dy) <= radius)) | ((abs(dy) <= arm) & (abs(dx) <= radius))
-    raise ValueError(f"no shape is called {shape!r}")
-
-
 LABELS = {f"label_{name}": pa.string() for name in ("colour", "shape", "motion")}
 # Part of every file name: increment it when the same settings produce different pictures.
 GENERATION = 2
-# Several, because real collections mix frame rates.
+# Several rates, because real collections mix frame rates.
 FRAME_RATES = (Fraction(30), Fraction(30000, 1001), Fraction(25), Fraction(24))
 VIDEOS_PER_VAL = 5  # every fifth video is in the split val
 FRAME_NUMBER_CAPTION_S = 5.0
@@ -237,7 +233,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class SyntheticVideo:
-    """One video to make; its file name includes everything that its pixels depend on."""
+    """One video to make; everything that its pixels depend on is in its file name."""
 
     mode: Mode
     number: int
@@ -308,9 +304,9 @@ def make_synthetic(
     """Make the videos that do not exist yet, and read all of them as a dataset.
 
     Args:
-        directory: folder for the files; it is created if missing.
-        minutes: length of each video in minutes.
-        on_video: called after each video with the number of videos that exist.
+        directory: Folder for the files; it is created if missing.
+        minutes: Length of each video in minutes.
+        on_video: Function that is called after each video with the number of videos that exist.
     """
     directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -318,7 +314,7 @@ def make_synthetic(
     paths = [directory / f"{video.source_id}.mp4" for video in videos]
     with folder_lock(directory), ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         remove_temporaries(directory, of={path.name for path in paths}.__contains__)
-        # An existing file is complete and has these settings: it was published atomically, and its name includes the
+        # An existing file is complete and has these settings: it was published atomically, and its name has the
         # settings.
         made = [pool.submit(video.write, path) for video, path in zip(videos, paths, strict=True) if not path.exists()]
         num_done = num_videos - len(made)
@@ -346,12 +342,13 @@ class FrameNumberVideo:
     """A video whose n-th frame shows the number `first_number` + n (`read_frame_number`).
 
     Attributes:
-        width: display width, after rotation; likewise height. Odd sizes need a pixel format without chroma subsampling
+        width, height: Display size after rotation, in pixels. Odd sizes need a pixel format without chroma subsampling
             (yuv444p), or a codec that supports them (mpeg4, mjpeg).
-        start_offset_s: presentation time of the first frame, rounded to a quarter of a frame.
-        variable_rate: use the frame durations VARIABLE_DURATIONS; the mean frame rate is `fps`.
-        rotation_degrees: 0, 90, 180 or 270 clockwise, stored in the display matrix; pictures are coded rotated back.
-        open_gop: allow frames after a key frame to depend on the previous GOP (libx264 and libx265).
+        start_offset_s: Presentation time of the first frame, rounded to a quarter of a frame.
+        variable_rate: True for the frame durations VARIABLE_DURATIONS; the mean frame rate is `fps`.
+        rotation_degrees: Clockwise rotation, 0, 90, 180 or 270, stored in the display matrix; pictures are coded
+            rotated back.
+        open_gop: True to allow frames after a key frame to depend on the previous GOP (libx264 and libx265).
     """
 
     num_frames: int
@@ -371,27 +368,31 @@ class FrameNumberVideo:
         """Encode the video and publish it."""
         turned = self.rotation_degrees in {90, 270}
         width, height = (self.height, self.width) if turned else (self.width, self.height)
+        options = {"g": str(self.gop)}
+        if self.codec in {"libx264", "libx265"}:
+            parameters = f"open-gop={int(self.open_gop)}:scenecut=0:bframes=2"
+            if self.codec == "libx265":
+                parameters += ":log-level=error"
+            options |= {"preset": "veryfast", "crf": "20", f"{self.codec.removeprefix('lib')}-params": parameters}
         track = VideoTrack(
             fps=self.fps,
             width=width,
             height=height,
             codec=self.codec,
             pixel_format=self.pixel_format,
-            options=_encoder_options(self.codec, gop=self.gop, open_gop=self.open_gop),
+            options=options,
         )
         ticks = frame_ticks(
             self.num_frames, fps=self.fps, start_offset_s=self.start_offset_s, variable_rate=self.variable_rate
         )
+        numbers = range(self.first_number, self.first_number + self.num_frames)
+        drawings = (draw_frame_number(number, width=self.width, height=self.height) for number in numbers)
+        pictures = (np.ascontiguousarray(np.rot90(drawing, self.rotation_degrees // 90)) for drawing in drawings)
         path.parent.mkdir(parents=True, exist_ok=True)
         with publish_atomically(path) as temporary:
-            encode_video(temporary, track, pictures=self._pictures(), ticks=ticks, picture_format="gray")
+            encode_video(temporary, track, pictures=pictures, ticks=ticks, picture_format="gray")
             if self.rotation_degrees:
                 set_rotation(temporary, degrees=self.rotation_degrees, width=width, height=height)
-
-    def _pictures(self) -> Iterator[np.ndarray]:
-        for number in range(self.first_number, self.first_number + self.num_frames):
-            picture = draw_frame_number(number, width=self.width, height=self.height)
-            yield np.ascontiguousarray(np.rot90(picture, self.rotation_degrees // 90))
 
 
 def frame_times_s(
@@ -410,16 +411,6 @@ def frame_ticks(num_frames: int, *, fps: Fraction, start_offset_s: float, variab
     durations = VARIABLE_DURATIONS if variable_rate else (TICKS_PER_FRAME,)
     first = round(Fraction(start_offset_s) * fps * TICKS_PER_FRAME)
     return list(islice(accumulate(cycle(durations), initial=first), num_frames))
-
-
-def _encoder_options(codec: str, *, gop: int, open_gop: bool) -> dict[str, str]:
-    options = {"g": str(gop)}
-    if codec in {"libx264", "libx265"}:
-        parameters = f"open-gop={int(open_gop)}:scenecut=0:bframes=2"
-        if codec == "libx265":
-            parameters += ":log-level=error"
-        options |= {"preset": "veryfast", "crf": "20", f"{codec.removeprefix('lib')}-params": parameters}
-    return options
 
 
 MAX_FRAME_NUMBER = (1 << 20) - 1
@@ -448,7 +439,7 @@ def read_frame_number(picture: np.ndarray) -> int:
     """Read the number in a picture of any size: [H, W] grey or [H, W, 3] RGB, values 0 to 255.
 
     Raises:
-        ValueError: a cell is neither black nor white, or the check bits do not match.
+        ValueError: A cell is neither black nor white, or the check bits do not match.
     """
     grey = picture.astype(np.float32)
     if grey.ndim == 3:

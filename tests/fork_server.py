@@ -54,7 +54,6 @@ _LIGHT = (
         "clipmill.prep.core.run",
         "clipmill.prep.upkeep.garbage",
         "clipmill.prep.upkeep.status",
-        "clipmill.prep.upkeep.texts",
         "clipmill.prep.synthetic",
     ),
     *("clipmill.manifests.adapters.folder", "clipmill.manifests.store"),

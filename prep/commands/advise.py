@@ -15,8 +15,6 @@ from clipmill.prep.core.request import Data, Json
 from clipmill.shards.columns import LATENTS, VIDEO
 
 if TYPE_CHECKING:
-    from clipmill.prep.advice import Column
-
     ReadColumn = str
 else:
     ReadColumn = Literal[VIDEO, LATENTS]
@@ -32,7 +30,7 @@ class Asked(Checked):
     """Duration of a training step in seconds, without waiting for data. Default: the median of --run."""
 
     batch: Annotated[int | None, _Number, Range(above=0)] = None
-    """Batch size in clips per step, of all nodes. Default: that of --run, scaled to --nodes and --gpus."""
+    """Batch size in clips per step, of all nodes. Default: the batch size of --run, scaled to --nodes and --gpus."""
 
     run: Path | None = None
     """Run folder of train, which provides step time and batch size."""
@@ -44,20 +42,20 @@ class Asked(Checked):
     """GPUs per node. Default: 1."""
 
     column: ReadColumn = VIDEO
-    """What training reads: video, or latents (train --input latents)."""
+    """Column that training reads: video, or latents (train --input latents)."""
 
     read_speed: Annotated[float | None, _Number, Range(above=0)] = None
     """Read speed of the disk or bucket in MB/s, of all nodes together. Default: measured from this node."""
 
     bitrate: Annotated[str | None, _Number] = None
-    """Bitrate of the chunks in bit/s, such as 800k, 0.8M or 2M. Default: that of the existing chunks."""
+    """Bitrate of the chunks in bit/s, such as 800k, 0.8M or 2M. Default: bitrate of the existing chunks."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield --bitrate beside a column that has none."""
+        """Yield an error for --bitrate beside a column that has none."""
         if self.bitrate is not None and self.column != VIDEO:
             yield UserError(
                 f"--bitrate has no effect on {self.column}",
-                hint=f"leave it out, or use --column {VIDEO}",
+                hint=f"omit it, or use --column {VIDEO}",
                 flags=("--bitrate",),
             )
 
@@ -70,8 +68,8 @@ def advise(
 ) -> None:
     """Report whether the disk or the bucket keeps up with training, and how long chunks may be.
 
-    It considers loaders that read whole chunks, and loaders that read only the packets of a clip, or stored latents, as
-    train does. It reads chunks of the current variant for a few seconds to measure the read speed.
+    It considers loaders that read complete chunks, and loaders that read only the packets of a clip, or stored latents,
+    as train does. It reads chunks of the current variant for a few seconds to measure the read speed.
 
     Examples:
 
@@ -81,9 +79,12 @@ def advise(
     """
     from clipmill.manifests.formatting import parse_bitrate, size_text
     from clipmill.manifests.progress import Activity
-    from clipmill.prep.advice import Bucket, Load, advice_text, advice_values, bucket_speed, disk_speed
+    from clipmill.prep.advice import Bucket, Load, advice_text, advice_values, bucket_speed, disk_speed, open_column
+    from clipmill.prep.core.column_arrays import tars_of
     from clipmill.prep.core.data_folder import require_data_folder
+    from clipmill.shards.dataset import current_variant
     from clipmill.shards.opening import Damaged
+    from clipmill.shards.reader import Variant
 
     given_bytes_per_s = None if asked.bitrate is None else parse_bitrate(asked.bitrate, flag="--bitrate") / 8
     data_dir = require_data_folder(data)
@@ -92,25 +93,29 @@ def advise(
     latency_s, is_total, speed_of = None, True, "given by --read-speed"
     read_bytes_per_s = 1e6 * (asked.read_speed or 0)
     try:
-        with Activity("reading chunks to measure what training reads"):
-            columns, is_remote = _columns(data_dir, asked.column)
+        with Activity("reading chunks to measure the reads of training"):
+            # Where latents are stored beside the chunks, training may read them, too.
+            tars, names = tars_of(data_dir), [asked.column]
+            is_remote = tars is not None
+            if asked.column == VIDEO and not is_remote and current_variant(data_dir, LATENTS) is not None:
+                names.append(LATENTS)
+            opened = {name: Variant.open(data_dir, column=name, tars=tars).whole() for name in names}
+            columns = {name: open_column(variant, name) for name, variant in opened.items()}
             column = columns[asked.column]
             if is_remote:
                 alone, together, how = bucket_speed(column, num_processes=gpus_per_node)
                 latency_s = alone.read_s
                 if asked.read_speed is None:
-                    # Each node gets as much from a bucket.
+                    # A bucket delivers this speed to each node.
                     each = "" if num_nodes == 1 else f"{num_nodes} x {size_text(round(together.bytes_per_s))}/s, "
                     read_bytes_per_s, speed_of = together.bytes_per_s * num_nodes, f"{each}{how}"
             elif asked.read_speed is None:
                 speed, speed_of = disk_speed(column)
                 read_bytes_per_s, is_total = speed.bytes_per_s, num_nodes == 1
     except (Damaged, OSError) as error:
-        raise UserError(
-            f"the shards cannot be read: {error}", hint="run `prep verify` to find what is damaged"
-        ) from None
+        raise UserError(f"the shards cannot be read: {error}", hint="run `prep verify` to find the damage") from None
     scale = 1.0 if given_bytes_per_s is None else given_bytes_per_s / column.bytes_per_s
-    ways = {"packets" if name == VIDEO else name: one.clip_bytes for name, one in columns.items()}
+    ways = {"packets" if name == VIDEO else name: facts.clip_bytes for name, facts in columns.items()}
     load = Load(
         batch=step.batch,
         step_s=step.step_s,
@@ -123,7 +128,7 @@ def advise(
         is_total=is_total,
     )
     sampled = f"{len(column.sampled)} of {count_noun(column.num_shards, 'shard')} of {column.variant}"
-    clips = "; ".join(one.clips for one in columns.values())
+    clips = "; ".join(facts.clips for facts in columns.values())
     origin = {
         "step": step.origin,
         "read_speed": speed_of,
@@ -149,24 +154,6 @@ def advise(
         print(line)
 
 
-def _columns(data_dir: Path, asked: str) -> tuple[dict[str, "Column"], bool]:
-    """What training reads: of the column asked for, and of latents where they are stored beside the chunks.
-
-    Returns:
-        The columns by name, and whether the data folder is in a bucket.
-    """
-    from clipmill.prep.advice import open_column
-    from clipmill.prep.core.column_arrays import tars_of
-    from clipmill.shards.dataset import current_variant
-    from clipmill.shards.reader import Variant
-
-    tars, names = tars_of(data_dir), [asked]
-    if asked == VIDEO and tars is None and current_variant(data_dir, LATENTS) is not None:
-        names.append(LATENTS)
-    opened = {name: Variant.open(data_dir, column=name, tars=tars).whole() for name in names}
-    return {name: open_column(variant, name) for name, variant in opened.items()}, tars is not None
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Step:
     step_s: float
@@ -175,7 +162,7 @@ class _Step:
 
 
 def _step(asked: Asked) -> _Step:
-    """Duration and batch size of a step, as given or of a run; the run's batch size is scaled to the GPUs asked for."""
+    """Return duration and batch size of a step, as given or of a run, whose batch size is scaled to the given GPUs."""
     from clipmill.prep.advice import read_run_steps
 
     num_gpus = None if asked.nodes is None and asked.gpus is None else (asked.nodes or 1) * (asked.gpus or 1)

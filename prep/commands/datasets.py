@@ -1,7 +1,7 @@
 """The datasets that `prep manifest` reads: `DATASETS` has a row for each.
 
-To add a dataset, write a reader in `manifests/adapters/` and add a row to `DATASETS`, or declare the row in a package
-of your own (docs/plugins.md).
+To add a dataset, write a reader in `manifests/adapters/` and add a row to `DATASETS`, or declare the row in another
+package (docs/plugins.md).
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ class Adapter:
 
     def read(self, *arguments: Any, **options: Any) -> "Reading":
         """Call the reader."""
-        found: Reading = import_object(self.reader)(*arguments, **options)
-        return found
+        reading: Reading = import_object(self.reader)(*arguments, **options)
+        return reading
 
 
 DATASETS = (
@@ -83,8 +83,8 @@ DATASETS = (
         The files are all_narrations_redacted.json or narration.json. Their timestamps are expanded to intervals by
         EgoVLP's rule. With ego4d.json, videos of any validation or test split are not in train. Pickles may contain
         only lists, tuples, strings and numbers; any other pickle is rejected without being executed. EgoVLP's
-        egoclip.csv has training pairs, and the clips of its egomcq.json are in val. A .txt file lists videos to leave
-        out, one ID per line.
+        egoclip.csv has training pairs, and the clips of its egomcq.json are in val. A .txt file lists videos to omit,
+        one ID per line.
 
         Example: prep manifest ego4d VIDEOS --annotations narration.json ego4d.json
 
@@ -129,7 +129,7 @@ DATASETS = (
         "annotations",
         """Read MSR-VTT: clips with about twenty captions each.
 
-        The splits are those of the JSON files, unless CSVs are given. The split 1k-A has the 1,000 pairs of
+        The splits come from the JSON files, unless CSVs are given. The split 1k-A has the 1,000 pairs of
         MSRVTT_JSFUSION_test.csv, and the training videos of MSRVTT_train.9k.csv with their captions in the JSON file.
 
         Example: prep manifest msrvtt VIDEOS --annotations MSRVTT_JSFUSION_test.csv
@@ -146,8 +146,8 @@ DATASETS = (
         "annotations",
         """Read DiDeMo: descriptions of moments in videos.
 
-        The interval of a moment is the one that most annotators marked. A list of videos (test_list.txt) restricts its
-        split.
+        The interval of a moment is the interval that most annotators marked. A list of videos (test_list.txt) restricts
+        its split.
 
         Example: prep manifest didemo VIDEOS --annotations val_data.json test_data.json
 
@@ -179,7 +179,7 @@ DATASETS = (
         "annotations",
         """Read Something-Something v2: captions, and one of 174 classes per clip.
 
-        The class is the template without brackets; that of a test video comes from test-answers.csv.
+        The class is the template without brackets; the class of a test video comes from test-answers.csv.
 
         Example: prep manifest ssv2 VIDEOS --annotations train.json validation.json
 

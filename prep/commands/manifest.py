@@ -1,7 +1,7 @@
 """`prep manifest KIND`: the commands that read datasets into the manifest, one per kind of dataset.
 
-`datasets.py` lists the kinds. A kind takes a table of captions, annotation files or lists of clips; a kind that takes
-something else needs a function here that makes its command.
+`datasets.py` lists the kinds. A kind takes a table of captions, annotation files or lists of clips; a kind with another
+input needs a function here that makes its command.
 """
 
 import json as json_module
@@ -23,11 +23,6 @@ from clipmill.manifests.store import address_of, check_data_dir
 from clipmill.prep.commands import manifest_captions
 from clipmill.prep.commands.datasets import ADAPTERS, Adapter
 from clipmill.prep.core.request import Data
-
-if TYPE_CHECKING:
-    from clipmill.manifests.adapters.reading import Reading
-    from clipmill.manifests.storage.urls import Place
-
 
 if TYPE_CHECKING:
     from clipmill.manifests.adapters.reading import Reading
@@ -217,12 +212,13 @@ app.command(manifest_captions.captions)
 
 @dataclass(frozen=True)
 class Target:
-    """Where a dataset is written, and how.
+    """Destination of a dataset, and flags for writing it.
 
     Attributes:
-        dataset: its name in the manifest.
-        videos: folder of its videos, or None if the tables name them.
-        may_remove: `--yes`.
+        dataset: Name in the manifest.
+        videos: Folder of its videos, or None if the tables name them.
+        may_remove: Value of `--yes`.
+        as_json: Value of `--json`.
     """
 
     data: Path
@@ -236,14 +232,14 @@ def write_dataset(read: "Callable[[list[Path]], Reading]", tables: "Sequence[Pla
     """Read a dataset and write it to the manifest.
 
     Args:
-        read: receives local copies of the tables.
-        tables: annotation files.
+        read: Function that is called with local copies of the tables.
+        tables: Annotation files.
     """
     from clipmill.manifests.adapters.reading import is_encodable, read_with_local_tables
     from clipmill.manifests.errors import DISK_ERRORS
     from clipmill.manifests.formatting import quote_value
     from clipmill.manifests.progress import Activity
-    from clipmill.manifests.store import read_rejected_rows
+    from clipmill.manifests.store import DamagedManifest, read_manifest, read_rejected_rows
     from clipmill.manifests.write import write_manifest
     from clipmill.prep.commands import manifest_text
     from clipmill.prep.core.data_folder import writing
@@ -251,7 +247,10 @@ def write_dataset(read: "Callable[[list[Path]], Reading]", tables: "Sequence[Pla
 
     data, dataset = into.data, into.dataset
     check_data_dir(data, videos=into.videos)
-    _check_existing(data)
+    # A manifest of another format is an error before the work begins rather than at its end.
+    if (data / "manifest" / "manifest.json").exists():
+        with suppress(DamagedManifest):  # writing the manifest repairs it, or fails with the reason
+            read_manifest(data)
     if not is_encodable(dataset):
         raise UserError(f"--dataset {quote_value(dataset)} is not valid Unicode", hint="give another name")
     with Activity(f"reading dataset {on_one_line(dataset)}"):
@@ -281,21 +280,10 @@ def write_dataset(read: "Callable[[list[Path]], Reading]", tables: "Sequence[Pla
             num_captions_lost=reading.num_captions_lost,
             may_remove=into.may_remove,
         )
-        rejected = (
-            first_rejected(manifest_text.rejected_of(read_rejected_rows(data), dataset)) if written.num_rejected else []
-        )
+        rejected = first_rejected(read_rejected_rows(data), dataset=dataset) if written.num_rejected else []
     if into.as_json:
         values = manifest_text.written_values(written, rejected=rejected, notes=reading.notes)
         print(json_module.dumps(values, indent=1, sort_keys=True))
     else:
         print(manifest_text.written_text(written, rejected=rejected, notes=reading.notes))
         print(f"next: {manifest_text.chunk_command(data)}")
-
-
-def _check_existing(data: Path) -> None:
-    """Raise an error for a manifest of another format before the work begins rather than at its end."""
-    from clipmill.manifests.store import DamagedManifest, read_manifest
-
-    if (data / "manifest" / "manifest.json").exists():
-        with suppress(DamagedManifest):  # writing the manifest repairs it, or fails with the reason
-            read_manifest(data)

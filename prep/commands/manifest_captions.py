@@ -38,7 +38,7 @@ def captions(
         list[str] | None,
         Parameter(
             negative="",
-            help="Source to remove, in place of adding tables: a name that prep status shows, or that of a model "
+            help="Source to remove, in place of adding tables: a name that prep status shows, or the name of a model "
             "without its version. May be repeated.",
         ),
     ] = None,
@@ -67,10 +67,10 @@ def captions(
     data: Data = Path("data"),
     json: Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Add captions from tables to videos in the manifest, such as those of `train caption-chunks`, or remove them.
+    """Add captions from tables to videos in the manifest, such as tables of `train caption-chunks`, or remove them.
 
-    They replace earlier captions of the same source, or of an earlier version of the same model, and no others. They
-    are kept when a dataset is read again. Training uses captions of models only if --captions.sources names them.
+    New captions replace earlier captions of the same source, or of an earlier version of the same model, and no others.
+    They are kept when a dataset is read again. Training uses captions of models only if --captions.sources names them.
 
     Examples:
 
@@ -99,6 +99,7 @@ def captions(
         return
     if not tables:
         raise UserError("there are no tables", hint="give tables of captions, or --remove and the name of a source")
+    # The lock is held while tables are read, because their rows refer to the videos of the manifest.
     with writing(folder), Activity("reading captions"):
         videos = read_videos(folder)
         limits = Limits(ends_of_videos(folder, videos), chunk_finder(folder, videos))
@@ -116,9 +117,7 @@ def captions(
             records={name: {**record, **choice} for name, record in read.records.items()},
         )
         has_rejected = read.reading.rejected.num_rows > 0
-        rejected = (
-            first_rejected(manifest_text.rejected_of(read_rejected_rows(folder), FURTHER)) if has_rejected else []
-        )
+        rejected = first_rejected(read_rejected_rows(folder), dataset=FURTHER) if has_rejected else []
     current = current_variant(folder, VIDEO)
     other = {name: other_variants(record["models"], current=current) for name, record in read.records.items()}
     values = {
@@ -156,22 +155,25 @@ def _remove(folder: Path, names: Sequence[str], *, beside: Mapping[str, object],
 
 
 def _select(
-    captions: "pa.Table", *, min_likelihood: float | None, drop_duplicates: bool
+    table: "pa.Table", *, min_likelihood: float | None, drop_duplicates: bool
 ) -> tuple["pa.Table", dict[str, int]]:
-    """Return the captions that are not dropped, and the number of dropped ones by reason.
+    """Return the captions to keep, and the number of dropped ones by reason.
+
+    Args:
+        table: Captions of all sources.
 
     Raises:
-        UserError: there is a minimum, but no caption has a likelihood.
-        FailedWork: nothing is left of a source; its earlier captions would be lost.
+        UserError: There is a minimum, but no caption has a likelihood.
+        FailedWork: No caption of a source is left; its earlier captions would be lost.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
     from clipmill.manifests.caption_identity import is_duplicate, is_unlikely
 
-    num_dropped, kept = {}, captions
+    num_dropped, kept = {}, table
     if min_likelihood is not None:
-        if captions["likelihood"].null_count == captions.num_rows:
+        if table["likelihood"].null_count == table.num_rows:
             raise UserError(
                 f"--min-likelihood {min_likelihood:g} has no effect: no caption in the tables has a likelihood",
                 hint="omit it, or give tables with the column likelihood",
@@ -181,8 +183,9 @@ def _select(
     if drop_duplicates:
         duplicates = is_duplicate(kept)
         num_dropped["duplicate"], kept = int(duplicates.sum()), kept.filter(pa.array(~duplicates))
+    # A source replaces its earlier captions, so an empty one would remove them.
     left = set(pc.unique(kept["source"]).to_pylist())
-    for name in pc.unique(captions["source"]).to_pylist():
+    for name in pc.unique(table["source"]).to_pylist():
         if name not in left:
             raise FailedWork(
                 f"no captions of {name} are left: all are below --min-likelihood {min_likelihood:g}; "
@@ -217,7 +220,7 @@ def _lines(
     from clipmill.manifests.adapters.annotations import Reason
     from clipmill.manifests.caption_spans import is_of_model
     from clipmill.manifests.further_sources import source_name
-    from clipmill.prep.commands.manifest_text import advice_on, rejected_lines
+    from clipmill.prep.commands.manifest_text import ADVICE, rejected_lines
 
     for name, count in written.num_captions.items():
         changes = f"{written.num_added[name]:,} new"
@@ -243,5 +246,5 @@ def _lines(
             folder=written.folder,
         )
         if Reason.MISSING_CHUNK in reasons:
-            yield f"  hint: {advice_on(Reason.MISSING_CHUNK)}"
+            yield f"  hint: {ADVICE[Reason.MISSING_CHUNK]}"
     yield f"manifest: {written.folder}"

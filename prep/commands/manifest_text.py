@@ -26,7 +26,7 @@ from clipmill.shards.reader import Variant
 
 _INDENT = "  "
 # Advice on rows rejected for a given reason, where it is the same for all datasets.
-_ADVICE = {
+ADVICE = {
     Reason.MALFORMED_ROW: "in CSV files, enclose text that contains commas in double quotes",
     Reason.AMBIGUOUS_VIDEO: "give the path of each video relative to the folder, with the extension",
     Reason.MISSING_CHUNK: "if the videos have no chunks yet, such as videos that returned, run "
@@ -39,11 +39,11 @@ _ADVICE = {
 
 
 def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], notes: Sequence[str] = ()) -> str:
-    """Return what was written and what could not be used.
+    """Return lines about the written dataset and its rejected rows.
 
     Args:
-        rejected: the first rejected rows.
-        notes: what the adapter has to say.
+        rejected: First few rejected rows.
+        notes: Notes of the adapter.
     """
     changes = f"{written.num_videos_added:,} new"
     if written.num_videos_removed:
@@ -88,12 +88,14 @@ def rejected_lines(
     num_captions_lost: int,
     folder: Path,
 ) -> list[str]:
-    """Return the numbers of rejected files and rows by reason, and the first of them.
+    """Return the numbers of rejected files and rows by reason, and the first few by name.
 
     Args:
-        rejected: the first of them.
-        num_files: how many of them are files.
-        folder: of the manifest.
+        num_rejected: Number of rejected files and rows by reason.
+        rejected: First few rejected files and rows.
+        num_files: Number of rejected files.
+        num_captions_lost: Number of captions of unavailable videos.
+        folder: Folder of the manifest.
     """
     total = sum(num_rejected.values())
     what = [count_noun(num, noun) for num, noun in ((num_files, "file"), (total - num_files, "row")) if num]
@@ -103,11 +105,6 @@ def rejected_lines(
         *(f"{_INDENT}{reason}: {count}" for reason, count in sorted(num_rejected.items())),
         *named_lines(rejected, num_all=total, listed=folder / REJECTED_LIST, indent=_INDENT),
     ]
-
-
-def advice_on(reason: Reason) -> str:
-    """Return what to do about rows that were rejected for a reason that has such advice."""
-    return _ADVICE[reason]
 
 
 def written_values(
@@ -138,12 +135,12 @@ def written_values(
 
 
 def unused_files(reading: Reading) -> list[str]:
-    """Return the annotation files that were given but contributed nothing."""
+    """Return the given annotation files from which no row was used."""
     return [file for file, num_rows in reading.num_rows_used.items() if not num_rows]
 
 
 def unused_text(reading: Reading) -> str:
-    """Return why nothing in `unused_files` could be used, with the first few rows by name and advice on what to do."""
+    """Return why no row in `unused_files` could be used, with the first few rows by name, and advice."""
     files = unused_files(reading)
     is_from = pc.is_in(reading.rejected["file"], value_set=pa.array(files, pa.string()))
     for file in files:  # a folder of annotation files
@@ -158,7 +155,7 @@ def unused_text(reading: Reading) -> str:
     malformed = rejected.filter(pc.equal(rejected["reason"], Reason.MALFORMED_ROW))["file"].to_pylist()
     if not any(Path(file).suffix.lower() in TEXT_SUFFIXES for file in malformed):
         counts.pop(Reason.MALFORMED_ROW, None)  # the advice is about cells
-    advice = [text for reason, text in _ADVICE.items() if reason in counts]
+    advice = [text for reason, text in ADVICE.items() if reason in counts]
     if Reason.MISSING_FILE in counts and reading.example_file is not None:
         advice.insert(0, f"the video files have names such as {on_one_line(reading.example_file)}")
     if len(files) < len(reading.num_rows_used):
@@ -179,13 +176,8 @@ def no_video_text(reading: Reading, dataset: str) -> tuple[str, str]:
     return f"no usable videos in dataset {dataset}{reasons}", hint
 
 
-def rejected_of(rejected: pa.Table, dataset: str) -> pa.Table:
-    """Return the rows of one dataset."""
-    return rejected.filter(pc.equal(rejected["dataset"], dataset))
-
-
 def chunk_command(data: Path) -> str:
-    """Return the command that makes the chunks of the manifest, with the settings of those that exist."""
+    """Return the command that makes the chunks of the manifest, with the settings of existing chunks."""
     with suppress(UserError, OSError):  # `prep status` reports damaged records
         if current_variant(data, VIDEO) is not None:
             stored = Variant.open(data, column=VIDEO).recipe

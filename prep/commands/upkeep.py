@@ -1,4 +1,4 @@
-"""`prep status`, `verify`, `inspect`, `diff` and `gc`: maintenance of a shard set."""
+"""`prep status`, `verify`, `inspect`, `diff`, `gc` and `retry`: the commands for an existing data folder."""
 
 import json as json_module
 import os
@@ -39,17 +39,17 @@ def status(*, data: Data = Path("data"), json: Json = False) -> None:
     from clipmill.manifests.progress import Activity
     from clipmill.prep.core.data_folder import require_data_folder
     from clipmill.prep.upkeep.status import read_status, repair_command, status_text
-    from clipmill.prep.upkeep.texts import repair_text
+    from clipmill.prep.upkeep.verify import repair_text
 
     with Activity("reading the records"):
-        found = read_status(require_data_folder(data))
-    print(json_module.dumps(found.values(), indent=1) if json else status_text(found))
-    if found.damaged:
-        raise UserErrors(found.damaged)
-    if found.num_problems:
-        count = "1 shard is" if found.num_problems == 1 else f"{found.num_problems} shards are"
-        messages = (why for of in found.columns.values() for _, _, why in of.problems)
-        raise FailedWork(f"{count} missing or damaged; {repair_text(repair_command(found), messages)}")
+        state = read_status(require_data_folder(data))
+    print(json_module.dumps(state.values(), indent=1) if json else status_text(state))
+    if state.damaged:
+        raise UserErrors(state.damaged)
+    if state.num_problems:
+        count = "1 shard is" if state.num_problems == 1 else f"{state.num_problems} shards are"
+        messages = (why for column in state.columns.values() for _, _, why in column.problems)
+        raise FailedWork(f"{count} missing or damaged; {repair_text(repair_command(state), messages)}")
 
 
 def verify(
@@ -71,8 +71,14 @@ def verify(
     from clipmill.manifests.progress import Activity
     from clipmill.manifests.storage.mirrors import mirror_of
     from clipmill.prep.core.data_folder import require_data_folder
-    from clipmill.prep.upkeep.texts import failure_text, records_text, repairs_text, verified_text
-    from clipmill.prep.upkeep.verify import check_folder_records, check_variant_records, verify_variant
+    from clipmill.prep.upkeep.verify import (
+        check_folder_records,
+        check_variant_records,
+        failure_text,
+        repairs_text,
+        verified_text,
+        verify_variant,
+    )
     from clipmill.shards.dataset import DamagedDataset, current_variant
     from clipmill.shards.reader import Variant
 
@@ -80,7 +86,7 @@ def verify(
     reading = "reading the records"
     with Activity(reading):
         if (mirror := mirror_of(data_dir)) is not None:
-            mirror.drop_content()  # a copy of before says nothing about the bucket
+            mirror.drop_content()  # an earlier copy tells nothing about the bucket
         records = check_folder_records(data_dir)
     if column is not None or variant is not None:
         selected = [column_named(column or VIDEO)]
@@ -95,10 +101,10 @@ def verify(
         opened = {known.name: Variant.open(data_dir, column=known.name, variant=variant) for known in selected}
         for known in selected:
             records += check_variant_records(opened[known.name], column=known, data_dir=data_dir)
-    found = {}
+    results = {}
     for known in selected:
         with Activity(f"verifying {known.name} shards") as now:
-            found[known.name] = verify_variant(
+            results[known.name] = verify_variant(
                 opened[known.name],
                 column=known,
                 deep=deep,
@@ -107,16 +113,19 @@ def verify(
                 on_deep_shard=now.counter(f"checking samples of {known.name} shards"),
             )
     if json:
-        values = {name: asdict(verified) for name, verified in found.items()}
+        values = {name: asdict(verified) for name, verified in results.items()}
         print(json_module.dumps({**values, "records": [asdict(record) for record in records]}, indent=1))
     else:
-        for line in records_text(records):
-            print(line)
+        for record in records:
+            name = "" if record.path in record.message else f"{record.path}: "
+            print(f"record  {name}{record.message}")
         for known in selected:
-            print(verified_text(found[known.name], column=known, max_findings=_MAX_FINDINGS))
-    damaged = [known for known in selected if found[known.name].num_problems]
+            print(verified_text(results[known.name], column=known, max_findings=_MAX_FINDINGS))
+    damaged = [known for known in selected if results[known.name].num_problems]
     if damaged or records:
-        texts = [failure_text(found[of.name], opened[of.name], column=of, data_dir=data_dir) for of in damaged]
+        texts = [
+            failure_text(results[known.name], opened[known.name], column=known, data_dir=data_dir) for known in damaged
+        ]
         raise FailedWork("\n".join([*repairs_text(records), *texts]))
 
 
@@ -138,7 +147,9 @@ def inspect(
     ] = None,
     where: Annotated[
         str | None,
-        Parameter(help="Expression such as 'motion > 0.2 and cuts = 0', which selects what the page of --html shows."),
+        Parameter(
+            help="Expression such as 'motion > 0.2 and cuts = 0', which selects the samples on the page of --html."
+        ),
     ] = None,
     chunks: Annotated[
         int | None,
@@ -213,7 +224,7 @@ def diff(
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Show what differs between two variants of a column: settings, samples, bytes, and values of 16 arrays.
+    """Show the differences between two variants of a column: settings, samples, bytes, and values of 16 arrays.
 
     Example:
 
@@ -231,7 +242,9 @@ def diff(
 
 def gc(
     *,
-    dry_run: Annotated[bool, Parameter(help="List what would be removed, without removing it.", negative="")] = False,
+    dry_run: Annotated[
+        bool, Parameter(help="List the files that would be removed, without removing them.", negative="")
+    ] = False,
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
@@ -239,7 +252,7 @@ def gc(
 
     Files that do not belong to the format are never removed. Variants and shards of a column are kept while its current
     variant is incomplete, damaged or stale. A variant is also kept while its run has not finished, and while it has
-    samples that the current one lacks because of failures that may pass.
+    samples that the current variant lacks because of failures that may pass.
 
     Example:
 
@@ -250,10 +263,17 @@ def gc(
     from clipmill.manifests.locks import folder_lock
     from clipmill.manifests.progress import Activity
     from clipmill.prep.core.data_folder import column_lock, require_data_folder
-    from clipmill.prep.upkeep.garbage import abort, find_garbage, find_in_bucket, remove
-    from clipmill.prep.upkeep.texts import garbage_text, garbage_values
+    from clipmill.prep.upkeep.garbage import (
+        abort,
+        find_garbage,
+        find_in_bucket,
+        garbage_text,
+        garbage_values,
+        remove,
+    )
 
     data_dir = require_data_folder(data)
+    # All columns are locked: the files of a running command are not committed yet, and would be garbage.
     with ExitStack() as held:
         for column in columns():
             held.enter_context(column_lock(data_dir, column=column.name))
@@ -279,7 +299,7 @@ ColumnOfFailures = Annotated[AnyColumn, FIRST_RUN, Parameter(help="Column whose 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryRequest(Request):
-    """The flags of `prep retry`; a column ignores those that it does not need."""
+    """The flags of `prep retry`; a column ignores flags that it does not need."""
 
     scratch_size: ScratchSize = None
     in_flight: Annotated[
@@ -311,22 +331,22 @@ def retry(
         str | None,
         FIRST_RUN,
         Parameter(
-            help="Variant whose failures to retry. Default: the current one, or if it has none, the other that has."
+            help="Variant whose failures to retry. Default: an unfinished variant with failures, else the current one."
         ),
     ] = None,
     weights: Annotated[
         str | None,
         FIRST_RUN,
         Parameter(
-            help="Local folder or file of the model weights. Default: that of the last run; other columns ignore it."
+            help="Local folder or file of the model weights. Default: as in the last run; other columns ignore it."
         ),
     ] = None,
     request: Annotated[RetryRequest, Parameter(name="*")] = RetryRequest(),
 ) -> None:
     """Retry the failures of a column, for example after repairing a source video.
 
-    Without --variant, they are those of the variant that the last run has made with failures beside the current one,
-    which then becomes the current one, otherwise those of the current variant.
+    Without --variant, failures of the variant that the last run has left unfinished beside the current one are retried,
+    and it then becomes the current one. If there is none, failures of the current variant are retried.
 
     Example:
 

@@ -1,6 +1,5 @@
 """The functions of a column with one sample for each chunk, derived from its `ColumnSpec` and its `ChunkWork`."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,17 +58,12 @@ def resolve(column: ColumnSpec, work: ChunkWork, settings: Any, *, video: str) -
         video: Name of the variant of `video` whose chunks the column is made of.
 
     Raises:
-        UserError: there is no such model, or it does not go with the settings.
+        UserError: The model does not exist, or does not support the settings.
     """
     used, facts = work.resolve(settings)
     identity = {"schema": column.schema, "column": column.name, VIDEO: video}
     recipe = Recipe(used, {**stored_values(used), **identity, **facts}, column.name)
     return replace(recipe, name=work.name(recipe))
-
-
-def _asked(work: ChunkWork, recipe: Recipe[Any]) -> dict[str, str | None]:
-    """Return what commands that continue a run need besides the recipe, by the names of the flags."""
-    return {**values_not_stored(recipe.settings), WEIGHTS: work.weights(recipe)}
 
 
 def _plan_recipe(work: ChunkWork, data_dir: Path, recipe: Recipe[Any], retry_codes: frozenset[str]) -> ChunksPlan:
@@ -87,7 +81,7 @@ def _plan(column: ColumnSpec, work: ChunkWork, data_dir: Path, settings: Any, re
 
 
 def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Variant) -> Pending:
-    """Return what remains to be made of a variant; nothing if the variant is not current."""
+    """Return the work that a variant still needs; none if the variant is not current."""
     if current_variant(data_dir, column.name) != variant.directory.name:
         return Pending()
     try:
@@ -106,7 +100,7 @@ def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Varia
 
 
 def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, use: Any = None) -> Job[ChunkTask]:
-    """Return a plan as a job for the driver; `use` is that of its workers."""
+    """Return a plan as a job for the driver; `use` is passed on to its workers."""
     work: ChunkWork = import_object(column.work)
     more = work.more(plan)
 
@@ -129,7 +123,8 @@ def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, use: Any = None) -> Job[C
             more=more(shard.shard_id),
         )
 
-    asked = _asked(work, plan.recipe)
+    # The flags besides the recipe with which other commands continue the run.
+    flags = {**values_not_stored(plan.recipe.settings), WEIGHTS: work.weights(plan.recipe)}
     return Job(
         column=column,
         data_dir=plan.data_dir,
@@ -142,8 +137,8 @@ def chunk_job(column: ColumnSpec, plan: ChunksPlan, *, use: Any = None) -> Job[C
         failed_before=plan.unreadable,
         chunk_s=None,
         needs=None if work.needs is None else (work.needs[0], plan.recipe.values[work.needs[1]]),
-        where=asked.pop(WHERE, None),
-        asked=asked,
+        where=flags.pop(WHERE, None),
+        asked=flags,
     )
 
 
@@ -155,100 +150,77 @@ def _run(
         workers = work.workers(plan, request)
     engine = workers.request.open_engine(memory_gb=workers.memory_gb, gpus_per_worker=workers.gpus_each)
     job = chunk_job(column, plan, use=workers.use)
-    asked = {**job.asked, **request.asked}
-    summary = execute(replace(job, lag_limit_s=request.lag_limit_s, asked=asked), engine, part_run=part_run)
-    written = [] if part_run is not None and not part_run.is_last else _write_extra_files(work, plan.variant_dir)
-    summary.added = _written_files(work, written) if work.summary is None else work.summary(plan, summary, written)
+    flags = {**job.asked, **request.recorded_flags}
+    summary = execute(replace(job, lag_limit_s=request.lag_limit_s, asked=flags), engine, part_run=part_run)
+    names = []
+    # Only the last of several parts sees all shards, from which the extra files are made.
+    if part_run is None or part_run.is_last:
+        variant = Variant(plan.variant_dir)
+        for file in work.extra_files:
+            if file.publish is not None and file.problem(variant) is not None:
+                file.publish(variant)
+                names.append(file.name)
+    if work.summary is not None:
+        summary.added = work.summary(plan, summary, names)
+    else:
+        has_table = any(file.publish is not None for file in work.extra_files)
+        lines = [f"table    {name}: written" for name in names]
+        summary.added = Addition(lines, {"is_table_written": bool(names)} if has_table else {})
     return summary
 
 
-def _write_extra_files(work: ChunkWork, variant_dir: Path) -> list[str]:
-    """Write the files of a variant that are derived from its shards, unless they are up to date; return their names."""
-    variant, written = Variant(variant_dir), []
-    for file in work.extra_files:
-        if file.publish is not None and file.problem(variant) is not None:
-            file.publish(variant)
-            written.append(file.name)
-    return written
-
-
-def _written_files(work: ChunkWork, written: list[str]) -> Addition:
-    has_table = any(file.publish is not None for file in work.extra_files)
-    lines = [f"table    {name}: written" for name in written]
-    return Addition(lines, {"is_table_written": bool(written)} if has_table else {})
-
-
 def _plan_report(column: ColumnSpec, work: ChunkWork, plan: ChunksPlan) -> Report:
-    asked = _asked(work, plan.recipe)
-    estimate = _duration(column, plan) if work.estimate is None else work.estimate(plan)
-    if WHERE in asked:
-        estimate = replace(estimate, values={WHERE: asked[WHERE], **estimate.values})
-    return chunks_report(plan, column, estimate=estimate, asked=asked)
-
-
-def _duration(column: ColumnSpec, plan: ChunksPlan) -> Addition:
-    seconds = sum(plan.chunk_shards[shard.shard_id].seconds for shard in plan.shards if shard.has_work)
-    # Unchanged chunks of a changed shard are copied; how many is known only while the shard is made.
-    lines = (
-        f"estimate at most {duration_text(seconds)} of video to {column.verb}",
-        "         how long it takes is unknown; each chunk is read once",
-    )
-    return Addition(lines if seconds else (), {"estimate": {"seconds": seconds}})
-
-
-def _summary_report(column: ColumnSpec, work: ChunkWork, summary: Summary, settings: Any, listed: Path) -> Report:
-    return summary_report(
-        summary,
-        listed=listed,
-        speed=speed_text(summary, per_core=work.has_cpu_speed),
-        nothing=None if summary.num_chunks else NO_CHUNKS,
-        verb=column.verb,
-        retry=retry_words(column, data=listed.parents[2]),
-    )
-
-
-def chunks_report(
-    plan: ChunksPlan,
-    column: ColumnSpec,
-    *,
-    estimate: Addition,
-    asked: Mapping[str, str | None],
-) -> Report:
-    """Return the report of a plan: the work by state and reason.
-
-    Args:
-        estimate: What the column adds: lines about the cost of the work, none if there is no work, and JSON values.
-        asked: Flags besides the recipe, None if they were not given; of these, `where` selects chunks.
-    """
+    """Return the report of a plan: the work by state and reason, and its cost."""
+    if work.estimate is not None:
+        estimate = work.estimate(plan)
+    else:
+        seconds = sum(plan.chunk_shards[shard.shard_id].seconds for shard in plan.shards if shard.has_work)
+        # Unchanged chunks of a changed shard are copied; their number is known only while the shard is made.
+        about = (
+            f"estimate at most {duration_text(seconds)} of video to {column.verb}",
+            "         how long it takes is unknown; each chunk is read once",
+        )
+        estimate = Addition(about if seconds else (), {"estimate": {"seconds": seconds}})
+    further = {**values_not_stored(plan.recipe.settings), WEIGHTS: work.weights(plan.recipe)}
+    flags = {name: value for name, value in further.items() if value is not None}
+    where = {WHERE: further[WHERE]} if WHERE in further else {}
     recipe = plan.recipe.values
-    asked = {name: value for name, value in asked.items() if value is not None}
     differences = changed_settings(plan.data_dir, column.name, variant=plan.recipe.variant, recipe=recipe)
-    command = column.command_line({**recipe, **asked}, data_dir=plan.data_dir)
+    command = column.command_line({**recipe, **flags}, data_dir=plan.data_dir)
     lines = [f"variant  {plan.recipe.variant}", f"video    {plan.recipe.video}"]
-    if "where" in asked:
-        lines.append(f"where    {asked['where']}: {count_noun(plan.num_chunks, 'chunk')} selected")
+    if WHERE in flags:
+        lines.append(f"where    {flags[WHERE]}: {count_noun(plan.num_chunks, 'chunk')} selected")
     lines += [*estimate.about, *(f"setting  {difference}" for difference in differences)]
     lines += states_lines(plan.shards, verb=column.verb)
     lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]
     lines += [*estimate.lines, next_line(command)] if estimate.lines else [NOTHING_TO_DO]
-    found = {
+    values = {
         "variant": plan.recipe.variant,
         "video": plan.recipe.video,
         "changed_settings": differences,
         "num_chunks": plan.num_chunks,
         **states_values(plan.shards),
         "unreadable": [failure.message for failure in plan.unreadable],
+        **where,
         **estimate.values,
         "next": command if estimate.lines else None,
     }
-    return Report("\n".join(lines), found)
+    return Report("\n".join(lines), values)
 
 
-def speed_text(summary: Summary, *, per_core: bool = True) -> str | None:
-    """Return the speed of a run, also per CPU core where the CPU does the work; None if it made nothing."""
-    if not summary.encoded_s:
-        return None
-    text = f"{summary.encoded_s / summary.wall_s:.1f}x real time"
-    if not per_core or not summary.cpu_s:
-        return text
-    return f"{text}; {summary.encoded_s / summary.cpu_s:.1f}x per core ({summary.cpu_s:.1f} s of CPU time)"
+def _summary_report(column: ColumnSpec, work: ChunkWork, summary: Summary, settings: Any, listed: Path) -> Report:
+    speed = None
+    if summary.encoded_s:
+        speed = f"{summary.encoded_s / summary.wall_s:.1f}x real time"
+        # The speed per core tells nothing of a column that waits for a GPU or a server.
+        if work.has_cpu_speed and summary.cpu_s:
+            per_core = summary.encoded_s / summary.cpu_s
+            speed += f"; {per_core:.1f}x per core ({summary.cpu_s:.1f} s of CPU time)"
+    return summary_report(
+        summary,
+        listed=listed,
+        speed=speed,
+        nothing=None if summary.num_chunks else NO_CHUNKS,
+        verb=column.verb,
+        retry=retry_words(column, data=listed.parents[2]),
+    )

@@ -50,7 +50,7 @@ def chunk_fingerprints(index: pa.Table) -> list[str]:
 
 
 class ChunkLength(NamedTuple):
-    """How long a chunk is.
+    """Length of a chunk.
 
     Attributes:
         fps: Frames per second.
@@ -114,10 +114,10 @@ def chunks_of_shard(
 
 def column_failure(error: Exception) -> SourceFailure:
     """Return the failure column_error for an exception that the code of a column raised."""
-    # The first frame is of the caller. The last one in the folder of the column tells more than one in a library.
+    # The first frame is the caller. The last frame in the folder of the column tells more than one in a library.
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    its_own = [frame for frame in frames if Path(frame.filename).parent == Path(frames[0].filename).parent]
-    place = f" ({Path(its_own[-1].filename).name}, line {its_own[-1].lineno})" if its_own else ""
+    in_column = [frame for frame in frames if Path(frame.filename).parent == Path(frames[0].filename).parent]
+    place = f" ({Path(in_column[-1].filename).name}, line {in_column[-1].lineno})" if in_column else ""
     return SourceFailure(FailureCode.COLUMN_ERROR, f"{type(error).__name__}: {first_line(error)}{place}")
 
 
@@ -150,29 +150,28 @@ class OldSamples:
     """Samples of earlier commits by `chunk_fingerprint`, as far as their bytes are undamaged.
 
     Args:
-        commits: Commits of the column that may hold samples of the chunks; the first that has a sample counts.
+        commits: Commits of the column that may hold samples of the chunks; the first commit that has a sample counts.
         fields: Index fields of the column, among them `chunk_fingerprint`.
-        wanted: Fingerprints of the chunks.
+        fingerprints: Fingerprints of the chunks.
     """
 
     def __init__(
-        self, variant_dir: Path, commits: Sequence[Commit], *, fields: Sequence[pa.Field], wanted: Collection[str]
+        self, variant_dir: Path, commits: Sequence[Commit], *, fields: Sequence[pa.Field], fingerprints: Collection[str]
     ) -> None:
         self._rows: dict[str, tuple[CommittedShard, int]] = {}
         self._fields = [field.name for field in fields]
-        chosen = frozenset(wanted)
+        of_chunks = frozenset(fingerprints)
         for commit in commits:
-            if commit.files is not None:
-                with suppress(Damaged, OSError, KeyError):  # the samples read so far remain usable
-                    self._add(open_shard(variant_dir, commit), chosen)
-
-    def _add(self, shard: CommittedShard, wanted: frozenset[str]) -> None:
-        (extension,) = extensions_of(shard.index)
-        crc32s = shard.index[f"{extension}_crc32"].to_pylist()
-        for row, fingerprint in enumerate(shard.index[FINGERPRINT_FIELD].to_pylist()):
-            is_missing = fingerprint in wanted and fingerprint not in self._rows
-            if is_missing and zlib.crc32(shard.read(row, extension)) == crc32s[row]:
-                self._rows[fingerprint] = shard, row
+            if commit.files is None:
+                continue
+            with suppress(Damaged, OSError, KeyError):  # the samples read so far remain usable
+                shard = open_shard(variant_dir, commit)
+                (extension,) = extensions_of(shard.index)
+                crc32s = shard.index[f"{extension}_crc32"].to_pylist()
+                for row, fingerprint in enumerate(shard.index[FINGERPRINT_FIELD].to_pylist()):
+                    is_missing = fingerprint in of_chunks and fingerprint not in self._rows
+                    if is_missing and zlib.crc32(shard.read(row, extension)) == crc32s[row]:
+                        self._rows[fingerprint] = shard, row
 
     def __contains__(self, fingerprint: str) -> bool:
         return fingerprint in self._rows
@@ -181,7 +180,7 @@ class OldSamples:
         """Return the sample of the chunk in `row` of a `video` index, under the key that the chunk has there.
 
         Args:
-            fingerprint: Fingerprint of the chunk, of which there must be a sample.
+            fingerprint: Fingerprint of a chunk that has a sample.
         """
         shard, old_row = self._rows[fingerprint]
         (extension,) = extensions_of(shard.index)
@@ -204,7 +203,7 @@ class Chunk:
         video: Shard of `video` that holds the chunk.
         row: Row of the chunk in this shard.
         content: Hash (hex) of the content of the chunk.
-        fingerprint: Hash (hex) of what the sample depends on: the content of the chunk, and of the next one if any.
+        fingerprint: Hash (hex) of all that the sample depends on: the content of the chunk, and of the next one if any.
         names: Names of the index fields of the column that is made.
         next: The chunk that follows, of columns that read it (`ChunkWork.reads_next`); None at the end of a video.
     """
@@ -232,7 +231,7 @@ class Chunk:
 
     @property
     def length(self) -> ChunkLength:
-        """How long the chunk is."""
+        """Length of the chunk."""
         return ChunkLength(self["num_frames"], self.fps, self.next is not None)
 
     def read(self) -> bytes:
@@ -243,22 +242,21 @@ class Chunk:
         """
         return read_chunk(self.video, self.row)
 
-    def frames(self, wanted: Sequence[int] | None = None) -> "Iterator[VideoFrame]":
-        """Decode frames of the chunk, and yield them in the order of their indices, which is that of time.
+    def frames(self, indices: Sequence[int] | None = None) -> "Iterator[VideoFrame]":
+        """Decode frames of the chunk, and yield them in the order of their indices, which is also the order of time.
 
         Frames on which none of them depends are not decoded. The frame with index i is displayed i / `fps` seconds
         after the beginning of the chunk.
 
         Args:
-            wanted: Indices of the frames, each larger than the one before, from 0 to `num_frames` - 1; None for all.
+            indices: Indices of the frames, each larger than the previous one, from 0 to `num_frames` - 1; None for all.
 
         Raises:
             SourceFailure: The chunk is damaged or cannot be decoded.
             ValueError: The indices do not increase, or are out of range.
         """
-
         num_frames = self["num_frames"]
-        numbers = range(num_frames) if wanted is None else wanted
+        numbers = range(num_frames) if indices is None else indices
         for before, number in pairwise((-1, *numbers)):
             if not before < number < num_frames:
                 after = f" after {before}" if before >= 0 else ""
@@ -278,12 +276,11 @@ class Chunk:
         """Return all index fields of the sample, in the order of the column's fields.
 
         Args:
-            values: Fields by name. Fields that are not among them, such as `video_id` and `num_frames`, are those of
-                the chunk.
+            values: Fields by name. Missing fields, such as `video_id` and `num_frames`, are copied from the chunk.
         """
         of_chunk = {name: self[name] for name in _FIELDS if name in self.names and name not in values}
-        found = {**of_chunk, **values, FINGERPRINT_FIELD: self.fingerprint}
-        return {name: found[name] for name in [*self.names, *found] if name in found}
+        all_fields = {**of_chunk, **values, FINGERPRINT_FIELD: self.fingerprint}
+        return {name: all_fields[name] for name in [*self.names, *all_fields] if name in all_fields}
 
     def sample(self, members: Mapping[str, bytes], values: Mapping[str, Any]) -> Sample:
         """Return the sample of the chunk.
@@ -303,18 +300,18 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks of a shard that have no sample yet, in order: what a column's `make` iterates over.
+    """The chunks of a shard that have no sample yet, in order; a column's `make` iterates over them.
 
     Attributes:
         variant_dir: Folder of the variant that is made.
-        wanted: Rows of the shard that get a sample, also those whose sample is copied.
+        wanted: Rows of the shard that get a sample, copied samples included.
         rows: Rows of the chunks without a sample.
         of_shard: All chunks of the shard, by row.
-        fingerprints: Their fingerprints.
-        use: What `ChunkWork.workers` hands to each worker; None by default.
-        more: What `ChunkWork.more` hands to the worker of this shard; None by default.
-        known: Rows that `make` need not make, such as those with an answer on disk: they do not count as work.
-        show: Show the number of finished chunks of the shard; for chunks that are not made in order.
+        fingerprints: Fingerprints of `of_shard`.
+        use: Value that `ChunkWork.workers` hands to each worker; None by default.
+        more: Value that `ChunkWork.more` hands to the worker of this shard; None by default.
+        known: Rows that `make` need not make, such as rows with an answer on disk: they do not count as work.
+        show: Function that shows the number of finished chunks of the shard; for chunks that are not made in order.
     """
 
     variant_dir: Path
@@ -340,9 +337,9 @@ class Chunks:
         return len(self.rows)
 
     def each(self, make: Callable[[Chunk], Sample]) -> Iterator[Sample | SourceFailure]:
-        """Yield what a function makes of each chunk, or the failure that it raises.
+        """Call a function for each chunk, and yield its result, or the failure that it raises.
 
-        An exception of another kind is a failure of its chunk, too: column_error, with the line that raised it.
+        An exception of another kind is a failure of the chunk, too: column_error, with the line that raised it.
         """
         for chunk in self:
             try:
@@ -356,23 +353,23 @@ class Chunks:
 
 
 def decode_frames(
-    content: bytes, wanted: Sequence[int], *, fps: Fraction, packet_frame: Sequence[int], packet_flags: Sequence[int]
+    content: bytes, indices: Sequence[int], *, fps: Fraction, packet_frame: Sequence[int], packet_flags: Sequence[int]
 ) -> "Iterator[VideoFrame]":
-    """Decode the frames `wanted` (ascending) of the MP4 file `content`, and yield them in order.
+    """Decode the frames `indices` (ascending) of the MP4 file `content`, and yield them in order.
 
     Args:
-        fps: frame rate of the chunk.
-        packet_frame, packet_flags: packet table of the chunk, in decoding order (clipmill.shards.format.VIDEO_FIELDS).
+        fps: Frame rate of the chunk.
+        packet_frame, packet_flags: Packet table of the chunk, in decoding order (clipmill.shards.format.VIDEO_FIELDS).
 
     Raises:
-        SourceFailure: decode_errors, or frames_differ if the decoder does not return a wanted frame.
+        SourceFailure: decode_errors, or frames_differ if the decoder does not return one of the frames.
     """
     import av
     import av.error
 
-    due = iter(wanted)
+    due = iter(indices)
     target = next(due, None)
-    needed = set(wanted)
+    needed = set(indices)
     try:
         with av.open(BytesIO(content), "r", format="mp4") as container:
             stream = container.streams.video[0]
@@ -380,6 +377,7 @@ def decode_frames(
             frames_per_tick = (stream.time_base or Fraction(0)) * fps
             number = 0
             for packet in container.demux(stream):
+                # A packet that no requested frame depends on is not decoded.
                 if packet.size:
                     is_needed = packet_flags[number] & PACKET_REFERENCE or packet_frame[number] in needed
                     number += 1

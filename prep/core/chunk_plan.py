@@ -52,14 +52,14 @@ HasSample = Callable[[ChunkLength], bool]
 
 @dataclass(frozen=True)
 class ChunkShard:
-    """What a plan needs to know about a shard of chunks.
+    """Facts about a shard of chunks, for a plan.
 
     Attributes:
-        fingerprint: hash of the keys and bytes of its chunks; captions do not affect it.
-        lengths: number of chunks by their length.
-        video_ids: ids of the videos of its chunks, without duplicates; a long video spans several shards.
-        rows: the chunks that get a sample, as rows of the shard; None for all.
-        following: the next chunks, if samples depend on them too.
+        fingerprint: Hash of the keys and bytes of its chunks; captions do not affect it.
+        lengths: Number of chunks by their length.
+        video_ids: Ids of the videos of its chunks, without duplicates; a long video spans several shards.
+        rows: Rows of the chunks that get a sample; None for all.
+        following: Next chunks, if samples depend on them too.
     """
 
     shard_id: int
@@ -73,16 +73,16 @@ class ChunkShard:
 
     @property
     def seconds(self) -> float:
-        """Total duration of its chunks."""
+        """Total duration of the chunks."""
         return float(sum(length.seconds * count for length, count in self.lengths.items()))
 
     @property
     def longest_s(self) -> Fraction:
-        """Duration of its longest chunk in seconds."""
+        """Duration of the longest chunk in seconds."""
         return max((length.seconds for length in self.lengths), default=Fraction(0))
 
-    def wanted(self, *, recipe_fingerprint: str) -> WantedShard:
-        """Return the shard that a recipe wants to have made from these chunks."""
+    def wanted_shard(self, *, recipe_fingerprint: str) -> WantedShard:
+        """Return the shard that a recipe makes from these chunks."""
         text = f"{recipe_fingerprint} {self.split} {self.fingerprint}"
         return WantedShard(self.shard_id, self.split, hashlib.sha256(text.encode()).hexdigest(), self.num_chunks)
 
@@ -91,7 +91,7 @@ def current_chunks(data_dir: Path) -> str:
     """Return the current variant of `video`.
 
     Raises:
-        UserError: there is none.
+        UserError: There is none.
     """
     video = current_variant(data_dir, VIDEO)
     if video is None:
@@ -108,26 +108,31 @@ def read_chunk_shards(
     following: Mapping[int, Following] | None = None,
     has_sample: HasSample | None = None,
 ) -> tuple[list[ChunkShard], dict[int, Failure]]:
-    """Return the committed shards of chunks, and by shard id the failures of those whose index is unreadable.
+    """Return the committed shards of chunks, and by shard id the failures of shards whose index is unreadable.
 
     Args:
-        chosen: the wanted rows of each shard, by shard id; shards without any are left out. None for all rows.
-        following: the next chunks of each shard, by shard id, if samples depend on them; None if they do not.
-        has_sample: which of the wanted chunks get a sample; None for all.
+        chosen: Selected rows of each shard, by shard id; shards without any are omitted. None for all rows.
+        following: Next chunks of each shard, by shard id, if samples depend on them; None if they do not.
+        has_sample: Function that says which of the selected chunks get a sample; None for all.
     """
     shards, unreadable = [], {}
-
-    def read(commit: Commit) -> ChunkShard | tuple[int, Failure] | None:
-        rows = None if chosen is None else chosen.get(commit.shard_id, ())
-        its_following = None if following is None else following.get(commit.shard_id, {})
-        return _read_chunk_shard(video_dir, commit, rows=rows, following=its_following, has_sample=has_sample)
-
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
-        for found in pool.map(read, commits):
-            if isinstance(found, ChunkShard):
-                shards.append(found)
-            elif found is not None:
-                unreadable[found[0]] = found[1]
+        results = pool.map(
+            lambda commit: _read_chunk_shard(
+                video_dir,
+                commit,
+                rows=None if chosen is None else chosen.get(commit.shard_id, ()),
+                following=None if following is None else following.get(commit.shard_id, {}),
+                has_sample=has_sample,
+            ),
+            commits,
+        )
+        for result in results:
+            if isinstance(result, ChunkShard):
+                shards.append(result)
+            elif result is not None:
+                shard_id, failure = result
+                unreadable[shard_id] = failure
     return shards, unreadable
 
 
@@ -148,6 +153,7 @@ def _read_chunk_shard(
         if not pc.min(index["fps_den"]).as_py():
             raise DamagedIndex(path, "a frame rate is not a number")
     except (DamagedIndex, OSError) as error:
+        # A shard that cannot be read is the failure of that shard only.
         return commit.shard_id, Failure(shard_name(commit.shard_id), None, str(FailureCode.CHUNK_DAMAGED), str(error))
     if rows is not None and not rows:
         return None
@@ -158,6 +164,7 @@ def _read_chunk_shard(
     if following is not None:
         covered = "".join(after[row].content if row in after else "-" for row in selected)
         digest = hashlib.sha256(f"{digest}{covered}".encode()).hexdigest()
+    # Most chunks have the same few lengths, so that `has_sample` is called once for each length.
     columns = [index[name].to_pylist() for name in ("num_frames", "fps_num", "fps_den")]
     numbers = [*zip(*columns, (row in after for row in selected), strict=True)]
     counts = Counter(numbers)
@@ -184,7 +191,7 @@ class Holders:
     """Shards that hold something about chunks, by the fingerprints of these chunks.
 
     Args:
-        fingerprints: (Shard id, fingerprints of the chunks that it holds something about).
+        fingerprints: Pairs of a shard id and the fingerprints of the chunks that the shard holds something about.
     """
 
     def __init__(self, fingerprints: Iterable[tuple[int, Sequence[str | bytes]]]) -> None:
@@ -199,8 +206,8 @@ class Holders:
 
     def of(self, fingerprints: Sequence[str]) -> list[int]:
         """Return the shards that hold something about any of the chunks, ascending."""
-        wanted = np.array(fingerprints, _DIGITS)
-        begins, ends = (np.searchsorted(self._digits, wanted, side) for side in ("left", "right"))
+        digits = np.array(fingerprints, _DIGITS)
+        begins, ends = (np.searchsorted(self._digits, digits, side) for side in ("left", "right"))
         pairs = zip(begins.tolist(), ends.tolist(), strict=True)
         return sorted({shard_id for begin, end in pairs for shard_id in self._shard_ids[begin:end].tolist()})
 
@@ -210,10 +217,10 @@ class ChunksPlan:
     """A plan and its inputs.
 
     Attributes:
-        shards: the shards, in order of their ids.
-        chunk_shards: shards of `video` whose samples are wanted, by shard id.
-        num_videos: number of videos with committed chunks.
-        unreadable: shards of `video` that cannot be planned because their index is unreadable.
+        shards: Shards in order of their ids.
+        chunk_shards: Shards of `video` whose chunks get samples, by shard id.
+        num_videos: Number of videos with committed chunks.
+        unreadable: Shards of `video` that cannot be planned because their index is unreadable.
     """
 
     recipe: Recipe[Any]
@@ -229,7 +236,7 @@ class ChunksPlan:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks whose samples are wanted."""
+        """Number of chunks that get a sample."""
         return sum(shard.num_chunks for shard in self.shards)
 
     def video_ids(self, shard: ShardPlan) -> list[str]:
@@ -248,32 +255,30 @@ class ChunksPlan:
         return chunks_of_shard(self.video_dir, shard_id, commits=self.video_commits, following=following)
 
     def old_commits(self, shard_id: int) -> tuple[Commit, ...]:
-        """Return the commits that may hold samples of a shard: its own, and others that its chunks have left."""
-        own = [shard_id] if shard_id in self.commits else []
-        return tuple(self.commits[other] for other in dict.fromkeys([*own, *self.holding(shard_id, self._left)]))
+        """Return the commits that may hold samples of a shard: of the shard, and of shards that lost its chunks."""
+        same = [shard_id] if shard_id in self.commits else []
+        holding = self.holding(shard_id, self._holders_of_lost_samples)
+        return tuple(self.commits[other] for other in dict.fromkeys([*same, *holding]))
 
     def holding(self, shard_id: int, holders: Holders) -> list[int]:
-        """Return which of the holders hold something about chunks of a shard."""
+        """Return the ids of the holders that hold something about chunks of a shard."""
         if len(holders):
             with suppress(Damaged, OSError):  # the worker names an index that cannot be read
                 return holders.of([chunk.fingerprint for chunk in self.chunks(shard_id)])
         return []
 
     @cached_property
-    def _left(self) -> Holders:
-        """The samples of the shards that may have lost chunks to others."""
+    def _holders_of_lost_samples(self) -> Holders:
+        """Stored samples of the shards that may have lost chunks to other shards."""
         states = (ShardState.CHANGED, ShardState.ORPHANED, ShardState.MISSING, ShardState.CORRUPT)
-        shard_ids = [shard.shard_id for shard in self.shards if shard.state in states]
-        return Holders((shard_id, self._stored_fingerprints(shard_id)) for shard_id in shard_ids)
-
-    def _stored_fingerprints(self, shard_id: int) -> list[str]:
-        commit = self.commits.get(shard_id)
-        if commit is not None and commit.files is not None:
-            with suppress(DamagedIndex, OSError):
-                index = open_index(self.variant_dir / commit.files.index, columns=["chunk_fingerprint"])
-                fingerprints: list[str] = index["chunk_fingerprint"].to_pylist()
-                return fingerprints
-        return []
+        fingerprints: list[tuple[int, list[str]]] = []
+        for shard in self.shards:
+            commit = self.commits.get(shard.shard_id)
+            if shard.state in states and commit is not None and commit.files is not None:
+                with suppress(DamagedIndex, OSError):  # samples that cannot be read are made again
+                    index = open_index(self.variant_dir / commit.files.index, columns=["chunk_fingerprint"])
+                    fingerprints.append((shard.shard_id, index["chunk_fingerprint"].to_pylist()))
+        return Holders(fingerprints)
 
 
 def plan_chunks(
@@ -287,17 +292,17 @@ def plan_chunks(
     """Plan a recipe for the committed shards of its `video` variant in `data_dir`.
 
     Args:
-        retry_codes: failure codes to try again even if nothing changed.
+        retry_codes: Failure codes to try again even if nothing changed.
         reads_next: True if samples also depend on the next chunks.
-        has_sample: which chunks get a sample; None for all.
+        has_sample: Function that says which chunks get a sample; None for all.
 
     Raises:
-        UserError: the condition of its settings selects nothing, or uses scores that chunks lack.
+        UserError: The condition of its settings selects nothing, or uses scores that chunks lack.
     """
     column, where = recipe.values["column"], getattr(recipe.settings, WHERE, None)
     video_dir = variant_dir(data_dir, VIDEO, recipe.video)
     folder = variant_dir(data_dir, column, recipe.variant)
-    video, own = read_commits(video_dir), stored_shards(folder)
+    video, stored = read_commits(video_dir), stored_shards(folder)
     chosen = None
     if where is not None:
         chosen = selected_rows(data_dir, video_dir, video.commits.values(), parse_where(where), column=column)
@@ -308,11 +313,12 @@ def plan_chunks(
         following=next_chunks(video_dir, video.commits) if reads_next else None,
         has_sample=has_sample,
     )
+    # It is unknown what these shards hold now, so their stored samples are neither made again nor orphaned.
     unknown = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
     fingerprint = recipe.fingerprint
     shards = plan_shards(
-        (shard.wanted(recipe_fingerprint=fingerprint) for shard in chunk_shards),
-        own.without(unknown),
+        (shard.wanted_shard(recipe_fingerprint=fingerprint) for shard in chunk_shards),
+        stored.without(unknown),
         what_changed="its chunks",
         orphaned_because="the chunks are no longer in the video column"
         if where is None
@@ -325,7 +331,7 @@ def plan_chunks(
         variant_dir=folder,
         video_dir=video_dir,
         video_commits=video.commits,
-        commits=own.commits,
+        commits=stored.commits,
         shards=list(shards),
         chunk_shards={shard.shard_id: shard for shard in chunk_shards},
         num_videos=len(pa.chunked_array([shard.video_ids for shard in chunk_shards], pa.string()).unique()),
@@ -361,7 +367,7 @@ def selected_rows(
     if not selected.any():
         raise empty_selection_error(where, what=count_noun(len(selected), "chunk"))
     of_shards = np.split(selected, np.cumsum(sizes)[:-1])
-    return {one: tuple(np.flatnonzero(mask).tolist()) for one, mask in zip(shard_ids, of_shards, strict=True)}
+    return {shard_id: tuple(np.flatnonzero(mask).tolist()) for shard_id, mask in zip(shard_ids, of_shards, strict=True)}
 
 
 _NUMBERS = ("start_ms", "num_frames", "fps_num", "fps_den", "width", "height")
@@ -369,7 +375,11 @@ _NEXT_COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", *_NUMBERS]
 
 
 def next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int, Following]:
-    """Return for each shard the next chunk of each of its chunks that has one: of the same video, without a gap."""
+    """Return the next chunk of each chunk that has one (in the same video, without a gap), by shard and row.
+
+    The next chunk may be in another shard. It may also be missing, because encoding it failed or `prep chunk` is still
+    running. The sample of the chunk before it is then made as at the end of a video, and again when the next one comes.
+    """
     indexes: dict[int, pa.Table] = {}
     for shard_id, commit in commits.items():
         with suppress(DamagedIndex, OSError):  # reported by `read_chunk_shards`
@@ -386,6 +396,7 @@ def next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int, Fol
     }
     shard = np.repeat([*indexes], [len(index) for index in indexes.values()])
     row = np.concatenate([np.arange(len(index)) for index in indexes.values()])
+    # In order of video and time, each chunk stands before the one that may follow it.
     order = np.lexsort((columns["start_ms"], video_row))
     first, second = order[:-1], order[1:]
     # A gap of less than a frame, and a millisecond for the rounding of both times.

@@ -1,7 +1,7 @@
-"""`ChunkWork`: what a column with one sample for each chunk adds to its `ColumnSpec`.
+"""`ChunkWork`, the making half of a column with one sample for each chunk, and the worker that makes its shards.
 
-All functions of its `ColumnWork` are derived from the two (`prep/core/chunk_column.py`). This module loads little,
-since workers and packages with a column import it.
+All functions of its `ColumnWork` are derived from `ColumnSpec` and `ChunkWork` (`prep/core/chunk_column.py`). This
+module loads neither plan nor driver, since workers and packages with a column import it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,14 @@ from clipmill.prep.core.chunk_input import (
 from clipmill.prep.core.column import Addition, ColumnSpec
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe
-from clipmill.prep.core.shard_result import NewShard, ShardResult, Stop, begin_shard, stopped, system_errors_as_results
+from clipmill.prep.core.shard_result import (
+    NewShard,
+    ShardResult,
+    Stop,
+    begin_shard,
+    stop_result,
+    system_errors_as_results,
+)
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFile, ExtraFolder
 from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.opening import Damaged
@@ -36,29 +43,24 @@ from clipmill.shards.reader import Variant
 from clipmill.shards.writer import Sample, require_extension
 
 if TYPE_CHECKING:
-    from clipmill.prep.core.chunk_input import ChunkLength, Chunks
+    from clipmill.prep.core.chunk_input import ChunkLength
     from clipmill.prep.core.chunk_plan import ChunksPlan
-    from clipmill.prep.core.failures import SourceFailure
-    from clipmill.prep.core.recipe import Recipe
     from clipmill.prep.core.report import PageRequest, Report
     from clipmill.prep.core.request import Request
     from clipmill.prep.core.run import Summary
-    from clipmill.prep.core.shard_result import Stop
-    from clipmill.shards.writer import Sample
-
 
 _NAMES = ("video_id", "start_ms", "chunk_fingerprint")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """What a run needs to know of its workers.
+    """Needs of the workers of a run.
 
     Attributes:
-        request: request of the run, with their number.
+        request: Request of the run, which has the number of workers.
         gpus_each: GPUs of each worker, such as 1 or 0.5.
-        memory_gb: memory that a worker takes on a cluster.
-        use: `Chunks.use` of each worker: how it uses its machine, without effect on what is stored.
+        memory_gb: Memory that a worker takes on a cluster.
+        use: Value of `Chunks.use` in each worker: how it uses its machine, without effect on the stored bytes.
     """
 
     request: "Request"
@@ -69,38 +71,40 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkWork:
-    """What a column with one sample for each chunk adds to its `ColumnSpec`.
+    """The part of a column with one sample for each chunk that makes and describes its samples.
 
     Attributes:
-        fields: index fields, in order (`clipmill.shards.format.chunk_fields`).
-        extension: extension of the member of each sample, or a function recipe -> extension.
-        make: (chunks, recipe) -> one outcome for each chunk, in order: a sample, a `SourceFailure`, or a `Stop`, which
-            ends the shard without a commit. It runs in workers. A UserError that it raises is a model that cannot be
-            opened there, and also ends the shard.
-        require: raise UserError if this machine lacks something that the settings need; called before any lock is
-            taken.
-        resolve: settings -> the settings to use, and further values of the recipe by name, such as the hash of a
-            model; a value with the name of a setting replaces it. It raises UserError if there is no such model.
-        name: recipe -> readable part of the variant's name: letters, digits, `-`, `_` and dots.
-        weights: recipe -> path of local weights, which the records of a run keep; None if there are none.
-        needs: import path of a function that returns why a machine must not work, or None, and the name of the value
-            of the recipe that is its argument. None if there are no such requirements.
-        workers: (plan, request) -> workers of a run. None: as many as the request says, without GPUs.
-        more: plan -> function of a shard id that returns what the worker of this shard needs besides its chunks
+        fields: Index fields, in order (`clipmill.shards.format.chunk_fields`).
+        extension: Extension of the member of each sample, or a function recipe -> extension.
+        make: Function (chunks, recipe) -> one outcome for each chunk, in order: a sample, a `SourceFailure`, or a
+            `Stop`, which ends the shard without a commit. It runs in workers. A UserError that it raises means that the
+            worker cannot open the model, and also ends the shard.
+        require: Function (settings) that raises UserError if this machine lacks something that the settings need;
+            called before any lock is taken.
+        resolve: Function settings -> the settings to use, and further values of the recipe by name, such as the hash of
+            a model; a value with the name of a setting replaces it. It raises UserError if the model does not exist.
+        name: Function recipe -> readable part of the variant's name: letters, digits, `-`, `_` and dots.
+        weights: Function recipe -> path of local weights, which the records of a run keep; None if there are none.
+        needs: Import path of a function that returns why a machine must not work, or None, and the name of the recipe
+            value that is its argument. None if there are no such requirements.
+        workers: Function (plan, request) -> workers of a run. None: as many as the request says, without GPUs.
+        more: Function plan -> function of a shard id that returns what the worker needs besides the chunks of the shard
             (`Chunks.more`), such as files of other shards.
-        reads_next: recipe -> True if a sample also depends on the chunk that follows in the video (`Chunk.next`); it is
-            made again when that one comes, changes or leaves. By default, a sample depends on its chunk only.
-        has_sample: (recipe, length of a chunk) -> True if the chunk gets a sample. None: all chunks do.
-        on_plan: (plan, request) -> None; called once a plan is complete: raise UserError if the plan makes no sense, or
-            make a few samples for its estimate (`PlanRequest.trial`).
-        memory_gb: memory that a worker takes on a cluster.
+        reads_next: Function recipe -> True if a sample also depends on the chunk that follows in the video
+            (`Chunk.next`); the sample is made again when the next chunk comes, changes or leaves. By default, a sample
+            depends on its chunk only.
+        has_sample: Function (recipe, length of a chunk) -> True if the chunk gets a sample. None: all chunks do.
+        on_plan: Function (plan, request), called once a plan is complete: raises UserError if the plan makes no sense,
+            or makes a few samples for its estimate (`PlanRequest.trial`).
+        memory_gb: Memory that a worker takes on a cluster.
         is_function_of_plan: True if the same plan always gives the same bytes.
-        estimate: plan with work -> lines about its cost, and JSON values. None: the duration of the chunks.
-        summary: (plan, result of the run, names of the extra files that it has written) -> what to add to its report.
-            None: the files.
-        left_out: plan -> what it leaves out, in lines, for `prep status`; its estimate and summary say the same.
-        has_cpu_speed: whether the report of a run has the speed per CPU core.
-        extra_folders, extra_files, sample_facts, write_page, next_command: see `ColumnWork`.
+        estimate: Function of a plan with work -> lines about its cost, and JSON values. None: the duration of the
+            chunks.
+        summary: Function (plan, result of the run, names of the extra files that it has written) -> additions to its
+            report. None: the files.
+        left_out: Function plan -> lines about what it leaves out, for `prep status`; estimate and summary say the same.
+        has_cpu_speed: True if the report of a run has the speed per CPU core.
+        extra_folders, extra_files, sample_facts, write_page, next_command: See `ColumnWork`.
     """
 
     fields: Sequence[pa.Field]
@@ -159,11 +163,11 @@ class ChunkTask:
         work: Import path of the column's `ChunkWork`.
         video_dir: Folder of the `video` variant with the chunks.
         video_commits: Commit of the shard with the chunks, as planned, and of the shards in `following`.
-        following: The next chunks, if samples depend on them too (`ChunkWork.reads_next`).
+        following: Next chunks, if samples depend on them too (`ChunkWork.reads_next`).
         old_commits: Commits of the column with samples of unchanged chunks.
-        rows: Chunks that get a sample, as rows of the shard; None for all.
-        use: What the column hands to its workers (`Workers.use`).
-        more: What the column hands to the worker of this shard (`ChunkWork.more`).
+        rows: Rows of the chunks that get a sample; None for all.
+        use: Value that the column hands to its workers (`Workers.use`).
+        more: Value that the column hands to the worker of this shard (`ChunkWork.more`).
     """
 
     column: str
@@ -187,11 +191,11 @@ def make_chunk_shard(task: ChunkTask) -> ShardResult:
 
 
 def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
-    """Open a shard: return its chunks, and the samples that are copied.
+    """Open a shard, and return its chunks and the samples that are copied.
 
     Raises:
-        Damaged: the chunks cannot be read.
-        FileNotFoundError: likewise.
+        Damaged: The chunks cannot be read.
+        FileNotFoundError: An index is missing.
     """
     work: ChunkWork = import_object(task.work)
     names = tuple(field.name for field in work.fields)
@@ -199,13 +203,13 @@ def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
         task.video_dir, task.shard_id, commits=task.video_commits, following=task.following, names=names
     )
     fingerprints = [chunk.fingerprint for chunk in of_shard]
-    old = OldSamples(task.variant_dir, task.old_commits, fields=work.fields, wanted=fingerprints)
-    wanted = range(len(fingerprints)) if task.rows is None else task.rows
+    old = OldSamples(task.variant_dir, task.old_commits, fields=work.fields, fingerprints=fingerprints)
+    rows = range(len(fingerprints)) if task.rows is None else task.rows
     chunks = Chunks(
         variant_dir=task.variant_dir,
         shard_id=task.shard_id,
-        wanted=wanted,
-        rows=[row for row in wanted if fingerprints[row] not in old],
+        wanted=rows,
+        rows=[row for row in rows if fingerprints[row] not in old],
         of_shard=of_shard,
         fingerprints=fingerprints,
         use=task.use,
@@ -219,7 +223,7 @@ def _make(task: ChunkTask) -> ShardResult:
     try:
         chunks, old = open_chunks(task)
     except (Damaged, FileNotFoundError) as error:
-        return stopped(task, FailureCode.CHUNK_DAMAGED, f"the chunks cannot be read: {error}")
+        return stop_result(task, FailureCode.CHUNK_DAMAGED, f"the chunks cannot be read: {error}")
     index, extension, made_s = chunks.video.index, work.extension_of(task.recipe), 0.0
     with begin_shard(
         task,
@@ -231,14 +235,15 @@ def _make(task: ChunkTask) -> ShardResult:
     ) as shard:
         chunks = replace(chunks, show=shard.show)
         made = _outcomes(work, chunks, task, shard)
+        # Copied and new samples stand in the order of the chunks, so that the bytes do not depend on earlier runs.
         for row in chunks.wanted:
             is_old = chunks.fingerprints[row] in old
             try:
                 outcome = old.sample(chunks.fingerprints[row], index, row) if is_old else next(made)
             except UserError as error:
-                return stopped(task, FailureCode.MODEL_UNAVAILABLE, str(error))
+                return stop_result(task, FailureCode.MODEL_UNAVAILABLE, str(error))
             if isinstance(outcome, Stop):
-                return stopped(task, outcome.code, outcome.message)
+                return stop_result(task, outcome.code, outcome.message)
             video_id, key = (index[name][row].as_py() for name in ("video_id", "key"))
             if isinstance(outcome, SourceFailure):
                 content = f"{' ' if shard.failures else ''}{key}" if work.is_function_of_plan else ""
@@ -248,16 +253,16 @@ def _make(task: ChunkTask) -> ShardResult:
             if not is_old and row not in chunks.known:
                 made_s += float(seconds_of(index, row))
         if isinstance(end := next(made, None), Stop):
-            return stopped(task, end.code, end.message)
+            return stop_result(task, end.code, end.message)
         return shard.commit(num_reused=len(chunks.wanted) - len(chunks.rows), encoded_s=made_s)
 
 
 def _outcomes(
     work: ChunkWork, chunks: Chunks, task: ChunkTask, shard: NewShard
 ) -> Iterator[Sample | SourceFailure | Stop]:
-    """Yield what the column makes of each chunk without a sample: its sample, its failure, or why the shard ends.
+    """Yield the outcome of each chunk that has no stored sample: its sample, its failure, or why the shard ends.
 
-    An outcome that is no sample of its chunk becomes a failure. The shard ends if an outcome belongs to no chunk.
+    An outcome that is not a sample of its chunk becomes a failure. The shard ends if an outcome belongs to no chunk.
     """
     broken = FailureCode.COLUMN_ERROR
     try:
@@ -280,7 +285,8 @@ def _outcomes(
                     outcome = failure
             elif not isinstance(outcome, SourceFailure | Stop):
                 kind = type(outcome).__name__
-                outcome = SourceFailure(broken, f"{task.work} has yielded an object of type {kind}, which is no Sample")
+                message = f"{task.work} has yielded an object of type {kind}, which is not a Sample"
+                outcome = SourceFailure(broken, message)
             yield outcome
         if next(made, _END) is not _END:
             yield Stop(broken, f"{task.work} has yielded more outcomes than the {len(chunks)} chunks")
@@ -295,9 +301,9 @@ def _require_sample_of(chunk: Chunk, sample: Sample, work: ChunkWork) -> None:
 
     Raises:
         ValueError: A value cannot be stored, or differs from the value of the chunk.
-        TypeError: likewise.
-        OverflowError: likewise.
-        SourceFailure: not_finite, if its array has a number that is not finite.
+        TypeError: A value has the wrong type.
+        OverflowError: A value is too large for its type.
+        SourceFailure: not_finite, if an array has a number that is not finite.
     """
     of_chunk = {"video_id": chunk["video_id"], "start_ms": chunk["start_ms"], FINGERPRINT_FIELD: chunk.fingerprint}
     for field in work.fields:
@@ -307,11 +313,11 @@ def _require_sample_of(chunk: Chunk, sample: Sample, work: ChunkWork) -> None:
         pa.array([value], field.type)
         # Arrow stores 2.5 as 2.
         if pa.types.is_integer(field.type) and value != int(value):
-            raise ValueError(f"{field.name} is {value!r}, which is no integer")
+            raise ValueError(f"{field.name} is {value!r}, which is not an integer")
         if field.name in _AT_LEAST_1 and value < 1:
             raise ValueError(f"{field.name} is {value!r}, and must be 1 or more")
         if value != of_chunk.get(field.name, value):
-            raise ValueError(f"{field.name} is {value!r}, and that of the chunk is {of_chunk[field.name]!r}")
+            raise ValueError(f"{field.name} is {value!r}, but the chunk has {of_chunk[field.name]!r}")
     for extension, member in sample.members.items():
         if extension.endswith("npy"):
             from clipmill.shards.npy import load_npy

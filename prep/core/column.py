@@ -1,10 +1,10 @@
-"""`ColumnSpec`: what is known of a column whenever `prep` starts.
+"""`ColumnSpec`: the half of a column that the command line needs whenever `prep` starts.
 
 `clipmill.prep.registry` lists the columns. Code that plans, makes, shows, verifies, retries or removes a column
 receives its spec and calls the functions of its `ColumnWork`, which is loaded when it is needed; no code outside a
 column's own folder refers to the column by name.
 
-A column with one sample for each chunk declares its settings here, and what it makes of a chunk in a `ChunkWork`
+A column with one sample for each chunk declares its settings here, and how it makes a sample in a `ChunkWork`
 (`prep/core/chunk_work.py`); its commands, recipe, plan, runs, reports and retries are derived from the two.
 docs/plugins.md has a complete example.
 """
@@ -44,15 +44,15 @@ Stored = Mapping[str, Any]  # content of a variant's recipe.json
 
 @dataclass(frozen=True)
 class Pending:
-    """What remains to be done for a variant, derived from stored records alone.
+    """Work that remains for a variant, derived from stored records only.
 
     Attributes:
-        num_wanted: number of samples that the variant should hold; None if unknown.
-        wanted_shards: ids of the shards that the variant should have; None if unknown.
-        to_make: number of shards that need work, by state.
-        num_orphaned: number of shards to remove, because nothing wants their content any more.
-        stale_because: why the variant differs from what would be made now, or None.
-        left_out: What the settings leave out, such as tails, in lines.
+        num_wanted: Number of samples that the variant should hold; None if unknown.
+        wanted_shards: Ids of the shards that the variant should have; None if unknown.
+        to_make: Number of shards that need work, by state.
+        num_orphaned: Number of shards to remove, because no part of the plan needs their content any more.
+        stale_because: Reason why a new run would make another variant, or None.
+        left_out: Lines about what the settings omit, such as tails.
     """
 
     num_wanted: int | None = None
@@ -65,7 +65,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class Addition:
-    """What a column adds to a report: text lines and JSON values.
+    """Text lines and JSON values that a column adds to a report.
 
     Attributes:
         about: Lines before the settings and the work; of plans only.
@@ -90,48 +90,48 @@ class DeepCode(StrEnum):
 
 @dataclass(frozen=True)
 class CheckedSample:
-    """Result of `prep verify --deep` for one sample: differences, and the number of frames or array rows checked."""
+    """Result of `prep verify --deep` for one sample: differences, and the number of checked frames or array rows."""
 
     differences: list[tuple[DeepCode, str]]
     num_checked: int
 
 
-def _all_settings(stored: Stored) -> str:
+def _settings_text(stored: Stored) -> str:
     settings = {name: value for name, value in stored.items() if value is not None and name not in ("column", "schema")}
     return " ".join(f"{name}={value}" for name, value in settings.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSpec:
-    """What the command line and the upkeep of a data folder need to know of a column, without loading its code.
+    """Description of a column for the command line and the upkeep of a data folder; its code is not loaded.
 
     Attributes:
-        name: name of the column's folder and value of `--column`: lower case, beginning with a letter. The command is
+        name: Name of the column's folder and value of `--column`: lower case, beginning with a letter. The command is
             `prep NAME`.
-        package: import name of the package with the column's code; workers must have the same version.
-        work: import path `package.module:NAME` of the column's `ChunkWork` (`prep/core/chunk_work.py`), or of its
-            `ColumnWork` if it has a plan of its own (`prep/core/work.py`).
-        check_sample: import path `package.module:function` of a function (index row, members, split) -> `CheckedSample`
+        package: Import name of the package with the column's code; workers must have the same version.
+        work: Import path `package.module:NAME` of the column's `ChunkWork` (`prep/core/chunk_work.py`), or of its
+            `ColumnWork` if the column has another plan (`prep/core/work.py`).
+        check_sample: Import path `package.module:function` of a function (index row, members, split) -> `CheckedSample`
             that compares a sample with its index row. It runs in workers, which load nothing else.
-        settings: frozen dataclass whose fields are flags of `prep NAME` and `prep plan NAME` and, without those that
+        settings: Frozen dataclass whose fields are flags of `prep NAME` and `prep plan NAME` and, without those that
             are `NOT_STORED`, part of the recipe (`prep/core/recipe.py`). A field `where` selects chunks. No field may
             have a name of `TAKEN_SETTINGS`.
-        schema: version of the recipe, incremented when the same settings begin to produce other bytes.
-        help: help of `prep NAME`: a first sentence that begins with a verb, text, and an example.
-        plan_help: help of `prep plan NAME`.
-        request: import path of the dataclass with the flags that are not settings, a `Request`
+        schema: Version of the recipe, incremented when the same settings begin to produce other bytes.
+        help: Help of `prep NAME`: a first sentence that begins with a verb, text, and an example.
+        plan_help: Help of `prep plan NAME`.
+        request: Import path of the dataclass with the flags that are not settings, a `Request`
             (`prep/core/request.py`). Fields that are `KEPT` are recorded, and used again by `prep retry`.
-        plan_request: likewise of `prep plan NAME`, a `PlanRequest`.
-        sample: noun for a sample of the column, singular.
-        verb: what the command does to a sample; it ends in e.
-        checked_noun: noun for what `verify --deep` counts, singular: "decoded frame".
-        has_hours: whether `status` reports hours of video, computed from num_frames and the frame rate in the index.
-        page: what the page of `prep inspect --html` shows, as a clause; empty without such a page.
-        read_settings: (stored recipe of this schema, path of local weights or None) -> settings that make the variant
-            again. None if the names of the stored values are those of the settings.
-        write_flags: settings of a stored recipe -> flags of `prep NAME` that give them. None if each setting is the
-            flag of its name.
-        settings_line: stored recipe -> its settings on one line.
+        plan_request: Import path of the dataclass with the further flags of `prep plan NAME`, a `PlanRequest`.
+        sample: Noun for a sample of the column, singular.
+        verb: Verb for making a sample; it ends in e.
+        checked_noun: Noun for the things that `verify --deep` counts, singular: "decoded frame".
+        has_hours: True if `status` reports hours of video, computed from num_frames and the frame rate in the index.
+        page: Content of the page of `prep inspect --html`, as a clause; empty without such a page.
+        read_settings: Function (stored recipe of this schema, path of local weights or None) -> settings that make the
+            variant again. None if stored values and settings have the same names.
+        write_flags: Function settings of a stored recipe -> flags of `prep NAME` that give them. None if each setting
+            is the flag of its name.
+        settings_line: Function stored recipe -> its settings on one line.
     """
 
     name: str
@@ -151,15 +151,15 @@ class ColumnSpec:
     page: str = ""
     read_settings: Callable[[Stored, str | None], Any] | None = None
     write_flags: Callable[[Any], list[str]] | None = None
-    settings_line: Callable[[Stored], str] = _all_settings
+    settings_line: Callable[[Stored], str] = _settings_text
 
     def __post_init__(self) -> None:
         if not isinstance(self.settings, type) or not is_dataclass(self.settings):
-            raise TypeError(f"settings of column {self.name!r} are no dataclass")
+            raise TypeError(f"settings of column {self.name!r} are not a dataclass")
         if taken := sorted({field.name for field in fields(self.settings)} & TAKEN_SETTINGS):
             raise ValueError(f"column {self.name!r} has a setting {taken[0]!r}, a name that all columns use already")
         if type(self.schema) is not int:
-            raise TypeError(f"schema of column {self.name!r} is {self.schema!r}, which is no integer")
+            raise TypeError(f"schema of column {self.name!r} is {self.schema!r}, which is not an integer")
 
     @property
     def is_first(self) -> bool:
@@ -168,7 +168,7 @@ class ColumnSpec:
 
     @property
     def doing(self) -> str:
-        """What the command does, as a participle: "encoding"."""
+        """Participle for making samples: "encoding"."""
         return f"{self.verb.removesuffix('e')}ing"
 
     @property
@@ -179,18 +179,18 @@ class ColumnSpec:
     @property
     def request_type(self) -> type:
         """Dataclass with the flags that are not settings."""
-        found: type = import_object(self.request)
-        return found
+        request: type = import_object(self.request)
+        return request
 
     def stored_settings(self, stored: Stored, weights: str | None = None) -> Any:
         """Return the settings that make a variant again.
 
         Args:
             stored: Recipe, and the request of the last run (`selection.stored_request`).
-            weights: Path of local weights, in place of those that have a name; None for these.
+            weights: Path of local weights that replace the stored ones; None for the stored ones.
 
         Raises:
-            UserError: the recipe was written with another version of the recipe schema, or is incomplete.
+            UserError: The recipe was written with another version of the recipe schema, or is incomplete.
         """
         if self.read_settings is None:
             return settings_from(stored, self.settings, column=self.name, schema=self.schema)
@@ -206,7 +206,7 @@ class ColumnSpec:
         """Return the flags of `prep NAME` that reproduce a stored recipe.
 
         Raises:
-            UserError: the recipe was written with another version of the recipe schema.
+            UserError: The recipe was written with another version of the recipe schema.
         """
         weights = short_path(Path(stored[WEIGHTS])) if WEIGHTS in stored else None
         settings, kept = self.stored_settings(stored, weights), self.kept_flags(stored)
@@ -217,7 +217,7 @@ class ColumnSpec:
         """Return the command line that reproduces the recipe in a recipe.json, by the engine that made it.
 
         Raises:
-            UserError: the recipe was written with another version of the recipe schema.
+            UserError: The recipe was written with another version of the recipe schema.
         """
         engine = [word for name in ENGINE_FLAGS if name in stored for word in (f"--{name}", stored[name])]
         arguments = ["prep", self.command, *self.flags(stored), *engine]
@@ -231,7 +231,7 @@ def data_flags(data: Path) -> list[str]:
 
 
 def short_path(path: Path) -> str:
-    """Return a path relative to the current folder if it is in it; that of a bucket's copy is shown as its address."""
+    """Return a path relative to the current folder if it is inside; the copy of a bucket is shown as its address."""
     if mirror_of(path) is not None:
         return os.fspath(path)
     with suppress(ValueError, OSError):
@@ -245,10 +245,10 @@ def recipe_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
     A recipe that was stored has lists where another has tuples; both are compared in the form that is stored.
     """
     old, new = json.loads(json.dumps(old)), json.loads(json.dumps(new))
-    names = [*new, *(name for name in old if name not in new)]
-    pairs = ((name, old.get(name), new.get(name)) for name in names)
-    return [f"{name}: {_setting(before)} → {_setting(after)}" for name, before, after in pairs if before != after]
-
-
-def _setting(value: object) -> str:
-    return "not set" if value is None else str(value)
+    differences = []
+    for name in [*new, *(name for name in old if name not in new)]:
+        values = old.get(name), new.get(name)
+        if values[0] != values[1]:
+            before, after = ("not set" if value is None else value for value in values)
+            differences.append(f"{name}: {before} → {after}")
+    return differences

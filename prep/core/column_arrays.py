@@ -1,4 +1,4 @@
-"""The arrays of a column of latents or texts, verified as they are read."""
+"""The arrays of a column of latents or texts, verified as they are read, and byte ranges of tars in a bucket."""
 
 import zlib
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from clipmill.shards.tars import TarBytes
 
 
 def tars_of(data_dir: Path) -> TarBytes | None:
-    """Return what reads the tars of a data folder range by range if it is in a bucket, and None if it is local."""
+    """Return a reader of byte ranges of the tars of a data folder in a bucket; None if the folder is local."""
     mirror = mirror_of(data_dir)
     return None if mirror is None else BucketTars(mirror)
 
@@ -56,7 +56,7 @@ class BucketTars:
 
 @dataclass(frozen=True)
 class ColumnArrays:
-    """The samples of a column and what reads their arrays."""
+    """The samples of a column and the reader of their arrays."""
 
     name: str
     variant: Variant
@@ -67,7 +67,7 @@ class ColumnArrays:
         """Open a variant of a column, by default the current one.
 
         Raises:
-            UserError: it does not exist, or is empty.
+            UserError: The variant does not exist, or is empty.
         """
         opened = Variant.open(data_dir, column=name, variant=variant, tars=tars_of(data_dir)).whole()
         if not opened.num_samples:
@@ -84,7 +84,7 @@ class ColumnArrays:
         """Return the array of a sample, verified.
 
         Raises:
-            UserError: it is damaged or missing.
+            UserError: The array is damaged or missing.
         """
         row = self.rows.table.slice(at, 1).select(["shard", "row", "offset", "size", "crc32"]).to_pylist()[0]
         shard = self.variant.shard(row["shard"])
@@ -96,7 +96,10 @@ class ColumnArrays:
             raise UserError(f"{shard.tar_path} is missing", hint=how_to_repair(self.name)) from None
         array = None
         if zlib.crc32(payload) == row["crc32"]:
-            array = load_npy(self._unpacked(payload, at))
+            if self.rows.member.endswith(".zst"):
+                shape = [int(self.numbers(name)[at]) for name in ("num_frames", "channels", "height", "width")]
+                payload = decompress_frame(payload, size_bytes=BLOCK_BYTES + 2 * prod(shape))
+            array = load_npy(payload)
         if array is None:
             raise UserError(
                 f"{shard.tar_name}: the array in row {row['row']} differs from its checksum",
@@ -104,13 +107,7 @@ class ColumnArrays:
             )
         return array
 
-    def _unpacked(self, payload: bytes, at: int) -> bytes:
-        if not self.rows.member.endswith(".zst"):
-            return payload
-        shape = [int(self.numbers(name)[at]) for name in ("num_frames", "channels", "height", "width")]
-        return decompress_frame(payload, size_bytes=BLOCK_BYTES + 2 * prod(shape))
-
     def video_rows(self, video_ids: pa.Array) -> NDArray[np.int64]:
-        """The row of each sample's video in `video_ids`, -1 for others."""
+        """Return the row of each sample's video in `video_ids`, -1 for others."""
         entries, codes = self.rows.coded("video_id")
         return pc.fill_null(pc.index_in(entries, video_ids), -1).to_numpy().astype(np.int64)[codes]

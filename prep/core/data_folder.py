@@ -1,4 +1,4 @@
-"""The data folder of a command: its layout on disk, and the locks that allow one writer per column."""
+"""The data folder of a command: its files, and the locks that allow one writer per column; who is writing now."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def require_data_folder(data_dir: Path) -> Path:
     """Return the absolute path of an existing data folder, or of the working copy of one in a bucket.
 
     Raises:
-        UserError: the path does not exist, is not a folder, or is not accessible.
+        UserError: The path does not exist, is not a folder, or is not accessible.
     """
     mirror = mirror_of(data_dir)
     if mirror is not None and mirror.is_empty:
@@ -56,8 +56,8 @@ def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     """Lock a column for a writing command and remove what killed commands left in it.
 
     Raises:
-        UserError: see `column_lock`.
-        OSError: leftover files cannot be removed.
+        UserError: See `column_lock`.
+        OSError: Leftover files cannot be removed.
     """
     with column_lock(data_dir, column=column):
         remove_leftovers(data_dir, column=column)
@@ -72,15 +72,15 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     covers the manifest.
 
     Raises:
-        UserError: another command holds the lock, or the data folder is not writable.
+        UserError: Another command holds the lock, or the data folder is not writable.
     """
     path = lock_path(data_dir, column)
     if (mirror := mirror_of(data_dir)) is not None:
         with mirror.column_lock(path.name, unless=part_lock_names(column)):
             yield
         return
-    lock = FileLock.take(path)
-    if lock is None:
+    file_lock = FileLock.take(path)
+    if file_lock is None:
         parts = [holder_of(part).partition("\n")[0] for part in sorted(data_dir.glob(f".{column}.part-*.lock"))]
         holder = holder_of(path) or next((f"--part, {part}" for part in parts if part), "unknown")
         raise UserError(
@@ -88,11 +88,11 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
             hint=f"it holds the lock of column {column}: wait until it finishes, or stop it",
         )
     try:
-        lock.note(f"{this_process()}\n")
+        file_lock.note(f"{this_process()}\n")
         yield
-        lock.note("")
+        file_lock.note("")
     finally:
-        lock.release()
+        file_lock.release()
 
 
 def lock_path(data_dir: Path, column: str) -> Path:
@@ -101,7 +101,7 @@ def lock_path(data_dir: Path, column: str) -> Path:
 
 
 def part_lock_names(column: str) -> re.Pattern[str]:
-    """Return the pattern of the names of the locks of a column's parts (`part_locks`): number and count."""
+    """Return the pattern of the names of the locks of a column's parts (`parts.py`): number and count."""
     return re.compile(rf"\.{re.escape(column)}\.part-(\d+)-of-(\d+)\.lock", re.ASCII)
 
 
@@ -135,7 +135,7 @@ def remove_variant_temporaries(folder: Path) -> None:
         for path in running.iterdir():
             if RUNNING_FILE.fullmatch(path.name) and path.is_file():
                 path.unlink(missing_ok=True)
-        with suppress(OSError):  # the folder holds files that are not ours
+        with suppress(OSError):  # the folder holds files that clipmill did not write
             running.rmdir()
 
 
@@ -157,7 +157,7 @@ _INTERVAL_S = 0.5
 
 
 def wait_until_seen(what: str, is_seen: Callable[[], bool], *, limit_s: float = LIMIT_S) -> bool:
-    """Wait until `is_seen` returns True, and say so; return False if it does not within `limit_s` seconds."""
+    """Wait until `is_seen` returns True, and print a line about it; return False after `limit_s` seconds."""
     if is_seen():
         return True
     sys.stderr.write(f"waiting up to {limit_s:g} s for {what}, written by workers and not visible here yet\n")
@@ -170,21 +170,20 @@ def wait_until_seen(what: str, is_seen: Callable[[], bool], *, limit_s: float = 
     return False
 
 
-def is_committed(variant_dir: Path, fingerprints: Iterable[tuple[int, str]]) -> bool:
+def is_committed(folder: Path, fingerprints: Iterable[tuple[int, str]]) -> bool:
     """Return True if the commits of all shards, given as (shard id, plan fingerprint), and their files are visible."""
-    return all(_is_committed(variant_dir, *one) for one in fingerprints)
-
-
-def _is_committed(variant_dir: Path, shard_id: int, fingerprint: str) -> bool:
-    path = commit_path(variant_dir, shard_id)
-    with suppress(OSError):  # opening a folder makes NFS compare it with the server's
-        os.close(os.open(path.parent, os.O_RDONLY))
-    try:
-        commit = read_commit(path)
-    except (FileNotFoundError, Damaged, UserError):
-        return False
-    files = [] if commit.files is None else [commit.files.tar, commit.files.index]
-    return commit.plan_fingerprint == fingerprint and all((variant_dir / name).exists() for name in files)
+    for shard_id, fingerprint in fingerprints:
+        path = commit_path(folder, shard_id)
+        with suppress(OSError):  # opening a folder makes NFS compare it with the server's
+            os.close(os.open(path.parent, os.O_RDONLY))
+        try:
+            commit = read_commit(path)
+        except (FileNotFoundError, Damaged, UserError):
+            return False
+        files = [] if commit.files is None else [commit.files.tar, commit.files.index]
+        if commit.plan_fingerprint != fingerprint or not all((folder / name).exists() for name in files):
+            return False
+    return True
 
 
 _SILENT_S = 5.0  # a running part touches its file every second
@@ -193,54 +192,48 @@ _SILENT_S = 5.0  # a running part touches its file every second
 def has_stopped(data_dir: Path, *, column: str) -> bool:
     """Return True if no process writes a column of a local data folder any more, whatever its heartbeats show.
 
-    It reads what commands and parts have noted in their lock files. For this machine, it looks for the process that is
-    named there. A part on another node, which touches its file, has stopped if the file is untouched and its lock free;
-    a command without `--part` on another node is known by its heartbeats alone.
+    It reads the notes of commands and parts in their lock files. On this machine, it looks for the process that the
+    note names. A part on another node, which touches its file, has stopped if the file is untouched and its lock free;
+    a command without `--part` on another node is known only by its heartbeats.
     """
     if mirror_of(data_dir) is not None:
         return False
-    parts = [path for path in data_dir.glob(f".{column}.part-*.lock") if part_lock_names(column).fullmatch(path.name)]
-    return not _may_run(lock_path(data_dir, column), is_free=lambda _: False) and not any(
-        _may_run(path, is_free=_is_silent) for path in parts
-    )
+    names = part_lock_names(column)
+    parts = [path for path in data_dir.glob(f".{column}.part-*.lock") if names.fullmatch(path.name)]
+    return not any(_may_run(path, is_part=path in parts) for path in (lock_path(data_dir, column), *parts))
 
 
-def _may_run(path: Path, *, is_free: Callable[[Path], bool]) -> bool:
-    """Return whether the process that has noted itself in a lock file may run; `is_free` is asked on other nodes."""
+def _may_run(path: Path, *, is_part: bool) -> bool:
+    """Return True if the process that has noted itself in a lock file may run."""
     words = holder_of(path).partition("\n")[0].split()
     if not words:
         return False  # the lock is free, or its holder has ended
-    if len(words) != 4 or not words[1].isdecimal() or words[3] != os.uname().nodename:
-        return not is_free(path)
-    try:
-        os.kill(int(words[1]), 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        pass  # it belongs to another user
-    return True
-
-
-def _is_silent(path: Path) -> bool:
-    """Return True if a part has not touched its file and its lock is free.
-
-    The lock is tried only then, and shared, so that a part which begins at that moment is not refused.
-    """
+    if len(words) == 4 and words[1].isdecimal() and words[3] == os.uname().nodename:
+        try:
+            os.kill(int(words[1]), 0)
+        except ProcessLookupError:
+            return False
+        except (OSError, OverflowError):
+            pass  # it belongs to another user
+        return True
+    if not is_part:
+        return True
     try:
         with path.open("rb") as file:
             if time.time() - os.fstat(file.fileno()).st_mtime < _SILENT_S:
-                return False
-            return lock(file.fileno(), is_shared=True, waits=False)
+                return True
+            # The lock is tried only now, and shared, so that a part which begins at this moment is not refused.
+            return not lock(file.fileno(), is_shared=True, waits=False)
     except FileNotFoundError:
-        return True  # it has just ended
+        return False  # it has just ended
     except OSError:
-        return False
+        return True
 
 
 def writer_of(data_dir: Path, *, column: str) -> str | None:
-    """Return which command writes a column of a data folder in a bucket, on any machine, and since when.
+    """Return the command that writes a column of a data folder in a bucket, on any machine, and since when.
 
-    Return None if none does, or if the data folder is local: its heartbeats tell more
+    Return None if no command does, or if the data folder is local: its heartbeats tell more
     (`clipmill.prep.core.shard_result`).
     """
     mirror = mirror_of(data_dir)

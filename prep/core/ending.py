@@ -1,4 +1,4 @@
-"""The last lines of a run: what the variant holds now and where it is, and the next command."""
+"""The last lines of a run: the content of the variant, its folder, and the next command."""
 
 import os
 import shlex
@@ -34,11 +34,11 @@ def with_ending(
     """Return the report of a run with the total of its variant and the next command.
 
     Args:
-        report: for a part, with its `PartRun.values`: if other parts have left shards unmade, the next command is to
-            make them.
-        data: the data folder as the user gave it.
+        report: Report of the run; of a part, with its `PartRun.values`: if other parts have left shards unmade, the
+            next command makes them.
+        data: Data folder as the user gave it.
         has_ended: False for a part that leaves the end of the run to others.
-        gave_up: Whether the run ended before all shards were tried.
+        gave_up: True if the run ended before all shards were tried.
     """
     variant = Variant(variant_dir)
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
@@ -56,10 +56,20 @@ def with_ending(
     current = current_variant(variant_dir.parent.parent, column.name)
     # Videos that failed do not keep the others from being used, unless an earlier variant has stayed the current one.
     is_done = has_ended and current == variant_dir.name and not gave_up
-    words = _missing_parts(report, column, variant, data=data)
-    if has_ended and current not in (None, variant_dir.name):
+    words: Sequence[str] = ()
+    if not_made := report.values.get("part", {}).get("not_made", {}):  # by parts that have ended
+        words = shlex.split(column.command_line(stored_request(variant), data_dir=data))
+        words = [*words, "--part", *not_made] if len(not_made) == 1 else words
+    if has_ended and current is not None and current != variant_dir.name:
         words = words or retry_words(column, data=data)
-        lines += _former_lines(variant_dir, current=str(current), again=words)
+        lost = lost_samples(variant_dir.parent.parent, column.name, variant=variant_dir.name, former=current)
+        lines += [
+            f"current  {current} stays the current variant: {_why_not_current(variant_dir.name, lost)}",
+            f"         to complete {variant_dir.name} and make it the current one, run: {shlex.join(words)}",
+        ]
+        if column.name in (VIDEO, LATENTS, TEXT):
+            use = f"give the training command --variant {variant_dir.name}"
+            lines.append(f"         to train on {variant_dir.name} as it is, {use}")
     elif num_samples and is_done:
         words = words or work_of(column).next_command(data)
     command = shlex.join(words) if words else None
@@ -79,23 +89,7 @@ def with_ending(
     return Report("\n".join([report.text, *lines]), {**report.values, **values})
 
 
-def _former_lines(variant_dir: Path, *, current: str, again: Sequence[str]) -> list[str]:
-    """Return why the variant of a run has not become the current one, and what to do.
-
-    Args:
-        again: Words of the command that makes what is missing.
-    """
-    variant, column = variant_dir.name, variant_dir.parent.name
-    lost = lost_samples(variant_dir.parent.parent, column, variant=variant, former=current)
-    lines = [f"current  {current} stays the current variant: {_why_not_current(variant_dir, lost)}"]
-    lines.append(f"         to complete {variant} and make it the current one, run: {shlex.join(again)}")
-    if column in (VIDEO, LATENTS, TEXT):
-        lines.append(f"         to train on {variant} as it is, give the training command --variant {variant}")
-    return lines
-
-
-def _why_not_current(variant_dir: Path, lost: Sequence[Failure]) -> str:
-    variant = variant_dir.name
+def _why_not_current(variant: str, lost: Sequence[Failure]) -> str:
     return f"it has samples that {variant} lacks ({codes_line(lost)})" if lost else f"{variant} is incomplete"
 
 
@@ -106,18 +100,20 @@ def why_unfinished(column: ColumnSpec, variant_dir: Path, *, current: str) -> st
     again = shlex.join(retry_words(column, data=data))
     with suppress(UserError):  # the recipe is of another version
         again = again if lost else column.command_line(stored_request(Variant(variant_dir)), data_dir=data)
-    return f"{current} stays the current variant: {_why_not_current(variant_dir, lost)}; to complete it, run: {again}"
+    return (
+        f"{current} stays the current variant: {_why_not_current(variant_dir.name, lost)}; to complete it, run: {again}"
+    )
 
 
 def retry_words(column: ColumnSpec, *, data: Path) -> list[str]:
-    """Return the words of the command that tries again what failed in a column."""
+    """Return the words of the command that retries the failures of a column."""
     return ["prep", "retry", *([] if column.is_first else ["--column", column.name]), *data_flags(data)]
 
 
 def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, column: str) -> int:
-    """Return the size of what `prep gc` removes of a column: shards without a commit, and all other variants.
+    """Return the size of the files of a column that `prep gc` removes: shards without a commit, and other variants.
 
-    In a bucket, where looking at them costs requests, it is 0.
+    In a bucket, where looking at them costs requests, return 0.
     """
     if mirror_of(data) is not None:
         return 0
@@ -137,15 +133,6 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
     return unused_bytes
 
 
-def _missing_parts(report: Report, column: ColumnSpec, variant: Variant, *, data: Path) -> list[str]:
-    """Return the words of the command that makes what other parts have left; empty if they have left nothing."""
-    not_made = report.values.get("part", {}).get("not_made", {})
-    if not not_made:
-        return []
-    words = shlex.split(column.command_line(stored_request(variant), data_dir=data))
-    return [*words, "--part", *not_made] if len(not_made) == 1 else words
-
-
 @dataclass(frozen=True)
 class Length:
     """Seconds of video in the shards of a variant whose index can be read, and the number of the other shards."""
@@ -161,7 +148,7 @@ def length_text(seconds: float, *, num_unread: int) -> str:
 
 
 def length_of(variant: Variant) -> Length:
-    """Return how much video is in a variant."""
+    """Return the length of the video in a variant."""
     known = variant.commits.seconds()
     unknown = [shard for shard in variant.shards() if shard.shard_id not in known]
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
@@ -180,7 +167,7 @@ def with_file_problems(report: Report, column: ColumnSpec, variant_dir: Path, *,
     """Return the report of a plan with the damaged files that the run derives again from the shards.
 
     Raises:
-        UserError: the records of the variant are damaged.
+        UserError: The records of the variant are damaged.
     """
     if not variant_dir.is_dir():
         return report

@@ -1,4 +1,4 @@
-"""Lists of failures: the complete one of a variant, and short ones for a command's text and `--json` output."""
+"""Lists of failures: the complete list of a variant, and short lists for a command's text and `--json` output."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from clipmill.shards.commits import Failure
 
 FAILURES_FILE = "failures.jsonl"
 MAX_NAMED = 5
-_CUES = (".srt", ".vtt")  # which number their entries from 1
+_CUES = (".srt", ".vtt")  # their entries are numbered from 1
 _MAX_REREAD_BYTES = 64 << 20
 
 
@@ -52,7 +52,7 @@ def read_failures(path: Path) -> list[Failure]:
 
 
 def shard_name(shard_id: int) -> str:
-    """Return how a failure names a shard as a whole, in place of a video."""
+    """Return the name of a complete shard in a failure, in place of a video."""
     return f"shard {shard_id:06d}"
 
 
@@ -62,7 +62,7 @@ def codes_line(failures: Iterable[Failure]) -> str:
 
 
 def first_failures(failures: Iterable[Failure]) -> list[FailureEntry]:
-    """Return the first few failures; a chunk is named by its key, a whole video by its id."""
+    """Return the first few failures; a chunk is named by its key, a complete video by its id."""
     return first_few(
         FailureEntry(failure.key or failure.video_id, failure.code, failure.message) for failure in failures
     )
@@ -95,12 +95,12 @@ def failure_values(failures: Sequence[Failure], *, listed: Path) -> dict[str, An
 
 
 def note_lines(notes: Mapping[str, Sequence[str]], *, num_all: int, indent: int) -> list[str]:
-    """Return what may surprise in videos, a line each; nothing if there is nothing.
+    """Return the notes about surprising properties of videos, a line each; empty if there are none.
 
     Args:
-        notes: notes of the first few videos, by ID.
-        num_all: number of videos with notes.
-        indent: width of the column of labels.
+        notes: Notes of the first few videos, by ID.
+        num_all: Number of videos with notes.
+        indent: Width of the column of labels.
     """
     lines = [on_one_line(f"{video}: {note}") for video, of_video in notes.items() for note in of_video]
     if num_all > len(notes):
@@ -108,49 +108,49 @@ def note_lines(notes: Mapping[str, Sequence[str]], *, num_all: int, indent: int)
     return [f"{'' if number else 'notes':<{indent}}{line}" for number, line in enumerate(lines)]
 
 
-def first_rejected(rejected: pa.Table) -> list[FailureEntry]:
-    """Return the first few rows of a table with schema REJECTED, named by file, place and value."""
+def first_rejected(rejected: pa.Table, *, dataset: str | None = None) -> list[FailureEntry]:
+    """Return the first few rows of a table with schema REJECTED, named by file, place and value.
+
+    Args:
+        dataset: Name of the dataset whose rows count; None for all.
+    """
+    if dataset is not None:
+        rejected = rejected.filter(pc.equal(rejected["dataset"], dataset))
     rows: list[dict[str, Any]] = []
     for reason in pc.unique(rejected["reason"]):
         rows += rejected.filter(pc.equal(rejected["reason"], reason)).slice(0, MAX_NAMED).to_pylist()
-    lines = _lines_of(rows)
-    return first_few(
-        FailureEntry(_location(row, line=lines.get((row["file"], row["row"]))), row["reason"], row["detail"])
-        for row in rows
-    )
-
-
-def _lines_of(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], int]:
-    """Return the lines of rows of text tables by file and row; none of tables that would take long to read again."""
     from clipmill.manifests.adapters.table_formats import LINE_SUFFIXES, TEXT_SUFFIXES, line_numbers
 
     numbers: dict[str, set[int]] = {}
     for row in rows:
         if row["row"] is not None and Path(row["file"]).suffix.lower() in TEXT_SUFFIXES | LINE_SUFFIXES:
             numbers.setdefault(row["file"], set()).add(row["row"])
-    found: dict[tuple[str, int], int] = {}
-    for file, wanted in numbers.items():
+    lines: dict[tuple[str, int], int] = {}
+    for file, of_file in numbers.items():
         with suppress(OSError, UserError):
-            if Path(file).stat().st_size <= _MAX_REREAD_BYTES:
-                found |= {(file, row): line for row, line in line_numbers(Path(file), wanted).items()}
-    return found
+            if Path(file).stat().st_size <= _MAX_REREAD_BYTES:  # reading a larger table again would take long
+                lines |= {(file, row): line for row, line in line_numbers(Path(file), of_file).items()}
+    return first_few(
+        FailureEntry(_location(row, line=lines.get((row["file"], row["row"]))), row["reason"], row["detail"])
+        for row in rows
+    )
 
 
 def first_few(named: Iterable[FailureEntry]) -> list[FailureEntry]:
     """Return the first failure of each code, then the second of each, up to MAX_NAMED, so that every code is shown."""
     by_code: dict[str, list[FailureEntry]] = {}
-    for one in named:
-        of_code = by_code.setdefault(one.code, [])
+    for entry in named:
+        of_code = by_code.setdefault(entry.code, [])
         if len(of_code) < MAX_NAMED:
-            of_code.append(one)
-    turns = (one for turn in zip_longest(*by_code.values()) for one in turn if one is not None)
+            of_code.append(entry)
+    turns = (entry for turn in zip_longest(*by_code.values()) for entry in turn if entry is not None)
     return list(islice(turns, MAX_NAMED))
 
 
 def named_lines(entries: Sequence[FailureEntry], *, num_all: int, listed: Path | None, indent: str) -> Iterator[str]:
-    """Yield one line per failure, then the number of those not shown and the file that lists all of them."""
-    for one in entries:
-        yield f"{indent}{on_one_line(f'{one.name}: {one.code}: {one.message}')}"
+    """Yield one line per failure, then the number of further failures and the file that lists all of them."""
+    for entry in entries:
+        yield f"{indent}{on_one_line(f'{entry.name}: {entry.code}: {entry.message}')}"
     parts = [f"and {num_all - len(entries):,} more"] if num_all > len(entries) else []
     if num_all and listed is not None:
         parts.append(f"full list: {listed}")
@@ -160,14 +160,14 @@ def named_lines(entries: Sequence[FailureEntry], *, num_all: int, listed: Path |
 
 def named_values(entries: Sequence[FailureEntry]) -> list[dict[str, Any]]:
     """Return the failures as JSON values."""
-    return [{"name": one.name, "code": one.code, "message": one.message} for one in entries]
+    return [asdict(entry) for entry in entries]
 
 
 def _location(row: dict[str, Any], *, line: int | None) -> str:
-    """Return where a rejected row is, and its value: `captions.csv, line 5: clip.mp4`; for a rejected file, its path.
+    """Return the place and value of a rejected row: `captions.csv, line 5: clip.mp4`; for a rejected file, its path.
 
     Args:
-        line: number of the line from 1; None if it is unknown.
+        line: Number of the line from 1; None if it is unknown.
     """
     file, source_id = Path(row["file"]), row["source_id"]
     if row["row"] is None and (source_id is None or file.stem == Path(source_id).name):

@@ -1,4 +1,4 @@
-"""Failure codes, and which of them are transient."""
+"""Failure codes, and which codes are transient."""
 
 from enum import StrEnum
 
@@ -15,17 +15,17 @@ class FailureCode(StrEnum):
     NO_VIDEO = "no_video"
     ZERO_DURATION = "zero_duration"
     BAD_TIMESTAMPS = "bad_timestamps"  # a raw stream without timestamps, or impossible timestamps
-    PROBE_FAILED = "probe_failed"  # reading the source crashed its process, also when that ran alone
+    PROBE_FAILED = "probe_failed"  # reading the source crashed its process, also when no other process ran
     DECODE_ERRORS = "decode_errors"  # the source contains damaged frames
     FRAMES_DIFFER = "frames_differ"  # the chunk does not contain the planned frames
     ENCODE_FAILED = "encode_failed"
-    FFMPEG_DIFFERS = "ffmpeg_differs"  # the ffmpeg version of a node differs from that of the plan
-    CHUNK_DAMAGED = "chunk_damaged"  # an input from another column differs from what was committed
+    FFMPEG_DIFFERS = "ffmpeg_differs"  # the ffmpeg version of a node differs from the version of the plan
+    CHUNK_DAMAGED = "chunk_damaged"  # an input from another column differs from its commit
     MODEL_UNAVAILABLE = "model_unavailable"  # a node lacks the model weights of the plan
     NOT_FINITE = "not_finite"  # a value that would be stored is NaN or infinite
     ANSWER_EMPTY = "answer_empty"  # a language model wrote nothing
-    ANSWER_REFUSED = "answer_refused"  # it declined to answer, or a filter removed the answer
-    ANSWER_TRUNCATED = "answer_truncated"  # its answer reached the limit of tokens
+    ANSWER_REFUSED = "answer_refused"  # the model declined to answer, or a filter removed the answer
+    ANSWER_TRUNCATED = "answer_truncated"  # the answer reached the limit of tokens
     ANSWER_INCOMPLETE = "answer_incomplete"  # a server ended its answer for another reason than its end: error, abort
     PROMPT_TOO_LONG = "prompt_too_long"  # pictures, text and answer exceed the context of the model
     OTHER_MODEL = "other_model"  # a server answered with another model than the requested one
@@ -37,13 +37,13 @@ class FailureCode(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
     IO_ERROR = "io_error"
-    WORKER_LOST = "worker_lost"  # a process was killed from outside each time that it was tried
-    WORKER_CRASHED = "worker_crashed"  # a process was ended by a fault of its program each time
+    WORKER_LOST = "worker_lost"  # a process was killed from outside at each try
+    WORKER_CRASHED = "worker_crashed"  # a process was ended by a fault of its program at each try
     COLUMN_ERROR = "column_error"  # the code of a column raised an exception, or gave no valid sample of the chunk
     SHARD_MISSING = "shard_missing"  # the run ended without the planned commit
 
 
-# What a failure means, and what to do about it; {retry} is the command that tries the failures of the column again.
+# Meaning of a failure, and what to do about it; {retry} is the command that tries the failures of the column again.
 WORDS: dict[str, tuple[str, str]] = {
     FailureCode.SOURCE_MISSING: ("the file does not exist", "put it back, or run prep manifest again without it"),
     FailureCode.SOURCE_UNREADABLE: (
@@ -66,7 +66,7 @@ WORDS: dict[str, tuple[str, str]] = {
         "get an intact copy, or re-encode it with ffmpeg, then run {retry}",
     ),
     FailureCode.FRAMES_DIFFER: (
-        "the encoded frames are not those of the plan",
+        "the encoded frames differ from the plan",
         "re-encode the source, then run {retry}",
     ),
     FailureCode.ENCODE_FAILED: ("ffmpeg failed", "see its message, then run {retry}"),
@@ -80,7 +80,7 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.ANSWER_EMPTY: ("the model wrote nothing", "change --prompt, or run {retry}"),
     FailureCode.ANSWER_REFUSED: (
         "the model declined to answer",
-        "change --prompt, or leave the chunk out with --where",
+        "change --prompt, or exclude the chunk with --where",
     ),
     FailureCode.ANSWER_TRUNCATED: (
         "the answer was cut off",
@@ -107,7 +107,7 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.WORKER_CRASHED: (
         "a program crashed",
         "run the same command again; if it crashes again, install another build of it "
-        "($CLIPMILL_FFMPEG names an ffmpeg), or leave the source out",
+        "($CLIPMILL_FFMPEG names an ffmpeg), or omit the source",
     ),
     FailureCode.COLUMN_ERROR: (
         "the code of the column gave no sample",
@@ -158,7 +158,7 @@ class SourceFailure(Exception):
     """Part of the work failed with a failure code; the rest of the run continues.
 
     Args:
-        is_lasting: whether the cause lies in the file itself, so that the same bytes will fail again. Permissions,
+        is_lasting: True if the cause lies in the file itself, so that the same bytes will fail again. Permissions,
             mounts, disks and timeouts are causes that can disappear without the file changing.
     """
 

@@ -1,9 +1,8 @@
 """Planning and making a column: the commands `prep NAME`, `prep plan NAME` and `prep retry`, built from its spec."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -16,10 +15,7 @@ from clipmill.prep.core.column import WEIGHTS, ColumnSpec, Stored
 from clipmill.prep.core.request import PlanRequest, Request
 
 if TYPE_CHECKING:
-    from clipmill.prep.core.report import Report
-    from clipmill.prep.core.run import Summary
-    from clipmill.prep.core.work import ColumnPlan
-    from clipmill.shards.commits import Failure
+    pass
 
 
 def parse_budget(text: str) -> Callable[[int], float]:
@@ -54,7 +50,22 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
     """Return the function behind `prep plan NAME`; its parameters are the column's settings and its plan request."""
 
     def plan(settings: Any, request: PlanRequest) -> None:
-        plan_column(column, settings, request)
+        with Activity("planning"):
+            from clipmill.prep.core.data_folder import require_data_folder
+            from clipmill.prep.core.ending import with_file_problems
+            from clipmill.prep.core.report import show
+            from clipmill.prep.core.work import work_of
+
+            work, data_dir = work_of(column), require_data_folder(request.data)
+            # A dry run holds no lock, without which workers must not write: it reads all sources on this machine.
+            making = column.request_type(data=request.data, engine="processes", trial=request.trial)
+            made = work.plan(data_dir, settings, making)
+            if request.explain is not None and work.explain is not None:
+                report = work.explain(made, request.explain)
+            else:
+                report = work.plan_report(made)
+                report = with_file_problems(report, column, made.variant_dir, data_dir=data_dir)
+        show(report, json=request.json)
 
     help = column.plan_help or (
         f"Print what `prep {column.command}` would do with the same settings, and why (dry run).\n\n"
@@ -74,16 +85,16 @@ def _as_command(function: Callable[..., None], column: ColumnSpec, *, request: t
 
 
 def retry_column(column: ColumnSpec, stored: Stored, *, weights: str | None, request: Request) -> None:
-    """Make again what failed in a variant, with the settings and the flags of its last run.
+    """Retry the failures of a variant, with the settings and the flags of its last run.
 
     Args:
         stored: Recipe and request of the last run (`selection.stored_request`).
-        weights: Path of local weights; None for those of the last run.
-        request: Flags of `prep retry`; those that are None are the ones of the last run.
+        weights: Path of local weights; None for the weights of the last run.
+        request: Flags of `prep retry`; a flag that is None keeps its value of the last run.
 
     Raises:
-        UserError: another version wrote the recipe; see also `make_column`.
-        FailedWork: see `make_column`.
+        UserError: Another version wrote the recipe; see also `make_column`.
+        FailedWork: See `make_column`.
     """
     kind = column.request_type
     names = {field.name for field in fields(kind)}
@@ -93,103 +104,65 @@ def retry_column(column: ColumnSpec, stored: Stored, *, weights: str | None, req
     make_column(column, settings, kind(**{**column.kept_flags(stored), **changed}))
 
 
-def plan_column(column: ColumnSpec, settings: Any, request: PlanRequest) -> None:
-    """Print what making the column would do, and why; or the state of what `explain` names (`ColumnWork.explain`).
-
-    Raises:
-        UserError: a record is damaged.
-    """
-    with Activity("planning"):
-        from clipmill.prep.core.data_folder import require_data_folder
-        from clipmill.prep.core.ending import with_file_problems
-        from clipmill.prep.core.report import show
-        from clipmill.prep.core.work import work_of
-
-        work, data_dir = work_of(column), require_data_folder(request.data)
-        # A dry run holds no lock, without which workers must not write: it reads all sources on this machine.
-        making = column.request_type(data=request.data, engine="processes", trial=request.trial)
-        plan = work.plan(data_dir, settings, making)
-        report = work.plan_report(plan) if request.explain is None else work.explain(plan, request.explain)
-        if request.explain is None:
-            report = with_file_problems(report, column, plan.variant_dir, data_dir=data_dir)
-    show(report, json=request.json)
-
-
 def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     """Plan and make the column, and print a summary.
 
     Raises:
-        UserError: the request is invalid, or this machine lacks something that the settings need.
-        FailedWork: the run gave up, or more videos failed than `--max-failures` allows, not counting the failures that
+        UserError: The request is invalid, or this machine lacks something that the settings need.
+        FailedWork: The run gave up, or more videos failed than `--max-failures` allows, not counting the failures that
             an earlier run has reported and that cannot have passed.
     """
+    from clipmill.prep.core.data_folder import require_data_folder, writing
+    from clipmill.prep.core.ending import with_ending
+    from clipmill.prep.core.failure_list import FAILURES_FILE
+    from clipmill.prep.core.parts import Part, writing_part
+    from clipmill.prep.core.report import Report, show
+    from clipmill.prep.core.work import work_of
+
     budget = parse_budget(request.max_failures)
     request.check()
     with Activity("planning") as now:
-        plan, summary, report, listed = _made(column, settings, request, now)
-    from clipmill.prep.core.report import show
-
+        work = work_of(column)
+        part = None if request.part is None else Part.parse(request.part)
+        data_dir = require_data_folder(request.data)
+        work.require(settings)
+        with (
+            writing(data_dir, column=column.name)
+            if part is None
+            else writing_part(data_dir, part, column=column.name) as part_run
+        ):
+            plan = work.plan(data_dir, settings, request)
+            now.say("", what=column.doing)
+            summary = work.run(plan, settings, request, part_run)
+            assert part_run is None or part_run.is_last is not None, f"{column.package} does not run its plan in parts"
+        listed = plan.variant_dir / FAILURES_FILE
+        report = work.summary_report(summary, settings, listed)
+        if part_run is not None:
+            report = Report(f"{report.text}\n{part_run.line()}", {**report.values, "part": part_run.values()})
+        report = with_ending(
+            report,
+            column,
+            plan.variant_dir,
+            data=request.data,
+            has_ended=part_run is None or bool(part_run.is_last),
+            gave_up=summary.gave_up is not None,
+        )
     show(report, json=request.json)
     if summary.gave_up is not None:
         raise FailedWork(f"{summary.gave_up}; finished work is kept; run the same command again to resume")
-    # A variant that is empty, or not the current one, is not what was asked for, whatever was reported before.
+    # A variant that is empty, or not the current one, is not the requested one, whatever was reported before.
     is_usable = report.values["current"] == plan.variant_dir.name and report.values["total_bytes"] > 0
     unchanged = summary.unchanged if is_usable else ()
     new = [failure for failure in summary.failures if failure not in unchanged]
     if unchanged:
         known = count_noun(len({failure.video_id for failure in unchanged}), "video")
         sys.stderr.write(f"not counted: {known} with failures that an earlier run has reported, listed in {listed}\n")
-    if len({failure.video_id for failure in new}) > budget(plan.num_videos):
-        raise FailedWork(f"{_failed_words(new, column, plan)}; failures are listed in {listed}")
+    num_videos = len({failure.video_id for failure in new})
+    failed = f"{num_videos} of {count_noun(plan.num_videos, 'video')}"
+    # If single spans or samples have failed, and not complete videos, their number tells more.
+    if column.sample != "video" and any(failure.key is not None for failure in new):
+        failed = f"{count_noun(len(new), 'span' if column.is_first else column.sample)} in {failed}"
+    if num_videos > budget(plan.num_videos):
+        raise FailedWork(f"{failed}; failures are listed in {listed}")
     if new:
-        failed = _failed_words(new, column, plan)
         sys.stderr.write(f"failed, within --max-failures {request.max_failures}: {failed}\n")
-
-
-def _failed_words(failures: "Sequence[Failure]", column: ColumnSpec, plan: "ColumnPlan") -> str:
-    """Return how many videos of a plan have failed, and if only spans or samples of them have, how many of these."""
-    num_videos = len({failure.video_id for failure in failures})
-    of_videos = f"{num_videos} of {count_noun(plan.num_videos, 'video')}"
-    sample = column.sample
-    if all(failure.key is None for failure in failures) or sample == "video":
-        return of_videos
-    return f"{count_noun(len(failures), 'span' if column.is_first else sample)} in {of_videos}"
-
-
-def _made(
-    column: ColumnSpec, settings: Any, request: Request, now: Activity
-) -> "tuple[ColumnPlan, Summary, Report, Path]":
-    """Plan and make the column; return the plan, the summary, its report, and the path of the list of failures."""
-    from clipmill.prep.core.data_folder import require_data_folder, writing
-    from clipmill.prep.core.ending import with_ending
-    from clipmill.prep.core.failure_list import FAILURES_FILE
-    from clipmill.prep.core.parts import Part, writing_part
-    from clipmill.prep.core.report import with_part
-    from clipmill.prep.core.work import work_of
-
-    work = work_of(column)
-    part = None if request.part is None else Part.parse(request.part)
-    data_dir = require_data_folder(request.data)
-    work.require(settings)
-    with (
-        writing(data_dir, column=column.name)
-        if part is None
-        else writing_part(data_dir, part, column=column.name) as part_run
-    ):
-        plan = work.plan(data_dir, settings, request)
-        now.say("", what=column.doing)
-        summary = work.run(plan, settings, request, part_run)
-        assert part_run is None or part_run.is_last is not None, f"{column.package} does not run its plan in parts"
-    listed = plan.variant_dir / FAILURES_FILE
-    report = work.summary_report(summary, settings, listed)
-    if part_run is not None:
-        report = with_part(report, part_run)
-    report = with_ending(
-        report,
-        column,
-        plan.variant_dir,
-        data=request.data,
-        has_ended=part_run is None or bool(part_run.is_last),
-        gave_up=summary.gave_up is not None,
-    )
-    return plan, summary, report, listed

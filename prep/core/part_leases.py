@@ -1,7 +1,7 @@
 """The locks of a part for a data folder in a bucket: leases, which reach every machine and expire.
 
-A part and a command without `--part` exclude each other without a lock that both hold: each takes its own lease first
-and then looks at those of the others, so at least one of them sees the other and is refused. Looking at a lease whose
+A part and a command without `--part` exclude each other without a lock that both hold: each takes its lease first and
+then looks at the leases of the others, so at least one of them sees the other and is refused. Looking at a lease whose
 holder has died releases it, so that the holder, if it is alive after all, cannot publish any more.
 """
 
@@ -38,7 +38,7 @@ class PartLeases:
             raise column_is_written(self._copy.folder, self._column, by=by)
 
     def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
-        """Wait for the turn. Parts leave no texts in it: what they have published is visible at once."""
+        """Wait for the turn. Parts leave no texts in it: their files are visible at once."""
         turn = Lease(
             self._copy.objects, f".{self._column}.parts.lock", what=f"parts of {self._copy.address}", note=doing
         )
@@ -50,25 +50,26 @@ class PartLeases:
     def running(self) -> list[RunningPart]:
         self._copy.require_locks()
         names = part_lock_names(self._column)
-        found = []
+        others = []
         for key, record in sorted(held_leases(self._copy.objects, names, but=self._own.key).items()):
             if match := names.fullmatch(key):
                 note = f"{record.get('holder')}\n{record.get('note')}"
-                found.append(RunningPart.read(note, Part(*map(int, match.groups()))))
-        return found
+                others.append(RunningPart.read(note, Part(*map(int, match.groups()))))
+        return others
 
     def take_own(self) -> str | None:
         try:
-            self._own.take_over(on_wait=self._tell)
+            self._own.take_over(
+                on_wait=lambda holder: sys.stderr.write(
+                    f"part {self._part} waits: {holder} had its lock; free after {EXPIRY_S:g} s without renewal\n"
+                )
+            )
         except LeaseHeld as held:
             return held.holder
         self._own_held.enter_context(self._copy.leases.held(self._own))
         self._is_held = True
         self.lock_column()
         return None
-
-    def _tell(self, holder: str) -> None:
-        sys.stderr.write(f"part {self._part} waits: {holder} had its lock; free after {EXPIRY_S:g} s without renewal\n")
 
     def note_own(self, *, makes: str, source: str) -> None:
         self._own.note(f"{makes}\n{source}")
@@ -83,7 +84,7 @@ class PartLeases:
     def release(self) -> None:
         is_removable = False
         if self._is_held and self._turn is not None:
-            with suppress(OSError):  # one was taken over, or the bucket cannot be reached
+            with suppress(OSError):  # a lease was taken over, or the bucket cannot be reached
                 self._own.require()
                 self._turn.require()  # the lease of a part is only taken within the turn
                 is_removable = True

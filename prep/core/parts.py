@@ -14,7 +14,7 @@ Part K of N makes the shards whose id modulo N is K - 1, so parts never make the
    failures, current variant. Otherwise it ends, and the last part finishes.
 
 The kernel releases the locks of a part that is killed. Since every change of "who is running" happens within a turn,
-exactly one of several parts that end at the same time is the last. A part that is killed as the last leaves the
+exactly one of several parts that end at the same time is the last. A last part that is killed leaves the
 finishing to its next attempt, or to a command without `--part`.
 
 Where locks do not reach other nodes (NFS mounted with `nolock`, Lustre with `localflock`), a part would not see the
@@ -22,8 +22,8 @@ others. A running part therefore touches the file of its lock, and a part that c
 is refused. Network file systems may show a new commit late: a part that ends notes in the file of the turn, which a
 lock keeps up to date, how much it has made, and the last one waits until it sees all of it.
 
-In a bucket, locks are leases, which expire when a part is killed (`clipmill.prep.core.part_leases`). What others have
-published is seen at once, and fetched at the two turns.
+In a bucket, locks are leases, which expire when a part is killed (`clipmill.prep.core.part_leases`). The files of other
+parts are seen at once, and fetched at the two turns.
 """
 
 import os
@@ -31,13 +31,12 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
@@ -45,7 +44,6 @@ from clipmill.manifests.locks import FileLock, holder_of, this_process
 from clipmill.manifests.plugins import import_object
 from clipmill.manifests.storage.mirrors import mirror_of, refresh
 from clipmill.prep.core.data_folder import lock_path, part_lock_names, remove_leftovers
-from clipmill.prep.core.shard_result import ShardWork
 from clipmill.prep.engines.admission import source_sha256
 
 _PART = re.compile(r"(-?\d{1,6})/(-?\d{1,6})", re.ASCII)
@@ -66,7 +64,7 @@ class Part:
         """Parse the value of `--part`.
 
         Raises:
-            UserError: it is not K/N with 1 <= K <= N.
+            UserError: It is not K/N with 1 <= K <= N.
         """
         match = _PART.fullmatch(text)
         if match is None:
@@ -102,35 +100,35 @@ class RunningPart:
 
 
 class PartLocks(Protocol):
-    """The locks of one part. All methods but the first and the last two are called within the turn."""
+    """The locks of one part. All methods except the first and the last two are called within the turn."""
 
     def lock_column(self) -> None:
         """Exclude commands without `--part`.
 
         Raises:
-            UserError: one is writing the column, or the data folder is not writable.
+            UserError: One is writing the column, or the data folder is not writable.
         """
 
     def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
         """Wait for the turn, and return the text that the previous part has left in it.
 
         Args:
-            doing: what this part does in its turn, for those that wait.
-            on_wait: called with what another part does if that takes long.
+            doing: Activity of this part in its turn, shown to waiting parts.
+            on_wait: Function that is called with the activity of another part if that takes long.
         """
 
     def running(self) -> list[RunningPart]:
         """Return the other parts of the column that are running; forget those that were killed.
 
         Raises:
-            UserError: see `take_part_lock`.
+            UserError: See `take_part_lock`.
         """
 
     def take_own(self) -> str | None:
         """Take the lock of this part; return who holds it if the part is running already, else None."""
 
     def note_own(self, *, makes: str, source: str) -> None:
-        """Note what this part makes, and by which code."""
+        """Note the variant that this part makes, and the hash of its code."""
 
     def leave_turn(self, text: str) -> None:
         """Let other parts have the turn, and leave a text in it."""
@@ -167,18 +165,18 @@ class PartFiles:
         return text
 
     def running(self) -> list[RunningPart]:
-        found = []
+        others = []
         for path in sorted(self._data_dir.glob(f".{self._column}.part-*.lock")):
             match = part_lock_names(self._column).fullmatch(path.name)
             if match is None or path == self._path:
                 continue
             lock = take_part_lock(path)
             if lock is None:
-                found.append(RunningPart.read(holder_of(path), Part(*map(int, match.groups()))))
+                others.append(RunningPart.read(holder_of(path), Part(*map(int, match.groups()))))
             else:
                 path.unlink(missing_ok=True)
                 lock.release()
-        return found
+        return others
 
     def take_own(self) -> str | None:
         self._own = take_part_lock(self._path)
@@ -227,7 +225,7 @@ def take_part_lock(path: Path) -> FileLock | None:
     """Return the lock of a part; None if that part is running.
 
     Raises:
-        UserError: the lock is free, although that part is running on another node.
+        UserError: The lock is free, although that part is running on another node.
     """
     lock = FileLock.take(path)
     if lock is None:
@@ -242,8 +240,7 @@ def take_part_lock(path: Path) -> FileLock | None:
     if _changed_ns(path) != changed_ns:
         lock.release()
         raise UserError(
-            f"locks in {path.parent} do not reach other nodes: {holder} holds that of {path.name}, which was free on "
-            f"{here}",
+            f"locks in {path.parent} do not reach other nodes: {holder} holds {path.name}, which was free on {here}",
             hint="mount NFS without nolock or local_lock, and Lustre with -o flock",
         )
     return lock
@@ -255,22 +252,20 @@ def _changed_ns(path: Path) -> int:
         return os.fstat(file.fileno()).st_mtime_ns
 
 
-S = TypeVar("S", bound=ShardWork)
-
 _MADE_LINE = re.compile(r"^(\d+)/(\d+) (\d+)$", re.ASCII | re.MULTILINE)
 _MAX_LAG_S, _LAG_INTERVAL_S = 120.0, 1.0  # NFS clients keep listings for up to a minute
 
 
 @dataclass
 class PartRun:
-    """The part that this process makes, and its place among the other parts.
+    """The part that this process makes, and its place among the others.
 
     Attributes:
-        is_first: whether no other part was running when it began. It publishes what all parts have in common.
-        is_last: whether it finishes the run; None until it has ended.
-        num_running: number of other parts that were running when it ended.
-        not_made: work of other parts that was not done when the last part ended: number of shards by part.
-        unit: what `not_made` counts, singular.
+        is_first: True if no other part was running when it began. It publishes the files that all parts share.
+        is_last: True if it finishes the run; None until it has ended.
+        num_running: Number of other parts that were running when it ended.
+        not_made: Work of other parts that was not done when the last part ended: number of shards by part.
+        unit: Noun for the units that `not_made` counts, singular.
     """
 
     data_dir: Path
@@ -292,20 +287,14 @@ class PartRun:
             leases: Callable[..., PartLocks] = import_object("clipmill.prep.core.part_leases:PartLeases")
             self._locks = leases(mirror, self.column, self.part)
 
-    def lock_column(self) -> None:
-        """Exclude commands without `--part`.
+    def register(self) -> None:
+        """Exclude commands without `--part`, wait for the turn, check the other parts, and take the lock of this part.
 
         Raises:
-            UserError: one is writing the column, or the data folder is not writable.
+            UserError: A command without `--part` is writing the column, the data folder is not writable, the part is
+                running, parts of another count are running, or locks do not reach other nodes.
         """
         self._locks.lock_column()
-
-    def register(self) -> None:
-        """Wait for the turn, check the other parts, and take the lock of this part.
-
-        Raises:
-            UserError: the part is running, parts of another count are running, or locks do not reach other nodes.
-        """
         self._take_turn("planning")
         others = self._locks.running()
         if mixed := [other for other in others if other.part.count != self.part.count]:
@@ -325,17 +314,17 @@ class PartRun:
             self._leave_turn()
 
     def agree(self, variant: str, *, where: str | None, package: str = "clipmill.prep") -> None:
-        """Record what the part makes, and by which source code.
+        """Record the variant that the part makes, and the hash of its source code.
 
         Args:
-            package: package of the column's code.
+            package: Package of the column's code.
 
         Raises:
-            UserError: another part makes another variant, selects other samples, or runs other code.
+            UserError: Another part makes another variant, selects other samples, or runs other code.
         """
         if not self.is_first:
             self._take_turn("planning")
-        source = _source(package)
+        source = (source_sha256(package) or "unknown")[:8]
         mine = variant if where is None else f"{variant} where {' '.join(where.split())}"
         for other in self._locks.running():
             if other.makes not in ("", mine):
@@ -345,8 +334,8 @@ class PartRun:
                 )
             if other.source not in ("", source):
                 raise UserError(
-                    f"clipmill of part {self.part} (source {source}) differs from that of part {other.part}, which is "
-                    f"running (source {other.source}, {other.holder})",
+                    f"clipmill of part {self.part} (source {source}) differs from clipmill of part {other.part}, "
+                    f"which is running (source {other.source}, {other.holder})",
                     hint="install the same clipmill on all nodes",
                 )
         self._locks.note_own(makes=mine, source=source)
@@ -372,10 +361,10 @@ class PartRun:
         self._made[self.part] = num_made
 
     def await_others(self, visible: Callable[[], Mapping[int, int]]) -> None:
-        """Wait until this node sees what the parts that have ended have told; call it in the last part.
+        """Wait until this node sees all work that ended parts have told of; call it in the last part.
 
         Args:
-            visible: return how much of the work of each part is seen now, by `number` - 1.
+            visible: Function that returns how much work of each part is visible now, by `number` - 1.
         """
         told, self._made = {part.number - 1: made for part, made in self._made.items()}, {}
         deadline_s = time.monotonic() + _MAX_LAG_S
@@ -393,23 +382,19 @@ class PartRun:
         """Release all locks.
 
         Raises:
-            LeaseLost: one in a bucket was taken over.
+            LeaseLost: A lease in a bucket was taken over.
         """
         try:
             self._locks.release()
         finally:
             self._leave_turn()
 
-    def own(self, shards: Sequence[S]) -> list[S]:
-        """Return the shards of this part."""
-        return [shard for shard in shards if self.part.holds(shard.shard_id)]
-
     def part_of(self, number: int) -> Part:
         """Return the part that a shard, or other numbered work, is left to."""
         return Part(number % self.part.count + 1, self.part.count)
 
     def leave_to(self, number: int, *, count: int = 1) -> None:
-        """Count work that is not done."""
+        """Count work that was not done."""
         self.not_made[self.part_of(number)] += count
 
     def touch(self) -> None:
@@ -453,15 +438,14 @@ class PartRun:
 
 @contextmanager
 def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun]:
-    """Take part in a run of a column, and remove what killed commands left in it if no other part is running.
+    """Take part in a run of a column; remove leftovers of killed commands if no other part is running.
 
     Raises:
-        UserError: see `PartRun.register`; or a command without `--part` is writing the column.
-        OSError: leftover files cannot be removed.
+        UserError: See `PartRun.register`.
+        OSError: Leftover files cannot be removed.
     """
     run, has_ended = PartRun(data_dir, column, part), Event()
     try:
-        run.lock_column()
         run.register()
         signs = Thread(target=_give_signs, args=(run, has_ended), daemon=True)
         signs.start()
@@ -474,11 +458,6 @@ def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun
             signs.join()
     finally:
         run.leave()
-
-
-@cache
-def _source(package: str) -> str:
-    return (source_sha256(package) or "unknown")[:8]
 
 
 def _give_signs(run: PartRun, has_ended: Event) -> None:

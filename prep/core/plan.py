@@ -1,4 +1,7 @@
-"""The common part of all plans: the state of each shard and its reason, computed from wanted and stored shards."""
+"""The common part of all plans: the state of each shard with its reason, and the disk use of a plan.
+
+States are computed from the shards that should exist and the stored ones.
+"""
 
 import os
 import shutil
@@ -29,11 +32,11 @@ class ShardState(StrEnum):
 
     CURRENT = "current"  # committed as planned
     NEW = "new"
-    CHANGED = "changed"  # its inputs differ from those of the commit
+    CHANGED = "changed"  # its inputs differ from the inputs of the commit
     MISSING = "missing"  # committed, but a file is missing
     CORRUPT = "corrupt"  # committed, but a file is damaged
     RETRY = "retry"  # committed with failures that another try may fix
-    ORPHANED = "orphaned"  # committed, but none of its content is wanted any more
+    ORPHANED = "orphaned"  # committed, but the plan needs none of its content any more
 
 
 Problems = Mapping[int, tuple[ShardState, str]]  # shard id -> (MISSING or CORRUPT, reason)
@@ -45,8 +48,8 @@ class WantedShard:
 
     Attributes:
         fingerprint: SHA-256 (hex) of everything that its content depends on.
-        num_chunks: number of samples that it will hold.
-        rows: its rows in the column's own plan, if that plan has rows.
+        num_chunks: Number of samples that it will hold.
+        rows: Rows of the shard in the column's plan, if that plan has rows.
     """
 
     shard_id: int
@@ -61,10 +64,10 @@ class ShardPlan:
     """One shard of a plan.
 
     Attributes:
-        rows: its rows in the column's own plan, in the order in which the shard stores them.
-        num_chunks: number of samples planned.
-        num_copied: number of these that are copied from the stored shard; None if that is unknown before it is made.
-        num_failed: of a current shard, the number of these that failed when it was made.
+        rows: Rows of the shard in the column's plan, in the order in which the shard stores them.
+        num_chunks: Number of planned samples.
+        num_copied: Number of samples that are copied from the stored shard; None if that is unknown before it is made.
+        num_failed: Number of samples that failed when the shard was made, of a current shard.
     """
 
     shard_id: int
@@ -80,11 +83,6 @@ class ShardPlan:
     @property
     def has_work(self) -> bool:
         return self.state not in (ShardState.CURRENT, ShardState.ORPHANED)
-
-    @property
-    def share_of_work(self) -> float:
-        """Share of the samples that are not copied, above 0: copying costs little, but not nothing."""
-        return 1.0 - 0.98 * (self.num_copied or 0) / max(1, self.num_chunks)
 
 
 @dataclass(frozen=True)
@@ -102,14 +100,14 @@ class StoredShards:
 
 @dataclass(frozen=True)
 class HeldShards:
-    """Shards to leave unchanged because what they should hold is unknown, and why it is."""
+    """Shards to leave unchanged because their planned content is unknown, and the reason."""
 
     shard_ids: frozenset[int] = frozenset()
     because: str = ""
 
 
 def plan_shards(
-    wanted: Iterable[WantedShard],
+    shards: Iterable[WantedShard],
     stored: StoredShards,
     *,
     what_changed: str,
@@ -118,17 +116,18 @@ def plan_shards(
     unreadable: frozenset[str] = frozenset(),
     held: HeldShards = HeldShards(),
 ) -> Iterator[ShardPlan]:
-    """Return the state of every shard: the wanted shards in their order, followed by orphaned ones.
+    """Return the state of every shard: the planned shards in their order, followed by orphaned ones.
 
     Args:
-        what_changed: name of the input that changed if the fingerprint differs; used in the reason.
-        orphaned_because: reason why none of a committed shard's content is wanted.
-        retry_codes: failure codes to try again even if nothing changed, in addition to the transient ones.
-        unreadable: ids of videos whose sources cannot be read at present.
-        held: shards to leave unchanged.
+        shards: Shards that should exist.
+        what_changed: Name of the input that changed if the fingerprint differs; used in the reason.
+        orphaned_because: Reason why the plan needs none of a committed shard's content.
+        retry_codes: Failure codes to try again even if nothing changed, in addition to the transient ones.
+        unreadable: Ids of videos whose sources cannot be read at present.
+        held: Shards to leave unchanged.
     """
     known, commits = set[int](), stored.commits
-    for shard in wanted:
+    for shard in shards:
         known.add(shard.shard_id)
         state, reason = state_of(
             commits.get(shard.shard_id),
@@ -138,8 +137,9 @@ def plan_shards(
             unreadable=unreadable,
             what_changed=what_changed,
         )
+        # Its planned content is unknown at present: the stored shard is better than a part of it.
         if state == ShardState.CHANGED and shard.shard_id in held.shard_ids:
-            yield _as_stored(commits[shard.shard_id], ShardState.CURRENT, held.because)
+            yield _stored_plan(commits[shard.shard_id], ShardState.CURRENT, held.because)
             continue
         commit = commits.get(shard.shard_id)
         num_held = commit.files.num_samples if commit is not None and commit.files is not None else 0
@@ -156,9 +156,9 @@ def plan_shards(
         )
     for shard_id, commit in commits.items():
         if shard_id not in known and shard_id in held.shard_ids:
-            yield _as_stored(commit, ShardState.CURRENT, held.because)
+            yield _stored_plan(commit, ShardState.CURRENT, held.because)
         elif shard_id not in known:
-            yield _as_stored(commit, ShardState.ORPHANED, orphaned_because)
+            yield _stored_plan(commit, ShardState.ORPHANED, orphaned_because)
 
 
 def state_of(
@@ -188,7 +188,7 @@ def state_of(
     return ShardState.CURRENT, "up to date"
 
 
-def _as_stored(commit: Commit, state: ShardState, reason: str) -> ShardPlan:
+def _stored_plan(commit: Commit, state: ShardState, reason: str) -> ShardPlan:
     """Return the plan of a stored shard that is kept as it is, or removed."""
     return ShardPlan(
         shard_id=commit.shard_id,
@@ -202,46 +202,46 @@ def _as_stored(commit: Commit, state: ShardState, reason: str) -> ShardPlan:
 
 
 def with_work(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
-    """Return the shards that need work, longest first, so that no long shard is still running alone at the end."""
+    """Return the shards that need work, longest first, so that no long shard runs last while other workers are idle."""
     return sorted((shard for shard in shards if shard.has_work), key=lambda shard: -shard.num_chunks)
 
 
 def pending_of(shards: Sequence[ShardPlan]) -> Pending:
     """Summarise a variant's plan."""
-    wanted = [shard for shard in shards if shard.state != ShardState.ORPHANED]
+    planned = [shard for shard in shards if shard.state != ShardState.ORPHANED]
     return Pending(
-        num_wanted=sum(shard.num_chunks for shard in wanted),
-        wanted_shards=frozenset(shard.shard_id for shard in wanted),
+        num_wanted=sum(shard.num_chunks for shard in planned),
+        wanted_shards=frozenset(shard.shard_id for shard in planned),
         to_make=dict(Counter(str(shard.state) for shard in shards if shard.has_work)),
-        num_orphaned=len(shards) - len(wanted),
+        num_orphaned=len(shards) - len(planned),
     )
 
 
-def stored_shards(variant_dir: Path) -> StoredShards:
-    """Read the commits of a variant and check the files that they list."""
-    found = read_commits(variant_dir)
-    problems = file_problems(variant_dir, found.commits)
-    for damaged in found.damaged:
+def stored_shards(folder: Path) -> StoredShards:
+    """Read the commits in the folder of a variant and check the files that they list."""
+    records = read_commits(folder)
+    problems = file_problems(folder, records.commits)
+    for damaged in records.damaged:
         problems[damaged.shard_id] = (ShardState.CORRUPT, str(damaged))
-    return StoredShards(found.commits, problems)
+    return StoredShards(records.commits, problems)
 
 
-def file_problems(variant_dir: Path, commits: Mapping[int, Commit]) -> dict[int, tuple[ShardState, str]]:
+def file_problems(folder: Path, commits: Mapping[int, Commit]) -> dict[int, tuple[ShardState, str]]:
     """Return the shards whose files are missing or damaged, according to a quick check of each file."""
     return {
         shard_id: (ShardState.MISSING if problems[0].code in _MISSING else ShardState.CORRUPT, problems[0].message)
-        for shard_id, problems in quick_problems(variant_dir, commits.values()).items()
+        for shard_id, problems in quick_problems(folder, commits.values()).items()
     }
 
 
 def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:
     """Return shard id -> (problem, reason), from a quick check of all files listed in an open variant's commits."""
-    found: dict[int, tuple[str, str]] = {
+    problems: dict[int, tuple[str, str]] = {
         shard_id: (str(state), why)
         for shard_id, (state, why) in file_problems(variant.directory, variant.commits).items()
     }
-    found |= {damaged.shard_id: ("corrupt", str(damaged)) for damaged in variant.damaged}
-    return dict(sorted(found.items()))
+    problems |= {damaged.shard_id: ("corrupt", str(damaged)) for damaged in variant.damaged}
+    return dict(sorted(problems.items()))
 
 
 def is_readable(shard: CommittedShard) -> bool:
@@ -257,13 +257,13 @@ class DiskUse:
     """Disk use of a plan, in bytes.
 
     Attributes:
-        data_bytes: size of the whole data folder now.
-        variant_bytes: size of each variant of the planned column, by name.
-        has_variant: whether the planned variant is one of them.
-        added_bytes: lowest and highest size of what the run writes, copies included; None if unknown.
-        freed_bytes: what `prep gc` frees once the planned variant is complete: the column's other variants, and the
-            shards of this one that are replaced or removed.
-        free_bytes: free space of the disk; None in a bucket.
+        data_bytes: Size of the complete data folder now.
+        variant_bytes: Size of each variant of the planned column, by name.
+        has_variant: True if the planned variant is one of them.
+        added_bytes: Lowest and highest size of the files that the run writes, copies included; None if unknown.
+        freed_bytes: Size that `prep gc` frees once the planned variant is complete: the column's other variants, and
+            the shards of this variant that are replaced or removed.
+        free_bytes: Free space of the disk; None in a bucket.
     """
 
     data_bytes: int
@@ -299,11 +299,11 @@ class DiskUse:
         if self.added_bytes is None:
             parts.append("how much is added is unknown")
         elif self.added_bytes[1]:
-            low, high = (size_text(round(one)) for one in self.added_bytes)
+            low, high = (size_text(round(size)) for size in self.added_bytes)
             parts.append(f"{range_text(low, high) if self.added_bytes[0] else f'at most {high}'} to be added")
         if self.free_bytes is not None:
             parts.append(f"{size_text(self.free_bytes)} free")
-        lines = [f"disk     {'; '.join(parts)} (whole data folder: {size_text(self.data_bytes)})"]
+        lines = [f"disk     {'; '.join(parts)} (complete data folder: {size_text(self.data_bytes)})"]
         if self.freed_bytes:
             num_others = len(self.variant_bytes) - self.has_variant
             what = f"{count_noun(num_others, 'other variant')}" if num_others else "earlier shards"
@@ -325,9 +325,9 @@ def disk_use(
     """Measure the data folder.
 
     Args:
-        variant: name of the planned variant.
-        added_bytes: lowest and highest size of what the run writes, copies included; None if unknown.
-        replaced_bytes: size of the shards that the run replaces or removes.
+        variant: Name of the planned variant.
+        added_bytes: Lowest and highest size of the files that the run writes, copies included; None if unknown.
+        replaced_bytes: Size of the shards that the run replaces or removes.
     """
     sizes = {name: folder_bytes(variant_dir(data_dir, column, name)) for name in list_variants(data_dir, column)}
     free_bytes = None

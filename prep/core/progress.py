@@ -15,14 +15,14 @@ class RunProgress:
     """Context manager that shows the progress of a run.
 
     Args:
-        doing: a participle: "encoding".
-        noun: noun for a sample of the column, singular.
-        num_samples: number of samples that the run will make.
-        work: the same, without those that are copied at almost no cost. The time left depends on this number alone.
-        sample_s: seconds of video in a sample; None to omit the speed.
-        num_shards: number of shards that the run will make.
+        doing: Participle for the work: "encoding".
+        noun: Noun for a sample of the column, singular.
+        num_samples: Number of samples that the run will make.
+        work: Number of samples without the copied ones, which cost almost nothing; the time left depends on it only.
+        sample_s: Seconds of video in a sample; None to omit the speed.
+        num_shards: Number of shards that the run will make.
 
-    A KeyboardInterrupt or `Stopped` leaves it with a message on what of the run is kept, which is whole shards.
+    A KeyboardInterrupt or `Stopped` leaves it with a message about the finished shards, which are kept.
     """
 
     def __init__(
@@ -46,9 +46,11 @@ class RunProgress:
     ) -> None:
         self._activity.__exit__(kind, error, trace)
         if isinstance(error, Stopped):
-            raise Stopped(f"finished work is kept; {self._kept()}; run the same command again to resume") from None
+            raise Stopped(
+                f"finished work is kept; {self._finished_text()}; run the same command again to resume"
+            ) from None
         if isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(self._kept()) from None
+            raise KeyboardInterrupt(self._finished_text()) from None
 
     def start(self) -> None:
         """Begin to measure: workers are ready."""
@@ -64,10 +66,10 @@ class RunProgress:
         self._failures[code] += 1
 
     def show(self, num_done: int, work_done: float, *, has_begun: bool) -> None:
-        """Show how many samples and how much work are done, including those of running shards.
+        """Show how many samples and how much work are done, running shards included.
 
         Args:
-            has_begun: whether a worker has begun a shard.
+            has_begun: True if a worker has begun a shard.
         """
         self._has_begun = self._has_begun or has_begun or num_done > 0
         self._done = max(self._done, min(num_done, self._num_samples))
@@ -89,7 +91,7 @@ class RunProgress:
         )
         return f"{text}; failed: {failed}" if failed else text
 
-    def _kept(self) -> str:
+    def _finished_text(self) -> str:
         made = f"{self._num_shards_made:,} of {count_noun(self._num_shards, 'shard')}"
         kept = f"this run has finished {made} ({count_noun(self._num_kept, self._noun)})"
         lost = self._done - self._num_kept

@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 from clipmill.manifests.errors import UserError
 from clipmill.shards.columns import VIDEO, command_for
 
-# In the annotation of a field of the settings.
+# Marks in the annotation of a field of the settings.
 NOT_STORED = "a setting that does not change what is stored"
-STORED_IF_CHANGED = "a setting that recipes lack while it has its default, as those from before the setting do"
-# In the annotation of a field of a request.
+STORED_IF_CHANGED = "a setting that recipes omit while it has its default, as recipes from before the setting do"
+# Mark in the annotation of a field of a request.
 KEPT = "a flag that a retry uses again"
 
 Settings = TypeVar("Settings")
@@ -27,7 +27,7 @@ class Recipe(Generic[Settings]):
     """Everything that a column depends on besides its input.
 
     Attributes:
-        settings: Settings of the command, or of `video` the settings with all values filled in.
+        settings: Settings of the command; for `video` with all values filled in.
         values: Content of recipe.json.
         name: Readable part of the name of the variant.
     """
@@ -62,9 +62,9 @@ def stored_values(settings: Any) -> dict[str, Any]:
     """Return the settings that change what is stored, by name."""
     kind = type(settings)
     defaults = {field.name: field.default for field in fields(kind)}
-    plain = {name for name in marked_fields(kind, STORED_IF_CHANGED) if getattr(settings, name) == defaults[name]}
-    left_out = plain | marked_fields(kind, NOT_STORED).keys()
-    return {name: value for name, value in asdict(settings).items() if name not in left_out}
+    unchanged = {name for name in marked_fields(kind, STORED_IF_CHANGED) if getattr(settings, name) == defaults[name]}
+    omitted = unchanged | marked_fields(kind, NOT_STORED).keys()
+    return {name: value for name, value in asdict(settings).items() if name not in omitted}
 
 
 def values_not_stored(settings: Any) -> dict[str, Any]:
@@ -73,23 +73,22 @@ def values_not_stored(settings: Any) -> dict[str, Any]:
 
 
 def marked_fields(kind: type, mark: str) -> dict[str, type]:
-    """Return the fields of a dataclass with a mark in their annotation: names, and types of the values."""
+    """Return the fields of a dataclass with a mark in their annotation: names, and types without None."""
     hints = get_type_hints(kind, include_extras=True)
-    annotations = {field.name: get_args(hints[field.name]) for field in fields(kind)}
-    return {name: _plain(words[0]) for name, words in annotations.items() if mark in words[1:]}
-
-
-def _plain(kind: Any) -> type:
-    """Return the type of the values of `kind` that are not None."""
-    found: type = next((one for one in get_args(kind) if one is not type(None)), kind)
-    return found
+    types: dict[str, type] = {}
+    for field in fields(kind):
+        value_type, *words = get_args(hints[field.name]) or (None,)
+        if mark in words:
+            # The type of an optional field is a union with None.
+            types[field.name] = next((part for part in get_args(value_type) if part is not type(None)), value_type)
+    return types
 
 
 def settings_from(stored: Mapping[str, Any], kind: type[Settings], *, column: str, schema: int) -> Settings:
     """Return the settings in a stored recipe, and in the request of its last run (`selection.stored_request`).
 
     Raises:
-        UserError: the recipe was written with another version of the recipe schema, or lacks a setting.
+        UserError: The recipe was written with another version of the recipe schema, or lacks a setting.
     """
     require_schema(stored, column=column, schema=schema)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass

@@ -1,4 +1,4 @@
-"""Reports of plans and runs, for people and for scripts; shared by all columns."""
+"""Reports of plans and runs, for people and for scripts, and HTML pages; shared by all columns."""
 
 import json as json_module
 from collections import Counter
@@ -13,7 +13,6 @@ from clipmill.manifests.locks import folder_lock
 from clipmill.manifests.publish import publish_bytes, remove_temporaries
 from clipmill.prep.core.column import recipe_differences
 from clipmill.prep.core.failure_list import failure_lines, failure_values
-from clipmill.prep.core.parts import PartRun
 from clipmill.prep.core.plan import ShardPlan, ShardState
 from clipmill.prep.core.run import Summary
 from clipmill.shards.dataset import current_variant
@@ -43,11 +42,6 @@ def show(report: Report, *, json: bool) -> None:
     print(json_module.dumps(report.values, indent=1) if json else report.text)
 
 
-def with_part(report: Report, run: PartRun) -> Report:
-    """Return the report of a run with how its part ended."""
-    return Report(f"{report.text}\n{run.line()}", {**report.values, "part": run.values()})
-
-
 @dataclass
 class _Group:
     num_shards: int = 0
@@ -63,12 +57,13 @@ def states_lines(
     verb: str = "encode",
     reasons: Mapping[int, str] | None = None,
 ) -> list[str]:
-    """Return what a plan keeps, makes, copies and removes, in words, and the shards that need attention.
+    """Return lines about the shards that a plan keeps, makes, copies and removes, and that need attention.
 
     Args:
-        sample: noun for a sample of the column, singular.
-        verb: what the column does to a sample; it ends in e.
-        reasons: why single shards are made again or removed, by shard ID; the others have the reason of their state.
+        sample: Noun for a sample of the column, singular.
+        verb: Verb for making a sample; it ends in e.
+        reasons: Reasons why single shards are made again or removed, by shard ID; others have the reason of their
+            state.
     """
     lines = []
     kept = [shard for shard in shards if shard.state == ShardState.CURRENT]
@@ -79,10 +74,14 @@ def states_lines(
         lines.append(f"kept     {held}{f'; {num_failed:,} failed, see prep status' if num_failed else ''}")
         reasons_to_hold = {shard.reason for shard in kept if shard.reason.startswith("kept, ")}
         lines += [f"         {reason.removeprefix('kept, ')}" for reason in sorted(reasons_to_hold)]
+    # Shards with the same reason share a line: a plan may have thousands of them.
     groups: dict[str, _Group] = {}
     for shard in shards:
         if shard.has_work:
-            group = groups.setdefault(_reason(shard, reasons or {}), _Group())
+            reason = _REASONS.get(shard.state, shard.reason)
+            if shard.state == ShardState.CHANGED:
+                reason = f"{shard.reason}; what is unchanged is copied"
+            group = groups.setdefault((reasons or {}).get(shard.shard_id, reason), _Group())
             group.num_shards += 1
             group.num_copied += shard.num_copied or 0
             group.num_made += shard.num_chunks - (shard.num_copied or 0)
@@ -100,7 +99,9 @@ def states_lines(
 
 def states_values(shards: Sequence[ShardPlan], *, sample: str = "chunk") -> dict[str, Any]:
     """Return the JSON values of `states_lines`."""
-    states, held = _count_states(shards)
+    states, held = Counter(str(shard.state) for shard in shards), Counter[str]()
+    for shard in shards:
+        held[str(shard.state)] += shard.num_chunks
     work = [
         {
             "shard_id": shard.shard_id,
@@ -113,13 +114,6 @@ def states_values(shards: Sequence[ShardPlan], *, sample: str = "chunk") -> dict
         if shard.state != ShardState.CURRENT
     ]
     return {"shards": dict(states), f"{sample}s": dict(held), "work": work}
-
-
-def _count_states(shards: Sequence[ShardPlan]) -> tuple[Counter[str], Counter[str]]:
-    states, held = Counter(str(shard.state) for shard in shards), Counter[str]()
-    for shard in shards:
-        held[str(shard.state)] += shard.num_chunks
-    return states, held
 
 
 def next_line(command: str) -> str:
@@ -148,12 +142,12 @@ def summary_report(
     """Return the report of a run.
 
     Args:
-        listed: path of the list of failures.
-        speed: text about the speed of the work, if any was done.
-        nothing: why there was no work, if the reason is not that everything is up to date.
-        verb: what the column does to a chunk; it ends in e.
+        listed: Path of the list of failures.
+        speed: Text about the speed of the work, if any was done.
+        nothing: Reason why there was no work, if the reason is not that everything is up to date.
+        verb: Verb for making a chunk; it ends in e.
         retry: Words of the command that tries the failures of the column again.
-        more: further JSON values, placed before the common ones.
+        more: Further JSON values, placed before the common ones.
     """
     lines = [f"variant  {summary.variant}"]
     if summary.num_shards_made and summary.failures and not summary.num_encoded + summary.num_reused:
@@ -186,14 +180,6 @@ def summary_report(
     return Report("\n".join(lines), values)
 
 
-def _reason(shard: ShardPlan, reasons: Mapping[int, str]) -> str:
-    if shard.shard_id in reasons:
-        return reasons[shard.shard_id]
-    if shard.state == ShardState.CHANGED:
-        return f"{shard.reason}; what is unchanged is copied"
-    return _REASONS.get(shard.state, shard.reason)
-
-
 def _work(group: _Group, sample: str, verb: str) -> str:
     """Return "12 chunks encoded and 6 copied into 2 shards"."""
     into, made = f"into {count_noun(group.num_shards, 'shard')}", f"{count_noun(group.num_made, sample)} {verb}d"
@@ -208,13 +194,13 @@ def _work(group: _Group, sample: str, verb: str) -> str:
 
 @dataclass(frozen=True)
 class PageRequest:
-    """What `prep inspect --html` asks for.
+    """Request for a page of `prep inspect --html`.
 
     Attributes:
         path: HTML file to write.
-        where: expression (clipmill.shards.where), or None.
-        num_samples: number of samples to show; None for the default of the page.
-        on_sample: called with (number of samples read, number to read).
+        where: Expression (clipmill.shards.where), or None.
+        num_samples: Number of samples to show; None for the default of the page.
+        on_sample: Function that is called with (number of samples read, number to read).
     """
 
     path: Path
@@ -224,13 +210,10 @@ class PageRequest:
 
 
 def publish_page(path: Path, template: Path, **values: Any) -> int:
-    """Publish a page from a template, and remove what killed commands have left of it.
-
-    Returns:
-        Its size in bytes.
+    """Publish a page from a template, remove temporary files of killed commands, and return its size in bytes.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: The page cannot be written.
     """
     from clipmill.shards.pages.templates import load_template
 

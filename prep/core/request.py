@@ -1,6 +1,7 @@
-"""The flags that the commands of all columns share: `Request` has them, and a column's own request adds some.
+"""The flags that the commands of all columns share: `Request` has them, and the request of a column adds some.
 
-A request is passed on whole, from the command line to the column's work.
+A request is passed on as one object, from the command line to the column's work. `model_folder` resolves a model that a
+flag names.
 """
 
 import re
@@ -90,7 +91,7 @@ PartOf = Annotated[
     EXECUTION,
     Parameter(
         name="--part",
-        allow_leading_hyphen=True,  # so that Part.parse says what is wrong with -1/2
+        allow_leading_hyphen=True,  # so that Part.parse explains the error of -1/2
         help="Part of the shards to make, such as 3/16, for commands on several nodes (a SLURM array). Default: all.",
     ),
 ]
@@ -118,14 +119,14 @@ class Request(Checked):
     """Options of a command that are not settings of its column.
 
     Attributes:
-        execution: settings of the Ray engine.
-        part: value of `--part`, or None.
-        num_gpus: number of GPUs per worker; None if not given.
-        batch: batch size of the model; None if not given.
-        scratch_size: limit of the copies of remote videos on a node, such as 200GB; None for most of the free space.
-        trial: number of samples to make for the estimate of a plan.
-        retry_codes: failure codes to try again even if nothing changed.
-        only_variant: name of the variant that the settings must produce, or None.
+        execution: Settings of the Ray engine.
+        part: Value of `--part`, or None.
+        num_gpus: Number of GPUs per worker; None if not given.
+        batch: Batch size of the model; None if not given.
+        scratch_size: Limit of the copies of remote videos on a node, such as 200GB; None for most of the free space.
+        trial: Number of samples to make for the estimate of a plan.
+        retry_codes: Failure codes to try again even if nothing changed.
+        only_variant: Name of the variant that the settings must produce, or None.
     """
 
     data: Data = Path("data")
@@ -134,23 +135,23 @@ class Request(Checked):
     execution: Annotated[Execution, Parameter(name="*")] = Execution()  # noqa: RUF009 - frozen
     workers: Workers = None
     max_failures: MaxFailures = "0"
-    # Flags of those commands alone whose request declares them again.
+    # Only commands whose request declares them again have these flags.
     part: Annotated[str | None, _HIDDEN] = None
     num_gpus: Annotated[float | None, _HIDDEN] = None
     batch: Annotated[int | None, _HIDDEN] = None
     scratch_size: Annotated[str | None, _HIDDEN] = None
     json: Json = False
-    # Set by the program.
+    # The program sets these.
     trial: Annotated[int, _HIDDEN] = 0
     retry_codes: Annotated[frozenset[str], _HIDDEN] = frozenset()
     only_variant: Annotated[str | None, _HIDDEN] = None
 
     @property
     def scratch_bytes(self) -> int | None:
-        """`scratch_size` in bytes.
+        """Value of `scratch_size` in bytes.
 
         Raises:
-            UserError: it is not a size.
+            UserError: `scratch_size` is not a size.
         """
         return None if self.scratch_size is None else parse_size(self.scratch_size, flag="--scratch-size")
 
@@ -163,29 +164,25 @@ class Request(Checked):
 
     @property
     def engine_name(self) -> str:
-        """`engine`, or its default."""
+        """Value of `engine`, or its default."""
         return self.engine or ("processes" if self.address is None and self.cluster is None else "ray")
 
     @property
-    def asked_engine(self) -> dict[str, str]:
-        """The flag that names the engine, with its value, for the records of a run; empty if the default is used."""
-        if self.address is not None:
-            return {"address": self.address}
-        if self.engine is None or self.engine == replace(self, engine=None).engine_name:
-            return {}
-        return {"engine": self.engine}
-
-    @property
-    def asked(self) -> dict[str, str]:
-        """The flags that a retry uses again and that differ from their defaults, for the records of a run."""
+    def recorded_flags(self) -> dict[str, str]:
+        """Flags that a retry uses again and that differ from their defaults, for the records of a run."""
         default = type(self)()
         given = {name: getattr(self, name) for name in marked_fields(type(self), KEPT)}
         kept = {name: str(value) for name, value in given.items() if value != getattr(default, name)}
-        return {**kept, **self.asked_engine}
+        # The engine is recorded unless it is the default one.
+        if self.address is not None:
+            kept["address"] = self.address
+        elif self.engine is not None and self.engine != replace(self, engine=None).engine_name:
+            kept["engine"] = self.engine
+        return kept
 
     @property
     def lag_limit_s(self) -> float:
-        """How long files that workers have written may take to become visible here."""
+        """Time that files of workers may take to become visible here, in seconds."""
         from clipmill.prep.core.data_folder import LIMIT_S
 
         return LIMIT_S if self.cluster is not None else 0.0
@@ -198,7 +195,7 @@ class Request(Checked):
         refuse(mistakes(self))
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error for an invalid size, for an address that is not a cluster's, and for contradicting flags."""
+        """Yield an error for an invalid size, an invalid address of a cluster, and contradicting flags."""
         yield from errors_of(lambda: self.scratch_bytes)
         if self.address is not None and not _CLUSTER.fullmatch(self.address):
             yield UserError(
@@ -217,17 +214,18 @@ class Request(Checked):
                 f'RAY_ADDRESS "{self.cluster}" is not the address of a Ray cluster',
                 hint="set it to auto or host:port such as 10.0.0.1:6379, or give --engine processes",
             )
-        if (changed := self.execution.changed) and self.engine_name != "ray":
+        if (changed := self.execution.changed_flags) and self.engine_name != "ray":
             flags = ", ".join(changed)
             yield UserError(
                 f"{flags} requires --engine ray",
                 hint=f"give --engine ray or --address, or omit {flags}",
                 flags=(*changed, "--engine"),
             )
+        # The parts would be divided among the nodes a second time.
         if self.cluster is not None and self.part is not None:
-            asked = "RAY_ADDRESS=" if self.address is None else "--address "
+            source = "RAY_ADDRESS=" if self.address is None else "--address "
             yield UserError(
-                f"--part {self.part} has no effect with {asked}{self.cluster}: Ray divides the work itself",
+                f"--part {self.part} has no effect with {source}{self.cluster}: Ray divides the work itself",
                 hint="omit --part to use all nodes of the cluster, or give --engine processes without --address",
                 flags=("--part",),
             )
@@ -236,7 +234,7 @@ class Request(Checked):
         """Return `num_gpus`, or its default; 0.0 without work, because detecting GPUs takes seconds.
 
         Raises:
-            UserError: there is no cluster at the address.
+            UserError: There is no cluster at the address.
         """
         from clipmill.prep.engines.choice import resolve_gpus_per_worker
 
@@ -246,10 +244,10 @@ class Request(Checked):
         """Return the engine that the flags describe.
 
         Args:
-            memory_gb: memory that a worker of the column takes on a cluster, unless a flag gives it.
+            memory_gb: Memory that a worker of the column takes on a cluster, unless a flag gives it.
 
         Raises:
-            UserError: there are fewer GPUs than one worker needs.
+            UserError: There are fewer GPUs than one worker needs.
         """
         from clipmill.prep.engines.choice import open_engine
 
@@ -262,13 +260,17 @@ class Request(Checked):
             memory_gb=memory_gb,
         )
 
-    def require_variant(self, found: str, *, command: str) -> None:
-        """Check that the recipe read from a variant still produces that variant.
+    def require_variant(self, variant: str, *, command: str) -> None:
+        """Check that the recipe of the variant to continue still produces that variant.
+
+        Args:
+            variant: Variant that the recipe produces now.
+            command: Command line that makes it.
 
         Raises:
-            UserError: the weights, the libraries or the current variant of `video` have changed since.
+            UserError: The weights, the libraries or the current variant of `video` have changed since.
         """
-        if self.only_variant is not None and found != self.only_variant:
+        if self.only_variant is not None and variant != self.only_variant:
             raise UserError(
                 f"cannot continue variant {self.only_variant}: its model weights, libraries or chunks have changed",
                 hint=f"create a new variant: {command}",
@@ -295,11 +297,11 @@ class PlanRequest(Checked):
     """The flags of `prep plan NAME` that are not settings of the column.
 
     Attributes:
-        explain: what to explain in place of the plan, or None.
-        trial: number of samples to make for the estimate.
+        explain: Key or id to explain in place of the plan, or None.
+        trial: Number of samples to make for the estimate.
     """
 
-    # `explain` and `trial` are flags of those commands alone whose request declares them again.
+    # Only commands whose request declares them again have the flags `explain` and `trial`.
     trial: Annotated[int, _HIDDEN] = 0
     data: Data = Path("data")
     explain: Annotated[str | None, _HIDDEN] = None
@@ -307,16 +309,16 @@ class PlanRequest(Checked):
 
 
 def model_folder(name: str, *, files: Sequence[str], what: str, asked: str, hint: str) -> Path:
-    """Return the folder of a model, absolute if it is one on this machine.
+    """Return the folder of a model: a folder on this machine, absolute, or a model on the Hub, downloaded once.
 
     Args:
-        files: patterns of the files to download.
-        what: what the model is, for messages: "VAE", "model"; "" without a word.
-        asked: the flag that asks for it, with its value where that is not `name`.
-        hint: of the error.
+        files: Patterns of the files to download.
+        what: Noun for the model in messages: "VAE", "model"; "" for none.
+        asked: Flag that asks for the model, with its value where that is not `name`.
+        hint: Hint of the error.
 
     Raises:
-        UserError: there is no such folder, and no such model on the Hub or in its cache.
+        UserError: The folder does not exist, and neither the Hub nor its cache has the model.
     """
     from clipmill.manifests.hub import hub_if_reachable
 

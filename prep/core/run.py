@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
@@ -14,13 +13,13 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.storage.mirrors import refresh, require_locks
 from clipmill.prep.core.column import Addition, ColumnSpec
-from clipmill.prep.core.data_folder import remove_variant_temporaries
+from clipmill.prep.core.data_folder import is_committed, remove_variant_temporaries, wait_until_seen
 from clipmill.prep.core.failure_list import FAILURES_FILE, read_failures, shard_name, write_failures
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode, loss_code
 from clipmill.prep.core.parts import Part, PartRun
 from clipmill.prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from clipmill.prep.core.progress import RunProgress, warn_refused
-from clipmill.prep.core.shard_result import RunningChunks, ShardResult, Stop, W, stopped
+from clipmill.prep.core.shard_result import RunningChunks, ShardResult, Stop, W, stop_result
 from clipmill.prep.core.variants import lost_samples, make_variant, write_selection
 from clipmill.prep.engines import Engine, Refused
 from clipmill.prep.engines.admission import worker_ticket
@@ -40,12 +39,12 @@ class Summary:
     """Result of a run, based on the commits that the driver finds on disk at its end.
 
     Attributes:
-        num_shards_empty: of the shards that were made, those in which every sample failed.
-        failures: all failures, including those of earlier runs that were not tried again.
-        unchanged: The failures that an earlier run has reported and that this run had no reason to try again.
-        gave_up: why the run ended before all shards were tried, or None.
-        refused_workers: machines that failed the admission check, failed their tasks or were lost, and got no more.
-        added: What the column adds to the report.
+        num_shards_empty: Number of the shards that were made and in which every sample failed.
+        failures: All failures, including failures of earlier runs that were not tried again.
+        unchanged: Failures that an earlier run has reported and that this run had no reason to try again.
+        gave_up: Reason why the run ended before all shards were tried, or None.
+        refused_workers: Machines that failed the admission check, failed their tasks or were lost, and got no more.
+        added: Lines and values that the column adds to the report.
     """
 
     variant: str
@@ -79,18 +78,18 @@ class Job(Generic[W]):
     """One column's plan in the form that the driver runs.
 
     Attributes:
-        recipe: content of recipe.json.
-        shards: all shards of the plan, including those without work.
-        make: make and commit one shard, given its task; a module-level function, since it is sent to the workers.
-        task: return the task of a shard, the argument of `make`.
-        video_ids: return the ids of the videos in a shard; an id may occur more than once.
-        failed_before: failures that belong to no shard, such as unusable sources.
-        read_again: ids of the videos of such sources that were read again, as their failure may pass.
-        chunk_s: seconds of video in a full chunk, for the progress bar; None to omit the speed.
-        where: condition on the samples that the plan wants, which the variant's records keep; None for all.
-        asked: further values of the request that the records keep, by the names of their flags.
-        lag_limit_s: how long to wait for commits that workers report and that are not visible here.
-        needs: requirements on the worker's machine (`clipmill.prep.engines.admission.Ticket`); None if there are none.
+        recipe: Content of recipe.json.
+        shards: All shards of the plan, including those without work.
+        make: Function task -> result that makes and commits one shard; at module level, since it is sent to workers.
+        task: Function shard -> its task, the argument of `make`.
+        video_ids: Function shard -> ids of its videos; an id may occur more than once.
+        failed_before: Failures that belong to no shard, such as unusable sources.
+        read_again: Ids of the videos whose unusable sources were read again, as their failure may pass.
+        chunk_s: Seconds of video in a full chunk, for the progress bar; None to omit the speed.
+        where: Condition on the samples of the plan, which the variant's records keep; None for all.
+        asked: Further values of the request that the records keep, by the names of their flags.
+        lag_limit_s: Time to wait for commits that workers report and that are not visible here.
+        needs: Requirements on the worker's machine (`clipmill.prep.engines.admission.Ticket`); None if there are none.
     """
 
     column: ColumnSpec
@@ -120,7 +119,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     Call it while holding the lock of the column (`clipmill.prep.core.data_folder.writing`).
 
     Args:
-        part_run: the part whose shards to make (`ColumnWork.run`); None for all. The last part updates the records.
+        part_run: Part whose shards to make (`ColumnWork.run`); None for all. The last part updates the records.
     """
     folder = job.variant_dir
     if part_run is not None:
@@ -134,35 +133,36 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     begin_variant(job.data_dir, job.column.name, job.variant)
     if part_run is not None:
         part_run.begin()
-    own = job if part_run is None else replace(job, shards=part_run.own(job.shards))
+    part_job = job
+    if part_run is not None:
+        part_job = replace(job, shards=[shard for shard in job.shards if part_run.part.holds(shard.shard_id)])
     reported = frozenset(read_failures(folder / FAILURES_FILE))
     summary, begin_s = Summary(job.variant), time.monotonic()
-    results = {result.shard_id: result for result in _results(own, engine, summary)}
+    results = {result.shard_id: result for result in _results(part_job, engine, summary)}
     summary.wall_s = time.monotonic() - begin_s
     with Activity("checking the shards and writing the lists"):
         if has_work:
             refresh(folder)  # made by workers on other nodes
         if part_run is None or part_run.end():
             if part_run is not None:
-                part_run.await_others(partial(_num_commits, job, part_run.part.count))
+                num_parts, shard_ids = part_run.part.count, [shard.shard_id for shard in job.shards]
+                part_run.await_others(
+                    lambda: Counter(
+                        shard_id % num_parts for shard_id in shard_ids if commit_path(folder, shard_id).is_file()
+                    )
+                )
             if has_work:
                 remove_variant_temporaries(folder)  # left by lost workers
-            _finish(job, own, summary, results, part_run)
+            _finish(job, part_job, summary, results, part_run)
         else:
-            commits = read_commits_of(folder, {shard.shard_id for shard in own.shards})
+            commits = read_commits_of(folder, {shard.shard_id for shard in part_job.shards})
             part_run.tell(len(commits))
-            missing = _missing_shards(own, commits, results, gave_up=summary.gave_up)
-            _account(own, commits, summary, results, missing)
+            missing = _missing_shards(part_job, commits, results, gave_up=summary.gave_up)
+            _account(part_job, commits, summary, results, missing)
     summary.unchanged = unchanged_failures(
         summary.failures, reported, variant_dir=folder, shards=job.shards, read_again=job.read_again
     )
     return summary
-
-
-def _num_commits(job: Job[W], num_parts: int) -> Counter[int]:
-    """Return the number of commits of the plan's shards that this node sees, by shard id modulo `num_parts`."""
-    ids = (shard.shard_id for shard in job.shards)
-    return Counter(shard_id % num_parts for shard_id in ids if commit_path(job.variant_dir, shard_id).is_file())
 
 
 def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardResult]:
@@ -170,7 +170,8 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
     if not work:
         return
     num_chunks = {shard.shard_id: shard.num_chunks for shard in work}
-    shares = {shard.shard_id: shard.share_of_work for shard in work}
+    # Share of the samples of a shard that are not copied, above 0: copying costs little, but not nothing.
+    shares = {shard.shard_id: 1.0 - 0.98 * (shard.num_copied or 0) / max(1, shard.num_chunks) for shard in work}
     progress = RunProgress(
         job.column.doing,
         noun=job.column.sample,
@@ -184,20 +185,20 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
         progress.start()
         yield from (job.task(shard) for shard in work if summary.gave_up is None)
 
-    def name(task: W) -> str:
-        return f"{job.column.command} {task.shard_id:06d}"
-
     made, work_done = 0, 0.0
     num_alike, last_code = 0, None  # consecutive shards that stopped for the same reason
     running = RunningChunks(job.variant_dir, shard_ids=num_chunks.keys(), shares=shares)
     with worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket, progress:
-        for outcome in engine.run(job.make, tasks(), check=ticket, name=name):
+        command = job.column.command
+        for outcome in engine.run(job.make, tasks(), check=ticket, name=lambda task: f"{command} {task.shard_id:06d}"):
             require_locks(job.variant_dir)
             if isinstance(outcome, Refused):
                 summary.refused_workers.append(outcome)
                 warn_refused(outcome)
             elif outcome is not None:
-                result = outcome.result or stopped(outcome.task, loss_code(crashed=outcome.crashed), outcome.lost or "")
+                result = outcome.result or stop_result(
+                    outcome.task, loss_code(crashed=outcome.crashed), outcome.lost or ""
+                )
                 made += result.num_chunks
                 work_done += num_chunks[result.shard_id] * shares[result.shard_id]
                 running.finish(result.shard_id)
@@ -214,26 +215,32 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                     if stop.code == FailureCode.DISK_FULL:
                         summary.gave_up = f"stopped, because the disk was full for {num_alike} consecutive shards"
                         return
-                    # Workers that wait for answers end their shards: what is on its way has been paid for.
+                    # Workers that wait for answers end their shards: answers on their way have been paid for.
             num_running = running.num_done()
             progress.show(made + num_running, work_done + running.work_done(), has_begun=running.has_begun)
 
 
 def _finish(
-    job: Job[W], own: Job[W], summary: Summary, results: dict[int, ShardResult], part_run: PartRun | None
+    job: Job[W], part_job: Job[W], summary: Summary, results: dict[int, ShardResult], part_run: PartRun | None
 ) -> None:
-    """Drop commits that are not wanted any more, write the lists, and make a complete variant the current one.
+    """Drop commits that the plan does not need, write the lists, and make a complete variant the current one.
 
     Args:
-        own: the job with the shards of this process only.
+        part_job: Job with the shards of this process only.
     """
     orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
-    wanted = {shard.shard_id for shard in job.shards} - orphaned
-    commits = finish_run(job.variant_dir, dropped=orphaned, wanted=wanted)
-    if job.lag_limit_s and _have_appeared(own, commits, results, gave_up=summary.gave_up):
-        commits = finish_run(job.variant_dir, dropped=orphaned, wanted=wanted)
+    planned = {shard.shard_id for shard in job.shards} - orphaned
+    commits = finish_run(job.variant_dir, dropped=orphaned, wanted=planned)
+    if job.lag_limit_s:
+        # Network file systems may show the shards that workers have reported only later.
+        made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
+        unseen_ids = made & _missing_shards(part_job, commits, results, gave_up=summary.gave_up).keys()
+        unseen = [(shard.shard_id, shard.plan_fingerprint) for shard in part_job.shards if shard.shard_id in unseen_ids]
+        what = f"{count_noun(len(unseen), 'shard')} in {job.variant_dir}"
+        if unseen and wait_until_seen(what, lambda: is_committed(job.variant_dir, unseen), limit_s=job.lag_limit_s):
+            commits = finish_run(job.variant_dir, dropped=orphaned, wanted=planned)
     missing = _missing_shards(job, commits, results, gave_up=summary.gave_up, part_run=part_run)
-    _account(own, commits, summary, results, missing)
+    _account(part_job, commits, summary, results, missing)
     summary.failures = [*job.failed_before, *summary.failures]
     left = []
     for shard_id, stop in missing.items():
@@ -241,7 +248,11 @@ def _finish(
             part_run.leave_to(shard_id)
             left.append(Failure(shard_name(shard_id), None, str(stop.code), stop.message))
     write_failures(job.variant_dir / FAILURES_FILE, [*summary.failures, *left])
-    _merge_indexes(job)
+    try:
+        update_chunk_table(Variant(job.variant_dir), column=job.column.name)
+    except (UserError, Inaccessible) as error:  # training can read the indexes instead, which takes longer
+        hint = f"hint: {error.hint}\n" if isinstance(error, UserError) and error.hint else ""
+        sys.stderr.write(f"warning: {error}\n{hint}")
     if missing or not summary.num_chunks:  # a variant in which everything failed replaces nothing
         return
     column, former = job.column.name, current_variant(job.data_dir, job.column.name)
@@ -250,61 +261,35 @@ def _finish(
 
 
 def _account(
-    own: Job[W],
+    part_job: Job[W],
     commits: dict[int, Commit],
     summary: Summary,
     results: dict[int, ShardResult],
     missing: dict[int, Stop],
 ) -> None:
-    """Add what the commits hold and what this process made to the summary."""
+    """Add the content of the commits and the work of this process to the summary."""
     summary.num_shards = sum(commit.files is not None for commit in commits.values())
     summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
-    for shard in with_work(own.shards):
-        if shard.shard_id not in missing:
-            summary.num_shards_made += 1
-            summary.num_shards_empty += commits[shard.shard_id].files is None
-            _add(summary, results.get(shard.shard_id))
-    lost = [
-        failure
-        for shard in own.shards
-        if shard.shard_id in missing
-        for failure in _failures_of(own, shard, missing[shard.shard_id], commits)
-    ]
-    summary.failures = [*(failure for commit in commits.values() for failure in commit.failures), *lost]
-
-
-def _merge_indexes(job: Job[W]) -> None:
-    """Bring the merged table of a variant up to date; without it, training reads the indexes, which takes longer."""
-    try:
-        update_chunk_table(Variant(job.variant_dir), column=job.column.name)
-    except (UserError, Inaccessible) as error:
-        hint = f"hint: {error.hint}\n" if isinstance(error, UserError) and error.hint else ""
-        sys.stderr.write(f"warning: {error}\n{hint}")
-
-
-def _have_appeared(
-    job: Job[W], commits: dict[int, Commit], results: dict[int, ShardResult], *, gave_up: str | None
-) -> bool:
-    """Wait for the missing shards that workers have reported as made; return True if they have become visible."""
-    from clipmill.prep.core.data_folder import is_committed, wait_until_seen
-
-    made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
-    missing = made & _missing_shards(job, commits, results, gave_up=gave_up).keys()
-    unseen = [(shard.shard_id, shard.plan_fingerprint) for shard in job.shards if shard.shard_id in missing]
-    what = f"{count_noun(len(unseen), 'shard')} in {job.variant_dir}"
-    return bool(unseen) and wait_until_seen(
-        what, lambda: is_committed(job.variant_dir, unseen), limit_s=job.lag_limit_s
-    )
-
-
-def _add(summary: Summary, result: ShardResult | None) -> None:
-    """Add the worker's statistics of a shard to the summary; do nothing if the worker was lost after its commit."""
-    if result is not None and result.stopped_by is None:
-        summary.num_encoded += result.num_chunks - result.num_reused
-        summary.num_reused += result.num_reused
-        summary.num_bytes_written += result.num_bytes
-        summary.encoded_s += result.encoded_s
-        summary.cpu_s += result.cpu_s
+    for shard in with_work(part_job.shards):
+        if shard.shard_id in missing:
+            continue
+        summary.num_shards_made += 1
+        summary.num_shards_empty += commits[shard.shard_id].files is None
+        result = results.get(shard.shard_id)
+        if result is not None and result.stopped_by is None:  # else the worker was lost after its commit
+            summary.num_encoded += result.num_chunks - result.num_reused
+            summary.num_reused += result.num_reused
+            summary.num_bytes_written += result.num_bytes
+            summary.encoded_s += result.encoded_s
+            summary.cpu_s += result.cpu_s
+    summary.failures = [failure for commit in commits.values() for failure in commit.failures]
+    # A missing shard is one failure for each of its videos; in state RETRY, for each video that had failed before.
+    for shard in part_job.shards:
+        if (stop := missing.get(shard.shard_id)) is not None:
+            commit = commits.get(shard.shard_id)
+            retried = commit.failures if shard.state == ShardState.RETRY and commit is not None else None
+            ids = part_job.video_ids(shard) if retried is None else [failure.video_id for failure in retried]
+            summary.failures += [Failure(name, None, str(stop.code), stop.message) for name in dict.fromkeys(ids)]
 
 
 def _missing_shards(
@@ -315,7 +300,7 @@ def _missing_shards(
     gave_up: str | None,
     part_run: PartRun | None = None,
 ) -> dict[int, Stop]:
-    """Return the wanted shards that are not on disk as planned, by shard id, with the reason."""
+    """Return the planned shards that are not on disk as planned, by shard id, with the reason."""
     due = {shard.shard_id: commits[shard.shard_id] for shard in with_work(job.shards) if shard.shard_id in commits}
     problems = file_problems(job.variant_dir, due)
     missing = {}
@@ -335,16 +320,6 @@ def _missing_shards(
     return missing
 
 
-def _failures_of(job: Job[W], shard: ShardPlan, stop: Stop, commits: dict[int, Commit]) -> list[Failure]:
-    """Return one failure per video of a missing shard; in state RETRY, only for videos that had failed before."""
-    commit = commits.get(shard.shard_id)
-    if shard.state == ShardState.RETRY and commit is not None:
-        video_ids = [failure.video_id for failure in commit.failures]
-    else:
-        video_ids = list(job.video_ids(shard))
-    return [Failure(video_id, None, str(stop.code), stop.message) for video_id in dict.fromkeys(video_ids)]
-
-
 def why_missing(
     shard: ShardPlan,
     *,
@@ -355,14 +330,14 @@ def why_missing(
     gave_up: str | None = None,
     other_part: Part | None = None,
 ) -> Stop | None:
-    """Return why a shard is not on disk as planned; None if it is, or if it is not wanted.
+    """Return why a shard is not on disk as planned; None if it is, or if it is orphaned.
 
     Args:
-        commit: the one on disk.
-        problem: what is wrong with its files.
-        result: what its worker reported; None if no worker has returned one.
-        gave_up: why the run ended early.
-        other_part: the part that the shard was left to; None if it was left to this process.
+        commit: Commit on disk.
+        problem: Problem of its files.
+        result: Result that its worker reported; None if no worker has returned one.
+        gave_up: Reason why the run ended early.
+        other_part: Part that the shard was left to; None if it was left to this process.
     """
     if shard.state == ShardState.ORPHANED:
         return None
@@ -394,7 +369,7 @@ def unchanged_failures(
     shards: Sequence[ShardPlan],
     read_again: Collection[str],
 ) -> frozenset[Failure]:
-    """Return the failures of a run that an earlier run has reported and that this one had no reason to try again.
+    """Return the failures that an earlier run has reported and that this run had no reason to try again.
 
     Args:
         reported: Failures that the earlier run has listed.
@@ -406,7 +381,7 @@ def unchanged_failures(
     tried: set[Failure] = set()
     due = {shard.shard_id: shard.state for shard in with_work(shards)}
     for shard_id, commit in read_commits_of(variant_dir, due).items():
-        # In a shard that is made again for another reason, what failed for good fails again.
+        # In a shard that is made again for another reason, lasting failures occur again.
         is_retried = due[shard_id] == ShardState.RETRY
         tried.update(failure for failure in commit.failures if is_retried or failure.code in SOURCE_AWAY)
     return frozenset(

@@ -1,4 +1,4 @@
-"""Making a shard in a worker, in all columns: its samples, failures and commit, its progress, and its result.
+"""Making a shard in a worker, in all columns: samples, failures and commit, progress, and the result.
 
 Progress is a heartbeat: a small file in `<variant>/.tmp-running/`, where the driver's progress bar and `prep status` in
 another terminal read it, from any node of a cluster. Heartbeats are not part of the records: each run begins by
@@ -28,7 +28,7 @@ from clipmill.shards.writer import Sample, ShardWriter
 RUNNING_FOLDER = f"{TEMPORARY_PREFIX}running"
 _INTERVAL_S = 0.5
 _STALE_S = 60.0
-_MAX_READING = 0.02  # of a driver's time may be spent on reading heartbeats
+_MAX_READING = 0.02  # share of a driver's time that may be spent on reading heartbeats
 
 
 class ShardWork(Protocol):
@@ -52,7 +52,7 @@ W = TypeVar("W", bound=ShardWork)
 
 @dataclass(frozen=True)
 class Stop:
-    """Why nothing was committed for a shard; it counts as a failure of all videos in the shard."""
+    """Reason why no commit was written for a shard; it counts as a failure of all videos in the shard."""
 
     code: FailureCode
     message: str
@@ -63,13 +63,13 @@ class ShardResult:
     """Result of making a shard, as reported by its worker.
 
     Attributes:
-        num_chunks: number of samples in the committed shard.
-        num_reused: how many of them were copied from the previous shard without encoding.
-        num_bytes: size of the tar in bytes; 0 is left out of the summary.
-        failures: failures listed in the commit.
-        stopped_by: why nothing was committed, or None.
-        encoded_s: seconds of video encoded.
-        cpu_s: user and system CPU time in seconds, including child processes.
+        num_chunks: Number of samples in the committed shard.
+        num_reused: Number of samples that were copied from the previous shard without encoding.
+        num_bytes: Size of the tar in bytes; the summary omits 0.
+        failures: Failures listed in the commit.
+        stopped_by: Reason why no commit was written, or None.
+        encoded_s: Seconds of video encoded.
+        cpu_s: User and system CPU time in seconds, including child processes.
     """
 
     shard_id: int
@@ -88,15 +88,15 @@ class ShardResult:
 
     @property
     def machine_fault(self) -> str | None:
-        """A failure that may be of the worker's machine (`clipmill.prep.engines`), or None."""
-        # Mounts, a network or credentials that are missing there leave no sample at all.
+        """Failure that the worker's machine may have caused (`clipmill.prep.engines`), or None."""
+        # A machine without a mount, a network or credentials makes no sample at all.
         away = SOURCE_AWAY | {FailureCode.ACCESS_REFUSED, FailureCode.IO_ERROR}
         codes = MACHINE_FAULTS if self.num_chunks else MACHINE_FAULTS | away
         return next((f"{failure.code}: {failure.message}" for failure in self.reasons if failure.code in codes), None)
 
     @property
     def common_cause(self) -> Stop | None:
-        """Why nothing was committed, or no sample made, if the reason may stop other shards too; None if it may not."""
+        """Reason why no commit or no sample was made, if it may stop other shards too; None if it may not."""
         if self.stopped_by is not None or self.num_chunks > self.num_reused:
             return self.stopped_by
         causes = (Stop(FailureCode(failure.code), failure.message) for failure in self.failures)
@@ -104,13 +104,13 @@ class ShardResult:
         return next((cause for cause in causes if cause.code in shared), None)
 
 
-def stopped(work: ShardWork, code: FailureCode, message: str) -> ShardResult:
-    """Return the result of a shard for which nothing was committed."""
+def stop_result(work: ShardWork, code: FailureCode, message: str) -> ShardResult:
+    """Return the result of a shard for which no commit was written."""
     return ShardResult(work.shard_id, stopped_by=Stop(code, message))
 
 
 def system_errors_as_results(make: Callable[[W], ShardResult], work: W) -> ShardResult:
-    """Return `make(work)`, with the CPU time that it took.
+    """Call `make(work)`, and return its result with the CPU time that it took.
 
     Errors of machine and bucket (disk full, out of memory, unreadable file) become a result.
     """
@@ -121,13 +121,13 @@ def system_errors_as_results(make: Callable[[W], ShardResult], work: W) -> Shard
     except OSError as error:
         code = FailureCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureCode.IO_ERROR
         where = f": {error.filename}" if error.filename else ""
-        return stopped(work, code, f"{error.strerror or error}{where}")
+        return stop_result(work, code, f"{error.strerror or error}{where}")
     except Inaccessible as error:
-        return stopped(work, FailureCode.IO_ERROR, str(error))
+        return stop_result(work, FailureCode.IO_ERROR, str(error))
     except pa.ArrowException as error:
-        return stopped(work, FailureCode.IO_ERROR, f"a table cannot be read: {error}")
+        return stop_result(work, FailureCode.IO_ERROR, f"a table cannot be read: {error}")
     except MemoryError as error:
-        return stopped(work, FailureCode.OUT_OF_MEMORY, str(error) or "the worker is out of memory")
+        return stop_result(work, FailureCode.OUT_OF_MEMORY, str(error) or "the worker is out of memory")
 
 
 def cpu_s() -> float:
@@ -181,8 +181,8 @@ class NewShard:
 
     Attributes:
         failures: Failures of its samples so far.
-        show: Show the number of finished samples; `add` does.
-        check: Raise a ValueError if `add` would not take a sample.
+        show: Function that shows the number of finished samples; `add` calls it.
+        check: Function that raises a ValueError if `add` would not take a sample.
     """
 
     def __init__(self, work: NewShardWork, writer: ShardWriter, beat: Heartbeat, *, column: str, split: str) -> None:
@@ -197,13 +197,13 @@ class NewShard:
         return self._writer.num_samples
 
     def add(self, sample: Sample, *, content: bytes = b"") -> None:
-        """Append a sample; `content` is what the names of the files depend on besides the plan."""
+        """Append a sample; the names of the files depend on `content` besides the plan."""
         self._writer.add(sample)
         self._content.update(content)
         self.show(self.num_samples)
 
     def fail(self, failure: Failure, *, content: str) -> None:
-        """Record that there is no sample; `content` is what the names of the files depend on besides the plan."""
+        """Record that a sample failed; the names of the files depend on `content` besides the plan."""
         self.failures.append(failure)
         self._content.update(content.encode())
 
@@ -228,7 +228,7 @@ def begin_shard(
     fields: Sequence[pa.Field],
     num_planned: int,
 ) -> Iterator[NewShard]:
-    """Begin a shard, of which nothing is left unless it is committed.
+    """Begin a shard, and remove its files at the end unless it was committed.
 
     Args:
         work: Task of the worker.
@@ -236,7 +236,7 @@ def begin_shard(
         split: Split of its samples.
         extensions: Members of every sample, in order.
         fields: Index fields of the column.
-        num_planned: Number of samples planned, for the progress.
+        num_planned: Number of planned samples, for the progress.
     """
     writer = ShardWriter(work.variant_dir, shard_id=work.shard_id, extensions=extensions, fields=fields)
     with Heartbeat(work.variant_dir, work.shard_id, num_chunks=num_planned) as beat, writer:
@@ -250,9 +250,12 @@ class RunningChunks:
     second, and less often if reading takes long.
 
     Args:
-        shard_ids: the shards to count; other parts of the same work may be running too.
-        shares: share of a shard's chunks that are work, by shard ID; the others are copied at almost no cost. Shards
-            that are not listed have none to copy.
+        shard_ids: Shards to count; other parts of the same work may be running too.
+        shares: Share of a shard's chunks that are work, by shard ID; the other chunks are copied at almost no cost.
+            Shards that are not listed have no chunks to copy.
+
+    Attributes:
+        has_begun: True once a worker has begun a shard.
     """
 
     def __init__(
@@ -260,18 +263,13 @@ class RunningChunks:
     ) -> None:
         self._variant_dir, self._shard_ids, self._shares = variant_dir, shard_ids, shares or {}
         self._num_done: dict[int, int] = {}
-        self._has_begun = False
+        self.has_begun = False
         self._total = 0
         self._next_s = time.monotonic()
 
     def finish(self, shard_id: int) -> None:
         """Stop counting a shard, which has finished."""
         self._total -= self._num_done.pop(shard_id, 0)
-
-    @property
-    def has_begun(self) -> bool:
-        """True once a worker has begun a shard."""
-        return self._has_begun
 
     def work_done(self) -> float:
         """Return the work done in running shards when `num_done` was called, in chunks."""
@@ -282,8 +280,8 @@ class RunningChunks:
         begin_s = time.monotonic()
         if begin_s >= self._next_s:
             running = running_shards(self._variant_dir)
-            self._num_done = {one.shard_id: one.num_done for one in running if one.shard_id in self._shard_ids}
-            self._has_begun = self._has_begun or bool(self._num_done)
+            self._num_done = {shard.shard_id: shard.num_done for shard in running if shard.shard_id in self._shard_ids}
+            self.has_begun = self.has_begun or bool(self._num_done)
             self._total = sum(self._num_done.values())
             end_s = time.monotonic()
             self._next_s = end_s + max(1.0, (end_s - begin_s) / _MAX_READING)

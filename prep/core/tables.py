@@ -1,6 +1,11 @@
-"""Layouts: the assignment of spans of videos to shards.
+"""Parquet tables with checksums, and layouts, the tables that assign spans of videos to shards.
 
-An assignment never changes: adding videos does not move existing spans. Layouts are stored in `<data>/layout/`. Those
+Parquet readers do not verify the data: a flipped bit often reads as another value. Layouts and probes therefore hold
+    the
+SHA-256 of the values of each column in the schema metadata; the checksums of the manifest's files are in manifest.json.
+Each column has its checksum, so that a reader of a few columns of millions of rows need not read the others.
+
+An assignment never changes: adding videos does not move existing spans. Layouts are stored in `<data>/layout/`. Layouts
 of `video` are named after the chunk length and shared by all recipes with that length, so that their variants have the
 same shards; the layout of any other column is `<column>.parquet`. If a layout file is damaged or missing, the layout is
 rebuilt from the commits, which record what each shard holds. Spans of shards that were never committed are assigned
@@ -20,7 +25,7 @@ import pyarrow.parquet as pq
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import naming, publish_atomically, require_regular
 from clipmill.shards.columns import COLUMNS, VIDEO, command_for
-from clipmill.shards.commits import Commit, Failure
+from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import list_variants, variant_dir
 from clipmill.shards.format import RECIPE_FILE
 from clipmill.shards.index import open_index
@@ -46,17 +51,17 @@ def read_table_file(
     columns: Collection[str] | None = None,
     expected: Mapping[str, pa.ChunkedArray] | None = None,
 ) -> pa.Table:
-    """Read the table at `path`, or some of its columns, and verify what is read.
+    """Read the table at `path`, or some of its columns, and verify the columns.
 
     Args:
-        columns: names of the columns to return, in the order of `schema`; None for all.
-        expected: columns that the table probably has. Where it has them, they are returned, so that they are held once.
-            They are read and verified nevertheless: a run repairs a damaged file, whatever it needs of it.
+        columns: Names of the columns to return, in the order of `schema`; None for all.
+        expected: Columns that the table probably has. Where it has them, they are returned, so that memory holds them
+            once. They are read and verified nevertheless: a run repairs a damaged file, whatever it needs of it.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is damaged, or its columns differ from `schema`.
-        OSError: the file cannot be read.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is damaged, or its columns differ from `schema`.
+        OSError: The file cannot be read.
     """
     kept: dict[str, pa.ChunkedArray] = {}
     try:
@@ -95,7 +100,7 @@ def as_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _header(file_name: str, num_rows: int, *, metadata: Mapping[bytes, bytes]) -> bytes:
-    """Return what the checksum of each column covers beside it: file name, number of rows, and the table's metadata.
+    """Return the bytes that all checksums cover besides their column: file name, number of rows, and metadata.
 
     The file name is included to detect files of the same schema, such as layouts, that were swapped.
     """
@@ -109,26 +114,24 @@ def _sha256(header: bytes, name: str, column: pa.ChunkedArray) -> bytes:
     digest = hashlib.sha256(header + f"\0{name}\0{column.type}\0".encode())
     if column.null_count:
         digest.update(np.packbits(np.asarray(pc.is_valid(column))).data)
-    for values in _values(column):
-        digest.update(values)
-    return digest.hexdigest().encode()
-
-
-def _values(column: pa.ChunkedArray) -> Iterator[memoryview]:
-    """Yield the lengths of lists and texts, and then what they hold, chunk by chunk: joined, they would be a copy."""
+    # Lengths of lists and texts come before their values. The chunks are not joined, which would copy them.
     chunks = column.chunks
     if pa.types.is_list(column.type):
-        yield from (np.asarray(pc.fill_null(pc.list_value_length(chunk), 0)).data for chunk in chunks)
+        for chunk in chunks:
+            digest.update(np.asarray(pc.fill_null(pc.list_value_length(chunk), 0)).data)
         chunks = [chunk.flatten() for chunk in chunks]
     if not pa.types.is_string(column.type):
-        yield from (np.asarray(pc.fill_null(chunk, 0) if chunk.null_count else chunk).data for chunk in chunks)
-        return
-    yield from (np.asarray(pc.fill_null(pc.binary_length(chunk), 0)).data for chunk in chunks)
+        for chunk in chunks:
+            digest.update(np.asarray(pc.fill_null(chunk, 0) if chunk.null_count else chunk).data)
+        return digest.hexdigest().encode()
+    for chunk in chunks:
+        digest.update(np.asarray(pc.fill_null(pc.binary_length(chunk), 0)).data)
     for chunk in chunks:
         filled = pc.fill_null(chunk, "") if chunk.null_count else chunk
         offsets = np.frombuffer(filled.buffers()[1], np.int32)[filled.offset : filled.offset + len(filled) + 1]
         if len(filled) and (content := filled.buffers()[2]) is not None:
-            yield memoryview(content)[int(offsets[0]) : int(offsets[-1])]
+            digest.update(memoryview(content)[int(offsets[0]) : int(offsets[-1])])
+    return digest.hexdigest().encode()
 
 
 LAYOUT_FOLDER = "layout"
@@ -166,10 +169,10 @@ def read_layout(path: Path, *, expected: Mapping[str, pa.ChunkedArray] | None = 
     """Read the layout at `path`; return an empty layout if the file does not exist.
 
     Args:
-        expected: columns that it probably has, which are then returned instead of copies.
+        expected: Columns that the layout probably has, which are then returned instead of copies.
 
     Raises:
-        DamagedLayout: the file is damaged.
+        DamagedLayout: The file is damaged.
     """
     try:
         return read_table_file(path, schema=LAYOUT, expected=expected)
@@ -185,8 +188,9 @@ def stored_or_rebuilt_layout(
     """Read the layout at `path`, or rebuild it from the commits with `rebuild()` if the file is damaged or missing.
 
     Args:
-        video_ids: ids of the manifest's videos, in its order.
-        splits: their splits. If each video has one span and all have one split, the layout has the same columns.
+        video_ids: Ids of the manifest's videos, in its order.
+        splits: Splits of these videos. If each video has one span and all have one split, the layout has the same
+            columns.
     """
     try:
         if path.exists():
@@ -213,7 +217,7 @@ def write_layout(path: Path, layout: pa.Table) -> None:
 
 
 def video_rows_of(layout: pa.Table, video_ids: pa.Array) -> np.ndarray:
-    """Return the row in `video_ids` of the video of each row of `layout`, int64; -1 if it is not among them."""
+    """Return the row in `video_ids` of the video of each row of `layout`, int64; -1 for an unknown video."""
     if not len(layout):
         return np.zeros(0, np.int64)
     ids = layout["video_id"]
@@ -230,10 +234,10 @@ def wanted_spans(
     A span is wanted while its video is in the manifest with the split of the shard and is long enough to contain it.
 
     Args:
-        layout: table with schema LAYOUT.
-        video_rows: result of `video_rows_of`.
-        splits: splits of the videos, in manifest order.
-        num_spans: number of spans of each video, int64.
+        layout: Table with schema LAYOUT.
+        video_rows: Result of `video_rows_of`.
+        splits: Splits of the videos, in manifest order.
+        num_spans: Number of spans of each video, int64.
     """
     if not len(layout):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -264,21 +268,22 @@ def layout_of_commits(
     """Rebuild the layout (schema LAYOUT) from the commits of some variants.
 
     Args:
-        video_ids: ids of the manifest's videos, in its order.
-        spans: return the spans of a shard, given its index.
-        span_of_failure: return the span that a failure in a commit belongs to, or None.
+        video_ids: Ids of the manifest's videos, in its order.
+        spans: Function index of a shard -> its spans.
+        span_of_failure: Function failure in a commit -> the span that it belongs to, or None.
     """
     position = {video_id: row for row, video_id in enumerate(video_ids.to_pylist())} if variants else {}
     shards: dict[int, tuple[str, list[SpanId]]] = {}
     for variant in variants:
         for commit in variant.commits.values():
             try:
-                held = _spans_of(variant.directory, commit, spans=spans)
+                files = commit.files
+                held = [] if files is None else spans(open_index(variant.directory / files.index))
             except (Damaged, OSError):
                 continue  # it will be assigned to a new shard
             failed = {span for span in map(span_of_failure, commit.failures) if span is not None}.difference(held)
             if failed:
-                # The order in which the layout was made: that of the manifest.
+                # The layout was made in the order of the manifest.
                 held = sorted([*held, *failed], key=lambda span: (position.get(span[0], len(position)), span[1]))
             if len(held) > len(shards.get(commit.shard_id, ("", []))[1]):
                 shards[commit.shard_id] = (commit.split, held)
@@ -286,7 +291,3 @@ def layout_of_commits(
     columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
     arrays = [pa.array(values, field.type) for values, field in zip(columns, LAYOUT, strict=True)]
     return pa.table(arrays, schema=LAYOUT)
-
-
-def _spans_of(directory: Path, commit: Commit, *, spans: Callable[[pa.Table], list[SpanId]]) -> list[SpanId]:
-    return [] if commit.files is None else spans(open_index(directory / commit.files.index))

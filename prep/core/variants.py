@@ -1,16 +1,19 @@
-"""What a column's current run was asked for besides its recipe, in `<variant>/selection.json`.
+"""The folder of a variant: its recipe, the request of its last run, and whether it may replace another variant.
 
-It holds `--where`, `--endpoint`, the path of local weights, and `--engine` or `--address` unless the default engine was
-used, so that the commands that continue the run (`prep retry`, the `next` lines) use the same.
+`<variant>/selection.json` holds `--where`, `--endpoint`, the path of local weights, and `--engine` or `--address`
+unless the default engine was used, so that the commands that continue the run (`prep retry`, the `next` lines) use the
+same.
 
-It is a part of the request and not of the recipe: the bytes of a sample do not depend on it, so that another selection
-keeps the variant and its samples, and makes only what is missing. It is a file of its own, because the checksum of
-recipe.json is recorded at the end of a run, while status and plans must know the selection from the beginning.
+The selection is a part of the request and not of the recipe: the bytes of a sample do not depend on it, so that another
+selection keeps the variant and its samples, and makes only the missing ones. It has a separate file, because the
+checksum of recipe.json is recorded at the end of a run, while status and plans must know the selection from the start.
+
+A variant replaces another one only if it lacks none of its samples for a reason that another try may remove.
 """
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import split_key
@@ -35,20 +38,17 @@ from clipmill.shards.index import open_index
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
 
-if TYPE_CHECKING:
-    from clipmill.shards.reader import Variant
-
-
 SELECTION_FILE = "selection.json"
 WHERE = "where"
-Value = str | int | float  # of a flag
+Value = str | int | float  # value of a flag
 
 
 def write_selection(folder: Path, where: str | None, further: Mapping[str, Value | None] | None = None) -> None:
-    """Record the selection of a run in its variant's folder; None, everything, needs no file.
+    """Record the selection of a run in its variant's folder; a run without any needs no file.
 
     Args:
-        further: Other values of the request by the names of their flags; None for what was not given.
+        where: Condition on the samples; None for all.
+        further: Other values of the request by the names of their flags; None for a flag that was not given.
     """
     path = folder / SELECTION_FILE
     asked = {name: value for name, value in {WHERE: where, **(further or {})}.items() if value is not None}
@@ -59,10 +59,10 @@ def write_selection(folder: Path, where: str | None, further: Mapping[str, Value
 
 
 def read_selection(folder: Path) -> dict[str, Any]:
-    """Read what the last run of a variant was asked for; without `where` it wanted everything.
+    """Read the request of the last run of a variant; without `where` it selected everything.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: The file is damaged.
     """
     path = folder / SELECTION_FILE
     if not path.exists():
@@ -75,20 +75,20 @@ def read_selection(folder: Path) -> dict[str, Any]:
     return asked
 
 
-def stored_request(variant: "Variant") -> dict[str, Any]:
-    """Return the recipe of a variant and what its last run was asked for, such as `where`.
+def stored_request(variant: Variant) -> dict[str, Any]:
+    """Return the recipe of a variant and the request of its last run, such as `where`.
 
     Raises:
-        UserError: one of them cannot be read.
+        UserError: A file cannot be read.
     """
     return {**variant.recipe, **read_selection(variant.directory)}
 
 
-def stored_recipe(column: ColumnSpec, variant: "Variant") -> Recipe[Any]:
+def stored_recipe(column: ColumnSpec, variant: Variant) -> Recipe[Any]:
     """Return the recipe of a variant, with the settings of its last run.
 
     Raises:
-        UserError: it cannot be read, or another version has written it.
+        UserError: The recipe cannot be read, or another version has written it.
     """
     stored = stored_request(variant)
     settings = column.stored_settings(stored, stored.get(WEIGHTS))
@@ -133,11 +133,11 @@ _CAN_PASS = TRANSIENT | SOURCE_AWAY | {FailureCode.ENCODE_FAILED}
 
 
 def lost_samples(data_dir: Path, column: str, *, variant: str, former: str | None) -> list[Failure]:
-    """Return the failures for which a variant lacks samples of another one, although another try may make them.
+    """Return the failures for which a variant lacks samples of another variant, although another try may make them.
 
     Args:
-        variant: Name of the variant that would be kept.
-        former: Name of the variant that would be given up; None if there is none.
+        variant: Name of the variant to keep.
+        former: Name of the variant to give up; None if there is none.
     """
     if former is None or former == variant:
         return []
@@ -157,7 +157,7 @@ def lost_samples(data_dir: Path, column: str, *, variant: str, former: str | Non
         for video_id, start_ms in _starts(old, video_ids) - _starts(new, video_ids):
             latest[video_id] = max(start_ms, latest.get(video_id, 0))
     except (Damaged, OSError):
-        return failures  # what they hold is unknown
+        return failures  # the samples of the variants are unknown
     return [
         failure
         for failure in failures
@@ -180,7 +180,7 @@ def _starts(variant: Variant, video_ids: Collection[str]) -> set[tuple[str, int]
 
 
 def _place(key: str) -> tuple[str, int]:
-    """Return the video and the start in ms of a chunk; (key, 0) for a sample that is not one."""
+    """Return the video and the start in ms of a chunk; (key, 0) for a sample that is not a chunk."""
     try:
         return split_key(key)
     except ValueError:

@@ -43,8 +43,8 @@ class ExtraFolder:
     """A folder for intermediate results inside a variant's folder.
 
     Attributes:
-        file_names: pattern that must match a file's full name; no other file is ever removed.
-        is_whole: return True if a file is complete and undamaged.
+        file_names: Pattern that must match a file's full name; no other file is ever removed.
+        is_whole: Function that returns True if a file is complete and undamaged.
     """
 
     name: str
@@ -57,8 +57,9 @@ class ExtraFile:
     """A file in a variant's folder that is derived from its shards, and that a run writes again.
 
     Attributes:
-        problem: return why the file of a variant cannot be used (missing, stale or damaged), or None.
-        publish: write the file of a variant at the end of a run if there is a problem; None if the driver does.
+        problem: Function that returns why the file of a variant cannot be used (missing, stale or damaged), or None.
+        publish: Function that writes the file of a variant at the end of a run if there is a problem; None if the
+            driver writes it.
     """
 
     name: str
@@ -66,12 +67,8 @@ class ExtraFile:
     publish: Callable[[Variant], object] | None = None
 
 
-# Of columns that training reads.
+# Training reads the columns that have it.
 MERGED_TABLE = ExtraFile(CHUNKS_FILE, import_late("clipmill.shards.chunk_table:chunk_table_problem"))
-
-
-def _no_report(plan: Any, asked: str) -> "Report":
-    raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,29 +76,33 @@ class ColumnWork:
     """The functions of one column.
 
     Attributes:
-        require: raise UserError if this machine lacks something that the settings need; called before any lock is
-            taken.
-        plan: (data folder, settings, request) -> plan: which shards have to be made, and why.
-        run: (plan, settings, request, part that runs or None) -> summary; called while the column's lock is held.
-        plan_report: plan -> report.
-        explain: (plan, chunk key or video ID) -> report on its state; of columns whose command has `--explain`.
-        summary_report: (summary, settings, path of the list of failures) -> report.
-        pending: (data folder, variant) -> work that remains for the variant.
-        layout_file: stored recipe -> name of the layout file that the variant uses, or None; named after the column.
-        extra_folders: folders for intermediate results in each variant.
-        extra_files: files derived from the shards in each variant.
-        sample_report: (shard, row, data folder) -> report printed by `prep inspect KEY`; the index row by default.
-        sample_facts: (data folder, key) -> what `prep inspect KEY` shows of a sample besides its index row.
-        write_page: (variant, request) -> report; writes the page of `prep inspect --html`. None if the column has none.
-        next_command: data folder as the user gave it -> words of the command that comes after `prep NAME`; empty if
-            nothing in particular.
+        require: Function that raises UserError if this machine lacks something that the settings need; called before
+            any lock is taken.
+        plan: Function (data folder, settings, request) -> plan: the shards to make, and why.
+        run: Function (plan, settings, request, part that runs or None) -> summary; called while the column's lock is
+            held.
+        plan_report: Function plan -> report.
+        explain: Function (plan, chunk key or video ID) -> report on its state. None if the command has no `--explain`.
+        summary_report: Function (summary, settings, path of the list of failures) -> report.
+        pending: Function (data folder, variant) -> work that remains for the variant.
+        layout_file: Function stored recipe -> name of the layout file that the variant uses, or None; named after the
+            column.
+        extra_folders: Folders for intermediate results in each variant.
+        extra_files: Files derived from the shards in each variant.
+        sample_report: Function (shard, row, data folder) -> report printed by `prep inspect KEY`; the index row by
+            default.
+        sample_facts: Function (data folder, key) -> facts that `prep inspect KEY` shows besides the index row.
+        write_page: Function (variant, request) -> report that writes the page of `prep inspect --html`. None if the
+            column has no page.
+        next_command: Function data folder as the user gave it -> words of the command that comes after `prep NAME`;
+            empty if there is none in particular.
     """
 
     require: Callable[[Any], None] = lambda settings: None
     plan: "Callable[[Path, Any, Request], ColumnPlan]"
     run: "Callable[[Any, Any, Request, PartRun | None], Summary]"
     plan_report: "Callable[[Any], Report]"
-    explain: "Callable[[Any, str], Report]" = _no_report
+    explain: "Callable[[Any, str], Report] | None" = None
     summary_report: "Callable[[Any, Any, Path], Report]"
     pending: Callable[[Path, Variant], Pending]
     layout_file: Callable[[Stored], str | None] = lambda stored: None
@@ -113,7 +114,7 @@ class ColumnWork:
     next_command: Callable[[Path], list[str]] = lambda data: []
 
     def file_problems(self, variant: Variant) -> list[str]:
-        """Return why files of a variant that are derived from its shards cannot be used; the next run writes them."""
+        """Return the problems of files that are derived from a variant's shards; the next run writes these files."""
         # A merged table that is only in a bucket would have to be fetched; `prep verify` does.
         files = (
             file for file in self.extra_files if file is not MERGED_TABLE or not is_away(variant.directory / file.name)
@@ -129,7 +130,7 @@ def work_of(column: ColumnSpec) -> ColumnWork:
     """Return the functions of a column.
 
     Raises:
-        UserError: another package has the column, and what its spec names as `work` cannot be used.
+        UserError: Another package has the column, and the `work` of its spec cannot be used.
     """
     try:
         work: ColumnWork = import_object(column.work).for_column(column)

@@ -8,8 +8,8 @@ function itself is a bug and ends the run. However a run ends, no worker survive
 Each worker is checked before its first task. A node (or this machine) whose workers fail the check gets no tasks: it is
 yielded once as `Refused`, and the run continues on other nodes, or ends if there are none.
 
-A result may have an attribute `machine_fault`: a failure that may be of the machine, such as a full disk. Such a task
-is tried on the other nodes; a node that fails tasks which succeed on others gets no more of them. It is yielded as
+A result may have an attribute `machine_fault`: a failure that the machine may have caused, such as a full disk. Such a
+task is tried on the other nodes; a node that fails tasks which succeed on others gets no more of them. It is yielded as
 `Refused` too, and so is a node that was lost. If no other node can try a task, its result is yielded.
 """
 
@@ -43,7 +43,7 @@ class Outcome(Generic[T, R]):
     task: T
     result: R | None
     lost: str | None = None
-    crashed: bool = False  # whether the lost worker ended by a fault of its program, and was not killed
+    crashed: bool = False  # True if the lost worker ended by a fault of its program, and was not killed
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Engine(Protocol):
         """Apply `function` to each of `tasks`, which are taken in order as workers become available.
 
         Args:
-            check: called in every worker before its first task.
-            name: returns the name of a task where the engine lists it, such as "chunk 000123".
+            check: Function that is called in every worker before its first task.
+            name: Function task -> its name where the engine lists it, such as "chunk 000123".
 
         Raises:
-            UserError: no worker passes the check.
+            UserError: No worker has passed the check.
         """
         ...
 
@@ -84,7 +84,7 @@ class Engine(Protocol):
 def no_worker_left(refused: Iterable[Refused]) -> UserError:
     """Return the error for a run whose workers were all refused."""
     return UserError(
-        f"no usable workers: {'; '.join(f'{found.node}: {found.reason}' for found in refused)}",
+        f"no usable workers: {'; '.join(f'{node.node}: {node.reason}' for node in refused)}",
         hint="each node needs the same clipmill and ffmpeg as this command, and the data folder at the same path",
     )
 
@@ -117,9 +117,9 @@ def die_with_parent() -> None:
 
 
 def die_with_driver() -> None:
-    """Have this process of `multiprocessing` killed when the process that started it dies, or end it if that has died.
+    """Ask the kernel to kill this process when the process that started it dies; exit if that has died already.
 
-    Until this is called, while the process imports what it needs, nothing tells it that it is alone.
+    A process of `multiprocessing` calls it once its imports are done: until then nothing tells it that its parent died.
     """
     die_with_parent()
     driver = multiprocessing.parent_process()

@@ -1,6 +1,7 @@
 """Admission check of workers.
 
-A worker must see the driver's data folder, have the same clipmill as the driver, and have what its column needs. The
+A worker must see the driver's data folder, have the same clipmill as the driver, and meet the requirements of its
+column. The
 driver publishes a token in the variant's folder and sends out a `Ticket`, which each worker calls before its first
 task.
 
@@ -32,11 +33,11 @@ class Ticket:
     """Requirements on a worker. Calling it returns why the worker must not work, or None.
 
     Attributes:
-        host: name of the driver's machine.
-        token_file: file published by the driver in the variant's folder.
-        source_sha256: hash of the packages that a worker runs.
-        package: package of the column's code.
-        needs: import path `package.module:function` of a function that returns why a machine must not work, or None;
+        host: Name of the driver's machine.
+        token_file: File published by the driver in the variant's folder.
+        source_sha256: Hash of the packages that a worker runs.
+        package: Package of the column's code.
+        needs: Import path `package.module:function` of a function that returns why a machine must not work, or None;
             and its argument. None if there are no such requirements.
         bucket: `Mirror.access` of the driver, with which a worker mounts a data folder in a bucket; else empty.
     """
@@ -51,16 +52,21 @@ class Ticket:
     bucket: tuple[str, ...] = ()
 
     def __call__(self) -> str | None:
-        found = source_sha256(self.package)
-        if found is None:
+        digest = source_sha256(self.package)
+        if digest is None:
             missing = "clipmill" if source_sha256("clipmill.prep") is None else f"the column's package {self.package}"
             return f"{missing} is not installed"
-        if found != self.source_sha256:
+        if digest != self.source_sha256:
             return (
-                f"clipmill {_version()} (source {found[:8]}) differs from that of this command, "
-                f"{self.version} (source {self.source_sha256[:8]})"
+                f"clipmill {_version()} (source {digest[:8]}) differs from clipmill {self.version} "
+                f"(source {self.source_sha256[:8]}) of this command"
             )
-        return self._folder_problem() or self._machine_problem()
+        if (problem := self._folder_problem()) is not None or self.needs is None:
+            return problem
+        path, argument = self.needs
+        module, _, name = path.partition(":")
+        reason: str | None = getattr(importlib.import_module(module), name)(argument)
+        return reason
 
     def _folder_problem(self) -> str | None:
         folder = self.token_file.parent
@@ -81,14 +87,6 @@ class Ticket:
         if token != self.token:
             return f"the data folder is not shared: {folder} is a different folder there"
         return None if os.access(folder, os.W_OK | os.X_OK) else f"cannot write to {folder}"
-
-    def _machine_problem(self) -> str | None:
-        if self.needs is None:
-            return None
-        path, argument = self.needs
-        module, _, name = path.partition(":")
-        reason: str | None = getattr(importlib.import_module(module), name)(argument)
-        return reason
 
 
 @contextmanager
@@ -128,18 +126,18 @@ def source_sha256(column_package: str) -> str | None:
     is_ours = column_package.startswith("clipmill.")
     for package in _PACKAGES if is_ours else (*_PACKAGES, column_package):
         try:
-            found = importlib.util.find_spec(package)
+            spec = importlib.util.find_spec(package)
         except ModuleNotFoundError:
             return None
-        if found is None:
+        if spec is None:
             return None
-        if found.submodule_search_locations:
-            root = Path(next(iter(found.submodule_search_locations)))
+        if spec.submodule_search_locations:
+            root = Path(next(iter(spec.submodule_search_locations)))
             paths = sorted(root.rglob("*.py"))
             if not paths:  # an empty folder of that name
                 return None
         else:
-            root, paths = Path(str(found.origin)).parent, [Path(str(found.origin))]
+            root, paths = Path(str(spec.origin)).parent, [Path(str(spec.origin))]
         for path in paths:
             digest.update(f"{package}/{path.relative_to(root).as_posix()}\0".encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())

@@ -1,4 +1,4 @@
-"""Selecting the engine and the number of workers: on this machine or on a cluster, with or without GPUs."""
+"""Choice of the engine and the number of workers: on this machine or on a cluster, with or without GPUs."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ _JOB_VARIABLE, _ADDRESS_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_ADDRESS"
 
 
 def cluster_address(asked: str | None) -> str | None:
-    """Return the address of a cluster: `--address`, `RAY_ADDRESS`, or inside a Ray job its cluster; None for none."""
+    """Return the address of a cluster: `--address`, `RAY_ADDRESS`, or the cluster of a Ray job; None for none."""
     address = asked or os.environ.get(_ADDRESS_VARIABLE) or ("auto" if _JOB_VARIABLE in os.environ else None)
     return None if address == "local" else address
 
@@ -30,11 +30,11 @@ def open_engine(
 
     Args:
         gpus_per_worker: GPUs per worker; 0: none.
-        execution: settings of the Ray engine.
-        memory_gb: memory that a worker of this column takes on a cluster, unless `execution` gives it.
+        execution: Settings of the Ray engine.
+        memory_gb: Memory that a worker of this column takes on a cluster, unless `execution` gives it.
 
     Raises:
-        UserError: there are fewer GPUs than one worker needs.
+        UserError: There are fewer GPUs than one worker needs.
     """
     if name == "ray":
         from clipmill.prep.engines.ray import isolated_ray_engine
@@ -64,7 +64,7 @@ def resolve_gpus_per_worker(asked: float | None, *, address: str | None) -> floa
     """Return the value of `--num-gpus`; the default is 1 if this machine, or the cluster at `address`, has a GPU.
 
     Raises:
-        UserError: there is no cluster at `address`.
+        UserError: No cluster answers at `address`.
     """
     if asked is not None:
         return asked
@@ -102,7 +102,7 @@ def count_gpus() -> int:
     """Return the number of GPUs that torch can use on this machine.
 
     Raises:
-        UserError: torch is not installed.
+        UserError: Torch is not installed.
     """
     try:
         import torch

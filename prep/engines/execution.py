@@ -1,4 +1,4 @@
-"""How Ray executes tasks: what a task takes, when it is tried again, and how long to wait for nodes."""
+"""Settings of the Ray engine: resources of a task, number of retries, and time to wait for nodes."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated
@@ -27,14 +27,14 @@ class Execution(Checked):
     """Time to wait for nodes that can run a task, in seconds, for example for an autoscaler to start them."""
 
     @property
-    def changed(self) -> list[str]:
+    def changed_flags(self) -> list[str]:
         """The flags whose values are not the defaults."""
         return [self.flag(field.name) for field in fields(self) if getattr(self, field.name) != field.default]
 
 
 @dataclass(frozen=True)
 class Need:
-    """What one worker takes on its node."""
+    """Resources that one worker takes on its node."""
 
     cpus: float
     gpus: float
@@ -68,11 +68,11 @@ class Need:
 
 
 def need_of(execution: Execution, *, gpus: float, default_memory_gb: float) -> Need:
-    """Return what one worker takes.
+    """Return the resources that one worker takes.
 
     Args:
         gpus: GPUs per worker; 0 for a worker on a CPU.
-        default_memory_gb: memory of a worker if the settings do not give it.
+        default_memory_gb: Memory of a worker if the settings do not give it.
     """
     cpus = execution.task_cpus if execution.task_cpus is not None else 0.0 if gpus else 1.0
     memory_gb = execution.task_memory if execution.task_memory is not None else default_memory_gb

@@ -44,9 +44,9 @@ class IsolatedEngine:
     """Runs an engine, which must be picklable, in another process, and prints its lines for the user.
 
     Args:
-        name: what may end unexpectedly in that process; used in the message.
-        starting: what is shown until the engine takes the first task; None to show nothing.
-        start_limit_s: seconds until the engine must have taken the first task; None for no limit.
+        name: Name of the program in that process that may end unexpectedly; used in the message.
+        starting: Text that is shown until the engine takes the first task; None to show nothing.
+        start_limit_s: Seconds until the engine must have taken the first task; None for no limit.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class IsolatedEngine:
         starting = ExitStack()
         if self._starting is not None:
             starting.enter_context(Activity(self._starting))
-        process, ours = _started(_serve, self._engine, function, check, name is not None)
+        process, ours = _start_process(_serve, self._engine, function, check, name is not None)
         deadline_s = None if self._start_limit_s is None else time.monotonic() + self._start_limit_s
         try:
             while True:
@@ -110,16 +110,16 @@ class IsolatedEngine:
 
 
 def call_isolated(function: Callable[..., Any], *arguments: object, name: str) -> Any:
-    """Return `function(*arguments)`, called in another process.
+    """Call `function(*arguments)` in another process, and return its result.
 
     Args:
-        name: what may end unexpectedly in that process; used in the message.
+        name: Name of the program in that process that may end unexpectedly; used in the message.
 
     Raises:
-        FailedWork: the process has ended without a result.
-        Exception: what the function raised.
+        FailedWork: The process has ended without a result.
+        Exception: The function raised it.
     """
-    process, ours = _started(_serve_call, function, arguments)
+    process, ours = _start_process(_serve_call, function, arguments)
     try:
         kind, value = _receive(ours, process, name=name)
     finally:
@@ -130,7 +130,7 @@ def call_isolated(function: Callable[..., Any], *arguments: object, name: str) -
     return value
 
 
-def _started(target: Callable[..., None], *arguments: object) -> tuple[SpawnProcess, Connection]:
+def _start_process(target: Callable[..., None], *arguments: object) -> tuple[SpawnProcess, Connection]:
     """Start `target(*arguments, pipe)` in another process, and return it with the other end of the pipe."""
     ours, theirs = _CONTEXT.Pipe()
     process = _CONTEXT.Process(target=target, args=(*arguments, theirs))
@@ -173,18 +173,14 @@ def _serve(
     engine: NotifyingEngine, function: Callable[[Any], Any], check: Check | None, is_named: bool, pipe: Connection
 ) -> None:
     _detach()
-
-    def notify(line: str) -> None:
-        _send(pipe, "notice", line)
-
     with suppress(_Disconnected):
         try:
             for outcome in engine.run(
                 _Numbered(function),
                 _tasks(pipe),
                 check=check,
-                name=_name_of if is_named else None,
-                notify=notify,
+                name=(lambda task: task[2]) if is_named else None,
+                notify=lambda line: _send(pipe, "notice", line),
             ):
                 if isinstance(outcome, Outcome):
                     _send(pipe, "outcome", (outcome.task[0], outcome.result, outcome.lost, outcome.crashed))
@@ -212,15 +208,11 @@ def _serve_call(function: Callable[..., Any], arguments: tuple[object, ...], pip
 
 def _detach() -> None:
     die_with_driver()
-    # Ctrl-C is sent to the whole process group; the command decides what happens to this process.
+    # Ctrl-C is sent to the complete process group; the command decides what happens to this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(silence, stream)
-
-
-def _name_of(task: tuple[int, Any, str]) -> str:
-    return task[2]
 
 
 class _Numbered:

@@ -1,6 +1,6 @@
 """The engine without Ray: worker processes on this machine, each with one task at a time.
 
-The death of a worker thus affects only its own task. Workers are reused, since a new process per task would import
+The death of a worker thus affects only its task. Workers are reused, since a new process per task would import
 everything again.
 """
 
@@ -10,7 +10,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -33,7 +33,7 @@ from clipmill.prep.engines import (
 
 # A forked child would inherit locks held by the caller's threads; a spawned child does not.
 _CONTEXT = multiprocessing.get_context("spawn")
-_LEAVE_LIMIT_S = 10.0  # for an idle worker
+_LEAVE_LIMIT_S = 10.0  # for an idle worker to exit
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Worker:
 
 
 class ProcessEngine:
-    """Runs up to `num_workers` tasks at a time, each in its own process.
+    """Runs up to `num_workers` tasks at a time, each in a separate process.
 
     Args:
         gpus: CUDA indices of the GPUs, one of which is visible to each worker; if empty, GPU visibility is unchanged.
@@ -105,50 +105,40 @@ class ProcessEngine:
                     idle.append(worker)
                     yield Outcome(worker.task, result)
         finally:
-            _end(busy, idle)
+            for worker in busy:
+                worker.process.kill()
+            # Idle workers exit by themselves, which removes the temporary files of the libraries that they imported.
+            for worker in idle:
+                worker.give(None, tries=0)
+            for worker in (*busy, *idle):
+                worker.process.join(_LEAVE_LIMIT_S)
+                worker.process.kill()
+                worker.process.join()
 
     def _start(self, function: Callable[[Any], Any], check: Check | None) -> _Worker:
         gpu = self._gpus[self._num_started % len(self._gpus)] if self._gpus else None
         self._num_started += 1
         ours, theirs = _CONTEXT.Pipe()
         process = _CONTEXT.Process(target=_work, args=(function, check, theirs, gpu), daemon=True)
-        with _without_main_module():
+        # `multiprocessing` would load the main module in the new process, which builds the command line again.
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
             process.start()
+        finally:
+            sys.modules["__main__"] = main
         theirs.close()  # so that the worker's death is seen as the end of the pipe
         return _Worker(process, ours)
-
-
-@contextmanager
-def _without_main_module() -> Iterator[None]:
-    """Have `multiprocessing` load no main module in the new process: it would build the whole command line again."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-def _end(busy: list[_Worker], idle: list[_Worker]) -> None:
-    for worker in busy:
-        worker.process.kill()
-    # Idle workers exit by themselves, which removes the temporary files of the libraries that they imported.
-    for worker in idle:
-        worker.give(None, tries=0)
-    for worker in (*busy, *idle):
-        worker.process.join(_LEAVE_LIMIT_S)
-        worker.process.kill()
-        worker.process.join()
 
 
 def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection, gpu: str | None) -> None:
     die_with_driver()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # torch reads it when it first uses a GPU, which is later
-    # Ctrl-C is sent to the whole process group; the driver decides what happens to its workers.
+    # Ctrl-C is sent to the complete process group; the driver decides what happens to its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reason = check() if check is not None else None
-    if reason is not None:  # there is no other machine
+    if reason is not None:  # no other machine could do the work
         pipe.send((no_worker_left([Refused("this machine", reason)]), None))
         return
     while True:

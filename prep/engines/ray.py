@@ -28,17 +28,17 @@ from clipmill.prep.engines.execution import Execution, Need
 from clipmill.prep.engines.isolated import IsolatedEngine, call_isolated
 from clipmill.prep.engines.ray_actors import ActorRun, Nodes, Notify
 
-_GROWTH = 2  # workers to ask for, by what the nodes have room for, where an autoscaler does not tell its limit
-_LATE_LIMIT_S = 10.0  # for workers that are still starting, whose nodes are to be named if they are refused
+_GROWTH = 2  # factor of the present capacity to ask for, where an autoscaler does not tell its limit
+_LATE_LIMIT_S = 10.0  # for workers that are still starting; the run names their nodes if they are refused
 
 
 class RayEngine:
     """Runs tasks in Ray actors, which keep what the function has loaded.
 
     Args:
-        num_workers: maximum number of workers; None for all that fit.
-        address: address of an existing cluster (`auto`, or host:port); None starts a private instance.
-        need: what a worker takes.
+        num_workers: Maximum number of workers; None for all that fit.
+        address: Address of an existing cluster (`auto`, or host:port); None starts a private instance.
+        need: Resources of a worker.
     """
 
     def __init__(
@@ -64,10 +64,13 @@ class RayEngine:
         """See `clipmill.prep.engines.Engine`.
 
         Args:
-            notify: called with lines for the user, for example while the engine waits for nodes.
+            notify: Function that is called with lines for the user, for example while the engine waits for nodes.
         """
         if self._address is None:
-            make_private()
+            # Ray reads the settings of a private instance when it is imported.
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+            # The only switch that makes every process of Ray listen on the loopback interface, on Linux too.
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         ray = import_ray()
         no_name = getattr(function, "__name__", "task")
         given = ((task, name(task) if name is not None else no_name) for task in tasks)
@@ -100,17 +103,17 @@ class RayEngine:
                 ray.shutdown()
 
     def _num_actors(self, nodes: Nodes) -> int:
-        """Return how many actors to ask for; those that a cluster has no room for make an autoscaler start nodes."""
-        room = nodes.capacity()
+        """Return how many actors to ask for; actors without room on a cluster make an autoscaler start nodes."""
+        room, largest_room = nodes.capacities()
         if self._address is None:
             return max(1, min(room, self._num_workers or room))
-        return self._num_workers or max(1, room, nodes.largest_capacity() or _GROWTH * room)
+        return self._num_workers or max(1, room, largest_room or _GROWTH * room)
 
 
 def isolated_ray_engine(*, num_workers: int | None, address: str | None, need: Need, execution: Execution) -> Engine:
     """Return a `RayEngine` in a separate process, since Ray ends its process when it loses the cluster."""
     engine = RayEngine(num_workers=num_workers, address=address, need=need, execution=execution)
-    # On a cluster it waits for nodes for as long as it was told.
+    # On a cluster, `--wait-for-nodes` limits the time until the first task.
     limit_s = START_LIMIT_S if address is None else None
     return IsolatedEngine(engine, name=name_of_cluster(address), starting=starting_text(address), start_limit_s=limit_s)
 
@@ -119,11 +122,11 @@ def count_cluster_gpus(address: str) -> float:
     """Return the number of GPUs of a cluster, or the number that its autoscaler may start if that is larger.
 
     Raises:
-        UserError: there is no such cluster.
+        UserError: No cluster answers at the address.
     """
     with Activity(starting_text(address)):
-        found: float = call_isolated(_count_gpus, address, name=name_of_cluster(address))
-    return found
+        num_gpus: float = call_isolated(_count_gpus, address, name=name_of_cluster(address))
+    return num_gpus
 
 
 def _count_gpus(address: str) -> float:
@@ -172,16 +175,9 @@ def name_of_cluster(address: str | None) -> str:
 
 
 def starting_text(address: str | None) -> str:
-    """Return what is shown until Ray takes the first task."""
+    """Return the text that is shown until Ray takes the first task."""
     name = name_of_cluster(address)
     return f"starting {name} (takes up to {START_LIMIT_S:g} s)" if address is None else f"connecting to {name}"
-
-
-def make_private() -> None:
-    """Set the environment of a private instance; Ray reads it when it is imported."""
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    # The only switch that makes every process of Ray listen on the loopback interface, on Linux too.
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
 def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> None:
@@ -196,9 +192,9 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
             parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
             folder = Path(tempfile.mkdtemp(prefix="ray", dir=parent))
             start_sweeper(folder)
-            # Ray opens its own folder to all users, so that is one within.
+            # Ray makes its folder accessible to all users, so it gets a subfolder.
             _init(ray, address="local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=os.fspath(folder / "r"))
-        except Exception as error:  # noqa: BLE001 - Ray raises plain ones, too
+        except Exception as error:  # noqa: BLE001 - Ray also raises plain exceptions
             if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
                 raise UserError(  # for example, socket paths are limited to 107 bytes
                     f"Ray cannot start on this machine: {error}",
@@ -211,45 +207,39 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
         name_agents(ray)
         return
     try:
-        _require_answer(ray, address)
+        # Ray itself would try for minutes to reach a cluster that does not answer, or refuses the token.
+        server = address
+        if address == "auto":  # the cluster that was started last on this machine, which may have ended
+            server = ray._private.services.canonicalize_bootstrap_address_or_die(address)
+        host, _, port = server.rpartition(":")
+        if host and port.isdigit() and "://" not in server:
+            try:
+                socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
+            except OSError as error:
+                raise OSError(f"nothing answers at {server} ({error.strerror or error})") from None
+            ray._raylet.GcsClient(address=server)
         _init(ray, address=address)
     except ray.exceptions.AuthenticationError:
         raise UserError(f'the Ray cluster at "{address}" requires another token', hint=_TOKEN_HINT) from None
     except (OSError, RuntimeError, ValueError) as error:
+        reason, is_mismatch = first_line(error), "Version mismatch" in str(error)
+        versions = re.findall(r"(Ray|Python): (\S+)", str(error))
+        if is_mismatch and len(versions) == 4:
+            theirs, ours = (" and ".join(" ".join(pair) for pair in versions[begin : begin + 2]) for begin in (0, 2))
+            reason = f"it runs {theirs}, but this command runs {ours}"
         raise UserError(
-            f'cannot connect to a Ray cluster at "{address}": {_reason(error)}',
-            hint=_VERSION_HINT if "Version mismatch" in str(error) else _START_HINT,
+            f'cannot connect to a Ray cluster at "{address}": {reason}',
+            hint=_VERSION_HINT if is_mismatch else _START_HINT,
         ) from None
 
 
 def _init(ray: Any, **options: Any) -> None:
     """Call `ray.init` from a folder without Python files.
 
-    Workers import from the folder that it is called from before all others: a `numpy.py` of the user would be run.
+    Workers import from the folder of the caller before all others, so a `numpy.py` of the user would be run.
     """
     with chdir(sys.prefix):
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-
-
-def _require_answer(ray: Any, address: str) -> None:
-    """Raise the error of a cluster that does not answer, or refuses the token; Ray itself would retry for minutes."""
-    if address == "auto":  # the cluster that was started last on this machine, which may have ended
-        address = ray._private.services.canonicalize_bootstrap_address_or_die(address)
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit() and "://" not in address:
-        try:
-            socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
-        except OSError as error:
-            raise OSError(f"nothing answers at {address} ({error.strerror or error})") from None
-        ray._raylet.GcsClient(address=address)
-
-
-def _reason(error: Exception) -> str:
-    versions = re.findall(r"(Ray|Python): (\S+)", str(error))
-    if "Version mismatch" in str(error) and len(versions) == 4:
-        theirs, ours = (" and ".join(" ".join(pair) for pair in versions[begin : begin + 2]) for begin in (0, 2))
-        return f"it runs {theirs}, but this command runs {ours}"
-    return first_line(error)
 
 
 _SWEEPER = """
@@ -268,7 +258,7 @@ for _ in range(100):  # processes of the instance that are still ending write th
         break
     time.sleep(0.1)
 """
-_sweepers: "list[subprocess.Popen[str]]" = []  # whose pipes this process holds open
+_sweepers: "list[subprocess.Popen[str]]" = []  # this process holds their pipes open
 
 
 def start_sweeper(folder: Path) -> None:
@@ -292,10 +282,10 @@ def name_agents(ray: Any) -> None:
 
 def running_processes() -> "list[tuple[int, int, str]]":
     """Return PID, PID of the parent, and start time (in ticks) of all processes."""
-    found = []
+    processes = []
     for folder in Path("/proc").iterdir():
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):  # not a process, or it has ended
             pid = int(folder.name)
             fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            found.append((pid, int(fields[1]), fields[19]))
-    return found
+            processes.append((pid, int(fields[1]), fields[19]))
+    return processes

@@ -1,11 +1,14 @@
 """Running a function in Ray actors: workers that take one task after another and keep what the function has loaded.
 
-A worker is checked when it starts, wherever that is, and gets its first task once it has passed. When no task is left
-for it, it ends, and what it has reserved is free.
+A worker is checked when it starts, on any node, and gets its first task once it has passed. When no task is left for
+it, it ends, and its resources become free.
 
-Ray restarts no actor and repeats no call here, because its counts cannot tell who is to blame: a task may be what kills
-its workers, but not what takes a node away. So the engine counts both for each task, and a lost worker is replaced by a
-new one.
+Ray restarts no actor and repeats no call here, because its counts cannot tell the cause: a task may kill its workers,
+    but
+it does not take a node away. So the engine counts both for each task, and a new worker replaces a lost one.
+
+Ray sends nested classes by value, so the actor class here needs no clipmill on a node before its check has passed;
+until then, function and task stay serialised bytes.
 """
 
 import os
@@ -14,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from clipmill.manifests.errors import FailedWork, UserError, first_line
 from clipmill.manifests.formatting import count_noun, on_one_line
@@ -26,16 +29,16 @@ Notify = Callable[[str], None]  # shows a line to the user
 _NODE_LABEL = "ray.io/node-id"
 _CHECK_INTERVAL_S = 2.0
 _REPORT_INTERVAL_S = 60.0
-_MOST_AWAITED = 1000  # workers to ask an autoscaler for, which may know no limit
+_MOST_AWAITED = 1000  # workers to ask an autoscaler for if it has no limit
 
 
 class Nodes:
     """The nodes that can run workers, and those that get no tasks.
 
     Args:
-        need: what a worker takes; a node with less never gets a task.
-        where: name of the Ray instance for messages.
-        wait_s: how long to wait for a node that can run a worker.
+        need: Resources of a worker; a node with less never gets a task.
+        where: Name of the Ray instance for messages.
+        wait_s: Time to wait for a node that can run a worker, in seconds.
     """
 
     def __init__(self, ray: Any, need: Need, *, where: str, wait_s: float, notify: Notify) -> None:
@@ -50,7 +53,7 @@ class Nodes:
         self._counted_s, self._capacities = float("-inf"), (0, 0)
 
     def options(self, *, avoided: Collection[str] = ()) -> dict[str, Any]:
-        """Return the options of an actor: what it takes, and a selector that keeps it off refused and avoided nodes."""
+        """Return the options of an actor: its resources, and a selector that excludes refused and avoided nodes."""
         closed = [*self._refused, *avoided]
         return {
             **self.need.options(),
@@ -61,7 +64,7 @@ class Nodes:
         """Exclude a node from now on; yield it if it was not excluded before.
 
         Raises:
-            UserError: no node is left.
+            UserError: No node is left.
         """
         if node_id in self._refused:
             return
@@ -94,20 +97,16 @@ class Nodes:
         """Return True if a node is alive."""
         return any(node["NodeID"] == node_id and node["Alive"] for node in self._ray.nodes())
 
-    def capacity(self) -> int:
-        """Return how many workers the living nodes have room for, as of the last seconds."""
-        return self._counted()[0]
+    def capacities(self) -> tuple[int, int]:
+        """Return how many workers the nodes have room for: the living ones, and all that an autoscaler may start.
 
-    def largest_capacity(self) -> int:
-        """Return how many workers the cluster has room for when its autoscaler has started all nodes; 0 if unknown."""
-        return self._counted()[1]
-
-    def _counted(self) -> tuple[int, int]:
+        The numbers are a few seconds old; the second one is 0 if it is unknown.
+        """
         if time.monotonic() - self._counted_s > _CHECK_INTERVAL_S:
             self._counted_s = time.monotonic()
             nodes = [node["Resources"] for node in self._able_nodes() if node["NodeID"] not in self._refused]
             largest = self._ray._private.state.state.get_max_resources_from_cluster_config() or {}
-            # The types of nodes need not tell their memory.
+            # An autoscaler may not know the memory of its node types.
             room = replace(self.need, memory_bytes=0).room(largest)
             self._capacities = sum(map(self.need.room, nodes)), min(room, _MOST_AWAITED)
         return self._capacities
@@ -116,9 +115,10 @@ class Nodes:
         """Check that a node can run a worker, at most once every few seconds; report it while there is none.
 
         Raises:
-            UserError: all nodes were refused, or none has appeared within the time limit.
-            FailedWork: the last node was lost, and none has appeared within the time limit.
+            UserError: All nodes were refused, or no node has appeared within the time limit.
+            FailedWork: The last node was lost, and no other node has appeared within the time limit.
         """
+        # The run calls this at every tick, and asking Ray takes milliseconds.
         now_s = time.monotonic()
         if now_s - self._checked_s < _CHECK_INTERVAL_S and not at_once:
             return
@@ -135,27 +135,25 @@ class Nodes:
         if self._waiting_since_s is None:
             self._waiting_since_s, self._reported_s = now_s, float("-inf")
         waited_s = now_s - self._waiting_since_s
-        if waited_s >= self._wait_s:
-            self._give_up()
-        if now_s - self._reported_s >= _REPORT_INTERVAL_S:
-            self._reported_s = now_s
-            left_s = self._wait_s - waited_s
-            self._notify(f"waiting up to {left_s:.0f} s for a node with {self.need}; {self._where} has {self._found()}")
-
-    def _give_up(self) -> None:
-        if self._had_one:
+        if waited_s >= self._wait_s and self._had_one:
             raise FailedWork(
                 f"{self._where} has lost its last node with {self.need}, and none has joined for {self._wait_s:g} s; "
                 "finished work is kept; run the same command again to resume"
             )
-        waited = f", and none has joined for {self._wait_s:g} s" if self._wait_s else ""
-        raise UserError(
-            f"{self._where} has {self._found()}, but a worker requires {self.need} on one node{waited}",
-            hint="start such nodes, wait longer with --wait-for-nodes, or give a smaller --num-gpus (0: CPU), "
-            "--task-cpus or --task-memory",
-        )
+        if waited_s >= self._wait_s:
+            waited = f", and none has joined for {self._wait_s:g} s" if self._wait_s else ""
+            raise UserError(
+                f"{self._where} has {self._resources_text()}, but a worker requires {self.need} on one node{waited}",
+                hint="start such nodes, wait longer with --wait-for-nodes, or give a smaller --num-gpus (0: CPU), "
+                "--task-cpus or --task-memory",
+            )
+        if now_s - self._reported_s >= _REPORT_INTERVAL_S:
+            self._reported_s = now_s
+            left_s = self._wait_s - waited_s
+            present = f"{self._where} has {self._resources_text()}"
+            self._notify(f"waiting up to {left_s:.0f} s for a node with {self.need}; {present}")
 
-    def _found(self) -> str:
+    def _resources_text(self) -> str:
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         totals = (
             count_noun(int(sum(node.get(resource, 0) for node in nodes)), resource) for resource in ("CPU", "GPU")
@@ -171,22 +169,22 @@ class Nodes:
         return [node for node in self._ray.nodes() if node["Alive"] and self.need.fits(node["Resources"])]
 
 
-_TASKS_PER_ACTOR = 2  # one that it works on, and one that it gets without asking the command for it
+_TASKS_PER_ACTOR = 2  # the task that it works on, and the next one, so that it need not wait for the command
 _MAX_FAILED_STARTS = 3  # per actor, one after another
-_MAX_LOST_NODES = 10  # for one task, which may be what takes its nodes down
-_MAX_FAULTS = 2  # tasks in a row that a node fails and another one does, before it gets no more of them
+_MAX_LOST_NODES = 10  # for one task, which may take its nodes down
+_MAX_FAULTS = 2  # consecutive tasks that a node fails and another node does, before the node is refused
 
 Events = Iterator[Outcome[Any, Any] | Refused | None]
 
 
 @dataclass(eq=False)
 class _Attempt:
-    """A task, and how often its worker was lost.
+    """A task, and the number of losses of its worker.
 
     Attributes:
-        name: name of the task where Ray lists it.
-        num_deaths: how often its worker died; the loss of a node counts in `num_lost_nodes` instead.
-        failed_on: ids of the nodes whose machine has failed it, with the reasons.
+        name: Name of the task where Ray lists it.
+        num_deaths: Number of deaths of its worker; the loss of a node counts in `num_lost_nodes` instead.
+        failed_on: Ids of the nodes whose machine has failed the task, with the reasons.
     """
 
     task: Any
@@ -194,14 +192,6 @@ class _Attempt:
     num_deaths: int = 0
     num_lost_nodes: int = 0
     failed_on: dict[str, str] = field(default_factory=dict)
-
-    def is_retried(self, task_retries: int, *, is_node: bool) -> bool:
-        """Count a loss of its worker, or of its node, and return True if the task is to be tried again."""
-        if is_node:
-            self.num_lost_nodes += 1
-        else:
-            self.num_deaths += 1
-        return self.num_deaths <= task_retries and self.num_lost_nodes <= _MAX_LOST_NODES
 
 
 @dataclass(frozen=True)
@@ -216,8 +206,8 @@ class ActorRun:
     """One run of a function in Ray actors.
 
     Args:
-        task_retries: how often a task whose worker died is tried again.
-        num_actors: returns the number of actors to have, at least 1.
+        task_retries: Number of times to try a task again whose worker died.
+        num_actors: Function that returns the number of actors to have, at least 1.
     """
 
     def __init__(
@@ -238,7 +228,7 @@ class ActorRun:
         self._starting = dict[Any, Any]()
         self._busy = dict[Any, tuple[_Actor, _Attempt]]()
         self._num_failed_starts = 0
-        self._num_faults = Counter[str]()  # of a node, since its last task without one
+        self._num_faults = Counter[str]()  # faults of each node since its last task without a fault
 
     def outcomes(self, given: Iterator[tuple[Any, str]]) -> Events:
         """Run the tasks, each given with its name; see `clipmill.prep.engines.Engine.run`."""
@@ -251,14 +241,14 @@ class ActorRun:
                 self._waiting.append(_Attempt(*new))
             if not self._waiting and not self._busy:
                 return
-            # Those that the nodes have no room for make an autoscaler start others.
+            # Actors that the nodes have no room for make an autoscaler start further nodes.
             while len(self._starting) < min(len(self._waiting), num_actors - len(self._busy)):
                 avoided = set.intersection(*(set(attempt.failed_on) for attempt in self._waiting))
                 options = self._nodes.options(avoided=avoided)
                 handle = self._kind.options(max_restarts=0, max_task_retries=0, **options).remote()
                 self._starting[handle.arrive.remote()] = handle
             # With neither room nor a task for it, a worker would start at the end of the run, for nothing.
-            while len(self._starting) > max(len(self._waiting), self._nodes.capacity() - len(self._busy)):
+            while len(self._starting) > max(len(self._waiting), self._nodes.capacities()[0] - len(self._busy)):
                 self._ray.kill(self._starting.popitem()[1])
             ready, _ = self._ray.wait([*self._starting, *self._busy], timeout=TICK_S)
             if not ready:
@@ -271,7 +261,7 @@ class ActorRun:
                 yield from self._start(call) if call in self._starting else self._end(call)
 
     def late_refusals(self, *, limit_s: float) -> Events:
-        """Yield the refused nodes among those whose workers have not started yet, waiting at most `limit_s` seconds."""
+        """Wait at most `limit_s` seconds for workers that are starting, and yield the nodes that are refused."""
         if not self._starting:
             return
         ready, _ = self._ray.wait([*self._starting], num_returns=len(self._starting), timeout=limit_s)
@@ -279,10 +269,10 @@ class ActorRun:
             yield from self._start(call)
 
     def _start(self, call: Any) -> Events:
-        """Take in the start of an actor."""
+        """Handle the start of an actor."""
         handle = self._starting.pop(call)
         error, answer = self._answer(call)
-        if error is not None:  # its node was lost, or there is a reason that affects the next one as well
+        if error is not None:  # its node was lost, or the reason affects the next actor as well
             self._num_failed_starts += 1
             if self._num_failed_starts >= _MAX_FAILED_STARTS * self._num_actors():
                 raise error
@@ -301,59 +291,61 @@ class ActorRun:
         attempt = next((attempt for attempt in self._waiting if actor.node_id not in attempt.failed_on), None)
         if attempt is not None:
             self._waiting.remove(attempt)
-            call = actor.handle.work.options(name=attempt.name).remote(packed(self._ray, self._function, attempt.task))
+            payload = bytes(self._ray.cloudpickle.dumps((self._function, attempt.task)))
+            call = actor.handle.work.options(name=attempt.name).remote(payload)
             self._busy[call] = actor, attempt
 
     def _end(self, call: Any) -> Events:
-        """Take in the end of a task."""
+        """Handle the end of a task; if the machine seems to have failed, let the other nodes try the task.
+
+        A machine is the cause if another machine does the task; a task that fails on all nodes is not their fault.
+        """
         actor, attempt = self._busy.pop(call)
         error, result = self._answer(call)
-        if error is None:
-            yield from self._take(result, actor, attempt)
-            self._give(actor)
+        if error is not None:
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor.handle)  # Ray may only have lost sight of it
+            is_node = not self._nodes.is_alive(actor.node_id)
+            if is_node:
+                yield from self._nodes.lose(actor.node_id)
+                attempt.num_lost_nodes += 1
+            else:
+                attempt.num_deaths += 1
+            if attempt.num_deaths <= self._task_retries and attempt.num_lost_nodes <= _MAX_LOST_NODES:
+                self._waiting.appendleft(attempt)
+            else:
+                yield Outcome(attempt.task, None, lost=first_line(error))
             return
-        with suppress(self._ray.exceptions.RayError):
-            self._ray.kill(actor.handle)  # Ray may only have lost sight of it
-        is_node = not self._nodes.is_alive(actor.node_id)
-        if is_node:
-            yield from self._nodes.lose(actor.node_id)
-        if attempt.is_retried(self._task_retries, is_node=is_node):
-            self._waiting.appendleft(attempt)
-        else:
-            yield Outcome(attempt.task, None, lost=first_line(error))
-
-    def _take(self, result: Any, actor: _Actor, attempt: _Attempt) -> Events:
-        """Take in a result; if the machine seems to have failed, let the other nodes try the task.
-
-        A machine is to blame if another one does what it has failed; what fails on all nodes is not their fault.
-        """
         fault = getattr(result, "machine_fault", None)
         if fault is not None:
             attempt.failed_on[actor.node_id] = fault
-            if self._nodes.has_other(attempt.failed_on):
-                self._waiting.appendleft(attempt)
-                return
-        yield Outcome(attempt.task, result)
+        if fault is not None and self._nodes.has_other(attempt.failed_on):
+            self._waiting.appendleft(attempt)
+        else:
+            yield Outcome(attempt.task, result)
         if fault is None:
             self._num_faults[actor.node_id] = 0
             for node_id, reason in attempt.failed_on.items():
                 self._num_faults[node_id] += 1
                 if self._num_faults[node_id] >= _MAX_FAULTS:
                     yield from self._nodes.refuse(node_id, f"its tasks fail, and succeed on other nodes: {reason}")
+        self._give(actor)
 
     def _answer(self, call: Any) -> tuple[Exception | None, Any]:
-        """Return how the worker of a call was lost, or None, and what the call returned.
+        """Return how the worker of a call was lost, or None, and the result of the call.
 
         Raises:
-            Exception: what the function itself raised.
-            UserError: the runtime environment of a Ray job cannot be set up.
-            ConnectionError: the Ray instance has ended.
+            Exception: The function itself raised it.
+            UserError: The runtime environment of a Ray job cannot be set up.
+            ConnectionError: The Ray instance has ended.
         """
         errors = self._ray.exceptions
         try:
             return None, self._ray.get(call)
         except errors.RayTaskError as error:
-            _raise_cause(error)
+            cause = error.cause if isinstance(error.cause, Exception) else RuntimeError(first_line(error))
+            cause.add_note(str(error))
+            raise cause from None
         except errors.RuntimeEnvSetupError as error:
             raise UserError(
                 f"a node cannot set up the runtime environment of the job: {on_one_line(str(error))}",
@@ -365,24 +357,13 @@ class ActorRun:
             return error, None
 
 
-def _raise_cause(error: Any) -> NoReturn:
-    """Raise the exception that the function itself raised, with its traceback."""
-    cause = error.cause if isinstance(error.cause, Exception) else RuntimeError(first_line(error))
-    cause.add_note(str(error))
-    raise cause from None
-
-
-def packed(ray: Any, function: Callable[[Any], Any], task: Any) -> bytes:
-    """Serialise a call of the function."""
-    return bytes(ray.cloudpickle.dumps((function, task)))
-
-
 def worker_class(ray: Any, check: Check | None, need: Need) -> type:
     """Return an actor class that runs serialised calls; its `arrive` must be called first.
 
     Args:
-        check: sent by value if it is of `clipmill.prep.engines.admission`.
-        need: what a worker takes, which decides its number of threads.
+        check: Function that returns why the actor must not work; sent by value if it is in
+            `clipmill.prep.engines.admission`.
+        need: Resources of a worker, which decide its number of threads.
     """
     ray.cloudpickle.register_pickle_by_value(admission)
     variable, cpus, gpus = THREADS_VARIABLE, need.cpus, need.gpus
@@ -405,8 +386,8 @@ def worker_class(ray: Any, check: Check | None, need: Need) -> type:
                 die_with_parent()
             return node_id, reason
 
-        def work(self, packed: bytes) -> Any:
-            function, task = ray.cloudpickle.loads(packed)
+        def work(self, payload: bytes) -> Any:
+            function, task = ray.cloudpickle.loads(payload)
             return function(task)
 
     return Worker

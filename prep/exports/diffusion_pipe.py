@@ -8,8 +8,8 @@
 
 S is the side of the pictures in pixels, F the number of frames of a segment. Items are stored one after another in
 shard_N.bin, each as torch.save writes it; metadata.db, of SQLite, has their places: `items` the shard of each item and
-its number there, `shard_N` offset and size. Texts are ordered as the list of segments; latents as that list after the
-trainer has shuffled it, with a seed that is a hash of S and F.
+its number in the shard, `shard_N` offset and size. Texts are ordered as the list of segments; latents as that list
+after the trainer has shuffled it, with a seed that is a hash of S and F.
 
 The table `fingerprint` of metadata.db has no row: at its first start, the trainer enters the fingerprint that it makes
 from the list of segments, and at a later start it deletes a cache with another one. Because the trainer writes into
@@ -31,7 +31,7 @@ import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.exports.kinds import DiffusionPipeFlags, Exported, Progress
-from clipmill.prep.exports.trainers import Part, Segment, Segments, torch_saved, write_cache
+from clipmill.prep.exports.trainers import Part, Segment, Segments, torch_bytes, write_cache
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class _Model:
     """A model of the trainer.
 
     Attributes:
-        name: its name there, a folder of the cache; None: the user gives it.
-        side_step: the trainer rounds sides to multiples of this number of pixels.
-        entries: of an item of text: the vectors, and their number or mask; None: its text encoders are not T5.
-        num_tokens: number of vectors of an item of text, padding included.
+        name: Name in the trainer, a folder of the cache; None: the user gives it.
+        side_step: Step in pixels; the trainer rounds sides to multiples of it.
+        entries: Entries of an item of text: the vectors, and their number or mask; None: its text encoders are not T5.
+        num_tokens: Number of vectors of an item of text, padding included.
     """
 
     name: str | None
@@ -63,7 +63,7 @@ _MODELS = {  # by class of the VAE and its spatial factor
 
 @dataclass(frozen=True)
 class _Item:
-    """An item of a cache: what it depends on, what makes it, and the shard of the column that it comes from."""
+    """An item of a cache: a mark that changes with it, its shard in the column, and the function that makes it."""
 
     mark: str
     shard: int
@@ -76,9 +76,9 @@ def write_diffusion_pipe_cache(
     """Write the cache.
 
     Raises:
-        UserError: see `Segments` and `write_cache`; or the trainer has no model with the VAE, size or texts.
+        UserError: See `Segments` and `write_cache`; or the trainer has no model with the VAE, size or texts.
     """
-    with_texts = [kind for (kind, _), one in _MODELS.items() if one.entries]
+    with_texts = [kind for (kind, _), model in _MODELS.items() if model.entries]
     segments = Segments(data_dir, split=flags.split, with_texts=with_texts)
     model, size, num_frames = _model(segments), int(segments.recipe["size"]), segments.num_frames
     name = flags.model or model.name
@@ -90,50 +90,62 @@ def write_diffusion_pipe_cache(
     cache, bucket = f"segments/cache/{name}", (1.0, size, size, num_frames)
     latents_shard = segments.latents.numbers("shard")
 
-    def latents_item(one: Segment) -> _Item:
-        values = partial(lambda one: {"latents": segments.stored(one), "mask": None}, one)
-        return _Item(segments.latents_mark(one), int(latents_shard[one.sample]), values)
-
-    def text_item(one: Segment) -> _Item:
-        shard = int(segments.text.numbers("shard")[one.text_sample])
-        return _Item(segments.text_mark(one), shard, partial(_text, segments, model, one))
-
-    def parts(found: list[Segment]) -> Iterator[Part]:
-        latents = [latents_item(one) for one in found]
-        texts = [text_item(one) for one in found] if segments.has_texts else []
-        yield from _items(f"{cache}/cache_1.000x{size}x{size}x{num_frames}/latents", latents, _shuffled(found, bucket))
-        if texts:
+    def parts(captioned: list[Segment]) -> Iterator[Part]:
+        latents = [
+            _Item(
+                segments.latents_mark(segment),
+                int(latents_shard[segment.sample]),
+                partial(lambda segment: {"latents": segments.stored_latents(segment), "mask": None}, segment),
+            )
+            for segment in captioned
+        ]
+        # The trainer shuffles the segments of a bucket of sizes with this seed.
+        seed = int(hashlib.md5(str(bucket).encode(), usedforsecurity=False).hexdigest(), 16) % 10**9
+        order: list[int] = np.random.default_rng(seed).permutation(len(captioned)).tolist()
+        yield from _items(f"{cache}/cache_1.000x{size}x{size}x{num_frames}/latents", latents, order)
+        texts = []
+        if segments.has_texts:
+            text_shard = segments.text.numbers("shard")
+            texts = [
+                _Item(
+                    segments.text_mark(segment),
+                    int(text_shard[segment.text_sample]),
+                    partial(_text, segments, model, segment),
+                )
+                for segment in captioned
+            ]
             folder = f"{cache}/ar_frames_1.000_{num_frames}/text_embeddings_1"
-            yield from _items(folder, texts, range(len(found)))
-        mark = _digest([*(item.mark for item in latents + texts), *(f"{one.name} {one.caption}" for one in found)])
-        yield from _metadata(f"{cache}/metadata", found, num_frames=num_frames, mark=mark)
+            yield from _items(folder, texts, range(len(captioned)))
+        names = [f"{segment.name} {segment.caption}" for segment in captioned]
+        mark = _digest([*(item.mark for item in latents + texts), *names])
+        yield from _metadata(f"{cache}/metadata", captioned, num_frames=num_frames, mark=mark)
         folder = json.dumps(str(destination.resolve() / "segments"), ensure_ascii=False)
-        yield _written(
+        yield _text_part(
             "dataset.toml",
             f"resolutions = [{size}]\nframe_buckets = [{num_frames}]\nenable_ar_bucket = false\n\n"
             f"[[directory]]\npath = {folder}\n",
         )
 
     form = f"diffusion-pipe {name}"
-    return write_cache(destination, segments, parts, form=form, show=show, trainers_own="segments")
+    return write_cache(destination, segments, parts, form=form, show=show, derived="segments")
 
 
 def _model(segments: Segments) -> _Model:
     recipe, kind = segments.recipe, segments.kind
     model = _MODELS.get((kind, int(recipe["factor"])))
     if model is None:
-        classes = " or ".join(dict.fromkeys(one for one, _ in _MODELS))
+        classes = " or ".join(dict.fromkeys(kind for kind, _ in _MODELS))
         raise UserError(f"diffusion-pipe has no model with {kind} of factor {recipe['factor']}", hint=f"use {classes}")
     if int(recipe["size"]) % model.side_step:
         raise UserError(
             f"diffusion-pipe takes pictures whose sides are multiples of {model.side_step} pixels for this model,"
-            f" and these have {recipe['size']}",
+            f" but these have {recipe['size']}",
             hint="make latents with another --size",
         )
     most = int(segments.text_recipe["max_tokens"]) if segments.has_texts else 0
     if most > model.num_tokens:
         raise UserError(
-            f"the texts have up to {most} tokens, and diffusion-pipe takes {model.num_tokens} for this model",
+            f"the texts have up to {most} tokens, but diffusion-pipe takes {model.num_tokens} for this model",
             hint=f"make them with --max-tokens {model.num_tokens}",
         )
     return model
@@ -152,60 +164,55 @@ def _text(segments: Segments, model: _Model, segment: Segment) -> dict[str, Any]
 
 
 def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterator[Part]:
-    """Yield the files of a cache of items, one of each; `order` has for each place the number of the item."""
+    """Yield the files of a cache of items, each item once; `order` has the number of the item at each place."""
     places: dict[str, tuple[int, int]] = {}
     shards: dict[int, list[_Item]] = {}
     segments: dict[int, list[int]] = {}
     for number, item in enumerate(items):
-        own = shards.setdefault(item.shard, [])
+        of_shard = shards.setdefault(item.shard, [])
         segments.setdefault(item.shard, []).append(number)
+        # Segments that share a caption share its item of text.
         if item.mark not in places:
-            places[item.mark] = item.shard, len(own)
-            own.append(item)
-    size = len(torch_saved(items[0].values()))
+            places[item.mark] = item.shard, len(of_shard)
+            of_shard.append(item)
+    # All items have the same size, so that places are known before the items are made.
+    size = len(torch_bytes(items[0].values()))
 
-    def contents(own: list[_Item]) -> Iterator[bytes]:
-        for item in own:
-            content = torch_saved(item.values())
+    def contents(of_shard: list[_Item]) -> Iterator[bytes]:
+        for item in of_shard:
+            content = torch_bytes(item.values())
             if len(content) != size:
-                raise RuntimeError(f"an item has {len(content)} bytes, and the first one {size}")
+                raise RuntimeError(f"an item has {len(content)} bytes, but the first one has {size}")
             yield content
 
     def database() -> bytes:
-        with closing(sqlite3.connect(":memory:")) as found:
-            found.execute("CREATE TABLE fingerprint(value)")
-            found.execute("CREATE TABLE items(shard, shard_index)")
-            found.executemany("INSERT INTO items VALUES(?, ?)", [places[items[one].mark] for one in order])
-            for shard, own in shards.items():
-                found.execute(f"CREATE TABLE shard_{shard}(offset, size)")
-                rows = [(number * size, size) for number in range(len(own))]
-                found.executemany(f"INSERT INTO shard_{shard} VALUES(?, ?)", rows)
-            found.commit()
-            return found.serialize()
+        with closing(sqlite3.connect(":memory:")) as connection:
+            connection.execute("CREATE TABLE fingerprint(value)")
+            connection.execute("CREATE TABLE items(shard, shard_index)")
+            connection.executemany("INSERT INTO items VALUES(?, ?)", [places[items[number].mark] for number in order])
+            for shard, of_shard in shards.items():
+                connection.execute(f"CREATE TABLE shard_{shard}(offset, size)")
+                rows = [(number * size, size) for number in range(len(of_shard))]
+                connection.executemany(f"INSERT INTO shard_{shard} VALUES(?, ?)", rows)
+            connection.commit()
+            return connection.serialize()
 
-    for shard, own in shards.items():
-        mark = _digest(item.mark for item in own)
-        yield Part(f"{folder}/shard_{shard}.bin", mark, partial(contents, own), segments[shard])
-    mark = f"places {_digest(items[one].mark for one in order)}"
+    for shard, of_shard in shards.items():
+        mark = _digest(item.mark for item in of_shard)
+        yield Part(f"{folder}/shard_{shard}.bin", mark, partial(contents, of_shard), segments[shard])
+    mark = f"places {_digest(items[number].mark for number in order)}"
     yield Part(f"{folder}/metadata.db", mark, lambda: [database()], is_kept=False)
 
 
-def _shuffled(found: list[Segment], bucket: tuple[float, int, int, int]) -> list[int]:
-    """The order of latents: numbers of the segments, as the trainer shuffles those of a bucket of sizes."""
-    seed = int(hashlib.md5(str(bucket).encode(), usedforsecurity=False).hexdigest(), 16) % 10**9
-    order: list[int] = np.random.default_rng(seed).permutation(len(found)).tolist()
-    return order
-
-
-def _metadata(folder: str, found: list[Segment], *, num_frames: int, mark: str) -> Iterator[Part]:
-    """Yield the list of segments; the video files that it names are not there, and the trainer opens none of them."""
+def _metadata(folder: str, captioned: list[Segment], *, num_frames: int, mark: str) -> Iterator[Part]:
+    """Yield the list of segments; the video files that it names do not exist, and the trainer opens none of them."""
     columns = {
-        "image_spec": pa.array([[None, f"{one.name}.mp4"] for one in found], pa.list_(pa.string())),
-        "mask_file": pa.nulls(len(found)),
-        "caption": pa.array([[one.caption] for one in found], pa.list_(pa.string())),
-        "ar_bucket": pa.array([[1.0, num_frames]] * len(found), pa.list_(pa.float64())),
-        "size_bucket": pa.nulls(len(found)),
-        "is_video": pa.array([True] * len(found)),
+        "image_spec": pa.array([[None, f"{segment.name}.mp4"] for segment in captioned], pa.list_(pa.string())),
+        "mask_file": pa.nulls(len(captioned)),
+        "caption": pa.array([[segment.caption] for segment in captioned], pa.list_(pa.string())),
+        "ar_bucket": pa.array([[1.0, num_frames]] * len(captioned), pa.list_(pa.float64())),
+        "size_bucket": pa.nulls(len(captioned)),
+        "is_video": pa.array([True] * len(captioned)),
     }
     state: dict[str, Any] = {
         "_data_files": [{"filename": "data-00000-of-00001.arrow"}],
@@ -222,13 +229,13 @@ def _metadata(folder: str, found: list[Segment], *, num_frames: int, mark: str) 
         return [sink.getvalue().to_pybytes()]
 
     grouped = f"{folder}/grouped_metadata_1.000_{num_frames}"
-    yield _written(f"{folder}/grouping_keys.json", json.dumps([[1.0, num_frames]]))
-    yield _written(f"{grouped}/dataset_info.json", "{}")
-    yield _written(f"{grouped}/state.json", json.dumps(state))
+    yield _text_part(f"{folder}/grouping_keys.json", json.dumps([[1.0, num_frames]]))
+    yield _text_part(f"{grouped}/dataset_info.json", "{}")
+    yield _text_part(f"{grouped}/state.json", json.dumps(state))
     yield Part(f"{grouped}/data-00000-of-00001.arrow", mark, stream)
 
 
-def _written(path: str, content: str) -> Part:
+def _text_part(path: str, content: str) -> Part:
     return Part(path, content, lambda: [content.encode()])
 
 

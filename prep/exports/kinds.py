@@ -1,4 +1,4 @@
-"""The kinds of `prep export`: a row each, with its flags and the function that writes it."""
+"""`prep export KIND`: a row for each kind, with its flags and the import path of its writer."""
 
 import os
 import shutil
@@ -18,18 +18,18 @@ from clipmill.manifests.publish import TEMPORARY_PREFIX, rename, target_of, temp
 from clipmill.manifests.settings import Checked, Range
 from clipmill.prep.core.request import Data, Json
 
-Progress = Callable[[int, int | None], None]  # is called with the number of samples done and of all
+Progress = Callable[[int, int | None], None]  # called with (samples done, number of samples)
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What is in an export after a run.
+    """Content of an export after a run.
 
     Attributes:
-        noun: what a sample is called, singular.
-        num_samples: number of samples in the export.
-        num_written: how many of them this run has written; the others were up to date.
-        left_out: number of samples that are not in it, by reason.
+        noun: Noun for a sample, singular.
+        num_samples: Number of samples in the export.
+        num_written: Number of samples that this run has written; the others were up to date.
+        left_out: Number of omitted samples, by reason.
     """
 
     noun: str
@@ -43,23 +43,18 @@ class ExportKind:
     """A format that `prep export` writes.
 
     Attributes:
-        name: of the command.
-        flags: frozen dataclass, whose fields are the flags; all have defaults.
-        writer: import path `package.module:function`; it is called with the data folder, the destination, an instance
-            of `flags` and `Progress`, and returns `Exported`. A rerun writes only what has changed; a run that is
-            killed leaves nothing that looks like a finished export.
-        text: help text of the command.
+        name: Name of the command.
+        flags: Frozen dataclass, whose fields are the flags; all have defaults.
+        writer: Import path `package.module:function`; it is called with the data folder, the destination, an instance
+            of `flags` and `Progress`, and returns `Exported`. A rerun writes only changed files; a killed run leaves
+            nothing that looks like a finished export.
+        text: Help text of the command.
     """
 
     name: str
     flags: type[Any]
     writer: str
     text: str
-
-    def write(self, data_dir: Path, destination: Path, flags: Any, show: Progress) -> Exported:
-        """Call the writer."""
-        written: Exported = import_object(self.writer)(data_dir, destination, flags, show)
-        return written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +87,11 @@ class DiffusionPipeFlags(TrainerFlags):
     """The flags of `prep export diffusion-pipe`."""
 
     model: str | None = None
-    """Name of the trainer's model, that of its folder in the cache. Default: wan, wan2.2_5b, hunyuan-video or
+    """Name of the trainer's model, as of its folder in the cache. Default: wan, wan2.2_5b, hunyuan-video or
     hunyuan_video_1.5; for LTX-Video, the name of the file of single_file_path, without .safetensors."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield a model that is not the name of a folder."""
+        """Yield an error for a model that is not the name of a folder."""
         if self.model is not None and (not self.model or Path(self.model).name != self.model):
             yield UserError(
                 f'--model "{self.model}" is not the name of a folder',
@@ -195,14 +190,15 @@ def _command(kind: ExportKind) -> Callable[..., None]:
 
         exporting = f"exporting to {destination}"
         with Activity(exporting) as now:
-            found = kind.write(require_data_folder(data), destination, flags, now.counter(exporting))
+            write: Callable[..., Exported] = import_object(kind.writer)
+            export = write(require_data_folder(data), destination, flags, now.counter(exporting))
         lines = [
-            f"exported  {count_noun(found.num_written, found.noun)} to {destination}"
-            if found.num_written
-            else f"{NOTHING_TO_DO}: {destination} is up to date with {count_noun(found.num_samples, found.noun)}"
+            f"exported  {count_noun(export.num_written, export.noun)} to {destination}"
+            if export.num_written
+            else f"{NOTHING_TO_DO}: {destination} is up to date with {count_noun(export.num_samples, export.noun)}"
         ]
-        lines += [f"left out  {num:,}: {reason}" for reason, num in found.left_out.items() if num]
-        show(Report("\n".join(lines), asdict(found)), json=json)
+        lines += [f"left out  {num:,}: {reason}" for reason, num in export.left_out.items() if num]
+        show(Report("\n".join(lines), asdict(export)), json=json)
 
     command.__annotations__["flags"] = Annotated[kind.flags, Parameter(name="*")]
     command.__doc__ = kind.text
@@ -215,9 +211,9 @@ for _kind in KINDS:
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder, and rename it to `folder` once the block has succeeded; remove what killed runs left.
+    """Yield a new folder, and rename it to `folder` once the block has succeeded; remove leftovers of killed runs.
 
-    Where `folder` is a link, it is the folder that it points to.
+    If `folder` is a link, the folder that it points to is replaced.
     """
     folder = folder.resolve()
     for left in folder.parent.glob(f"{TEMPORARY_PREFIX}*"):
@@ -229,7 +225,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     held = try_lock(temporary)
     try:
         yield temporary
-        os.sync()  # thousands of files
+        os.sync()  # one call for thousands of files
         if folder.exists():
             old = rename(folder, temporary_path(folder))
             rename(temporary, folder)

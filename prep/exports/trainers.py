@@ -1,7 +1,25 @@
-"""What exports for trainers of video models share: segments with a caption each, and folders of one file per part.
+"""Exports for trainers of video models: segments with a caption each, in folders with one file per part.
 
-A trainer's cache has files of its own for latents and texts. They are written into a new folder, which then takes the
-place of the old one; files whose content has not changed are linked from it.
+A trainer's cache has separate files for latents and texts. They are written into a new folder, which then replaces the
+old one; files whose content has not changed are linked from it. Two trainers with simple files are here, too:
+
+finetrainers (huggingface/finetrainers) reads precomputed data with --precomputation_reuse:
+
+    finetrainers-precomputed-data/condition-N.pt   the padded sequence of a caption, and its mask
+    finetrainers-precomputed-data/latent-N.pt      the parameters of the posterior
+
+It samples the posterior of each segment and normalises the sample. The parameters here are the latents as the VAE gives
+them and, because they are stored without the posterior's width, a standard deviation of almost zero.
+
+musubi-tuner (kohya-ss/musubi-tuner, format_version 1.0.1) trains from its cache without VAE and T5. A segment has two
+safetensors files, whose names begin alike:
+
+    NAME_00000-FFF_WWWWxHHHH_ARCH.safetensors   latents_T'xhxw_DTYPE [C, T', h, w]
+    NAME_ARCH_te.safetensors                    varlen_t5_DTYPE [L, D]
+
+The number of frames FFF and the size are in pixels. Latents of Wan are normalised per channel; latents of HunyuanVideo
+are neither shifted nor scaled, which the trainer does. Its text encoders are not T5, so that its texts are left to the
+trainer's script.
 """
 
 import hashlib
@@ -31,7 +49,6 @@ from clipmill.shards.columns import LATENTS, TEXT, command_for, how_to_make
 if TYPE_CHECKING:
     import torch
 
-
 RECORD_FILE = "clipmill.json"
 _SCHEMA = 1
 _MAKE_TEXTS = f"make sequences: prep {command_for(TEXT)} --encoder t5:NAME"
@@ -42,9 +59,9 @@ class Segment:
     """A segment of latents with the first caption that overlaps it.
 
     Attributes:
-        name: key of its chunk, and its number in it.
-        sample, number: row of the chunk in the table of latents, and the segment in its array.
-        text_sample, text: row of the video in the table of texts, and the text in its array.
+        name: Key of the chunk, and number of the segment in it.
+        sample, number: Row of the chunk in the table of latents, and the segment in its array.
+        text_sample, text: Row of the video in the table of texts, and the text in its array.
     """
 
     name: str
@@ -59,15 +76,15 @@ class Segments:
     """The segments of a split that have a caption, with a stored sequence where texts are exported.
 
     Args:
-        with_texts: the classes of VAEs whose models take the sequences of a T5.
+        with_texts: Classes of VAEs whose models take the sequences of a T5.
 
     Attributes:
-        kind: class of the VAE.
-        has_texts: whether captions have sequences.
-        left_out: segments that have no such caption.
+        kind: Class of the VAE.
+        has_texts: True if captions have sequences.
+        left_out: Number of segments without such a caption.
 
     Raises:
-        UserError: a column is missing, or is not one of segments or sequences.
+        UserError: A column is missing, or does not hold segments or sequences.
     """
 
     def __init__(self, data_dir: Path, *, split: str, with_texts: Collection[str]) -> None:
@@ -83,7 +100,7 @@ class Segments:
         self.has_texts = self.kind in with_texts
         if self.has_texts and not self.text_recipe.get("max_tokens"):
             raise UserError(
-                f"{self.text.variant.directory} has embeddings of CLIP, and trainers take sequences", hint=_MAKE_TEXTS
+                f"{self.text.variant.directory} has embeddings of CLIP, but trainers take sequences", hint=_MAKE_TEXTS
             )
         self._stored = lru_cache(maxsize=1)(self.latents.array)
         self._stored_text = lru_cache(maxsize=1)(lambda sample: self.text.array(sample))
@@ -93,26 +110,32 @@ class Segments:
         videos = read_videos(self._data_dir)
         video_ids, split = videos["video_id"].combine_chunks(), np.array(videos["split"].to_pylist())
         video_row, start_ms = self.latents.video_rows(video_ids), self.latents.numbers("start_ms")
-        own = np.flatnonzero((video_row >= 0) & (split[video_row] == self._split))
-        if not len(own):
+        samples = np.flatnonzero((video_row >= 0) & (split[video_row] == self._split))
+        if not len(samples):
             splits = ", ".join(sorted(set(split.tolist())))
             raise UserError(f"no latents of split {self._split!r}", hint=f"splits of the manifest: {splits}")
-        frames, seconds = int(self.recipe["latent_frames"]), self._segment_s
+        table, frames = self.latents.rows.table, int(self.recipe["latent_frames"])
+        seconds = frames / (table["fps_num"][0].as_py() / table["fps_den"][0].as_py())
         self.left_out = 0
-        for sample in own[np.lexsort((start_ms[own], video_row[own]))].tolist():
+        for sample in samples[np.lexsort((start_ms[samples], video_row[samples]))].tolist():
             video_id = video_ids[int(video_row[sample])].as_py()
             for number in range(int(self.latents.numbers("num_frames")[sample]) // frames):
                 begin_s = int(start_ms[sample]) / 1000 + number * seconds
-                found = self._caption(video_id, begin_s, begin_s + seconds)
-                if found is None:
-                    self.left_out += 1
+                name = f"{chunk_key(video_id, int(start_ms[sample]))}-{number:02d}"
+                # The first caption that overlaps the segment, and has a sequence where texts are exported.
+                text_sample, row_of = self._texts.get(video_id, (0, {})) if self.has_texts else (0, None)
+                for caption_id, caption_begin_s, caption_end_s, words in self._captions.get(video_id, ()):
+                    overlaps = caption_begin_s < begin_s + seconds and caption_end_s > begin_s
+                    if overlaps and (row_of is None or caption_id in row_of):
+                        text = row_of[caption_id] if row_of else 0
+                        yield Segment(name, sample, number, text_sample, text, words)
+                        break
                 else:
-                    name = f"{chunk_key(video_id, int(start_ms[sample]))}-{number:02d}"
-                    yield Segment(name, sample, number, *found)
+                    self.left_out += 1
 
     @cached_property
     def text(self) -> ColumnArrays:
-        """The column of texts."""
+        """Column of texts."""
         try:
             return ColumnArrays.open(self._data_dir, TEXT)
         except UserError as error:
@@ -120,7 +143,7 @@ class Segments:
 
     @property
     def text_recipe(self) -> dict[str, Any]:
-        """The recipe of the texts."""
+        """Recipe of the texts."""
         return self.text.variant.recipe
 
     @property
@@ -128,22 +151,22 @@ class Segments:
         """Number of frames in a segment."""
         return int(str(self.recipe["segment"])[:-1])
 
-    def stored(self, segment: Segment) -> "torch.Tensor":
+    def stored_latents(self, segment: Segment) -> "torch.Tensor":
         """Return the latents as they are stored, [C, T', h, w]."""
         import torch
 
         array = torch.from_numpy(self._stored(segment.sample)[segment.number])
         return array.view(torch.bfloat16) if self.recipe["dtype"] == "bfloat16" else array
 
-    def raw(self, segment: Segment) -> "torch.Tensor":
+    def raw_latents(self, segment: Segment) -> "torch.Tensor":
         """Return the latents as the VAE gives them, neither shifted nor scaled, float32 [C, T', h, w]."""
         import torch
 
-        latents = self.stored(segment).float() / float(self.recipe["scaling_factor"])
+        latents = self.stored_latents(segment).float() / float(self.recipe["scaling_factor"])
         if None in self.statistics:
             return latents + float(self.recipe["shift_factor"] or 0)
         shape = (len(latents), -1, 1, 1)
-        mean, std = (torch.tensor(one).view(shape)[:, : latents.shape[1]] for one in self.statistics)
+        mean, std = (torch.tensor(values).view(shape)[:, : latents.shape[1]] for values in self.statistics)
         return latents * std + mean
 
     @property
@@ -160,36 +183,22 @@ class Segments:
         return torch.from_numpy(self._stored_text(segment.text_sample)[begin : begin + lengths[segment.text]].copy())
 
     def latents_mark(self, segment: Segment) -> str:
-        """Return what the latents of a segment depend on."""
+        """Return a text that changes with the stored latents of a segment."""
         return f"{self.latents.variant.directory.name} {self.latents.numbers('crc32')[segment.sample]} {segment.number}"
 
     def text_mark(self, segment: Segment) -> str:
-        """Return what the text of a segment depends on."""
+        """Return a text that changes with the stored text of a segment."""
         crc32 = self.text.numbers("crc32")[segment.text_sample]
         return f"{self.text.variant.directory.name} {crc32} {segment.text} {segment.caption}"
-
-    @property
-    def _segment_s(self) -> float:
-        table = self.latents.rows.table
-        fps = table["fps_num"][0].as_py() / table["fps_den"][0].as_py()
-        return float(self.recipe["latent_frames"] / fps)
-
-    def _caption(self, video_id: str, begin_s: float, end_s: float) -> tuple[int, int, str] | None:
-        """The first caption that overlaps a time and has a sequence: row of its video's texts, text, and words."""
-        sample, row_of = self._texts.get(video_id, (0, {})) if self.has_texts else (0, None)
-        for caption_id, its_begin_s, its_end_s, words in self._captions.get(video_id, ()):
-            if its_begin_s < end_s and its_end_s > begin_s and (row_of is None or caption_id in row_of):
-                return sample, row_of[caption_id] if row_of else 0, words
-        return None
 
     @cached_property
     def _captions(self) -> dict[str, list[tuple[int, float, float, str]]]:
         table = read_captions(self._data_dir)
         names = ("video_id", "caption_id", "begin_s", "end_s", "text")
-        found: dict[str, list[tuple[int, float, float, str]]] = {}
+        captions: dict[str, list[tuple[int, float, float, str]]] = {}
         for video_id, *caption in zip(*(table[name].to_pylist() for name in names), strict=True):
-            found.setdefault(video_id, []).append(tuple(caption))
-        return {video_id: sorted(captions) for video_id, captions in found.items()}
+            captions.setdefault(video_id, []).append(tuple(caption))
+        return {video_id: sorted(of_video) for video_id, of_video in captions.items()}
 
     @cached_property
     def _texts(self) -> dict[str, tuple[int, dict[int, int]]]:
@@ -208,11 +217,11 @@ class Part:
     """A file of a cache.
 
     Attributes:
-        path: in the cache.
-        mark: what its content depends on, besides the format.
-        content: makes its bytes, piece by piece.
-        segments: numbers of the segments that it holds.
-        is_kept: whether it is linked while its mark is the same; otherwise the trainer may have written into it.
+        path: Path in the cache.
+        mark: Text that changes with its content, besides the format.
+        content: Function that makes its bytes, piece by piece.
+        segments: Numbers of the segments that it holds.
+        is_kept: True if it is linked while its mark is the same; otherwise the trainer may have written into it.
     """
 
     path: str
@@ -229,54 +238,62 @@ def write_cache(
     *,
     form: str,
     show: Progress,
-    trainers_own: str | None = None,
+    derived: str | None = None,
 ) -> Exported:
-    """Write the files of all segments, unless those at `destination` are up to date; keep what others have put there.
+    """Write the files of all segments, unless `destination` is up to date; keep files of others in that folder.
 
     Args:
-        parts: the files of the segments.
-        form: name and version of the format.
-        trainers_own: folder in which the trainer stores what it derives from these files, which is not kept.
+        parts: Function segments -> the files of the cache.
+        form: Name and version of the format.
+        derived: Folder of the files that the trainer derives from these files, which are not kept.
 
     Raises:
-        UserError: there is no segment with a caption, or something else is at `destination`.
+        UserError: There is no segment with a caption, or something else is at `destination`.
     """
-    old = _record_at(destination)
-    found = list(segments)
+    old: dict[str, str] = {}  # digests of the files at `destination`, by path
+    if destination.exists():
+        try:
+            files = parse_json((destination / RECORD_FILE).read_bytes())["files"]
+            old = {path: bytes.fromhex(digest).hex() for path, digest in files.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(
+                f"{destination} exists and was not written by prep export", hint="remove it, or give another name"
+            ) from None
+    captioned = list(segments)
     lacking = "a caption that has a sequence" if segments.has_texts else "a caption"
     left_out = {f"segments without {lacking}": segments.left_out}
-    if not found:
+    if not captioned:
         make = _MAKE_TEXTS if segments.has_texts else "give the videos captions"
         raise UserError(f"no segment has {lacking}", hint=f"{make}, or give another --split")
-    wanted = list(parts(found))
-    record = {part.path: hashlib.sha256(f"{_SCHEMA} {form} {part.mark}".encode()).hexdigest() for part in wanted}
+    new_parts = list(parts(captioned))
+    record = {part.path: hashlib.sha256(f"{_SCHEMA} {form} {part.mark}".encode()).hexdigest() for part in new_parts}
     if old == record and all((destination / path).is_file() for path in record):
-        return Exported("segment", len(found), 0, left_out)
-    there = {digest: path for path, digest in old.items()}
+        return Exported("segment", len(captioned), 0, left_out)
+    old_paths = {digest: path for path, digest in old.items()}
     seen: set[int] = set()
     written: set[int] = set()
     with replaced_folder(destination) as folder:
-        for part in wanted:
-            path, source = folder / part.path, there.get(record[part.path]) if part.is_kept else None
+        for part in new_parts:
+            path, source = folder / part.path, old_paths.get(record[part.path]) if part.is_kept else None
             path.parent.mkdir(parents=True, exist_ok=True)
-            if source is None or not _linked(destination / source, path):
+            if source is None or not _link(destination / source, path):
                 with path.open("wb") as file:
                     file.writelines(part.content())
                 written.update(part.segments)
             seen.update(part.segments)
-            show(len(seen), len(found))
+            show(len(seen), len(captioned))
         for path in destination.rglob("*"):
             name = path.relative_to(destination)
-            is_own = str(name) in (*old, *record, RECORD_FILE) or name.parts[0] == trainers_own
-            if not is_own and (path.is_file() or path.is_symlink()):
+            is_ours = str(name) in (*old, *record, RECORD_FILE) or name.parts[0] == derived
+            if not is_ours and (path.is_file() or path.is_symlink()):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                _linked(path, folder / name)
+                _link(path, folder / name)
         (folder / RECORD_FILE).write_text(json.dumps({"format": form, "files": record}))
-    return Exported("segment", len(found), len(written), left_out)
+    return Exported("segment", len(captioned), len(written), left_out)
 
 
-def torch_saved(values: dict[str, Any]) -> bytes:
-    """Return what torch.save writes."""
+def torch_bytes(values: dict[str, Any]) -> bytes:
+    """Return the bytes that torch.save writes."""
     import torch
 
     content = BytesIO()
@@ -284,8 +301,8 @@ def torch_saved(values: dict[str, Any]) -> bytes:
     return content.getvalue()
 
 
-def _linked(source: Path, path: Path) -> bool:
-    """Link a file, or copy it where links are not possible; False if it is not there any more."""
+def _link(source: Path, path: Path) -> bool:
+    """Link a file, or copy it where links are not possible; return False if it no longer exists."""
     with suppress(FileNotFoundError):
         try:
             os.link(source, path)
@@ -295,21 +312,8 @@ def _linked(source: Path, path: Path) -> bool:
     return False
 
 
-def _record_at(destination: Path) -> dict[str, str]:
-    """The digests of the files of the cache at `destination`, by path; empty if nothing is there."""
-    if not destination.exists():
-        return {}
-    try:
-        files = parse_json((destination / RECORD_FILE).read_bytes())["files"]
-        return {path: bytes.fromhex(digest).hex() for path, digest in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(
-            f"{destination} exists and was not written by prep export", hint="remove it, or give another name"
-        ) from None
-
-
 _FOLDER = "finetrainers-precomputed-data"
-_LOG_VARIANCE = -1e4  # the trainer takes all below -30 for -30, after it has divided it by latents_std for Wan
+_LOG_VARIANCE = -1e4  # the trainer clips it to -30, after it has divided it by latents_std for Wan
 # Class of the VAE: entry of the mask of a caption.
 _MODELS = {
     "AutoencoderKLWan": None,
@@ -319,10 +323,10 @@ _MODELS = {
 
 
 def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFlags, show: Progress) -> Exported:
-    """Write the precomputed data.
+    """Write the precomputed data of finetrainers.
 
     Raises:
-        UserError: see `Segments` and `write_cache`; or the VAE is not that of a model of this trainer with a T5.
+        UserError: See `Segments` and `write_cache`; or this trainer has no model with the VAE and a T5.
     """
     segments = Segments(data_dir, split=flags.split, with_texts=_MODELS)
     if segments.kind not in _MODELS:
@@ -331,13 +335,13 @@ def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFla
             hint=f"use {' or '.join(_MODELS)}",
         )
 
-    def parts(found: list[Segment]) -> Iterator[Part]:
-        for number, segment in enumerate(found):
-            for name, mark, made in (
+    def parts(captioned: list[Segment]) -> Iterator[Part]:
+        for number, segment in enumerate(captioned):
+            for name, mark, make in (
                 ("condition", segments.text_mark(segment), _condition),
                 ("latent", segments.latents_mark(segment), _latents),
             ):
-                content = partial(lambda made, segment: [torch_saved(made(segments, segment))], made, segment)
+                content = partial(lambda make, segment: [torch_bytes(make(segments, segment))], make, segment)
                 yield Part(f"{_FOLDER}/{name}-{number}.pt", mark, content, (number,))
 
     return write_cache(destination, segments, parts, form="finetrainers", show=show)
@@ -346,11 +350,11 @@ def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFla
 def _latents(segments: Segments, segment: Segment) -> dict[str, Any]:
     import torch
 
-    mean = segments.raw(segment)
+    mean = segments.raw_latents(segment)
     moments = torch.cat([mean, torch.full_like(mean, _LOG_VARIANCE)])[None].to(torch.bfloat16)
     if segments.kind == "AutoencoderKLCogVideoX":
         return {"latents": moments.transpose(1, 2).contiguous()}
-    statistics = [torch.tensor(one) for one in segments.statistics]
+    statistics = [torch.tensor(values) for values in segments.statistics]
     if segments.kind == "AutoencoderKLWan":
         return {"latents": moments, "latents_mean": statistics[0], "latents_std": 1 / statistics[1]}
     frames, height, width = mean.shape[1:]
@@ -365,26 +369,26 @@ def _condition(segments: Segments, segment: Segment) -> dict[str, "torch.Tensor"
     padded = torch.zeros(1, int(segments.text_recipe["max_tokens"]), sequence.shape[1], dtype=torch.bfloat16)
     padded[0, : len(sequence)] = sequence
     mask = _MODELS[segments.kind]
-    found = {"encoder_hidden_states": padded}
-    return found if mask is None else {**found, mask: (torch.arange(padded.shape[1]) < len(sequence))[None]}
+    condition = {"encoder_hidden_states": padded}
+    return condition if mask is None else {**condition, mask: (torch.arange(padded.shape[1]) < len(sequence))[None]}
 
 
 _FORMAT_VERSION = "1.0.1"
-# Class of the VAE: short and full name of the architecture, and whether latents are normalised.
+# Class of the VAE: short and full name of the architecture, True if latents are normalised.
 _ARCHITECTURES = {
     "AutoencoderKLWan": ("wan", "wan", True),
     "AutoencoderKLHunyuanVideo": ("hv", "hunyuan_video", False),
     "AutoencoderKLHunyuanVideo15": ("hv15", "hunyuan_video_1_5", False),
 }
-_WAN_5B = {"channels": 48, "factor": 16}  # by which the VAE of Wan 2.2 TI2V-5B differs, a model that it does not have
+_WAN_5B = {"channels": 48, "factor": 16}  # the VAE of Wan 2.2 TI2V-5B, a model that the trainer does not have
 _WITH_T5 = ("AutoencoderKLWan",)
 
 
 def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, show: Progress) -> Exported:
-    """Write the cache.
+    """Write the cache of musubi-tuner.
 
     Raises:
-        UserError: see `Segments` and `write_cache`; or the VAE is not that of an architecture of this trainer.
+        UserError: See `Segments` and `write_cache`; or this trainer has no architecture with the VAE.
     """
     segments = Segments(data_dir, split=flags.split, with_texts=_WITH_T5)
     kind, recipe = segments.kind, segments.recipe
@@ -392,18 +396,18 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
         raise UserError(f"musubi-tuner has no architecture with {kind}", hint=f"use {' or '.join(_ARCHITECTURES)}")
     if kind == "AutoencoderKLWan" and any(recipe.get(name) == value for name, value in _WAN_5B.items()):
         raise UserError(
-            "the latents are those of Wan 2.2 TI2V-5B, a model that musubi-tuner does not have: its VAE has 48 channels"
-            " and shrinks each side by 16",
+            "the latents are from Wan 2.2 TI2V-5B, a model that musubi-tuner does not have: its VAE has 48 channels and"
+            " shrinks each side by 16",
             hint="use prep export diffusion-pipe, or make latents with the VAE of Wan 2.1, which Wan 2.2 14B uses too",
         )
     short, full, is_normalised = _ARCHITECTURES[kind]
     size, num_frames = int(segments.recipe["size"]), segments.num_frames
 
     def latents(segment: Segment) -> list[bytes]:
-        stored = segments.stored(segment)
-        values = stored if is_normalised else segments.raw(segment).to(stored.dtype)
+        stored = segments.stored_latents(segment)
+        values = stored if is_normalised else segments.raw_latents(segment).to(stored.dtype)
         _, frames, height, width = values.shape
-        return _saved(
+        return _safetensors_file(
             {f"latents_{frames}x{height}x{width}_{str(values.dtype).removeprefix('torch.')}": values},
             architecture=full,
             width=str(size),
@@ -412,10 +416,12 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
         )
 
     def text(segment: Segment) -> list[bytes]:
-        return _saved({"varlen_t5_float16": segments.sequence(segment)}, architecture=full, caption1=segment.caption)
+        return _safetensors_file(
+            {"varlen_t5_float16": segments.sequence(segment)}, architecture=full, caption1=segment.caption
+        )
 
-    def parts(found: list[Segment]) -> Iterator[Part]:
-        for number, segment in enumerate(found):
+    def parts(captioned: list[Segment]) -> Iterator[Part]:
+        for number, segment in enumerate(captioned):
             name = f"{segment.name}_00000-{num_frames:03d}_{size:04d}x{size:04d}_{short}.safetensors"
             yield Part(name, segments.latents_mark(segment), partial(latents, segment), (number,))
             if segments.has_texts:
@@ -425,7 +431,7 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
     return write_cache(destination, segments, parts, form=f"musubi {_FORMAT_VERSION}", show=show)
 
 
-def _saved(tensors: dict[str, object], **metadata: str) -> list[bytes]:
+def _safetensors_file(tensors: dict[str, object], **metadata: str) -> list[bytes]:
     from safetensors.torch import save
 
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}  # type: ignore[attr-defined]

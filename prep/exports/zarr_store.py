@@ -1,4 +1,4 @@
-"""Latents and text embeddings as a Zarr store of segments, the layout of the VideoDataLoader document (section 2).
+"""Latents and text embeddings as a Zarr store of segments, in the layout of the VideoDataLoader document (section 2).
 
     base_frames [S, F, C, h, w]  float16, the latents of S segments of F frames
     clip_emb [V, D]              float16, one text embedding per video
@@ -28,18 +28,18 @@ from clipmill.prep.exports.kinds import Exported, Progress, ZarrFlags, replaced_
 from clipmill.shards.columns import LATENTS, TEXT, how_to_make
 
 FRAMES, EMBEDDINGS, VIDEOS = "base_frames", "clip_emb", "segment_to_video"
-_MARK = "clipmill"  # attribute of a store that was written here: what it was made of
+_MARK = "clipmill"  # attribute of a store that was written here, with its inputs
 _SCHEMA = 1
 _WRITTEN_AT_ONCE = 64  # segments, rounded to whole chunks; zarr compresses the chunks of one call in parallel
-_ROWS_AT_ONCE = 1 << 14  # of a chunk of the small arrays
-_ALL_CHUNKS: Any = {"write_empty_chunks": True}  # a missing file is a lost one, of segments of one video too
+_ROWS_AT_ONCE = 1 << 14  # rows of a chunk of the small arrays
+_ALL_CHUNKS: Any = {"write_empty_chunks": True}  # so that a missing file is always a lost one
 
 
 def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: Progress) -> Exported:
     """Write the store, unless the one at `destination` is up to date and complete.
 
     Raises:
-        UserError: zarr is not installed; columns are missing or damaged; latents are not float16 or differ in shape;
+        UserError: Zarr is not installed; columns are missing or damaged; latents are not float16 or differ in shape;
             something else is at `destination`.
     """
     try:
@@ -53,10 +53,11 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
         )
     if latents.variant.recipe.get("latent_frames"):
         raise UserError(
-            f"a Zarr store has latents of frames, and {latents.variant.directory} has segments of a VAE of videos",
+            f"a Zarr store has latents of frames, but {latents.variant.directory} has segments of a VAE of videos",
             hint="make latents with a VAE of images, or export them for a trainer: prep export --help",
         )
-    made_of = [f"{one.variant.directory.name} {one.variant.commits.digest.decode()}" for one in (latents, text)]
+    variants = (latents.variant, text.variant)
+    made_of = [f"{variant.directory.name} {variant.commits.digest.decode()}" for variant in variants]
     mark: dict[str, Any] = {
         "schema": _SCHEMA,
         LATENTS: latents.variant.directory.name,
@@ -67,8 +68,7 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
     }
     segments = _find_segments(data_dir, latents, text, flags)
     num_segments = len(segments.video)
-    old = _mark_at(destination)
-    if old == mark:
+    if _mark_at(destination) == mark:
         return Exported("segment", num_segments, 0, segments.left_out)
     with replaced_folder(destination) as folder:
         store = zarr.open_group(folder, mode="w", zarr_format=2, attributes={_MARK: mark})
@@ -81,11 +81,11 @@ class _Segments:
     """The segments of a store.
 
     Attributes:
-        shape: F, C, h, w.
-        sample: [S], the row of each segment's chunk in the table of latents.
-        frame: [S], its first latent frame there.
-        video: int64 [S], row in `embeddings`.
-        embeddings: float16 [V, D].
+        shape: Shape of a segment: F, C, h, w.
+        sample: Row of each segment's chunk in the table of latents, int64 [S].
+        frame: First latent frame of each segment in its chunk, int64 [S].
+        video: Row of each segment's video in `embeddings`, int64 [S].
+        embeddings: Text embedding of each video, float16 [V, D].
     """
 
     shape: tuple[int, ...]
@@ -100,46 +100,47 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
     videos = read_videos(data_dir)
     video_ids, split = videos["video_id"].combine_chunks(), np.array(videos["split"].to_pylist())
     video_row = latents.video_rows(video_ids)
-    own = np.flatnonzero((video_row >= 0) & (split[video_row] == flags.split))
-    if not len(own):
+    samples = np.flatnonzero((video_row >= 0) & (split[video_row] == flags.split))
+    if not len(samples):
         splits = ", ".join(sorted(set(split.tolist())))
         raise UserError(f"no latents of split {flags.split!r}", hint=f"splits of the manifest: {splits}")
-    own = own[np.lexsort((latents.numbers("start_ms")[own], video_row[own]))]
-    num_frames, shape = _segment_shape(latents, own, flags.segment)
+    samples = samples[np.lexsort((latents.numbers("start_ms")[samples], video_row[samples]))]
+    num_frames, shape = _segment_shape(latents, samples, flags.segment)
     embeddings = _embeddings(data_dir, text, video_ids)
-    is_described = np.isin(video_row[own], list(embeddings))
-    per_chunk, rest = np.divmod(latents.numbers("num_frames")[own].astype(np.int64), num_frames)
+    is_captioned = np.isin(video_row[samples], list(embeddings))
+    per_chunk, rest = np.divmod(latents.numbers("num_frames")[samples].astype(np.int64), num_frames)
     left_out = {
-        "segments of videos without an embedded caption": int(per_chunk[~is_described].sum()),
+        "segments of videos without an embedded caption": int(per_chunk[~is_captioned].sum()),
         "ends of chunks that are shorter than a segment": int((rest > 0).sum()),
     }
-    own, per_chunk = own[is_described], per_chunk[is_described]
-    sample = np.repeat(own, per_chunk)
+    samples, per_chunk = samples[is_captioned], per_chunk[is_captioned]
+    sample = np.repeat(samples, per_chunk)
     if not len(sample):
         raise UserError(
             f"no segment of {flags.segment} of split {flags.split!r} has a text embedding",
             hint=f"give a shorter --segment, or run {how_to_make(TEXT, data_dir)}",
         )
+    # Segments are numbered within their chunk, which gives their first frame.
     number = np.arange(len(sample)) - np.repeat(np.cumsum(per_chunk) - per_chunk, per_chunk)
     shown, video = np.unique(video_row[sample], return_inverse=True)
-    rows = np.stack([embeddings[int(one)] for one in shown])
+    rows = np.stack([embeddings[int(row)] for row in shown])
     return _Segments((num_frames, *shape), sample, number * num_frames, video.astype(np.int64), rows, left_out)
 
 
-def _segment_shape(latents: ColumnArrays, own: NDArray[np.int64], segment: str) -> tuple[int, tuple[int, ...]]:
-    """Number of frames of a segment, and the shape of the latents of a frame."""
+def _segment_shape(latents: ColumnArrays, samples: NDArray[np.int64], segment: str) -> tuple[int, tuple[int, ...]]:
+    """Return the number of frames of a segment, and the shape of the latents of a frame."""
     names = ["fps_num", "fps_den", "channels", "height", "width", "dtype"]
-    kinds = latents.rows.table.take(pa.array(own)).select(names).group_by(names).aggregate([]).to_pylist()
+    kinds = latents.rows.table.take(pa.array(samples)).select(names).group_by(names).aggregate([]).to_pylist()
     first = kinds[0]
     if len(kinds) > 1 or first["dtype"] != "float16":
-        found = " and ".join(f"{kind['dtype']} {kind['channels']}x{kind['height']}x{kind['width']}" for kind in kinds)
+        shapes = " and ".join(f"{kind['dtype']} {kind['channels']}x{kind['height']}x{kind['width']}" for kind in kinds)
         raise UserError(
-            f"a Zarr store has float16 latents of one shape, and those of {latents.variant.directory} are {found}",
+            f"a Zarr store has float16 latents of one shape, but {latents.variant.directory} has {shapes}",
             hint="make latents with one setting and --dtype float16",
         )
     seconds = parse_length(segment, flag="--segment")
     num_frames = seconds * Fraction(first["fps_num"], first["fps_den"])
-    made = latents.variant.recipe.get("segment")  # where the crop changes
+    made = latents.variant.recipe.get("segment")  # the crop changes after each of these
     if num_frames.denominator != 1 or (made and (parse_length(made, flag="--segment") / seconds).denominator != 1):
         raise UserError(
             f"--segment {segment} is {float(num_frames):g} latent frames"
@@ -150,22 +151,22 @@ def _segment_shape(latents: ColumnArrays, own: NDArray[np.int64], segment: str) 
 
 
 def _embeddings(data_dir: Path, text: ColumnArrays, video_ids: pa.Array) -> dict[int, NDArray[np.float16]]:
-    """The embedding of the first caption (by time, source and row) of each video, by row of the video."""
+    """Return the embedding of the first caption (by time, source and row) of each video, by row of the video."""
     lists = [text.rows.table[name].combine_chunks() for name in ("caption_id", "caption_row")]
-    ids, rows = (pc.list_flatten(one).to_numpy() for one in lists)
+    ids, rows = (pc.list_flatten(values).to_numpy() for values in lists)
     sample = np.repeat(np.arange(len(lists[0])), pc.list_value_length(lists[0]).to_numpy())
     by_id = np.argsort(ids, kind="stable")
-    found: dict[int, NDArray[np.float16]] = {}
+    embeddings: dict[int, NDArray[np.float16]] = {}
     if not len(ids):
-        return found
+        return embeddings
     for block in open_stored_captions(data_dir).blocks():
         video = np.repeat(block.video, block.counts)
         at = by_id[np.minimum(np.searchsorted(ids[by_id], block.caption_id), len(ids) - 1)]
         is_embedded = ids[at] == block.caption_id
         shown, first = np.unique(video[is_embedded], return_index=True)
-        for one, entry in zip(shown.tolist(), at[is_embedded][first].tolist(), strict=True):
-            found[one] = text.array(int(sample[entry]))[rows[entry]]
-    return found
+        for row, entry in zip(shown.tolist(), at[is_embedded][first].tolist(), strict=True):
+            embeddings[row] = text.array(int(sample[entry]))[rows[entry]]
+    return embeddings
 
 
 def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFlags, show: Progress) -> None:
@@ -182,7 +183,7 @@ def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFl
         shape=(num_segments, *segments.shape),
         chunks=(flags.chunk, *segments.shape),
         dtype=np.float16,
-        fill_value=np.nan,  # of a chunk whose file is lost, such as by a copy that was cut off
+        fill_value=np.nan,  # for a chunk whose file is lost, for example in an interrupted copy
         compressors=blosc,
         config=_ALL_CHUNKS,
     )
@@ -202,10 +203,10 @@ def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFl
 
 
 def _mark_at(destination: Path) -> dict[str, Any] | None:
-    """What the store at `destination` was made of; None if nothing is there, or files of its arrays are missing.
+    """Return the inputs of the store at `destination`; None if there is none, or files of its arrays are missing.
 
     Raises:
-        UserError: something else is there.
+        UserError: Something else is at `destination`.
     """
     import zarr
 
@@ -221,12 +222,12 @@ def _mark_at(destination: Path) -> dict[str, Any] | None:
             f"{destination} exists and was not written by prep export zarr", hint="remove it, or give another name"
         )
     arrays = (FRAMES, EMBEDDINGS, VIDEOS)
-    return mark if all(_is_complete(destination / name, store.get(name)) for name in arrays) else None
-
-
-def _is_complete(folder: Path, array: Any) -> bool:
-    """Whether an array is there with a file for each of its chunks, which divide the first dimension alone."""
-    if array is None:
-        return False
-    rest, there = ".0" * (array.ndim - 1), {path.name for path in folder.iterdir()}
-    return there.issuperset(f"{number}{rest}" for number in range(array.nchunks))
+    for name in arrays:
+        array: Any = store.get(name)
+        if array is None:
+            return None
+        # Chunks divide the first dimension only.
+        rest, present = ".0" * (array.ndim - 1), {path.name for path in (destination / name).iterdir()}
+        if not present.issuperset(f"{number}{rest}" for number in range(array.nchunks)):
+            return None
+    return mark

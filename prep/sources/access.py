@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STAT_LIMIT_S = 60.0  # timeout per file
 _FINGERPRINT_BYTES = 1 << 20
-# Errors of the machine rather than of the file; they may be gone at the next probe.
+# Errors of the machine rather than of the file; they may not occur at the next probe.
 _MACHINE_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENODEV}
     | {errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
@@ -36,17 +36,17 @@ class SourceFacts:
 
     Attributes:
         fingerprint: SHA-256 (hex) over size, first and last MiB.
-        size_bytes: size of the file.
-        end_s: end of the last video frame in seconds from the container's start, as players count.
-        fps: frame rate in frames per second; the average if it varies.
-        width: display width in pixels, after rotation and with square pixels.
-        height: display height in pixels, likewise.
-        codec: libav's name of the codec.
-        key_gap_s: longest time in seconds between two key frames if a seek may land between them; 0 if a seek lands on
+        size_bytes: Size of the file.
+        end_s: End of the last video frame in seconds from the container's start, as players count.
+        fps: Frame rate in frames per second; the average if it varies.
+        width: Display width in pixels, after rotation and with square pixels.
+        height: Display height in pixels, likewise.
+        codec: Libav's name of the codec.
+        key_gap_s: Longest time in seconds between two key frames if a seek may land between them; 0 if a seek lands on
             a key frame.
-        num_audio: number of audio streams.
-        timeline: timeline and shape of the video (`clipmill.shards.timeline.model.Timeline.to_json`).
-        notes: what may surprise in the video, a line each.
+        num_audio: Number of audio streams.
+        timeline: Timeline and shape of the video (`clipmill.shards.timeline.model.Timeline.to_json`).
+        notes: Surprising properties of the video, a line each.
     """
 
     fingerprint: str
@@ -67,9 +67,9 @@ class OpenSource:
     """A source that is open for reading.
 
     Attributes:
-        size_bytes: its size when it was opened.
-        file: its content.
-        for_libav: what libav opens: the path of a local file, or an object as a Python file.
+        size_bytes: Size of the source when it was opened.
+        file: Content of the source.
+        for_libav: Argument for libav: the path of a local file, or an object as a Python file.
     """
 
     size_bytes: int
@@ -82,7 +82,7 @@ def open_source(place: "Place", *, on_read: Callable[[], None] = lambda: None) -
     """Open a source: a local path, or the URL of an object, which is read by ranges.
 
     Args:
-        on_read: called for every range of an object that is read, as a heartbeat.
+        on_read: Function that is called for every range that is read of an object, as a heartbeat.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, access_refused or io_error.
@@ -125,7 +125,7 @@ def source_fingerprint(place: "Place") -> str:
 
 
 def fingerprint_of(source: OpenSource) -> str:
-    """Return `source_fingerprint` of a source that is open."""
+    """Return the `source_fingerprint` of an open source."""
     file, size_bytes = source.file, source.size_bytes
     digest = hashlib.sha256(str(size_bytes).encode())
     try:
@@ -163,13 +163,13 @@ def current_fingerprint(place: "Place") -> str:
 
     Thread(target=read, daemon=True).start()
     try:
-        found = answer.get(timeout=STAT_LIMIT_S)
+        result = answer.get(timeout=STAT_LIMIT_S)
     except Empty:
         message = f"opening or reading timed out after {STAT_LIMIT_S:.0f} s"
         raise SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False) from None
-    if isinstance(found, SourceFailure):
-        raise found
-    return found
+    if isinstance(result, SourceFailure):
+        raise result
+    return result
 
 
 @contextmanager

@@ -18,9 +18,9 @@ class Detector:
     """Settings of a detector.
 
     Attributes:
-        threshold: the detector's own measure; a change above it is a cut.
-        min_scene_frames: minimum number of frames between two cuts.
-        fps: frame rate of the frames that are compared, which is that of the chunks.
+        threshold: Threshold of the detector's measure; a change above it is a cut.
+        min_scene_frames: Minimum number of frames between two cuts.
+        fps: Frame rate of the compared frames, which is the rate of the chunks.
     """
 
     name: DetectorName
@@ -53,5 +53,5 @@ def scenedetect_version() -> str:
 
 def version_mismatch(version: str) -> str | None:
     """Return why this machine must not detect shots for a run with PySceneDetect `version`, or None."""
-    found = scenedetect_version()
-    return None if found == version else f"PySceneDetect {found} differs from that of this command, {version}"
+    installed = scenedetect_version()
+    return None if installed == version else f"PySceneDetect {installed} differs from {version} of this command"

@@ -1,4 +1,4 @@
-"""Probing a source file: reading and verifying its properties before anything is encoded.
+"""Probing a source file: its properties are read and verified before anything is encoded.
 
 The index of an MP4 lists the position of every packet, so that truncation is detected without reading the file. Other
 containers are demuxed once from end to end, without decoding. In every case one frame is decoded, to obtain the actual
@@ -35,63 +35,62 @@ def probe(place: Place, *, on_read: Callable[[], None] = lambda: None) -> Source
     """Probe one source.
 
     Args:
-        on_read: called for every packet read, as a heartbeat.
+        on_read: Function that is called for every packet, as a heartbeat.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, source_truncated, no_video, zero_duration, bad_timestamps,
             decode_errors, io_error or out_of_memory.
     """
     with open_source(place, on_read=on_read) as source:
-        return _probe(source, on_read=on_read)
-
-
-def _probe(source: OpenSource, *, on_read: Callable[[], None]) -> SourceFacts:
-    fingerprint, size_bytes = fingerprint_of(source), source.size_bytes
-    if size_bytes == 0:
-        raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "the file is empty")
-    with opened(source) as container:
-        stream = next(iter(video_tracks(container)), None)
-        is_indexed = stream is not None and has_index(container, stream)
-        missing = None if is_indexed else truncation(source, format_name=container.format.name)
-        if missing:
-            raise SourceFailure(FailureCode.SOURCE_TRUNCATED, missing)
-        if stream is None:
-            kinds: list[str] = sorted({stream.type for stream in container.streams})
-            raise SourceFailure(FailureCode.NO_VIDEO, f"no video stream (streams: {', '.join(kinds) or 'none'})")
-        look = _look_at(container, stream)
-        timeline = None
-        if is_indexed:
-            with as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
-                timeline = indexed_timeline(container, stream, size_bytes=size_bytes)
-        num_audio = len(container.streams.audio)
-    if timeline is None:
-        # Opened again because not every container can be rewound.
-        with opened(source) as container, as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
-            timeline, _ = read_timeline(container, file=cast("IO[bytes]", source.file), on_read=on_read)
-    if timeline.cut:
-        raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.cut)
-    if timeline.track != look.track:  # the first track has a single frame
-        with opened(source) as container:
-            look = _look_at(container, track_of(container, timeline.track))
-    picture = look.picture
-    timeline = replace(timeline, shape=picture.shape, transfer=picture.transfer, primaries=picture.primaries)
-    return SourceFacts(
-        fingerprint=fingerprint,
-        size_bytes=size_bytes,
-        end_s=float(timeline.end),
-        fps=float(timeline.rate),
-        width=picture.width,
-        height=picture.height,
-        codec=look.codec,
-        key_gap_s=float(timeline.key_gap),
-        num_audio=num_audio,
-        timeline=timeline.to_json(),
-        notes="\n".join((*timeline.notes, *picture.notes)),
-    )
+        fingerprint, size_bytes = fingerprint_of(source), source.size_bytes
+        if size_bytes == 0:
+            raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "the file is empty")
+        with open_video(source) as container:
+            stream = next(iter(video_tracks(container)), None)
+            is_indexed = stream is not None and has_index(container, stream)
+            missing = None if is_indexed else truncation(source, format_name=container.format.name)
+            if missing:
+                raise SourceFailure(FailureCode.SOURCE_TRUNCATED, missing)
+            if stream is None:
+                kinds: list[str] = sorted({stream.type for stream in container.streams})
+                raise SourceFailure(FailureCode.NO_VIDEO, f"no video stream (streams: {', '.join(kinds) or 'none'})")
+            look = _look_at(container, stream)
+            timeline = None
+            if is_indexed:
+                with as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
+                    timeline = indexed_timeline(container, stream, size_bytes=size_bytes)
+            num_audio = len(container.streams.audio)
+        if timeline is None:
+            # Opened again because not every container can be rewound.
+            with (
+                open_video(source) as container,
+                as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"),
+            ):
+                timeline, _ = read_timeline(container, file=cast("IO[bytes]", source.file), on_read=on_read)
+        if timeline.cut:
+            raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.cut)
+        if timeline.track != look.track:  # the first track has a single frame
+            with open_video(source) as container:
+                look = _look_at(container, track_of(container, timeline.track))
+        picture = look.picture
+        timeline = replace(timeline, shape=picture.shape, transfer=picture.transfer, primaries=picture.primaries)
+        return SourceFacts(
+            fingerprint=fingerprint,
+            size_bytes=size_bytes,
+            end_s=float(timeline.end),
+            fps=float(timeline.rate),
+            width=picture.width,
+            height=picture.height,
+            codec=look.codec,
+            key_gap_s=float(timeline.key_gap),
+            num_audio=num_audio,
+            timeline=timeline.to_json(),
+            notes="\n".join((*timeline.notes, *picture.notes)),
+        )
 
 
 @contextmanager
-def opened(source: OpenSource) -> Iterator[InputContainer]:
+def open_video(source: OpenSource) -> Iterator[InputContainer]:
     """Open a source with an allowlist of demuxers and protocols.
 
     Raises:
@@ -111,7 +110,7 @@ def opened(source: OpenSource) -> Iterator[InputContainer]:
 
 @dataclass(frozen=True)
 class _Look:
-    """What the first frame and the header say of one video track."""
+    """Facts from the first frame and the header of one video track."""
 
     track: int
     picture: Picture
@@ -128,20 +127,22 @@ _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _ASF_DATA = bytes.fromhex("3626b2758e66cf11a6d900aa0062ce6c")
 _OGG_LONGEST_PAGE = 27 + 255 + 255 * 255
 _FLV_TAGS = frozenset({8, 9, 18})  # audio, video, script data
-_BOX_TYPES_OF_INDEX = frozenset({b"moof", b"moov", b"meta"})  # meta: that of pictures
+_BOX_TYPES_OF_INDEX = frozenset({b"moof", b"moov", b"meta"})  # meta: index of pictures
 _BOX_TYPES_OF_MEDIA = frozenset({b"mdat", b"moof", b"moov"})
 
 
 def truncation(source: OpenSource, *, format_name: str) -> str | None:
-    """Return what is missing at the end of a truncated file, or None.
+    """Return a description of what a truncated file lacks at its end, or None.
 
-    None is returned for a complete file, and if the structure of the file does not tell.
+    Return None for a complete file, and if the structure of the file does not tell. Only the sizes in headers are
+    followed, from one element to the next, so that hours of video cost a few kilobytes of reading. MPEG-TS, MPEG-PS and
+    raw streams contain no sizes: if such a file is truncated, the missing frames are not noticed.
 
     Args:
-        format_name: libav's name of the demuxer.
+        format_name: Libav's name of the demuxer.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: The file cannot be read.
     """
     for name, check in _CHECKS.items():
         if name in format_name:
@@ -150,10 +151,10 @@ def truncation(source: OpenSource, *, format_name: str) -> str | None:
 
 
 def missing_index(source: OpenSource) -> str | None:
-    """Return what is missing of an MP4 file that libav cannot open because it ends before its index, or None.
+    """Return what an MP4 file lacks that libav cannot open because it ends before its index, or None.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: The file cannot be read.
     """
     position = 0
     while position + 8 <= source.size_bytes:
@@ -276,8 +277,15 @@ def _box_bytes(head: bytes) -> int:
 
 
 def _flv(file: "SourceBytes", size_bytes: int) -> str | None:
-    if _flv_ends_well(file, size_bytes):
-        return None
+    # In a complete file, the last four bytes hold the size of the tag right before them, as after every tag.
+    file.seek(size_bytes - 4)
+    tag_bytes = int.from_bytes(file.read(4), "big")
+    begin = size_bytes - 4 - tag_bytes
+    if begin >= 9 and tag_bytes >= 11:
+        file.seek(begin)
+        head = file.read(4)
+        if head[0] & 31 in _FLV_TAGS and int.from_bytes(head[1:], "big") == tag_bytes - 11:
+            return None
     file.seek(5)
     position = int.from_bytes(file.read(4), "big") + 4
     while position < size_bytes:
@@ -290,18 +298,6 @@ def _flv(file: "SourceBytes", size_bytes: int) -> str | None:
             return _cut("the last tag", max(end, size_bytes + 1), size_bytes)
         position = end + 4
     return None
-
-
-def _flv_ends_well(file: "SourceBytes", size_bytes: int) -> bool:
-    """Return True if the last four bytes hold the size of the tag right before them, as they do after every tag."""
-    file.seek(size_bytes - 4)
-    tag_bytes = int.from_bytes(file.read(4), "big")
-    begin = size_bytes - 4 - tag_bytes
-    if begin < 9 or tag_bytes < 11:
-        return False
-    file.seek(begin)
-    head = file.read(4)
-    return head[0] & 31 in _FLV_TAGS and int.from_bytes(head[1:], "big") == tag_bytes - 11
 
 
 def _cut(what: str, end: int, size_bytes: int) -> str:

@@ -2,13 +2,13 @@
 
 A hostile or damaged file can make its reader block for ever (a dead mount), crash, or use all memory. A reader without
 a heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. When a reader ends by itself
-or is killed by others, its source may not be to blame: memory may have been short. That source is read again when all
-others have been read and nothing else runs, and fails only if it ends its reader there as well, twice. A new reader
+or is killed by others, its source may not be the cause: memory may have been short. That source is read again when all
+others have been read and nothing else runs, and fails only if it ends its reader then as well, twice. A new reader
 takes the sources after it. A process that even SIGKILL cannot terminate (blocked inside the kernel) is abandoned.
 
 `serve` runs in the reader. It reads paths as lines of JSON strings and writes lines of JSON objects: heartbeats, the
 first one as soon as it has started, and, as the last line for each path, an object with `facts` or `failure`. It
-imports nothing but libav, which takes 0.1 s.
+imports only libav, which takes 0.1 s.
 """
 
 import json
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import wait
@@ -33,7 +33,6 @@ MEMORY_LIMIT_BYTES = 4 << 30  # address space: enough for a 16k frame and its re
 _HEARTBEAT, _HEARTBEAT_S = b"{}\n", 1.0
 _QUEUE_LENGTH = 4  # so that a reader always has its next source
 _SPAWN_DELAY_S = 0.1  # delay before another reader is started while all are busy
-# Signals that a process causes itself, by a bug in libav that its source triggers. Others come from outside.
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from clipmill.prep.sources.probe_processes import serve; serve()"
 
 
@@ -43,9 +42,9 @@ def probe_each(
     """Probe every path; yield (index in `paths`, result) in order of completion.
 
     Args:
-        max_processes: maximum number of readers; fewer are started while answers arrive quickly.
-        kept: idle readers of earlier calls, which are used first. Readers that are idle at the end are in the list
-            afterwards. None to end them.
+        max_processes: Maximum number of readers; fewer are started while answers arrive quickly.
+        kept: Idle readers of earlier calls, which are used first; at the end, it holds the readers that are idle then.
+            None to end all readers.
     """
     suspects = []
     for number, outcome in _probe_side_by_side(paths, max_processes=max_processes, kept=kept):
@@ -54,28 +53,24 @@ def probe_each(
         else:
             yield number, outcome
     for number in suspects:
-        yield number, _probe_alone(paths[number])
-
-
-def _probe_alone(path: str) -> SourceFacts | SourceFailure:
-    """Probe a source, and once more if its reader ends again."""
-    ((_, outcome),) = _probe_side_by_side([path], max_processes=1)
-    if isinstance(outcome, _ReaderEnded):
-        ((_, outcome),) = _probe_side_by_side([path], max_processes=1)
-    return outcome
+        for _ in range(2):
+            ((_, outcome),) = _probe_side_by_side([paths[number]], max_processes=1)
+            if not isinstance(outcome, _ReaderEnded):
+                break
+        yield number, outcome
 
 
 def _probe_side_by_side(
     paths: Sequence[str], *, max_processes: int, kept: "list[Reader] | None" = None
 ) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
-    """Do what `probe_each` does, but try no source again."""
+    """Probe every path as `probe_each` does, but try no source again."""
     waiting, retries = iter(enumerate(paths)), deque[tuple[int, str]]()
     readers = [] if kept is None else kept
     num_answered = 0
     try:
         while True:
-            # Near the end, sources are given out one at a time: those queued at a reader that hangs have to wait until
-            # it is killed.
+            # Near the end, sources are given out one at a time: sources queued at a reader that hangs have to wait
+            # until it is killed.
             ahead = min(_QUEUE_LENGTH, 1 + (len(paths) - num_answered) // (_QUEUE_LENGTH * max_processes))
             for reader in readers:
                 while len(reader.given) < ahead and (question := _next(retries, waiting)) is not None:
@@ -135,7 +130,7 @@ class Reader:
         self.is_alive, self.has_started = True, False
 
     def give(self, number: int, path: str) -> None:
-        """Queue the source `path`, after those given before."""
+        """Queue the source `path`, after the sources given before."""
         if not self.given:
             self._last_answer_s = time.monotonic()
         self.given.append((number, path))
@@ -144,25 +139,30 @@ class Reader:
             self._questions.flush()
 
     def outcomes(self, *, is_ready: bool) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
-        """Yield the results since the last call. `is_ready` tells whether there is data to read."""
+        """Yield the results since the last call; `is_ready` is True if there is data to read."""
         if not is_ready:
             if time.monotonic() - self._last_answer_s > SILENCE_LIMIT_S:
                 self.end()
                 message = f"opening or reading timed out after {SILENCE_LIMIT_S:.0f} s without data"
-                yield self._answered(SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False))
+                yield self._settle(SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False))
             return
         piece = os.read(self.descriptor, 1 << 16)
         if not piece:
-            yield self._answered(self._ended())
+            yield self._settle(self._end_failure())
             return
         self._last_answer_s, self.has_started = time.monotonic(), True
         *lines, self._unread = (self._unread + piece).split(b"\n")
-        yield from (self._answered(_from_json(answer)) for answer in map(json.loads, lines) if answer)
+        for answer in map(json.loads, lines):
+            if "facts" in answer:
+                yield self._settle(SourceFacts(**answer["facts"]))
+            elif answer:  # an empty object is a heartbeat
+                code, message, is_lasting = answer["failure"]
+                yield self._settle(SourceFailure(FailureCode(code), message, is_lasting=is_lasting))
 
-    def _answered(self, outcome: SourceFacts | SourceFailure) -> tuple[int, SourceFacts | SourceFailure]:
+    def _settle(self, outcome: SourceFacts | SourceFailure) -> tuple[int, SourceFacts | SourceFailure]:
         return self.given.popleft()[0], outcome
 
-    def _ended(self) -> _ReaderEnded:
+    def _end_failure(self) -> _ReaderEnded:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         status, stderr = self._process.returncode, b""
@@ -196,38 +196,25 @@ def serve() -> None:
     from clipmill.prep.sources.probe import probe  # not in the process that starts readers
 
     die_with_parent()
-    _limit_memory()
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # other output must not be mistaken for an answer
-    answers.write(_HEARTBEAT)
-    for line in sys.stdin.buffer:
-        answer = _answer(probe, json.loads(line), on_heartbeat=lambda: answers.write(_HEARTBEAT))
-        answers.write(json.dumps(answer).encode() + b"\n")
-
-
-def _answer(probe: Callable[..., SourceFacts], path: str, *, on_heartbeat: Callable[[], object]) -> dict[str, Any]:
-    shown_s = time.monotonic()
-
-    def on_read() -> None:
-        nonlocal shown_s
-        if time.monotonic() - shown_s > _HEARTBEAT_S:
-            shown_s = time.monotonic()
-            on_heartbeat()
-
-    try:
-        return {"facts": asdict(probe(path, on_read=on_read))}
-    except SourceFailure as failure:
-        return {"failure": [str(failure.code), failure.message, failure.is_lasting]}
-
-
-def _from_json(answer: dict[str, Any]) -> SourceFacts | SourceFailure:
-    if "facts" in answer:
-        return SourceFacts(**answer["facts"])
-    code, message, is_lasting = answer["failure"]
-    return SourceFailure(FailureCode(code), message, is_lasting=is_lasting)
-
-
-def _limit_memory() -> None:
+    # A file may claim frames of any size: the reader fails, and not the machine.
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_LIMIT_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # other output must not be mistaken for an answer
+    shown_s = 0.0
+
+    def show_life() -> None:
+        nonlocal shown_s
+        if time.monotonic() - shown_s > _HEARTBEAT_S:
+            shown_s = time.monotonic()
+            answers.write(_HEARTBEAT)
+
+    answers.write(_HEARTBEAT)
+    for line in sys.stdin.buffer:
+        shown_s = time.monotonic()
+        try:
+            answer: dict[str, Any] = {"facts": asdict(probe(json.loads(line), on_read=show_life))}
+        except SourceFailure as failure:
+            answer = {"failure": [str(failure.code), failure.message, failure.is_lasting]}
+        answers.write(json.dumps(answer).encode() + b"\n")

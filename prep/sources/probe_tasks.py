@@ -44,7 +44,7 @@ class Probed:
 
     @property
     def machine_fault(self) -> str | None:
-        """A failure that may be of the worker's machine (`clipmill.prep.engines`), if every source failed."""
+        """Failure that the worker's machine may have caused (`clipmill.prep.engines`), if every source failed."""
         failures = [result for result in self.results if isinstance(result, SourceFailure)]
         passing = (f"{failure.code}: {failure.message}" for failure in failures if not failure.is_lasting)
         return next(passing, None) if len(failures) == len(self.results) else None
@@ -59,9 +59,9 @@ def probe_on_workers(
     """Probe every path; yield (index in `paths`, result) in order of completion.
 
     Args:
-        sizes: size of each source in bytes, as this process sees it.
-        run: applies `probe_group` to tasks in the workers of an engine, and yields its outcomes.
-        max_processes: maximum number of readers of this process. It probes alone what fits into a single task.
+        sizes: Size of each source in bytes, as this process sees it.
+        run: Function that applies `probe_group` to tasks in the workers of an engine, and yields its outcomes.
+        max_processes: Maximum number of readers of this process, which probes sources that fit into a single task.
     """
     tasks, left = divide(paths, sizes), list[int]()
     if len(tasks) == 1:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from pathlib import PurePosixPath
-from typing import TypeGuard
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
@@ -26,37 +25,37 @@ from clipmill.manifests.storage.urls import is_web, mask_secrets, split_url
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 
 _MIB = 1 << 20
-_FIRST_BYTES = 256 << 10  # read at a new position; doubled as long as the reading goes on from there
+_FIRST_BYTES = 256 << 10  # size of a read at a new position; doubled while reading continues from there
 _MAX_BYTES = 8 * _MIB
-_KEPT_BYTES = 24 * _MIB  # of the blocks that a file keeps
+_KEPT_BYTES = 24 * _MIB  # size of the blocks that a file keeps
 _SMALL_BYTES = 2 * _MIB  # a file of this size is read in one request
 _NUM_REQUESTS = 32  # in parallel, to ask for the states of single objects
-_LISTED_PER_WANTED = 10  # a listing is given up if it yields more objects than this for each source
+_LISTED_PER_KEY = 10  # a listing is given up if it yields more objects than this for each source
 _LISTED_AT_LEAST = 2000
 _MAX_FAILED = 64  # single requests in a row without an answer, after which the others fail without asking
 _NS = 1_000_000_000
 
-_State = tuple[int, int] | SourceFailure  # as of `object_state`, or why there is none
+_State = tuple[int, int] | SourceFailure  # result of `object_state`, or the failure
 
 
 def objects_of(url: str) -> tuple[Objects, str]:
     """Return the bucket or host of a URL, opened once in this process, and the key.
 
     Raises:
-        UserError: the URL cannot be served.
+        UserError: The URL cannot be served.
     """
     root, key = split_url(url)
-    return _opened(root, os.getpid()), key
+    return _open_bucket(root, os.getpid()), key
 
 
 @lru_cache(maxsize=64)
-def _opened(root: str, _process: int) -> Objects:
+def _open_bucket(root: str, _process: int) -> Objects:
     return open_objects(root)
 
 
 @contextmanager
 def as_source_failure() -> Iterator[None]:
-    """Convert the errors of object storage to the failures of a source; they may be gone at the next attempt."""
+    """Convert the errors of object storage to the failures of a source; they may not occur at the next attempt."""
     try:
         yield
     except FileNotFoundError:
@@ -89,25 +88,26 @@ def object_state(info: ObjectInfo) -> tuple[int, int]:
 def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
     """Yield (row, state or failure) of all `urls`, in any order.
 
-    The sources of a bucket are found by listing their common folder, a thousand in a request; those that the listing
-    lacks, and all of a web server, are asked for one by one.
+    The sources of a bucket are found by listing their common folder, a thousand in a request; sources that the listing
+    lacks, and all sources of a web server, take a request each.
 
     Raises:
-        UserError: a bucket does not exist, it refuses the credentials, or a server refuses all sources.
+        UserError: A bucket does not exist, it refuses the credentials, or a server refuses all sources.
     """
     groups: dict[str, dict[str, list[int]]] = {}
     for row, url in enumerate(urls):
         root, key = split_url(url)
         groups.setdefault(root, {}).setdefault(key, []).append(row)
     for root, rows in groups.items():
-        objects = _opened(root, os.getpid())
+        objects = _open_bucket(root, os.getpid())
         states: dict[str, _State] = {}
         if not is_web(root):
-            states.update(_listed(objects, set(rows)))
+            states.update(_list_states(objects, set(rows)))
         missing = [key for key in rows if key not in states]
         with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
             states.update(zip(missing, pool.map(_Asker(objects), missing), strict=True))
-        refused = [state for state in states.values() if _is_refused(state)]
+        failures = [state for state in states.values() if isinstance(state, SourceFailure)]
+        refused = [failure for failure in failures if failure.code == FailureCode.ACCESS_REFUSED]
         if len(refused) == len(states) and (len(states) > 1 or len(groups) == 1):
             raise UserError(
                 f"{mask_secrets(root)}: {refused[0].message} for all {count_noun(len(states), 'source')} there",
@@ -117,22 +117,18 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
             yield from ((row, state) for row in rows[key])
 
 
-def _is_refused(state: _State) -> TypeGuard[SourceFailure]:
-    return isinstance(state, SourceFailure) and state.code == FailureCode.ACCESS_REFUSED
-
-
-def _listed(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State]]:
+def _list_states(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State]]:
     """Yield (key, state) of the `keys` that a listing of their common folder finds; none if listing is not allowed.
 
     If the server does not answer, all keys have this failure.
 
     Raises:
-        UserError: the bucket does not exist, or it refuses the credentials.
+        UserError: The bucket does not exist, or it refuses the credentials.
     """
     if len(keys) == 1:
         return
     folder = os.path.commonpath([key.rpartition("/")[0] for key in keys])
-    most = max(_LISTED_AT_LEAST, _LISTED_PER_WANTED * len(keys))
+    most = max(_LISTED_AT_LEAST, _LISTED_PER_KEY * len(keys))
     try:
         for info in islice(objects.list(folder), most):
             if info.key in keys:
@@ -178,9 +174,9 @@ class RemoteFile(io.RawIOBase):
     the index at the end of a long video nor demuxing it from end to end takes many requests.
 
     Attributes:
-        name: file name, from which libav guesses raw formats.
-        size_bytes: size of the object when it was opened.
-        failure: why a read failed; libav may take a failed read for the end of the file.
+        name: File name, from which libav guesses raw formats.
+        size_bytes: Size of the object when it was opened.
+        failure: Failure of a read; libav may take a failed read for the end of the file.
 
     Raises:
         SourceFailure: source_missing, access_refused, source_changed or io_error; also from `read`.
@@ -232,20 +228,21 @@ class RemoteFile(io.RawIOBase):
                 self._blocks.move_to_end(begin)
                 return begin, content
         if self.size_bytes <= _SMALL_BYTES:
-            at, wanted = 0, self.size_bytes
+            at, num_bytes = 0, self.size_bytes
         else:
-            wanted = min(2 * self._next_bytes, _MAX_BYTES) if at == self._next_begin else _FIRST_BYTES
-            self._next_bytes = wanted
+            num_bytes = min(2 * self._next_bytes, _MAX_BYTES) if at == self._next_begin else _FIRST_BYTES
+            self._next_bytes = num_bytes
+            # A read ends where a kept block begins, so that no byte is fetched twice.
             behind = min((begin for begin in self._blocks if begin > at), default=self.size_bytes)
-            wanted = min(max(wanted, min(end - at, _MAX_BYTES)), behind - at)
+            num_bytes = min(max(num_bytes, min(end - at, _MAX_BYTES)), behind - at)
         try:
             with as_source_failure():
-                content = self._objects.read_range(self._key, at, wanted)
+                content = self._objects.read_range(self._key, at, num_bytes)
         except SourceFailure as failure:
             self.failure = failure
             raise
         self._on_read()
-        self._next_begin = at + wanted
+        self._next_begin = at + num_bytes
         self._blocks[at] = content
         while sum(map(len, self._blocks.values())) > _KEPT_BYTES:
             self._blocks.popitem(last=False)

@@ -2,7 +2,7 @@
 
 A row belongs to the content of a source (its fingerprint), to its length, and to a detector with its settings. If any
 of them changes, the source is searched again. Rows of sources that left the manifest stay, because they may return;
-those of detectors that no variant uses any more are removed when the table is next written. Failures caused by the file
+rows of detectors that no variant uses any more are removed when the table is next written. Failures caused by the file
 are stored likewise; failures that the machine may have caused are tried again by every run.
 """
 
@@ -27,7 +27,7 @@ from clipmill.prep.engines import Check, Engine, Outcome, Refused
 from clipmill.prep.sources.access import current_fingerprint
 from clipmill.prep.sources.detector import Detector
 
-_SAVING_SHARE = 0.05  # of the time of a run may be spent on saving, so that a killed run loses little
+_SAVING_SHARE = 0.05  # share of the time of a run that may be spent on saving, so that a killed run loses little
 
 SHOTS = pa.schema(
     [
@@ -36,7 +36,7 @@ SHOTS = pa.schema(
         pa.field("num_frames", pa.int64(), nullable=False),  # on the grid of the detector
         pa.field(
             "cuts", pa.list_(pa.field("element", pa.int32()))
-        ),  # first frame of every shot but the first; null after a failure
+        ),  # first frame of every shot except the first; null after a failure
         pa.field("code", pa.string()),  # failure code, otherwise null
         pa.field("message", pa.string()),
     ]
@@ -47,7 +47,7 @@ def read_shots(data_dir: Path) -> pa.Table:
     """Return the stored shots (schema SHOTS); empty if they are missing or damaged.
 
     Raises:
-        OSError: the file exists but cannot be read now; discarding it would repeat hours of work.
+        OSError: The file exists but cannot be read now; discarding it would repeat hours of work.
     """
     path = data_dir / SHOTS_FILE
     try:
@@ -63,17 +63,17 @@ def shot_rows(shots: pa.Table, *, key: str, fingerprints: pa.Array, num_frames: 
     """Return the row of each video in `shots`, int64 [videos]; -1 if its shots are unknown.
 
     Args:
-        key: key of the detector.
-        fingerprints: fingerprints of the sources; null if there is none.
-        num_frames: number of frames of each video on the detector's grid, int64 [videos].
+        key: Key of the detector.
+        fingerprints: Fingerprints of the sources; null if there is none.
+        num_frames: Number of frames of each video on the detector's grid, int64 [videos].
     """
     rows = np.flatnonzero(np.asarray(pc.equal(shots["detector"], key)))
     known = as_array(shots["fingerprint"]).take(pa.array(rows))
-    found = np.asarray(pc.fill_null(pc.index_in(fingerprints, value_set=known, skip_nulls=True), -1)).astype(np.int64)
-    hit = found >= 0
-    found[hit] = rows[found[hit]]
-    hit[hit] &= np.asarray(shots["num_frames"])[found[hit]] == num_frames[hit]
-    return np.where(hit, found, -1)
+    places = np.asarray(pc.fill_null(pc.index_in(fingerprints, value_set=known, skip_nulls=True), -1)).astype(np.int64)
+    hit = places >= 0
+    places[hit] = rows[places[hit]]
+    hit[hit] &= np.asarray(shots["num_frames"])[places[hit]] == num_frames[hit]
+    return np.where(hit, places, -1)
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class ShotTask:
     """A source to be searched.
 
     Attributes:
-        num_frames: number of frames on the detector's grid.
-        timeline: timeline of the source (`clipmill.shards.timeline.model.Timeline.to_json`).
+        num_frames: Number of frames on the detector's grid.
+        timeline: Timeline of the source (`clipmill.shards.timeline.model.Timeline.to_json`).
     """
 
     path: str
@@ -97,7 +97,7 @@ class FoundShots:
     """Cuts of a source, or why they cannot be found."""
 
     cuts: tuple[int, ...] = ()
-    failure: tuple[FailureCode, str, bool] | None = None  # code, message, whether it is lasting
+    failure: tuple[FailureCode, str, bool] | None = None  # code, message, True if it is lasting
     cpu_s: float = 0.0
 
 
@@ -124,10 +124,10 @@ class Detection:
     """Result of a detection.
 
     Attributes:
-        shots: stored and new rows, including failures that are not stored (schema SHOTS).
-        num_videos: number of sources that were searched.
+        shots: Stored and new rows, including failures that are not stored (schema SHOTS).
+        num_videos: Number of sources that were searched.
         cpu_s: CPU time of the workers in seconds.
-        refused: workers that failed the admission check and received no tasks.
+        refused: Workers that failed the admission check and received no tasks.
     """
 
     shots: pa.Table
@@ -150,19 +150,19 @@ def detect_shots(
     """Detect the shots of sources, in parallel, and store them as they are found. Call it with the lock of `video`.
 
     Args:
-        tasks: sources to be searched, each once.
-        shots: the stored shots.
-        key: key of the detector of all tasks.
-        used_detectors: keys of the detectors in use; the rows of others are removed.
-        check: called in every worker before its first task.
-        on_progress: called with (sources searched, sources to search).
+        tasks: Sources to be searched, each once.
+        shots: Stored shots.
+        key: Key of the detector of all tasks.
+        used_detectors: Keys of the detectors in use; rows of other detectors are removed.
+        check: Function that is called in every worker before its first task.
+        on_progress: Function that is called with (sources searched, sources to search).
     """
     searched = pa.array([task.fingerprint for task in tasks], pa.string())
     is_searched = pc.and_(pc.is_in(shots["fingerprint"], value_set=searched), pc.equal(shots["detector"], key))
     is_used = pc.is_in(shots["detector"], value_set=pa.array(sorted(used_detectors), pa.string()))
     kept = shots.filter(pc.and_not(is_used, is_searched))
     stored: list[dict[str, object]] = []
-    passing: list[dict[str, object]] = []  # failures that may be gone at the next run
+    passing: list[dict[str, object]] = []  # failures that may not occur in the next run
     refused: list[Refused] = []
     saved_s = time.monotonic()
     saving_s, total_cpu_s = 0.0, 0.0
@@ -170,24 +170,34 @@ def detect_shots(
     def save() -> None:
         nonlocal saved_s, saving_s
         started_s = time.monotonic()
-        _write(data_dir, _joined(kept, stored))
+        table = _join_rows(kept, stored)
+        # The file is sorted, so that it does not depend on the order in which sources were finished.
+        table = table.sort_by([("detector", "ascending"), ("fingerprint", "ascending")]).combine_chunks()
+        with folder_lock(data_dir):
+            remove_temporaries(data_dir, of=lambda target: target == SHOTS_FILE)
+            write_table_file(data_dir / SHOTS_FILE, table)
         saved_s = time.monotonic()
         saving_s = saved_s - started_s
 
     longest_first = sorted(tasks, key=lambda task: (-task.num_frames, task.fingerprint))
     num_saved = 0
     try:
-        for outcome in _searched(engine, longest_first, check=check):
+        for outcome in _search_sources(engine, longest_first, check=check):
             if isinstance(outcome, Refused):
                 refused.append(outcome)
                 warn_refused(outcome)
             elif outcome is not None:
-                found = outcome.result or FoundShots(
+                task = outcome.task
+                result = outcome.result or FoundShots(
                     failure=(loss_code(crashed=outcome.crashed), outcome.lost or "", False)
                 )
-                row, is_passing = _row(outcome.task, found, key=key)
-                (passing if is_passing else stored).append(row)
-                total_cpu_s += found.cpu_s
+                row = {"detector": key, "fingerprint": task.fingerprint, "num_frames": task.num_frames}
+                if result.failure is None:
+                    stored.append({**row, "cuts": list(result.cuts)})
+                else:
+                    code, message, is_lasting = result.failure
+                    (stored if is_lasting else passing).append({**row, "code": str(code), "message": message})
+                total_cpu_s += result.cpu_s
                 on_progress(len(stored) + len(passing), len(tasks))
             if len(stored) > num_saved and time.monotonic() - saved_s >= saving_s / _SAVING_SHARE:
                 save()
@@ -195,10 +205,10 @@ def detect_shots(
     finally:
         if len(stored) > num_saved:
             save()
-    return Detection(_joined(kept, [*stored, *passing]), len(tasks), total_cpu_s, tuple(refused))
+    return Detection(_join_rows(kept, [*stored, *passing]), len(tasks), total_cpu_s, tuple(refused))
 
 
-def _searched(
+def _search_sources(
     engine: Engine, tasks: list[ShotTask], *, check: Check
 ) -> Iterator[Outcome[ShotTask, FoundShots] | Refused | None]:
     """Run `find_shots`; sources whose workers were lost are searched again, one at a time, once all others are done.
@@ -219,22 +229,5 @@ def _name(task: ShotTask) -> str:
     return f"shots {Path(task.path).name}"
 
 
-def _row(task: ShotTask, found: FoundShots, *, key: str) -> tuple[dict[str, object], bool]:
-    """Return a row of SHOTS, and whether it is a failure that is not stored."""
-    row = {"detector": key, "fingerprint": task.fingerprint, "num_frames": task.num_frames}
-    if found.failure is None:
-        return {**row, "cuts": list(found.cuts)}, False
-    code, message, is_lasting = found.failure
-    return {**row, "code": str(code), "message": message}, not is_lasting
-
-
-def _joined(kept: pa.Table, rows: list[dict[str, object]]) -> pa.Table:
+def _join_rows(kept: pa.Table, rows: list[dict[str, object]]) -> pa.Table:
     return pa.concat_tables([kept.cast(SHOTS), pa.Table.from_pylist(rows, schema=SHOTS)]).combine_chunks()
-
-
-def _write(data_dir: Path, table: pa.Table) -> None:
-    """Publish the table, sorted, so that the file does not depend on the order in which sources were finished."""
-    with folder_lock(data_dir):
-        remove_temporaries(data_dir, of=lambda target: target == SHOTS_FILE)
-        ordered = table.sort_by([("detector", "ascending"), ("fingerprint", "ascending")]).combine_chunks()
-        write_table_file(data_dir / SHOTS_FILE, ordered)

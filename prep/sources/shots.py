@@ -1,4 +1,4 @@
-"""Detecting the shots of one source: every frame of the output grid, at small size, through PySceneDetect.
+"""Detection of the shots of one source: every frame of the output grid, at small size, through PySceneDetect.
 
 Cuts are numbers of output frames. Output frame `n` shows the last source frame whose time, rounded to the grid, is at
 most `n`, and the first source frame before that: the rule of ffmpeg's fps filter, with which chunks are encoded.
@@ -16,7 +16,7 @@ from clipmill.manifests.storage.urls import Place
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.access import as_failure, open_source
 from clipmill.prep.sources.detector import PICTURE_PX, Detector
-from clipmill.prep.sources.probe import opened
+from clipmill.prep.sources.probe import open_video
 from clipmill.shards.timeline.model import Timeline, track_of
 from clipmill.shards.timeline.pictures import shown_frames
 from clipmill.shards.timeline.reading import read_timeline
@@ -26,29 +26,29 @@ _SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXA
 
 
 def detect_cuts(place: Place, *, timeline: Timeline, num_frames: int, detector: Detector) -> list[int]:
-    """Return the first frame of every shot but the first one, ascending, each from 1 to `num_frames` - 1.
+    """Return the first frame of every shot except the first one, ascending, each from 1 to `num_frames` - 1.
 
     Damaged frames are skipped: the encoder pass that contains them reports them.
 
     Args:
-        timeline: timeline of the source.
-        num_frames: number of frames of the video on the grid of the detector's frame rate.
+        timeline: Timeline of the source.
+        num_frames: Number of frames of the video on the grid of the detector's frame rate.
 
     Raises:
         SourceFailure: source_unreadable, source_truncated, no_video, decode_errors or out_of_memory.
     """
     from scenedetect.common import FrameTimecode
 
-    found, cuts = detector.open(), set[int]()
+    scenes, cuts = detector.open(), set[int]()
     number = 0
-    for pictures_BGR, count in _shown(place, timeline, num_frames=num_frames, fps=detector.fps):
+    for pictures_BGR, count in _output_pictures(place, timeline, num_frames=num_frames, fps=detector.fps):
         for _ in range(count):
             at = FrameTimecode(number, detector.fps)
-            cuts.update(cut.frame_num for cut in found.process_frame(at, pictures_BGR))
+            cuts.update(cut.frame_num for cut in scenes.process_frame(at, pictures_BGR))
             number += 1
     if not number:
         raise SourceFailure(FailureCode.DECODE_ERRORS, "no frame can be decoded for the detection of shots")
-    cuts.update(cut.frame_num for cut in found.post_process(FrameTimecode(number - 1, detector.fps)))
+    cuts.update(cut.frame_num for cut in scenes.post_process(FrameTimecode(number - 1, detector.fps)))
     return sorted(cut for cut in cuts if 0 < cut < num_frames)
 
 
@@ -59,17 +59,22 @@ def output_number(time_s: Fraction, *, fps: Fraction) -> int:
     return number if time_s >= 0 else -number
 
 
-def _shown(place: Place, timeline: Timeline, *, num_frames: int, fps: Fraction) -> Iterator[tuple[np.ndarray, int]]:
+def _output_pictures(
+    place: Place, timeline: Timeline, *, num_frames: int, fps: Fraction
+) -> Iterator[tuple[np.ndarray, int]]:
     """Yield (picture, number of output frames that show it): uint8 [H, W, 3], BGR; `num_frames` frames in total."""
     with open_source(place) as source:
         packets = None
         if not timeline.is_continuous:
             with (
-                opened(source) as container,
+                open_video(source) as container,
                 as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"),
             ):
                 _, packets = read_timeline(container, file=cast("IO[bytes]", source.file))
-        with opened(source) as container, as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"):
+        with (
+            open_video(source) as container,
+            as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"),
+        ):
             track_of(container, timeline.track).codec_context.thread_count = 1  # videos are decoded in parallel
             pictures = _Pictures()
             held, next_number = None, 0

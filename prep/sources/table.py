@@ -3,7 +3,11 @@
 A file counts as unchanged if its path, size and modification time are the same. Failures caused by the file are stored
 likewise; failures that the machine may have caused (permissions, a mount, a timeout) are probed again in every run. If
 a source becomes unreadable, the properties from its last successful probe are kept beside the failure: chunks made from
-it are kept, although the file may be gone.
+it are kept, although the file may no longer exist.
+
+Some source files may be on a mount that does not respond. A thread blocked inside the kernel cannot be terminated, so
+each check has a timeout, after which its thread is abandoned and another thread takes over its remaining files.
+Abandoned threads do not delay the exit of the program.
 """
 
 import os
@@ -31,7 +35,6 @@ if TYPE_CHECKING:
     from clipmill.prep.sources.access import SourceFacts
     from clipmill.prep.sources.probe_tasks import Run
 
-
 _SHORT_LIMIT_S = 1.0  # timeout for other files in a folder where one timed out: a dead mount may hold thousands
 _SLICE = 4096
 _TICK_S = 0.5
@@ -43,9 +46,9 @@ class FileStates:
     """Size and modification time of files.
 
     Attributes:
-        size_bytes: int64 [files]; NO_FILE if the file could not be checked.
-        mtime_ns: modification time, int64 [files]; 0 if the file could not be checked. That of an object also depends
-            on its etag (`clipmill.prep.sources.remote.object_state`).
+        size_bytes: Int64 [files]; NO_FILE if the file could not be checked.
+        mtime_ns: Modification time, int64 [files]; 0 if the file could not be checked. For an object, it also depends
+            on the etag (`clipmill.prep.sources.remote.object_state`).
         failures: row -> why the file could not be checked.
     """
 
@@ -58,7 +61,7 @@ def stat_files(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     """Return the size and modification time of each of `paths`, which may be URLs.
 
     Raises:
-        UserError: a bucket does not exist, or it refuses the credentials.
+        UserError: A bucket does not exist, or it refuses the credentials.
     """
     is_url = np.asarray(pc.match_substring(paths, "://"))
     if not is_url.any():
@@ -67,8 +70,12 @@ def stat_files(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
 
     rows = np.flatnonzero(is_url)
     states = FileStates(np.full(len(paths), NO_FILE, np.int64), np.zeros(len(paths), np.int64), {})
-    for number, found in remote_states(paths.take(pa.array(rows)).to_pylist()):
-        _record_state(states, int(rows[number]), found)
+    for number, state in remote_states(paths.take(pa.array(rows)).to_pylist()):
+        row = int(rows[number])
+        if isinstance(state, SourceFailure):
+            states.failures[row] = state
+        else:
+            states.size_bytes[row], states.mtime_ns[row] = state
     here = np.flatnonzero(~is_url)
     local = _stat_local(paths.take(pa.array(here)), num_threads=num_threads)
     states.size_bytes[here], states.mtime_ns[here] = local.size_bytes, local.mtime_ns
@@ -86,7 +93,7 @@ def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     working: set[_Slice] = set()
     slow_folders: set[str] = set()
     for _ in range(min(num_threads, len(begins))):
-        _start(waiting, working, ended)
+        Thread(target=_check_slices, args=(waiting, working, ended), daemon=True).start()
     num_left = len(begins)
     while num_left:
         try:
@@ -94,7 +101,7 @@ def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
             if done.is_abandoned:
                 continue
         except Empty:
-            stuck = next((one for one in list(working) if one.is_overdue(slow_folders)), None)
+            stuck = next((piece for piece in list(working) if piece.is_overdue(slow_folders)), None)
             if stuck is None:
                 continue
             done = stuck
@@ -105,20 +112,13 @@ def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
             )
             waiting.put(_Slice(rest.begin + 1, rest.given.slice(1)))
             num_left += 1
-            _start(waiting, working, ended)
+            Thread(target=_check_slices, args=(waiting, working, ended), daemon=True).start()
         num_left -= 1
         working.discard(done)
         part = slice(done.begin, done.begin + done.num_done)
-        states.size_bytes[part], states.mtime_ns[part] = np.array(done.found).reshape(-1, 2).T
+        states.size_bytes[part], states.mtime_ns[part] = np.array(done.numbers).reshape(-1, 2).T
         states.failures.update({done.begin + row: failure for row, failure in done.failures.items()})
     return states
-
-
-def _record_state(states: FileStates, row: int, found: tuple[int, int] | SourceFailure) -> None:
-    if isinstance(found, SourceFailure):
-        states.failures[row] = found
-    else:
-        states.size_bytes[row], states.mtime_ns[row] = found
 
 
 @dataclass(eq=False)
@@ -126,20 +126,21 @@ class _Slice:
     """A slice of the paths, beginning at row `begin`, with the results so far.
 
     Attributes:
-        found: size and modification time of one file after another; as numbers, which cost less than pairs.
-        failures: number of a file in the slice -> why it could not be checked.
+        paths: Paths as text while they are being checked: the paths of all slices would be large.
+        numbers: Size and modification time of one file after another; as numbers, which cost less than pairs.
+        failures: Failure of each file that could not be checked, by its number in the slice.
     """
 
     begin: int
     given: pa.ChunkedArray
-    paths: list[str] = field(default_factory=list)  # as long as they are being checked: those of all slices are large
-    found: "array[int]" = field(default_factory=lambda: array("q"))
+    paths: list[str] = field(default_factory=list)
+    numbers: "array[int]" = field(default_factory=lambda: array("q"))
     failures: dict[int, SourceFailure] = field(default_factory=dict)
     since_s: float = 0.0
     is_abandoned: bool = False
 
     def stat_all(self) -> None:
-        add = self.found.append  # `abandon` assigns a new array
+        add = self.numbers.append  # `abandon` assigns a new array
         self.paths = self.given.to_pylist()
         for path in self.paths:
             self.since_s = time.monotonic()
@@ -157,7 +158,7 @@ class _Slice:
 
     @property
     def num_done(self) -> int:
-        return len(self.found) // 2
+        return len(self.numbers) // 2
 
     def is_overdue(self, slow_folders: set[str]) -> bool:
         done = self.num_done
@@ -167,31 +168,29 @@ class _Slice:
         return time.monotonic() - self.since_s > min(STAT_LIMIT_S, _SHORT_LIMIT_S if is_slow else STAT_LIMIT_S)
 
     def abandon(self) -> "_Slice":
-        """Abandon the thread blocked on a path; return that path and those after it as a new slice."""
+        """Abandon the thread blocked on a path; return that path and all later ones as a new slice."""
         self.is_abandoned = True
-        self.found = self.found[: 2 * self.num_done]
+        self.numbers = self.numbers[: 2 * self.num_done]
         return _Slice(self.begin + self.num_done, self.given.slice(self.num_done))
 
 
-def _start(waiting: "SimpleQueue[_Slice]", working: set[_Slice], ended: "SimpleQueue[_Slice]") -> None:
-    def work() -> None:
-        while True:
-            try:
-                mine = waiting.get_nowait()
-            except Empty:
-                return
-            mine.since_s = time.monotonic()
-            working.add(mine)
-            mine.stat_all()
-            ended.put(mine)
-            if mine.is_abandoned:
-                return
-
-    Thread(target=work, daemon=True).start()
+def _check_slices(waiting: "SimpleQueue[_Slice]", working: set[_Slice], ended: "SimpleQueue[_Slice]") -> None:
+    """Check slices until none waits, in a thread; a thread whose slice was abandoned ends."""
+    while True:
+        try:
+            mine = waiting.get_nowait()
+        except Empty:
+            return
+        mine.since_s = time.monotonic()
+        working.add(mine)
+        mine.stat_all()
+        ended.put(mine)
+        if mine.is_abandoned:
+            return
 
 
 _SAVE_INTERVAL_S = 30.0
-_MAX_SAVING = 0.03  # of the time may be spent on saving, which takes longer the more is known
+_MAX_SAVING = 0.03  # share of the time that may be spent on saving, which takes longer with more probes
 _FRESH_AT_ONCE = 4096  # probes held as Python objects
 _NEVER = -1  # an impossible modification time: the row is not reused by the next run
 # Increment this when probes begin to accept files that they used to reject: older failures are then probed again.
@@ -213,7 +212,7 @@ PROBES = pa.schema(
         pa.field("key_gap_s", pa.float64()),
         pa.field("num_audio", pa.int32()),
         pa.field("timeline", pa.string()),  # JSON (clipmill.shards.timeline)
-        pa.field("notes", pa.string()),  # what may surprise, a line each
+        pa.field("notes", pa.string()),  # surprising properties, a line each
     ],
     metadata=_RULES,
 )
@@ -225,11 +224,11 @@ def read_probes(
     """Return the stored probes (schema PROBES); empty if they are missing or damaged. No source is read.
 
     Args:
-        paths: those of the manifest, which are returned as the column of paths if they are the same.
-        columns: names of the columns to return; None for all.
+        paths: Paths of the manifest, which are returned as the column of paths if they are the same.
+        columns: Names of the columns to return; None for all.
 
     Raises:
-        OSError: the file exists but cannot be read now; discarding it would lose what is known of vanished sources.
+        OSError: The file exists but cannot be read now; discarding it would lose the facts about vanished sources.
     """
     try:
         expected = None if paths is None else {"path": paths}
@@ -239,7 +238,7 @@ def read_probes(
 
 
 def probes_of(paths: pa.ChunkedArray, probes: pa.Table) -> tuple[pa.Table, np.ndarray]:
-    """Return the probes of those of `paths` that have been probed, in this order, and which these are, bool[N]."""
+    """Return the probes of the `paths` that have been probed, in this order, and a mask of these paths, bool[N]."""
     if probes["path"].equals(paths):
         return probes, np.ones(len(paths), bool)
     rows = _rows_of(paths, known=probes["path"])
@@ -258,10 +257,11 @@ def probe_sources(
     """Return the probes of `paths`, one row each in the same order (schema PROBES); only new or changed files are read.
 
     Args:
-        num_workers: number of threads that check the files, and maximum number of processes here that read them.
-        retry_failed: also probe files that failed before, even if they are unchanged.
-        run: runs tasks in the workers of a cluster (`probe_on_workers`); None to read all files on this machine.
-        on_progress: called with (probed, to probe).
+        num_workers: Number of threads that check the files, and maximum number of processes here that read them.
+        retry_failed: Also probe files that failed before, even if they are unchanged.
+        run: Function that runs tasks in the workers of a cluster (`probe_on_workers`); None to read all files on this
+            machine.
+        on_progress: Function that is called with (probed, to probe).
     """
     states = stat_files(paths, num_threads=num_workers)
     sizes, mtimes = states.size_bytes, states.mtime_ns
@@ -278,22 +278,30 @@ def probe_sources(
     fresh = _Fresh(known)
     source = np.where(hit, rows, -1)
 
-    def assembled() -> pa.Table:
-        """Return the known rows and those probed so far, in the order of `paths`; rows not probed yet are left out."""
+    def present_rows() -> pa.Table:
+        """Return the rows that are known or probed so far, in the order of `paths`; omit rows not probed yet."""
         return fresh.table().take(pa.array(source[source >= 0])).combine_chunks()
 
     next_save_s = time.monotonic() + _SAVE_INTERVAL_S
     outcomes = _outcomes(paths, todo.tolist(), states, num_workers=num_workers, run=run)
     for number, (row, outcome) in enumerate(outcomes, 1):
         old = known.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
-        seen = {"path": paths[row].as_py(), "size_bytes": int(sizes[row]), "mtime_ns": int(mtimes[row])}
-        source[row] = fresh.append(_record(seen, outcome, old=old))
+        record = {"path": paths[row].as_py(), "size_bytes": int(sizes[row]), "mtime_ns": int(mtimes[row])}
+        if isinstance(outcome, SourceFailure):
+            # A failure that may pass is probed again by the next run.
+            is_known_gone = outcome.code == FailureCode.SOURCE_MISSING and record["size_bytes"] == NO_FILE
+            is_kept = outcome.is_lasting or is_known_gone
+            failure = {"code": str(outcome.code), "message": outcome.message}
+            record = old | record | failure | ({} if is_kept else {"mtime_ns": _NEVER})
+        else:
+            record = asdict(outcome) | record
+        source[row] = fresh.append(record)
         on_progress(number, len(todo))
         if (begin_s := time.monotonic()) > next_save_s:
-            _write_cache(data_dir, assembled())
+            _write_cache(data_dir, present_rows())
             end_s = time.monotonic()
             next_save_s = end_s + max(_SAVE_INTERVAL_S, (end_s - begin_s) / _MAX_SAVING)
-    table = assembled()
+    table = present_rows()
     if not table.equals(known, check_metadata=True):
         _write_cache(data_dir, table)
     return table
@@ -303,7 +311,7 @@ def failed_sources(probes: pa.Table, *, only_passing: bool) -> np.ndarray:
     """Return the rows of the probes that have failed, int64.
 
     Args:
-        only_passing: Leave out the failures that lie in the file, which is read again only when it has changed.
+        only_passing: True to omit failures that lie in the file, which is read again only when it has changed.
     """
     is_failed = np.asarray(pc.is_valid(probes["code"]))
     return np.flatnonzero(is_failed & (np.asarray(probes["mtime_ns"]) == _NEVER) if only_passing else is_failed)
@@ -312,7 +320,7 @@ def failed_sources(probes: pa.Table, *, only_passing: bool) -> np.ndarray:
 def num_to_read(probes: pa.Table) -> int:
     """Return how many failed sources a plan would read again: their failure may pass, or their file has changed.
 
-    The files on this machine are looked at; sources in buckets are not, since they would cost requests.
+    Files on this machine are checked again; sources in buckets are not, since that would cost requests.
     """
     passing = failed_sources(probes, only_passing=True)
     failed = np.setdiff1d(failed_sources(probes, only_passing=False), passing)
@@ -325,7 +333,7 @@ def num_to_read(probes: pa.Table) -> int:
 
 
 class _Fresh:
-    """Probes of this run, behind those that were known before."""
+    """Probes of this run, behind the probes that were known before."""
 
     def __init__(self, known: pa.Table) -> None:
         self._parts = [known.cast(PROBES)]
@@ -356,7 +364,7 @@ def _outcomes(
     readable = [row for row in todo if row not in failures]
     if not readable:
         return
-    # Size and modification time are those from before the probe: if the file grew meanwhile, the next run notices it.
+    # Size and modification time are from before the probe: if the file grew meanwhile, the next run notices it.
     given = paths.take(pa.array(readable)).to_pylist()
     if run is None:
         from clipmill.prep.sources.probe_processes import probe_each
@@ -368,16 +376,6 @@ def _outcomes(
         sizes = states.size_bytes[readable].tolist()
         outcomes = probe_on_workers(given, sizes, run=run, max_processes=num_workers)
     yield from ((readable[number], outcome) for number, outcome in outcomes)
-
-
-def _record(seen: dict[str, Any], outcome: "SourceFacts | SourceFailure", *, old: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of PROBES."""
-    if not isinstance(outcome, SourceFailure):
-        return asdict(outcome) | seen
-    failure = {"code": str(outcome.code), "message": outcome.message}
-    is_known_gone = outcome.code == FailureCode.SOURCE_MISSING and seen["size_bytes"] == NO_FILE
-    is_kept = outcome.is_lasting or is_known_gone
-    return old | seen | failure | ({} if is_kept else {"mtime_ns": _NEVER})
 
 
 def _rows_of(paths: pa.ChunkedArray, *, known: pa.ChunkedArray) -> np.ndarray:

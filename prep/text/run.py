@@ -27,7 +27,7 @@ from clipmill.prep.core.parts import Part, PartRun
 from clipmill.prep.core.plan import ShardPlan, with_work
 from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.core.run import Job, Summary, execute
-from clipmill.prep.core.shard_result import ShardResult, begin_shard, stopped, system_errors_as_results
+from clipmill.prep.core.shard_result import ShardResult, begin_shard, stop_result, system_errors_as_results
 from clipmill.prep.core.tables import write_layout
 from clipmill.prep.core.variants import make_variant, write_selection
 from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
@@ -325,17 +325,16 @@ class ShardMaker:
                     continue  # none of its captions is selected
                 if not len(video.digests):
                     message = f"the caption table has no captions of video {video.video_id}"
-                    return stopped(task, FailureCode.IO_ERROR, message)
-                is_finite = (lengths > 0) & texts_with_all(np.isfinite(embedded).all(axis=1), lengths)
-                if not is_finite.all():
-                    # The bank does not hold texts without an embedding; any other text must be there.
-                    absent = [video.digest(row) for row in np.flatnonzero(lengths == 0).tolist()]
-                    if not self.not_finite.issuperset(absent):
-                        absence = (FailureCode.IO_ERROR, "embeddings are missing from the bank")
-                        return stopped(task, *(self.error or absence))
-                    rows = np.flatnonzero(~is_finite)
-                    text = video.texts[int(rows[0])]
-                    message = f"non-finite embeddings of {count_noun(len(rows), 'text')}, for example {text[:80]!r}"
+                    return stop_result(task, FailureCode.IO_ERROR, message)
+                is_sound = (lengths > 0) & texts_with_all(np.isfinite(embedded).all(axis=1), lengths)
+                if not is_sound.all():
+                    lost = [video.digest(row) for row in np.flatnonzero(lengths == 0).tolist()]
+                    if not self.not_finite.issuperset(lost):
+                        lost_error = (FailureCode.IO_ERROR, "embeddings are missing from the bank")
+                        return stop_result(task, *(self.error or lost_error))
+                    unsound = np.flatnonzero(~is_sound)
+                    text = video.texts[int(unsound[0])]
+                    message = f"non-finite embeddings of {count_noun(len(unsound), 'text')}, for example {text[:80]!r}"
                     failure = Failure(video.video_id, None, str(FailureCode.NOT_FINITE), message)
                     shard.fail(failure, content=f" {video.video_id} failed")
                     continue

@@ -44,7 +44,7 @@ def _run(plan: TextPlan, settings: TextSettings, request: Request, part_run: Par
         device="cuda" if gpus_per_worker else "cpu",
     )
     engine = request.open_engine(memory_gb=_WORKER_GB, gpus_per_worker=gpus_per_worker)
-    return run_text(plan, use, engine, part_run=part_run, lag_limit_s=request.lag_limit_s, asked=request.asked)
+    return run_text(plan, use, engine, part_run=part_run, lag_limit_s=request.lag_limit_s, asked=request.recorded_flags)
 
 
 def text_summary(summary: Summary, *, listed: Path) -> Report:

@@ -1,4 +1,4 @@
-"""Status of the captions: how many each source has, which models wrote them, and how many lie after their video."""
+"""The stored captions of a data folder: their sources and models, and the times that videos and chunks allow."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ class CaptionSource:
     """One source of captions.
 
     Attributes:
-        is_further: added by `prep manifest captions`, rather than by the command of a dataset.
-        weights: names of the models that wrote it, with the first digits of their SHA-256.
-        stale_because: why it differs from what its model would write now, or None.
+        is_further: True if `prep manifest captions` added it, and not the command of a dataset.
+        weights: Names of the models that wrote it, with the first digits of their SHA-256.
+        stale_because: Reason why its model would write other captions now, or None.
     """
 
     name: str
@@ -42,10 +42,10 @@ class CaptionSource:
 
 
 def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
-    """Read the sources of captions in the manifest, those of datasets first, in alphabetical order.
+    """Read the sources of captions in the manifest, sources of datasets first, in alphabetical order.
 
     Raises:
-        UserError: the manifest is missing or damaged.
+        UserError: The manifest is missing or damaged.
     """
     with open_captions(data_dir) as file:
         counts = source_counts(file)
@@ -60,12 +60,17 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
             if other
             else _changed_column(models, data_dir)
         )
+        weights = []
+        for model in models:
+            digest = model.get("weights_sha256")
+            label = str(model.get("weights", "unknown weights"))
+            weights.append(label if digest is None else f"{label} (SHA-256 {str(digest)[:8]})")
         sources.append(
             CaptionSource(
                 name=name,
                 num_captions=counts[name],
                 is_further=name in further,
-                weights=tuple(dict.fromkeys(_weights(model) for model in models)),
+                weights=tuple(dict.fromkeys(weights)),
                 stale_because=stale,
             )
         )
@@ -74,10 +79,10 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
 
 @dataclass(frozen=True)
 class CaptionsBeyond:
-    """Captions that begin at or after the end of their video, and those that only end after it.
+    """Captions that begin at or after the end of their video, and captions that only end after it.
 
     Attributes:
-        first: the first few of both.
+        first: First few captions of both kinds.
     """
 
     num_begin: int
@@ -89,26 +94,26 @@ def captions_beyond(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.nda
     """Find the captions whose times are after the end of their video; an end up to a second after it is rounding.
 
     Args:
-        video_ids: of the videos of the manifest.
-        end_s: end of each of them in seconds, +inf if unknown, float64.
+        video_ids: Ids of the videos of the manifest.
+        end_s: End of each video in seconds, +inf if unknown, float64.
 
     Raises:
-        UserError: the manifest is missing or damaged.
+        UserError: The manifest is missing or damaged.
     """
     captions = open_stored_captions(data_dir)
     captions.verify()
     num_begin = num_end = 0
     first: list[FailureEntry] = []
-    for one in captions.blocks():
-        begins = one.begin_s >= end_s[one.video]
-        ends = ~begins & np.isfinite(one.end_s) & (one.end_s > end_s[one.video] + _ROUNDING_S)
-        num_begin, num_end = num_begin + int(one.counts[begins].sum()), num_end + int(one.counts[ends].sum())
-        for code, found in (("begins_after_end", begins), ("ends_after_end", ends)):
-            for span in np.flatnonzero(found)[:MAX_NAMED].tolist():
-                video, caption = int(one.video[span]), int(one.counts[:span].sum())
-                end = f" to {one.end_s[span]:g} s" if np.isfinite(one.end_s[span]) else ""
-                times = f"{one.begin_s[span]:g} s{end}, of a video of {end_s[video]:g} s"
-                text = captions.texts[int(one.row[caption])].as_py()
+    for block in captions.blocks():
+        begins = block.begin_s >= end_s[block.video]
+        ends = ~begins & np.isfinite(block.end_s) & (block.end_s > end_s[block.video] + _ROUNDING_S)
+        num_begin, num_end = num_begin + int(block.counts[begins].sum()), num_end + int(block.counts[ends].sum())
+        for code, is_beyond in (("begins_after_end", begins), ("ends_after_end", ends)):
+            for span in np.flatnonzero(is_beyond)[:MAX_NAMED].tolist():
+                video, caption = int(block.video[span]), int(block.counts[:span].sum())
+                end = f" to {block.end_s[span]:g} s" if np.isfinite(block.end_s[span]) else ""
+                times = f"{block.begin_s[span]:g} s{end}, of a video of {end_s[video]:g} s"
+                text = captions.texts[int(block.row[caption])].as_py()
                 first.append(FailureEntry(video_ids[video].as_py(), code, f"{times}: {text}"))
     return CaptionsBeyond(num_begin, num_end, first_few(first))
 
@@ -117,31 +122,25 @@ def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> l
     """Return the variants of `video` whose chunks were captioned, other than the current one.
 
     Args:
-        models: metadata of the models that wrote a further source of captions.
-        current: None if no variant is current; nothing is then known.
+        models: Metadata of the models that wrote a further source of captions.
+        current: Current variant; None if there is none, in which case the result is empty.
     """
     variants = {str(model["video_variant"]) for model in models if model.get("video_variant") is not None}
     return sorted(variants - {current}) if current is not None else []
 
 
 def _changed_column(models: list[Mapping[str, Any]], data_dir: Path) -> str | None:
-    """Return why captions that `prep captions` wrote are not those that it has now; None if they are, or of another."""
+    """Return why captions of the column `captions` are stale; None if they are not, or have another origin."""
     current = current_variant(data_dir, CAPTIONS)
     for model in models:
         variant = model.get("captions_variant")
         if variant is None or current is None:
             continue
         if variant != current:
-            return f"it is that of {variant}; the current variant of captions is {current}"
+            return f"it is from {variant}; the current variant of captions is {current}"
         if model.get("commits_sha256") != Variant.open(data_dir, column=CAPTIONS).commits.digest.decode():
             return "the column captions has changed since; add its table again"
     return None
-
-
-def _weights(model: Mapping[str, Any]) -> str:
-    digest = model.get("weights_sha256")
-    name = str(model.get("weights", "unknown weights"))
-    return name if digest is None else f"{name} (SHA-256 {str(digest)[:8]})"
 
 
 _TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")
@@ -149,10 +148,10 @@ _LONGEST_MS = 1e15  # longer than any video
 
 
 def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
-    """Return the end of each video in seconds, float64[N]; +inf for those that have not been probed.
+    """Return the end of each video in seconds, float64[N]; +inf for videos that have not been probed.
 
     Args:
-        videos: schema.VIDEOS.
+        videos: Table with schema VIDEOS.
     """
     probes, is_known = probes_of(videos["path"], read_probes(data_dir, columns=["path", "end_s"]))
     ends_s = np.full(len(videos), np.inf)
@@ -161,12 +160,12 @@ def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
 
 
 def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None:
-    """Return a function of video row, start and end in seconds: whether there is a chunk at these times, bool[N].
+    """Return a function (video rows, start and end in seconds) -> True where a chunk has these times, bool[N].
 
     Return None if this is unknown: the current variant has no chunks yet, or damaged ones.
 
     Args:
-        videos: schema.VIDEOS.
+        videos: Table with schema VIDEOS.
     """
     name = current_variant(data_dir, VIDEO)
     if name is None:
@@ -192,7 +191,7 @@ def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.n
         times_ms = (np.minimum(times * 1000, _LONGEST_MS).astype(np.int64) for times in (begin_s, end_s))
         low, high = (moments.numbers(rows, times) for times in times_ms)
         # The last chunk that begins before the end of the caption; chunks of a video do not overlap.
-        found = np.searchsorted(begin, high) - 1
-        return (found >= 0) & (end[np.maximum(found, 0)] > low) if len(begin) else np.zeros(len(rows), bool)
+        last = np.searchsorted(begin, high) - 1
+        return (last >= 0) & (end[np.maximum(last, 0)] > low) if len(begin) else np.zeros(len(rows), bool)
 
     return has_chunk

@@ -7,15 +7,15 @@ uncertain whether the current variant is complete, all variants are kept.
 import errno
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.formatting import count_noun, on_one_line, size_text
 from clipmill.manifests.publish import parse_json, remove_all, rename, target_of, temporaries_in, temporary_path
 from clipmill.manifests.publish import remove as remove_file
 from clipmill.manifests.storage.mirrors import mirror_of
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from clipmill.manifests.storage.s3_requests import OpenUpload
     from clipmill.manifests.storage.working_copy import WorkingCopy
 
-
 _BATCH = 1000  # objects that S3 deletes with one request
 _LEFTOVER = "temporary file of a killed command"
 
@@ -61,7 +60,7 @@ class Item:
     path: Path
     size_bytes: int
     reason: str
-    variant: str | None = None  # set if the whole variant is removed
+    variant: str | None = None  # set if the complete variant is removed
     kind: str = ""  # files of one kind may be removed in any order
 
     @property
@@ -75,11 +74,11 @@ class Garbage:
     """Files that can be removed, and unknown files that are kept.
 
     Attributes:
-        items: files in the order in which they must be removed: a variant's commits before its tars, its recipe last.
-        folders: folders to remove if they are empty afterwards, innermost first; the folders of variants are not
+        items: Files in the order in which they must be removed: a variant's commits before its tars, its recipe last.
+        folders: Folders to remove if they are empty afterwards, innermost first; the folders of variants are not
             included.
-        unknown: files and folders that do not belong to the format.
-        kept_because: reason why all variants and shards of a column are kept, or one variant (`column/variant`).
+        unknown: Files and folders that do not belong to the format.
+        kept_because: Reason why all variants and shards of a column are kept, or a single variant (`column/variant`).
     """
 
     items: list[Item]
@@ -101,7 +100,7 @@ def find_garbage(data_dir: Path) -> Garbage:
     """Find garbage; call it while holding the locks of all columns and of the data folder itself (`folder_lock`).
 
     Raises:
-        UserError: a record is unreadable or of another version.
+        UserError: A record is unreadable or of another version.
     """
     garbage = Garbage([], [], {})
     _find_temporaries(data_dir, garbage)
@@ -114,6 +113,7 @@ def find_garbage(data_dir: Path) -> Garbage:
 def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> None:
     """Add the garbage of one column to `garbage`."""
     current = current_variant(data_dir, column.name)
+    # While the current variant cannot replace the others, they may hold the only good samples.
     reason = _reason_to_keep_all(data_dir, column, current)
     if reason is not None:
         garbage.kept_because[column.name] = reason
@@ -126,7 +126,9 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
         folder = variant_dir(data_dir, column.name, name)
         if name != current and (late := late_files(folder, column.name)):
             why, variant = "written by a late run, after the variant had been removed", f"{column.name}/{name}"
-            garbage.items.extend(Item(path, _size(path), why, variant=variant, kind=path.suffix) for path in late)
+            garbage.items.extend(
+                Item(path, path.lstat().st_size, why, variant=variant, kind=path.suffix) for path in late
+            )
             commits = folder / COMMITS_FOLDER
             garbage.folders.extend([*folders_in(folder), *folders_in(commits), commits, folder])
             continue
@@ -141,7 +143,7 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
             named = {path for file in stored for path in (file.tar, file.energon_index, file.index)}
             known, unknown = _sorted_files(folder, needed=named)
             stray = (Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2]))
-            garbage.items.extend(Item(path, _size(path), "not referenced by a commit") for path in stray)
+            garbage.items.extend(Item(path, path.lstat().st_size, "not referenced by a commit") for path in stray)
         elif lost := lost_samples(data_dir, column.name, variant=str(current), former=name):
             why = f"it has samples that the current variant lacks ({codes_line(lost)})"
             garbage.kept_because[f"{column.name}/{name}"] = why
@@ -149,9 +151,11 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
         else:
             known, unknown = _sorted_files(folder)
             why, variant = "not the current variant", f"{column.name}/{name}"
-            for kind, paths in known.items():
-                found = (Item(path, _size(path), why, variant=variant, kind=kind) for path in map(Path, paths))
-                garbage.items.extend(found)
+            garbage.items.extend(
+                Item(path, path.lstat().st_size, why, variant=variant, kind=kind)
+                for kind, paths in known.items()
+                for path in map(Path, paths)
+            )
             garbage.folders.extend([*folders_in(folder), *folders_in(folder / COMMITS_FOLDER)])
             garbage.folders.extend(folder / part for part in parts_of_variants())
         garbage.unknown.extend(map(Path, unknown))
@@ -161,7 +165,7 @@ def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda don
     """Remove the items and the folders that are then empty. If it is killed, the next call completes the removal.
 
     Args:
-        on_item: called with (items done, items to remove).
+        on_item: Function that is called with (items done, items to remove).
     """
     num_files, num_bytes, failed = 0, 0, []
     items = [item for item in garbage.items if not item.is_recipe]
@@ -177,14 +181,18 @@ def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda don
             num_files, num_bytes = num_files + 1, num_bytes + item.size_bytes
 
     num_seen = 0
-    for batch in _batches(items):
-        if _are_removed_at_once(batch):
-            num_files, num_bytes = num_files + len(batch), num_bytes + sum(item.size_bytes for item in batch)
-        else:
-            for item in batch:
-                attempt(item, partial(remove_file, item.path))
-        num_seen += len(batch)
-        on_item(num_seen, len(items))
+    for _, group in groupby(items, lambda item: (item.variant, item.kind)):
+        # The order within a batch does not matter: it is one request in a bucket.
+        while batch := list(islice(group, _BATCH)):
+            try:
+                remove_all([item.path for item in batch])
+            except OSError:  # one file cannot be removed
+                for item in batch:
+                    attempt(item, partial(remove_file, item.path))
+            else:
+                num_files, num_bytes = num_files + len(batch), num_bytes + sum(item.size_bytes for item in batch)
+            num_seen += len(batch)
+            on_item(num_seen, len(items))
     for folder in garbage.folders:
         try:
             folder.rmdir()
@@ -198,21 +206,6 @@ def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda don
         is_alone = set(folder.iterdir()) == {item.path}
         attempt(item, partial(_remove_variant, folder) if is_alone else partial(remove_file, item.path))
     return Removed(num_files, num_bytes, failed)
-
-
-def _batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    """Divide items into batches whose order within the batch does not matter: one request each, in a bucket."""
-    for _, group in groupby(items, lambda item: (item.variant, item.kind)):
-        while batch := list(islice(group, _BATCH)):
-            yield batch
-
-
-def _are_removed_at_once(batch: Sequence[Item]) -> bool:
-    try:
-        remove_all([item.path for item in batch])
-    except OSError:  # of one of them
-        return False
-    return True
 
 
 def _remove_variant(folder: Path) -> None:
@@ -256,7 +249,7 @@ def _sorted_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[s
     """Return the files of a variant by kind, in the order in which these can be removed, and the unknown files.
 
     Args:
-        needed: files that are left out, relative to the folder.
+        needed: Files to omit, relative to the folder.
     """
     # The list of commits is removed before the commits.
     known: dict[str, list[str]] = {"contents": [], "commit table": [], "commit": [], "data": [], "recipe": []}
@@ -295,7 +288,7 @@ def _sort_part(
     unknown: list[str],
     needed: Collection[str] = (),
 ) -> None:
-    """Sort the files in a folder of a variant, and those in the folders of commits."""
+    """Sort the files in a folder of a variant, and in the folders of commits."""
     for entry in _entries(folder):
         if f"{folder.name}/{entry.name}" in needed or _is_temporary(entry):
             continue
@@ -318,7 +311,7 @@ def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
     _add_temporaries(data_dir / LAYOUT_FOLDER, garbage)
     for column in columns():
         for folder in incomplete_variants(data_dir, column.name):
-            garbage.items.extend(Item(path, _size(path), _LEFTOVER) for path in sorted(folder.iterdir()))
+            garbage.items.extend(Item(path, path.lstat().st_size, _LEFTOVER) for path in sorted(folder.iterdir()))
             garbage.folders.append(folder)
         for name in list_variants(data_dir, column.name):
             folder = variant_dir(data_dir, column.name, name)
@@ -334,20 +327,16 @@ def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
                 _add_temporaries(part, garbage)
             for path in sorted((folder / RUNNING_FOLDER).glob("*")):
                 if RUNNING_FILE.fullmatch(path.name):
-                    garbage.items.append(Item(path, _size(path), _LEFTOVER))
+                    garbage.items.append(Item(path, path.lstat().st_size, _LEFTOVER))
             garbage.folders.append(folder / RUNNING_FOLDER)
 
 
 def _add_temporaries(folder: Path, garbage: Garbage, *, of: Callable[[str], bool] = lambda target: True) -> None:
-    garbage.items.extend(Item(path, _size(path), _LEFTOVER) for path in temporaries_in(folder, of=of))
+    garbage.items.extend(Item(path, path.lstat().st_size, _LEFTOVER) for path in temporaries_in(folder, of=of))
 
 
 def _is_temporary(entry: "os.DirEntry[str]") -> bool:
     return target_of(entry.name) is not None and entry.is_file(follow_symlinks=False)
-
-
-def _size(path: Path) -> int:
-    return path.lstat().st_size
 
 
 SHARD_FILE = re.compile(r"\d{6,}-[0-9a-f]{8}\.(tar|tar\.idx|index\.arrow)")
@@ -376,8 +365,8 @@ def is_variant(folder: Path) -> bool:
 def late_files(folder: Path, column: str) -> list[Path]:
     """Return the files that a run has written into the folder of a variant after `prep gc` had removed it.
 
-    They are commits, which have checksums, and then the files that these name. It is empty for the folder of a variant,
-    and if the folder holds anything else.
+    The files are commits, which have checksums, and then the files that these name. Return none for the folder of a
+    variant, and if the folder holds anything else.
     """
     if (folder / RECIPE_FILE).exists() or folder.is_symlink() or not (folder / COMMITS_FOLDER).is_dir():
         return []
@@ -385,12 +374,12 @@ def late_files(folder: Path, column: str) -> list[Path]:
     named = [commit_path(folder, commit.shard_id) for commit in commits]
     files = [commit.files for commit in commits if commit.files is not None]
     named += [folder / path for file in files for path in (file.tar, file.energon_index, file.index)]
-    found = {path for path in folder.rglob("*") if not path.is_dir()}
-    return [path for path in named if path in found] if found <= set(named) else []
+    present = {path for path in folder.rglob("*") if not path.is_dir()}
+    return [path for path in named if path in present] if present <= set(named) else []
 
 
 def is_at_home(folder: str, name: str) -> bool:
-    """Return True if `folder` is the one for the shard that the file is named after, if it is named after one."""
+    """Return True if a file is in the folder of the shard that it is named after, or is not named after a shard."""
     if not FOLDER.fullmatch(folder):
         return True
     number = re.match(r"\d+", name)
@@ -420,8 +409,8 @@ class BucketGarbage:
     """Uploads that can be aborted, and objects that are kept.
 
     Attributes:
-        foreign: keys that no file of the format can have.
-        unknown_because: why the uploads could not be listed, or None.
+        foreign: Keys that no file of the format can have.
+        unknown_because: Reason why the uploads could not be listed, or None.
     """
 
     uploads: Sequence["OpenUpload"] = ()
@@ -430,7 +419,10 @@ class BucketGarbage:
 
 
 def find_in_bucket(data_dir: Path) -> BucketGarbage:
-    """Find the uploads of killed commands; call it while holding the locks of all columns. Nothing if it is local."""
+    """Find the uploads of killed commands, none in a local folder; call it while holding the locks of all columns.
+
+    The parts of an upload that was begun and not completed take room, and no listing shows them.
+    """
     if (copy := _copy_of(data_dir)) is None:
         return BucketGarbage()
     foreign = copy.foreign_keys()
@@ -458,3 +450,60 @@ def _copy_of(data_dir: Path) -> "WorkingCopy | None":
 
     assert isinstance(mirror, WorkingCopy)
     return mirror
+
+
+def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removed | None, *, data_dir: Path) -> str:
+    """Return lines about removed files, with sizes (one line per variant), and about kept files, with reasons.
+
+    `removed` is None in a dry run.
+    """
+    verb = "to remove" if removed is None else "removed"
+    lines = []
+    for variant, items in groupby(garbage.items, key=lambda item: item.variant):
+        if variant is None:
+            lines += [
+                f"{verb:<11}{item.path.relative_to(data_dir)} ({size_text(item.size_bytes)}): {item.reason}"
+                for item in items
+            ]
+        else:
+            listed = list(items)
+            files, size = count_noun(len(listed), "file"), size_text(sum(item.size_bytes for item in listed))
+            lines.append(f"{verb:<11}{variant} ({files}, {size}): {listed[0].reason}")
+    lines += [
+        f"{verb:<11}{upload.key} (begun {upload.begun or 'at an unknown time'}): upload of a killed command"
+        for upload in in_bucket.uploads
+    ]
+    left = [*(str(path.relative_to(data_dir)) for path in garbage.unknown), *in_bucket.foreign]
+    lines += [f"{'left':<11}{on_one_line(name)}: not part of the format" for name in left]
+    if in_bucket.unknown_because is not None:
+        lines.append(f"{'kept':<11}unfinished uploads, which cannot be listed: {in_bucket.unknown_because}")
+    for name, why in garbage.kept_because.items():
+        lines.append(f"{'kept':<11}{name if '/' in name else f'all variants and shards of {name}'}: {why}")
+    if not (in_bucket.uploads or (garbage.items if removed is None else removed.num_files)):
+        lines.append("nothing to remove")
+    elif removed is None:
+        lines.append(f"{size_text(sum(item.size_bytes for item in garbage.items))} would be freed")
+    else:
+        lines.append(f"{size_text(removed.num_bytes)} freed")
+    return "\n".join(lines)
+
+
+def garbage_values(garbage: Garbage, in_bucket: BucketGarbage, removed: Removed | None) -> dict[str, Any]:
+    """Return the content of `garbage_text` as JSON values."""
+    return {
+        "dry_run": removed is None,
+        "items": [
+            {
+                "path": os.fspath(item.path),
+                "size_bytes": item.size_bytes,
+                "reason": item.reason,
+                "variant": item.variant,
+            }
+            for item in garbage.items
+        ],
+        "uploads": [upload.key for upload in in_bucket.uploads],
+        "unknown": [*map(os.fspath, garbage.unknown), *in_bucket.foreign],
+        "kept_because": garbage.kept_because,
+        "num_bytes": sum(item.size_bytes for item in garbage.items) if removed is None else removed.num_bytes,
+        "failed": [] if removed is None else [{"path": os.fspath(path), "why": why} for path, why in removed.failed],
+    }

@@ -1,5 +1,6 @@
-"""The reports of `prep inspect`: a shard set as a table, or one sample in detail."""
+"""The reports of `prep inspect`, on a shard set or one sample, and of `prep diff`, on two variants."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,17 +83,17 @@ def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: P
     """Return the report on one sample, written by its column or, by default, from its index row.
 
     Raises:
-        UserError: no readable shard contains the key, or the sample cannot be read.
+        UserError: No readable shard contains the key, or the sample cannot be read.
     """
     shard, number = find_sample(variant, key, column=column, data_dir=data_dir)
-    if (own_report := work_of(column).sample_report) is not None:
-        return own_report(shard, number, data_dir)
+    if (report := work_of(column).sample_report) is not None:
+        return report(shard, number, data_dir)
     members = {
         extension: dict(zip(("offset", "size"), shard.member_range(number, extension), strict=True))
         for extension in shard.extensions
     }
-    own = [name for name in shard.index.column_names if not any(name.startswith(f"{known}_") for known in members)]
-    fields = {name: shard.index[name][number].as_py() for name in own}
+    names = [name for name in shard.index.column_names if not any(name.startswith(f"{known}_") for known in members)]
+    fields = {name: shard.index[name][number].as_py() for name in names}
     fields |= work_of(column).sample_facts(data_dir, str(fields["key"]))
     lines = [f"tar       {shard.tar_path} ({shard.split})"]
     lines += [
@@ -100,22 +101,22 @@ def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: P
         for name, member in members.items()
     ]
     for name, value in fields.items():
-        text = str(_plain(value))
+        text = str(_json_value(value))
         lines.append(f"{name:<20}{text if len(text) <= _MAX_VALUE_CHARS else f'{text[:_MAX_VALUE_CHARS]}...'}")
     values = {
         "variant": variant.directory.name,
         "shard_id": shard.shard_id,
         "tar": str(shard.tar_path),
         "members": members,
-        **{name: _plain(value) for name, value in fields.items()},
+        **{name: _json_value(value) for name, value in fields.items()},
     }
     return Report("\n".join(lines), values)
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Convert an index value to JSON: bytes become hexadecimal digits."""
     if isinstance(value, list):
-        return [_plain(entry) for entry in value]
+        return [_json_value(entry) for entry in value]
     return value.hex() if isinstance(value, bytes) else value
 
 
@@ -123,10 +124,10 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
     """Return the shard and row of a sample.
 
     Args:
-        name: its key; or the beginning of its key or the file name of its video, if no other sample matches.
+        name: Key of the sample; or the beginning of the key or the file name of its video, if no other sample matches.
 
     Raises:
-        UserError: no sample matches, or several do; the hint lists them, or the nearest keys.
+        UserError: No sample matches, or several do; the hint lists them, or the nearest keys.
     """
     shards = [shard for shard in variant.shards() if is_readable(shard)]
     for shard in shards:
@@ -134,7 +135,21 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
         if row >= 0:
             return shard, row
     unread = len(variant.shards()) - len(shards) + len(variant.damaged)
-    matching = _matching(shards, name, data_dir=data_dir)
+    # No key is equal: the name may be the beginning of a key, or the file name of a video, in any case.
+    video_ids = pa.array([], pa.string())
+    with suppress(UserError):  # without a manifest, only keys are known
+        videos = read_videos(data_dir)
+        paths = pc.utf8_lower(videos["path"])
+        without_extension = pc.replace_substring_regex(paths, pattern=r"\.[^./]+$", replacement="")
+        pattern = f"/{name.lower().removeprefix('/')}"
+        is_named = pc.or_(*(pc.ends_with(names, pattern=pattern) for names in (paths, without_extension)))
+        video_ids = videos["video_id"].filter(is_named).combine_chunks()
+    matching: list[tuple[CommittedShard, int]] = []
+    for shard in shards:
+        matches = pc.starts_with(shard.index["key"], pattern=name, ignore_case=True)
+        if "video_id" in shard.index.column_names:
+            matches = pc.or_(matches, pc.is_in(shard.index["video_id"], value_set=video_ids))
+        matching += [(shard, row) for row in pc.indices_nonzero(matches).to_pylist()]
     if len(matching) == 1 and not unread:
         return matching[0]
     if unread:
@@ -144,72 +159,54 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
         more = f", and {len(keys) - _NUM_NEAREST:,} more" if len(keys) > _NUM_NEAREST else ""
         hint = f"matching keys: {', '.join(keys[:_NUM_NEAREST])}{more}"
     else:
-        hint = _nearest(shards, name)
+        hint = _nearest_keys(shards, name)
     raise UserError(f'no {column.sample} "{name}" in variant {variant.directory.name}', hint=hint)
 
 
-def _matching(shards: list[CommittedShard], name: str, *, data_dir: Path) -> list[tuple[CommittedShard, int]]:
-    """Return the shards and rows of the samples whose key begins so or whose video has this file name, in any case."""
-    video_ids = _videos_named(name, data_dir)
-    found = []
-    for shard in shards:
-        matches = pc.starts_with(shard.index["key"], pattern=name, ignore_case=True)
-        if "video_id" in shard.index.column_names:
-            matches = pc.or_(matches, pc.is_in(shard.index["video_id"], value_set=video_ids))
-        found += [(shard, row) for row in pc.indices_nonzero(matches).to_pylist()]
-    return found
-
-
-def _videos_named(name: str, data_dir: Path) -> pa.Array:
-    """Return the IDs of the videos with a file name, with or without extension."""
-    try:
-        videos = read_videos(data_dir)
-    except UserError:  # without a manifest, only keys are known
-        return pa.array([], pa.string())
-    paths = pc.utf8_lower(videos["path"])
-    with_or_without = (paths, pc.replace_substring_regex(paths, pattern=r"\.[^./]+$", replacement=""))
-    pattern = f"/{name.lower().removeprefix('/')}"
-    is_named = pc.or_(*(pc.ends_with(path, pattern=pattern) for path in with_or_without))
-    return videos["video_id"].filter(is_named).combine_chunks()
-
-
-def _nearest(shards: list[CommittedShard], key: str) -> str:
+def _nearest_keys(shards: list[CommittedShard], key: str) -> str:
     try:
         video_id, start_ms = split_key(key)
     except ValueError:
         video_id, start_ms = key, 0
-    found: list[tuple[int, str]] = []
+    starts: list[tuple[int, str]] = []
     for shard in shards:
         if "start_ms" not in shard.index.column_names:
             continue
         mine = shard.index.select(["video_id", "key", "start_ms"]).filter(pc.equal(shard.index["video_id"], video_id))
-        found += zip(mine["start_ms"].to_pylist(), mine["key"].to_pylist(), strict=True)
-    if found:
-        nearest = sorted(found, key=lambda entry: abs(entry[0] - start_ms))[:_NUM_NEAREST]
+        starts += zip(mine["start_ms"].to_pylist(), mine["key"].to_pylist(), strict=True)
+    if starts:
+        nearest = sorted(starts, key=lambda entry: abs(entry[0] - start_ms))[:_NUM_NEAREST]
         return f"nearest keys of this video: {', '.join(name for _, name in sorted(nearest))}"
     first = [shard.index["key"][0].as_py() for shard in shards[:_NUM_NEAREST]]
     return f"no video has this ID; keys look like {', '.join(first)}" if first else "there are no readable shards"
 
 
-_NUM_COMPARED = 16  # arrays, spread evenly over those that both variants have
+_NUM_COMPARED = 16  # arrays, spread evenly over the arrays that both variants have
 
 
 def variants_report(data_dir: Path, first: str, second: str) -> Report:
     """Return the report on two variants, each named as in prep status.
 
     Raises:
-        UserError: there is no such variant, or they are of different columns.
+        UserError: A variant does not exist, or they are of different columns.
     """
     column, other_column = (_column_of(data_dir, name) for name in (first, second))
     if column != other_column:
         raise UserError(
-            f"{first} is of the column {column}, and {second} of {other_column}", hint="give two of the same column"
+            f"{first} is of the column {column}, and {second} of {other_column}",
+            hint="give two variants of the same column",
         )
-    one, other = (Variant.open(data_dir, column=column, variant=name) for name in (first, second))
-    differences = recipe_differences(one.recipe, other.recipe)
-    keys = [_keys(variant) for variant in (one, other)]
+    variants = [Variant.open(data_dir, column=column, variant=name) for name in (first, second)]
+    differences = recipe_differences(variants[0].recipe, variants[1].recipe)
+    keys = [
+        pa.chunked_array([shard.index["key"].combine_chunks() for shard in variant.shards()], pa.string())
+        for variant in variants
+    ]
     num_common = len(pc.unique(keys[0].filter(pc.is_in(keys[0], value_set=keys[1]))))
-    sizes = [sum(files.tar_bytes for files in _files(variant)) for variant in (one, other)]
+    sizes = [
+        sum(commit.files.tar_bytes for commit in variant.commits.values() if commit.files is not None)
+        for variant in variants
+    ]
     values: dict[str, Any] = {
         "column": column,
         "changed_settings": differences,
@@ -220,26 +217,27 @@ def variants_report(data_dir: Path, first: str, second: str) -> Report:
     }
     lines = [f"column    {column}", *(f"setting   {difference}" for difference in differences)]
     lines += [
-        f"samples   {count_noun(len(keys[0]), 'sample')} and {len(keys[1]):,}, of which both have {num_common:,}",
+        f"samples   {count_noun(len(keys[0]), 'sample')} and {len(keys[1]):,}; both have {num_common:,}",
         f"size      {size_text(sizes[0])} and {size_text(sizes[1])}",
     ]
+    # Only columns of tensors have values that can be subtracted.
     if column in COLUMNS and any(".npy" in member for member in COLUMNS[column].members):
         arrays = [ColumnArrays.open(data_dir, column, variant=name) for name in (first, second)]
-        compared = _compared(arrays[0], arrays[1])
-        values["values"] = vars(compared)
-        lines.append(f"values    {compared}")
+        comparison = _compare_arrays(arrays[0], arrays[1])
+        values["values"] = vars(comparison)
+        lines.append(f"values    {comparison}")
     return Report("\n".join(lines), values)
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Arrays of two variants that were compared.
+class Comparison:
+    """Comparison of arrays of two variants.
 
     Attributes:
-        num_arrays: number of arrays that were compared.
-        num_other_shape: of further ones, those of different shapes.
-        largest, mean: absolute difference of two values; None if no array was compared.
-        deviation: standard deviation of the values of the first variant.
+        num_arrays: Number of compared arrays.
+        num_other_shape: Number of further arrays, which have different shapes.
+        largest, mean: Absolute difference of two values; None if no array was compared.
+        deviation: Standard deviation of the values of the first variant.
     """
 
     num_arrays: int
@@ -258,44 +256,39 @@ class Compared:
         )
 
 
-def _compared(first: ColumnArrays, second: ColumnArrays) -> Compared:
-    rows = [_rows_by_sample(arrays) for arrays in (first, second)]
-    common = [name for name in rows[0] if name in rows[1]]
+def _compare_arrays(first: ColumnArrays, second: ColumnArrays) -> Comparison:
+    rows: list[dict[tuple[Any, ...], int]] = []  # of the merged table, by video and, for a column of chunks, start
+    for arrays in (first, second):
+        entries, codes = arrays.rows.coded("video_id")
+        ids = pc.take(entries, pa.array(codes)).to_pylist()
+        names = ("start_ms",) if "start_ms" in arrays.rows.table.column_names else ()
+        others = (arrays.rows.table[name].to_pylist() for name in names)
+        rows.append({sample: row for row, sample in enumerate(zip(ids, *others, strict=True))})
+    common = [sample for sample in rows[0] if sample in rows[1]]
     chosen = [common[number * len(common) // _NUM_COMPARED] for number in range(_NUM_COMPARED)] if common else []
     num_other_shape = num_values = 0
     largest = total = squares = sum_of_values = 0.0
-    names = [*dict.fromkeys(chosen)]
-    for name in names:
-        one, other = (
-            _numbers(arrays, arrays.array(own[name])) for arrays, own in zip((first, second), rows, strict=True)
-        )
-        if one.shape != other.shape:
+    samples = [*dict.fromkeys(chosen)]
+    for sample in samples:
+        pair = []
+        for arrays, of_variant in zip((first, second), rows, strict=True):
+            array: NDArray[Any] = arrays.array(of_variant[sample])
+            if array.dtype == np.uint16:  # the bits of bfloat16
+                array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            pair.append(array.astype(np.float64))
+        numbers, others = pair
+        if numbers.shape != others.shape:
             num_other_shape += 1
             continue
-        difference = np.abs(one - other)
+        difference = np.abs(numbers - others)
         largest = max(largest, float(difference.max(initial=0)))
         total += float(difference.sum())
-        squares, sum_of_values = squares + float((one**2).sum()), sum_of_values + float(one.sum())
-        num_values += one.size
+        squares, sum_of_values = squares + float((numbers**2).sum()), sum_of_values + float(numbers.sum())
+        num_values += numbers.size
     if not num_values:
-        return Compared(0, num_other_shape, None, None, None)
+        return Comparison(0, num_other_shape, None, None, None)
     variance = max(0.0, squares / num_values - (sum_of_values / num_values) ** 2)
-    return Compared(len(names) - num_other_shape, num_other_shape, largest, total / num_values, variance**0.5)
-
-
-def _numbers(arrays: ColumnArrays, array: NDArray[Any]) -> NDArray[np.float64]:
-    if array.dtype == np.uint16:  # the bits of bfloat16
-        array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return array.astype(np.float64)
-
-
-def _rows_by_sample(arrays: ColumnArrays) -> dict[tuple[Any, ...], int]:
-    """Rows of the merged table by video and, for a column of chunks, start."""
-    entries, codes = arrays.rows.coded("video_id")
-    ids = pc.take(entries, pa.array(codes)).to_pylist()
-    names = ("start_ms",) if "start_ms" in arrays.rows.table.column_names else ()
-    others = (arrays.rows.table[name].to_pylist() for name in names)
-    return {sample: row for row, sample in enumerate(zip(ids, *others, strict=True))}
+    return Comparison(len(samples) - num_other_shape, num_other_shape, largest, total / num_values, variance**0.5)
 
 
 def _column_of(data_dir: Path, variant: str) -> str:
@@ -303,11 +296,3 @@ def _column_of(data_dir: Path, variant: str) -> str:
         if variant_dir(data_dir, column.name, variant).is_dir():
             return column.name
     raise UserError(f"{data_dir} has no variant {variant}", hint="see prep status and the folders of the columns")
-
-
-def _keys(variant: Variant) -> pa.ChunkedArray:
-    return pa.chunked_array([shard.index["key"].combine_chunks() for shard in variant.shards()], pa.string())
-
-
-def _files(variant: Variant) -> list[Any]:
-    return [commit.files for commit in variant.commits.values() if commit.files is not None]

@@ -1,4 +1,4 @@
-"""The status of a data folder, from its records alone: it takes seconds for a dataset of any size."""
+"""The status of a data folder, read from its records only: it takes seconds for a dataset of any size."""
 
 import os
 import shlex
@@ -38,7 +38,7 @@ from clipmill.prep.core.variants import WHERE, lost_samples, read_selection, sto
 from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import column_named, columns
 from clipmill.prep.sources.table import num_to_read, probes_of, read_probes
-from clipmill.prep.upkeep.caption_sources import CaptionsBeyond, CaptionSource, captions_beyond, read_caption_sources
+from clipmill.prep.upkeep.caption_sources import CaptionSource, captions_beyond, read_caption_sources
 from clipmill.prep.upkeep.garbage import late_files
 from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import current_variant, unfinished_variant, variant_dir
@@ -51,19 +51,19 @@ class VariantStatus:
     """Status of one variant of a column.
 
     Attributes:
-        num_shards: number of committed shards that hold samples. num_samples counts their samples: chunks, or videos
+        num_shards: Number of committed shards that hold samples. num_samples counts their samples: chunks, or videos
             for `text`.
-        hours: hours of video in the shards whose length is known; 0 for `text`.
+        hours: Hours of video in the shards whose length is known; 0 for `text`.
         failures: code -> number of spans, chunks or videos that failed, from the commits.
-        num_wanted: number of samples that the recipe requires; None if unknown.
-        where: condition on the samples that the last run wanted; None for all.
-        num_running: number of samples made so far in shards that are not committed yet; None if no worker is running.
-        num_missing: number of shards that a variant which is not current lacks; `ColumnStatus.to_make` has those of the
-            current one.
-        num_unread: number of shards that `hours` lacks: their index cannot be read since before the last run ended.
+        num_wanted: Number of samples that the recipe requires; None if unknown.
+        where: Condition on the samples that the last run selected; None for all.
+        num_running: Number of samples made so far in shards that are not committed yet; None if no worker is running.
+        num_missing: Number of shards that a variant which is not current lacks; `ColumnStatus.to_make` has the shards
+            of the current one.
+        num_unread: Number of shards that `hours` lacks, because their index cannot be read.
         lost: code -> number of failures that keep the variant from becoming the current one (`lost_samples`).
-        left_out: What its settings leave out, such as tails, in lines.
-        is_late: whether a late run has written it after `prep gc` had removed the variant (`late_files`).
+        left_out: Lines about what its settings omit, such as tails.
+        is_late: True if a late run has written it after `prep gc` had removed the variant (`late_files`).
     """
 
     name: str
@@ -89,13 +89,13 @@ class ColumnStatus:
 
     Attributes:
         problems: (shard id, "missing" or "corrupt", reason) for the current variant.
-        stale_because: why the current variant differs from what would be made now, or None.
-        to_make: state -> number of shards that the column's command would make, by what is known of the sources.
-        num_orphaned: number of shards that it would remove.
-        file_problems: why files of the current variant that are derived from its shards cannot be used.
-        failures_file: list of the last run's failures, if there were any.
-        first_failures: the first few failures of the current variant; for `video`, also of unusable sources.
-        written_by: the command that writes the column of a data folder in a bucket, or None.
+        stale_because: Reason why a run would make another variant now, or None.
+        to_make: state -> number of shards that the column's command would make, according to the last probes.
+        num_orphaned: Number of shards that it would remove.
+        file_problems: Problems of files of the current variant that are derived from its shards.
+        failures_file: List of the last run's failures, if there were any.
+        first_failures: First few failures of the current variant; for `video`, also of unusable sources.
+        written_by: Command that writes the column of a data folder in a bucket, or None.
     """
 
     column: str
@@ -110,7 +110,8 @@ class ColumnStatus:
     written_by: str | None = None
 
     @property
-    def current(self) -> VariantStatus | None:
+    def current_status(self) -> VariantStatus | None:
+        """Status of the current variant; None if no variant is current."""
         return next((variant for variant in self.variants if variant.is_current), None)
 
     def values(self) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class ColumnStatus:
             {"shard_id": shard_id, "state": state, "message": message} for shard_id, state, message in self.problems
         ]
         return {
-            "current": None if self.current is None else self.current.name,
+            "current": None if self.current_status is None else self.current_status.name,
             "variants": [asdict(variant) for variant in self.variants],
             "problems": problems,
             "stale_because": self.stale_because,
@@ -138,17 +139,18 @@ class VideosStatus:
 
     Attributes:
         unusable: code -> number of videos from which nothing can be made.
-        first_unusable: the first few of them.
-        lost: code -> number of videos that were usable before and cannot be read now; what was made from them is kept.
-        first_lost: the first few of them.
-        num_to_read: number of failed sources that a plan reads again: their failure may pass, or the file has changed.
-        num_with_audio: number of usable videos whose source has audio.
-        num_noted: number of videos with something that may surprise, such as HDR or several video tracks.
-        first_notes: what it is in the first few of them, by ID.
-        num_captions_beyond: captions that begin after the end of their video, among the probed ones; None if unknown.
-        num_captions_ending_beyond: the others that end more than a second after it, likewise.
-        first_captions_beyond: the first few of both.
-        caption_sources: None if the table of captions is damaged.
+        first_unusable: First few unusable videos.
+        lost: code -> number of videos that were usable before and cannot be read now; their samples are kept.
+        first_lost: First few lost videos.
+        num_to_read: Number of failed sources that a plan reads again: their failure may pass, or the file has changed.
+        num_with_audio: Number of usable videos whose source has audio.
+        num_noted: Number of videos with surprising properties, such as HDR or several video tracks.
+        first_notes: Notes of the first few of these videos, by ID.
+        num_captions_beyond: Number of captions that begin after the end of their video, among the probed ones; None if
+            unknown.
+        num_captions_ending_beyond: Number of other captions that end more than a second after it; None if unknown.
+        first_captions_beyond: First few captions of both kinds.
+        caption_sources: Sources of captions; None if the table of captions is damaged.
     """
 
     num_videos: int
@@ -171,11 +173,11 @@ class VideosStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """Everything that `prep status` reports; `columns` holds all columns, including those without variants.
+    """Everything that `prep status` reports; `columns` holds all columns, including columns without variants.
 
     Attributes:
-        leakage: None without scores.
-        damaged: errors of damaged records that the status itself can do without.
+        leakage: Leakage between splits; None without scores.
+        damaged: Errors of damaged records that the status can be read without.
     """
 
     data_dir: Path
@@ -202,20 +204,19 @@ def read_status(data_dir: Path) -> Status:
     """Read the status of the data folder.
 
     Raises:
-        UserError: a record is unreadable or of another version.
+        UserError: A record is unreadable or of another version.
     """
     is_written = has_manifest(data_dir)
     damaged: list[UserError] = []
     videos = _videos_status(data_dir, damaged) if is_written else None
-
-    def column_status(column: ColumnSpec) -> ColumnStatus:
-        unusable = videos.first_unusable if videos is not None and column.is_first else []
-        return _column_status(data_dir, column, damaged, unusable=unusable)
-
+    unusable = [] if videos is None else videos.first_unusable
     return Status(
         data_dir,
         videos=videos,
-        columns={column.name: column_status(column) for column in columns()},
+        columns={
+            column.name: _column_status(data_dir, column, damaged, unusable=unusable if column.is_first else [])
+            for column in columns()
+        },
         leakage=find_leakage(data_dir) if is_written else None,
         damaged=tuple(damaged),
     )
@@ -228,7 +229,13 @@ def _column_status(
     variants, status = [], ColumnStatus(column.name, first_failures=unusable)
     is_abandoned = has_stopped(data_dir, column=column.name)
     for opened in variants_of(data_dir, column.name):
-        name, pending = opened.directory.name, _pending(data_dir, column, opened)
+        name, pending = opened.directory.name, Pending()
+        try:
+            pending = work_of(column).pending(data_dir, opened)
+        except DamagedLayout:
+            raise
+        except UserError:
+            pass  # it is unknown what remains to be made
         if name == current:
             try:
                 _ = opened.recipe
@@ -247,59 +254,40 @@ def _column_status(
             )
         running = [] if is_abandoned else running_shards(opened.directory)
         lost = lost_samples(data_dir, column.name, variant=name, former=current) if name == unfinished else []
-        found = _variant_status(opened, pending, is_current=name == current, running=running)
-        variants.append(replace(found, lost=dict(Counter(failure.code for failure in lost).most_common())))
+        variant = _variant_status(opened, pending, is_current=name == current, running=running)
+        variants.append(replace(variant, lost=dict(Counter(failure.code for failure in lost).most_common())))
     variants.sort(key=lambda variant: not variant.is_current)
     return replace(status, variants=variants, written_by=writer_of(data_dir, column=column.name))
-
-
-def _pending(data_dir: Path, column: ColumnSpec, variant: Variant) -> Pending:
-    try:
-        return work_of(column).pending(data_dir, variant)
-    except DamagedLayout:
-        raise
-    except UserError:
-        return Pending()
 
 
 def _failures(variant: Variant) -> Iterator[Failure]:
     return (failure for commit in variant.commits.values() for failure in commit.failures)
 
 
-def _sources(data_dir: Path, damaged: list[UserError]) -> list[CaptionSource] | None:
-    try:
-        return read_caption_sources(data_dir)
-    except UserError as error:
-        damaged.append(error)
-        return None
-
-
-def _beyond(
-    data_dir: Path, video_ids: pa.ChunkedArray, ends_s: np.ndarray, damaged: list[UserError]
-) -> CaptionsBeyond | None:
-    try:
-        return captions_beyond(data_dir, video_ids=video_ids, end_s=ends_s)
-    except UserError as error:
-        damaged.append(error)
-    except (OSError, pa.ArrowException):
-        pass  # `_sources` names the damage
-    return None
-
-
 def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     videos = read_videos(data_dir, columns=["video_id", "path", "num_captions"])
-    columns = ["path", "size_bytes", "mtime_ns", "code", "message", "end_s", "num_audio", "notes"]
-    probes = read_probes(data_dir, paths=videos["path"], columns=columns)
+    names = ["path", "size_bytes", "mtime_ns", "code", "message", "end_s", "num_audio", "notes"]
+    probes = read_probes(data_dir, paths=videos["path"], columns=names)
     mine, is_known = probes_of(videos["path"], probes)
     ids = videos["video_id"] if is_known.all() else videos["video_id"].filter(pa.array(is_known))
     mine = mine.append_column("video_id", ids)
     ends_s = np.full(len(videos), np.inf)
     ends_s[is_known] = pc.fill_null(mine["end_s"], np.inf).to_numpy()
-    is_usable = pc.is_valid(mine["end_s"])  # as is its fingerprint, a gigabyte of ten million videos
+    is_usable = pc.is_valid(mine["end_s"])  # fingerprints tell the same, but ten million of them take a gigabyte
     unusable = mine.filter(pc.invert(is_usable))
     lost = mine.filter(pc.and_(is_usable, pc.is_valid(mine["code"])))
     noted = mine.filter(pc.fill_null(pc.not_equal(mine["notes"], ""), False))
-    sources, beyond = _sources(data_dir, damaged), _beyond(data_dir, videos["video_id"], ends_s, damaged)
+    sources, beyond = None, None
+    try:
+        sources = read_caption_sources(data_dir)
+    except UserError as error:
+        damaged.append(error)
+    try:
+        beyond = captions_beyond(data_dir, video_ids=videos["video_id"], end_s=ends_s)
+    except UserError as error:
+        damaged.append(error)
+    except (OSError, pa.ArrowException):
+        pass  # reading the sources names the damage
     return VideosStatus(
         num_videos=len(videos),
         num_captions=pc.sum(videos["num_captions"]).as_py() or 0,
@@ -333,6 +321,10 @@ def _variant_status(
     shards, length = variant.shards(), length_of(variant)
     codes = Counter(failure.code for failure in _failures(variant))
     done = sum(shard.num_done for shard in running if shard.shard_id not in variant.commits)
+    try:
+        where = read_selection(variant.directory).get(WHERE)
+    except UserError:
+        where = "unknown: the record is damaged"
     return VariantStatus(
         name=variant.directory.name,
         is_current=is_current,
@@ -343,19 +335,12 @@ def _variant_status(
         failures=dict(codes.most_common()),
         num_wanted=pending.num_wanted,
         num_running=done if running else None,
-        where=_where_of(variant),
+        where=where,
         num_missing=0 if is_current else len((pending.wanted_shards or frozenset()) - variant.commits.keys()),
         num_unread=length.num_unread,
         left_out=pending.left_out,
         is_late=not is_current and bool(late_files(variant.directory, variant.directory.parent.name)),
     )
-
-
-def _where_of(variant: Variant) -> str | None:
-    try:
-        return read_selection(variant.directory).get(WHERE)
-    except UserError:
-        return "unknown: the record is damaged"
 
 
 _MAX_LISTED = 20
@@ -369,7 +354,18 @@ def status_text(status: Status) -> str:
     for column in status.columns.values():
         lines += _column_lines(column, status.data_dir)
     lines += [] if status.leakage is None else status.leakage.lines()
-    lines += _failure_lines(status)
+    for column in status.columns.values():
+        is_first = column_named(column.column).is_first
+        failures = Counter(status.videos.unusable if status.videos is not None and is_first else {})
+        failures.update(column.current_status.failures if column.current_status is not None else {})
+        where = "" if is_first else f" of {column.column}"
+        lines += [f"failed    {count} x {code}{where}" for code, count in failures.most_common()]
+        lines += named_lines(
+            column.first_failures, num_all=failures.total(), listed=column.failures_file, indent=_INDENT
+        )
+        if column.current_status is not None and column.current_status.failures:
+            retry = shlex.join(retry_words(column_named(column.column), data=status.data_dir))
+            lines.append(f"{_INDENT}to try them again: {retry}")
     problems = [(name, problem) for name, column in status.columns.items() for problem in column.problems]
     for name, (shard_id, state, why) in problems[:_MAX_LISTED]:
         lines.append(f"{state:<10}{'' if column_named(name).is_first else f'{name} '}shard {shard_id:06d}: {why}")
@@ -382,16 +378,16 @@ def status_text(status: Status) -> str:
 
 def repair_command(status: Status) -> str:
     """Return the command that makes missing and damaged shards again, for the first column that has any."""
-    found = list(status.columns.values())
-    column = next((of for of in found if of.problems), found[0])
+    statuses = list(status.columns.values())
+    column = next((column for column in statuses if column.problems), statuses[0])
     return _command_of(column, status.data_dir)
 
 
 def _command_of(column: ColumnStatus, data_dir: Path) -> str:
-    """Return the command that reproduces the current variant's recipe; the first variant's if none is current."""
+    """Return the command that reproduces the recipe of the current variant, or of the first one if none is current."""
     spec = column_named(column.column)
-    variant = column.current or next(iter(column.variants), None)
-    if column.current is None and (deleted := current_variant(data_dir, column.column)) is not None:
+    variant = column.current_status or next(iter(column.variants), None)
+    if column.current_status is None and (deleted := current_variant(data_dir, column.column)) is not None:
         return f"prep {spec.command} with the settings of {deleted} (its folder is missing)"
     if variant is None:
         length = " --len 15s" if spec.is_first else ""
@@ -426,13 +422,23 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
         lines.append(f"{_INDENT}{count:,} {begin} after the end of the video: not used in training")
     if count := videos.num_captions_ending_beyond:
         end = "ends" if count == 1 else "end"
-        said = (
-            f"{count:,} {end} more than a second after the end of the video: used up to it; are all times in seconds?"
-        )
-        lines.append(f"{_INDENT}{said}")
+        late = f"{count:,} {end} more than a second after the end of the video"
+        lines.append(f"{_INDENT}{late}: used up to it; are all times in seconds?")
     num_beyond = (videos.num_captions_beyond or 0) + (videos.num_captions_ending_beyond or 0)
     lines += named_lines(videos.first_captions_beyond, num_all=num_beyond, listed=None, indent=f"{_INDENT}  ")
-    lines += _source_lines(videos.caption_sources)
+    sources = videos.caption_sources
+    if sources is None:
+        lines.append(f"{_INDENT}their table is damaged")
+    elif len(sources) > 1 or any(source.is_further for source in sources):
+        for source in sources[:_MAX_LISTED]:
+            by = f", by {', '.join(source.weights)}" if source.weights else ""
+            lines.append(f"{_INDENT}{on_one_line(f'{source.name}: {source.num_captions:,}{by}')}")
+            if is_of_model(source.name):
+                lines.append(f"{_INDENT}  used in training only if --captions.sources names it")
+            if source.stale_because is not None:
+                lines.append(f"{_INDENT}  stale: {on_one_line(source.stale_because)}")
+        if len(sources) > _MAX_LISTED:
+            lines.append(f"{_INDENT}... and {count_noun(len(sources) - _MAX_LISTED, 'more source')}")
     lines += note_lines(videos.first_notes, num_all=videos.num_noted, indent=len(_INDENT))
     for code, count in videos.lost.items():
         lines.append(
@@ -441,41 +447,36 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
     return [*lines, *named_lines(videos.first_lost, num_all=sum(videos.lost.values()), listed=None, indent=_INDENT)]
 
 
-def _source_lines(sources: list[CaptionSource] | None) -> list[str]:
-    """Return the number of captions of each source, if there are several; None stands for a damaged table."""
-    if sources is None:
-        return [f"{_INDENT}their table is damaged"]
-    if len(sources) < 2 and not any(source.is_further for source in sources):
-        return []
-    lines = []
-    for source in sources[:_MAX_LISTED]:
-        by = f", by {', '.join(source.weights)}" if source.weights else ""
-        lines.append(f"{_INDENT}{on_one_line(f'{source.name}: {source.num_captions:,}{by}')}")
-        if is_of_model(source.name):
-            lines.append(f"{_INDENT}  used in training only if --captions.sources names it")
-        if source.stale_because is not None:
-            lines.append(f"{_INDENT}  stale: {on_one_line(source.stale_because)}")
-    if len(sources) > _MAX_LISTED:
-        lines.append(f"{_INDENT}... and {count_noun(len(sources) - _MAX_LISTED, 'more source')}")
-    return lines
-
-
 def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
     lines, again = [], ""
     if column.written_by is None and not any(variant.num_running is not None for variant in column.variants):
         again = f": {_command_of(column, data_dir)}"
+    spec, place = column_named(column.column), "on disk" if mirror_of(data_dir) is None else "in the bucket"
     for variant in column.variants:
-        lines += _variant_lines(
-            column.column, variant, place="on disk" if mirror_of(data_dir) is None else "in the bucket"
-        )
+        hours = f" {length_text(3600 * variant.hours, num_unread=variant.num_unread)}," if spec.has_hours else ""
+        total = f"{count_noun(variant.num_samples, spec.sample)} in {count_noun(variant.num_shards, 'shard')}"
+        lines += [
+            f"{column.column:<9} {variant.name}{' (current)' if variant.is_current else ''}",
+            f"{_INDENT}{total},{hours} {size_text(variant.size_bytes)} {place}",
+        ]
+        if variant.where is not None:
+            lines.append(f"{_INDENT}selected by --where {shlex.quote(variant.where)}")
+        lines += [f"{_INDENT}{'  ' if number else 'left out: '}{line}" for number, line in enumerate(variant.left_out)]
+        if variant.num_running is not None:
+            done = variant.num_samples + variant.num_running
+            progress = f"{count_noun(done, spec.sample)} so far"
+            if variant.num_wanted:
+                share = min(done / variant.num_wanted, 1)
+                progress = f"{done:,} of {count_noun(variant.num_wanted, spec.sample)} ({share:.0%})"
+            lines.append(f"{_INDENT}in progress: {progress}")
         if variant.num_missing and variant.num_running is None and column.written_by is None:
             command = _command_of_variant(column.column, variant.name, data_dir)
             lines.append(f"{_INDENT}incomplete: {count_noun(variant.num_missing, 'shard')} not made yet: {command}")
         if variant.is_late:
             lines.append(f"{_INDENT}written by a late run, after the variant had been removed: `prep gc` removes it")
-        if variant.lost and variant.num_running is None and column.current is not None:
+        if variant.lost and variant.num_running is None and column.current_status is not None:
             codes = ", ".join(f"{count} x {code}" for code, count in variant.lost.items())
-            lines.append(f"{_INDENT}not current: {column.current.name} has samples that it lacks ({codes})")
+            lines.append(f"{_INDENT}not current: {column.current_status.name} has samples that it lacks ({codes})")
         if variant.is_current and column.stale_because is not None:
             lines.append(f"{_INDENT}stale: {column.stale_because}{again}")
         if variant.is_current and column.to_make:
@@ -488,75 +489,32 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
     if column.written_by is not None:
         label = "" if column.variants else column.column
         lines.append(f"{label:<10}in progress: written by {column.written_by}")
-    if column.current is None and column.variants:
+    if column.current_status is None and column.variants:
         lines.append(f"{_INDENT}no variant is current")
     return lines
 
 
-def _variant_lines(column: str, variant: VariantStatus, *, place: str) -> list[str]:
-    spec = column_named(column)
-    hours = f" {length_text(3600 * variant.hours, num_unread=variant.num_unread)}," if spec.has_hours else ""
-    total = f"{count_noun(variant.num_samples, spec.sample)} in {count_noun(variant.num_shards, 'shard')}"
-    lines = [
-        f"{column:<9} {variant.name}{' (current)' if variant.is_current else ''}",
-        f"{_INDENT}{total},{hours} {size_text(variant.size_bytes)} {place}",
-    ]
-    if variant.where is not None:
-        lines.append(f"{_INDENT}selected by --where {shlex.quote(variant.where)}")
-    lines += [f"{_INDENT}{'  ' if number else 'left out: '}{line}" for number, line in enumerate(variant.left_out)]
-    if variant.num_running is not None:
-        done = variant.num_samples + variant.num_running
-        if variant.num_wanted:
-            share = min(done / variant.num_wanted, 1)
-            lines.append(
-                f"{_INDENT}in progress: {done:,} of {count_noun(variant.num_wanted, spec.sample)} ({share:.0%})"
-            )
-        else:
-            lines.append(f"{_INDENT}in progress: {count_noun(done, spec.sample)} so far")
-    return lines
-
-
-def _failure_lines(status: Status) -> list[str]:
-    lines = []
-    for column in status.columns.values():
-        is_first = column_named(column.column).is_first
-        failures = Counter(status.videos.unusable if status.videos is not None and is_first else {})
-        failures.update(column.current.failures if column.current is not None else {})
-        where = "" if is_first else f" of {column.column}"
-        lines += [f"failed    {count} x {code}{where}" for code, count in failures.most_common()]
-        lines += named_lines(
-            column.first_failures, num_all=failures.total(), listed=column.failures_file, indent=_INDENT
-        )
-        if column.current is not None and column.current.failures:
-            retry = shlex.join(retry_words(column_named(column.column), data=status.data_dir))
-            lines.append(f"{_INDENT}to try them again: {retry}")
-    return lines
-
-
-def _is_behind(column: ColumnStatus) -> bool:
-    """Return True if the command of a column has something to repair or to try again."""
-    failures = column.current.failures if column.current is not None else {}
-    is_incomplete = column.problems or column.stale_because or column.to_make or column.file_problems
-    return bool(is_incomplete or column.num_orphaned or TRANSIENT.intersection(failures))
-
-
 def _next_step(status: Status) -> str | None:
-    columns = status.columns.values()
+    """Return the command to run next; None while a command runs or a record is damaged."""
+    statuses = status.columns.values()
     if status.damaged:
         return None  # each error has its hint
-    if any(column.written_by or variant.num_running is not None for column in columns for variant in column.variants):
+    if any(column.written_by or variant.num_running is not None for column in statuses for variant in column.variants):
         return None
-    first = next(iter(columns))
+    first = next(iter(statuses))
     if status.videos is None and not first.variants:
         return f"prep manifest folder VIDEOS --data {shlex.quote(str(status.data_dir))}"
-    if first.current is None or not first.current.num_samples:
+    if first.current_status is None or not first.current_status.num_samples:
         return _command_of(first, status.data_dir)
     videos = status.videos
     if videos is not None and (videos.num_not_probed or videos.num_to_read):
         return _command_of(first, status.data_dir)
-    behind = (column for column in columns if _is_behind(column))
-    repair = next((_command_of(column, status.data_dir) for column in behind), None)
-    unfinished = (column for column in columns if any(variant.lost for variant in column.variants))
-    for column in unfinished if repair is None else ():
-        repair = shlex.join(retry_words(column_named(column.column), data=status.data_dir))
-    return repair or shlex.join(work_of(column_named(first.column)).next_command(status.data_dir)) or None
+    for column in statuses:
+        failures = column.current_status.failures if column.current_status is not None else {}
+        is_incomplete = column.problems or column.stale_because or column.to_make or column.file_problems
+        if is_incomplete or column.num_orphaned or TRANSIENT.intersection(failures):
+            return _command_of(column, status.data_dir)
+    unfinished = [column for column in statuses if any(variant.lost for variant in column.variants)]
+    if unfinished:
+        return shlex.join(retry_words(column_named(unfinished[-1].column), data=status.data_dir))
+    return shlex.join(work_of(column_named(first.column)).next_command(status.data_dir)) or None

@@ -1,4 +1,4 @@
-"""Verification of a variant: every byte of the committed shards and, on request, every frame or number of the samples.
+"""`prep verify`: every byte of the shards and records and, on request, every frame or number of the samples.
 
 Damage found here has to be repaired by the next run, which checks only sizes and modification times
 (clipmill.shards.verify.quick_check). A damaged file that would pass that check is therefore marked by making it newer
@@ -7,18 +7,18 @@ than its commit.
 
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 from clipmill.manifests.caption_spans import open_stored_captions
-from clipmill.manifests.errors import Inaccessible, UserError, first_line
+from clipmill.manifests.errors import FOLDER_IN_PLACE, Inaccessible, UserError, first_line
+from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.manifests.plugins import import_object
 from clipmill.manifests.schema import MANIFEST_FILE
 from clipmill.manifests.storage.mirrors import file_state, local_copy, mirror_of, set_modified_time
@@ -69,14 +69,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was checked and what was found.
+    """Result of a verification.
 
     Attributes:
-        num_deep: number of frames decoded, or of array rows checked.
-        findings: differences from the committed bytes, in shard order.
-        unseen: ids of damaged shards that could not be marked, so that the next run would not notice the damage.
-        deep_findings: problems of samples whose bytes match the commit.
-        inaccessible: shards that a bucket does not give now; nothing is known about them.
+        num_deep: Number of decoded frames or checked array rows.
+        findings: Differences from the committed bytes, in shard order.
+        unseen: Ids of damaged shards that could not be marked, so that the next run would not notice the damage.
+        deep_findings: Problems of samples whose bytes match the commit.
+        inaccessible: Shards that a bucket does not deliver now; nothing is known about them.
     """
 
     variant: str
@@ -128,30 +128,38 @@ def verify_variant(
     """Read every byte of the committed shards; with `deep`, also check every sample of the undamaged shards.
 
     Args:
-        num_workers: number of shards checked in parallel: by threads that read, by processes that decode.
-        on_shard: called with (shards read, number of shards).
-        on_deep_shard: called likewise during the deep check.
+        num_workers: Number of shards to check in parallel: by threads that read, by processes that decode.
+        on_shard: Function that is called with (shards read, number of shards).
+        on_deep_shard: Function that is called with the same values during the deep check.
     """
     problems = {damaged.shard_id: [damaged] for damaged in map(damaged_commit, variant.damaged)}
     refused: dict[int, Finding] = {}
-    for done, (commit, outcome) in enumerate(_verify_bytes(variant, num_threads=num_workers), 1):
-        on_shard(done, len(variant.commits))
-        if isinstance(outcome, Inaccessible):
-            refused[commit.shard_id] = Finding(commit.shard_id, None, _INACCESSIBLE, str(outcome))
-        elif outcome:
-            problems[commit.shard_id] = outcome
+    with ThreadPoolExecutor(num_workers) as pool:
+        running = {
+            pool.submit(_verify_commit, variant.directory, commit): commit for commit in variant.commits.values()
+        }
+        try:
+            for done, future in enumerate(as_completed(running), 1):
+                on_shard(done, len(variant.commits))
+                shard_id, outcome = running[future].shard_id, future.result()
+                if isinstance(outcome, Inaccessible):
+                    refused[shard_id] = Finding(shard_id, None, _INACCESSIBLE, str(outcome))
+                elif outcome:
+                    problems[shard_id] = outcome
+        finally:
+            pool.shutdown(cancel_futures=True)  # an interrupted command does not read the rest
     unseen = [
         shard_id
         for shard_id, of_shard in problems.items()
         if (commit_of := variant.commits.get(shard_id)) and not mark(variant.directory, commit_of, of_shard)
     ]
     tried = problems.keys() | refused.keys()
-    whole = [commit for shard_id, commit in variant.commits.items() if shard_id not in tried and commit.files]
+    intact = [commit for shard_id, commit in variant.commits.items() if shard_id not in tried and commit.files]
     results = []
     if deep:
-        for result in _check_deep(variant, whole, column=column, num_workers=num_workers):
+        for result in _check_deep(variant, intact, column=column, num_workers=num_workers):
             results.append(result)
-            on_deep_shard(len(results), len(whole))
+            on_deep_shard(len(results), len(intact))
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
     deep_findings = [
         Finding(result.shard_id, key, code, message)
@@ -186,8 +194,8 @@ def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
     if commit.files is None:
         return True
     is_index = all(problem.code in _INDEX_CODES for problem in problems)
-    # The quick check reads again files that are newer than their commit. A flipped bit does not change the modification
-    # time by itself, and neither does copying a file with its times preserved.
+    # The quick check reads files again that are newer than their commit. A flipped bit does not change the modification
+    # time, and neither does copying a file with its times preserved.
     with suppress(OSError, Inaccessible):
         if quick_check(folder, commit):
             return True
@@ -200,20 +208,10 @@ def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
     return False
 
 
-def _verify_bytes(variant: Variant, *, num_threads: int) -> Iterator[tuple[Commit, list[Problem] | Inaccessible]]:
-    with ThreadPoolExecutor(num_threads) as pool:
-        running = {pool.submit(_verify_one, variant.directory, commit): commit for commit in variant.commits.values()}
-        try:
-            for future in as_completed(running):
-                yield running[future], future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _verify_one(variant_dir: Path, commit: Commit) -> list[Problem] | Inaccessible:
+def _verify_commit(folder: Path, commit: Commit) -> list[Problem] | Inaccessible:
     try:
-        # The commit may come from the table of commits.
-        return check_record(variant_dir, commit) or verify_shard(variant_dir, commit)
+        # The commit may come from the table of commits, so its record is checked too.
+        return check_record(folder, commit) or verify_shard(folder, commit)
     except Inaccessible as error:
         return error
 
@@ -241,11 +239,20 @@ def check_deep(task: DeepTask) -> DeepResult:
     num_checked, key = 0, None
     try:
         check_sample = import_object(task.check)
-        for row, members in _samples(task):
-            key = row["key"]
-            checked: CheckedSample = check_sample(row, members, task.commit.split)
-            num_checked += checked.num_checked
-            findings += [(key, str(code), message) for code, message in checked.differences]
+        if task.commit.files is None:
+            return DeepResult(task.commit.shard_id, 0, ())
+        table = open_index(task.variant_dir / task.commit.files.index)
+        path = task.variant_dir / task.commit.files.tar
+        with local_copy(path), path.open("rb") as tar:
+            for number in range(table.num_rows):
+                row = {name: table[name][number].as_py() for name in table.column_names}
+                key, members = row["key"], {}
+                for extension in extensions_of(table):
+                    tar.seek(row[f"{extension}_offset"])
+                    members[extension] = tar.read(row[f"{extension}_size"])
+                checked: CheckedSample = check_sample(row, members, task.commit.split)
+                num_checked += checked.num_checked
+                findings += [(key, str(code), message) for code, message in checked.differences]
     except (Damaged, OSError) as error:
         findings.append((None, str(DeepCode.UNREADABLE), str(error)))
     except Inaccessible as error:
@@ -253,22 +260,6 @@ def check_deep(task: DeepTask) -> DeepResult:
     except Exception as error:  # noqa: BLE001 - of any kind, as it may be the code of others
         findings.append((key, str(DeepCode.CHECK_FAILED), f"{task.check}: {type(error).__name__}: {first_line(error)}"))
     return DeepResult(task.commit.shard_id, num_checked, tuple(findings))
-
-
-def _samples(task: DeepTask) -> Iterator[tuple[dict[str, Any], dict[str, bytes]]]:
-    """Yield each sample's index row and its members."""
-    if task.commit.files is None:
-        return
-    table = open_index(task.variant_dir / task.commit.files.index)
-    path = task.variant_dir / task.commit.files.tar
-    with local_copy(path), path.open("rb") as tar:
-        for number in range(table.num_rows):
-            row = {name: table[name][number].as_py() for name in table.column_names}
-            members = {}
-            for extension in extensions_of(table):
-                tar.seek(row[f"{extension}_offset"])
-                members[extension] = tar.read(row[f"{extension}_size"])
-            yield row, members
 
 
 @dataclass(frozen=True)
@@ -281,46 +272,40 @@ class RecordFinding:
 
 
 def check_folder_records(data_dir: Path) -> list[RecordFinding]:
-    """Read all records of the data folder as a whole, and verify the checksums of those that have one."""
-    return [
-        *_manifest(data_dir),
-        *_probes(data_dir),
-        *_shots(data_dir),
-        *_dataset(data_dir),
-        *_layouts(data_dir),
-    ]
+    """Read all records of the data folder that belong to no single variant, and verify their checksums."""
+    return [*_manifest(data_dir), *_tables(data_dir), *_dataset(data_dir), *_layouts(data_dir)]
 
 
 def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Path) -> list[RecordFinding]:
     """Check the records of one variant: its recipe, its list of commits, its lists of shards and its bank."""
     folder = variant.directory
     again = f"prep {column.command} with the settings of {folder.name}"
-    found = []
+    problems = []
     try:
         recipe = variant.recipe
     except UserError as error:
-        found.append((folder / RECIPE_FILE, str(error)))
+        problems.append((folder / RECIPE_FILE, str(error)))
     else:
         if not folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}"):
-            found.append((folder / RECIPE_FILE, "the recipe does not match the fingerprint in the folder name"))
+            problems.append((folder / RECIPE_FILE, "the recipe does not match the fingerprint in the folder name"))
         else:
             with suppress(UserError):  # the recipe is of another version, so its command is unknown
                 again = column.command_line(stored_request(variant), data_dir=data_dir)
     try:
         read_selection(folder)
     except UserError as error:
-        found.append((folder / SELECTION_FILE, str(error)))
+        problems.append((folder / SELECTION_FILE, str(error)))
     if variant.contents_damage is not None:
-        found.append((variant.contents_damage.path, str(variant.contents_damage)))
-    found += [(damage.path, str(damage)) for damage in damaged_lists(folder, variant.commits)]
+        problems.append((variant.contents_damage.path, str(variant.contents_damage)))
+    problems += [(damage.path, str(damage)) for damage in damaged_lists(folder, variant.commits)]
     for extra in work_of(column).extra_folders:
         for path in sorted((folder / extra.name).iterdir()) if (folder / extra.name).is_dir() else ():
             if extra.file_names.fullmatch(path.name) and not extra.is_whole(path):
-                found.append((path, "its content does not match the hash in the file name"))
+                problems.append((path, "its content does not match the hash in the file name"))
     for file in work_of(column).extra_files:
         if (problem := file.problem(variant)) is not None:
-            found.append((folder / file.name, problem))
-    return [RecordFinding(str(path), message, again) for path, message in found]
+            problems.append((folder / file.name, problem))
+    return [RecordFinding(str(path), message, again) for path, message in problems]
 
 
 def _manifest(data_dir: Path) -> Iterator[RecordFinding]:
@@ -348,27 +333,23 @@ def _read_captions(data_dir: Path) -> None:
             raise UserError(f"the captions cannot be read: {error}") from error
 
 
-def _probes(data_dir: Path) -> Iterator[RecordFinding]:
-    try:
-        read_table_file(data_dir / PROBES_FILE, schema=PROBES)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError) as error:
-        message = f"{error}; until it is repaired, all sources are probed again"
-        yield RecordFinding(str(data_dir / PROBES_FILE), message, _with_data("prep plan", data_dir))
-
-
-def _shots(data_dir: Path) -> Iterator[RecordFinding]:
-    try:
-        read_table_file(data_dir / SHOTS_FILE, schema=SHOTS)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError) as error:
-        detecting = f"prep {command_for(VIDEO)} --cut shots"
-        message = f"{error}; until it is repaired, shots are detected again by `{detecting}`"
-        again = _command_of(data_dir, column_named(VIDEO), lambda stored: stored.get("cut") == "shots")
-        repair = again or f"{detecting} with the same settings as before"
-        yield RecordFinding(str(data_dir / SHOTS_FILE), message, repair)
+def _tables(data_dir: Path) -> Iterator[RecordFinding]:
+    """Check the tables of probes and shots; a missing table is made again when it is needed."""
+    for path, schema in ((data_dir / PROBES_FILE, PROBES), (data_dir / SHOTS_FILE, SHOTS)):
+        try:
+            read_table_file(path, schema=schema)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            if schema is PROBES:
+                message = f"{error}; until it is repaired, all sources are probed again"
+                repair = f"prep plan --data {shlex.quote(str(data_dir))}"
+            else:
+                detecting = f"prep {command_for(VIDEO)} --cut shots"
+                message = f"{error}; until it is repaired, shots are detected again by `{detecting}`"
+                again = _command_of(data_dir, column_named(VIDEO), lambda stored: stored.get("cut") == "shots")
+                repair = again or f"{detecting} with the same settings as before"
+            yield RecordFinding(str(path), message, repair)
 
 
 def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
@@ -384,7 +365,7 @@ def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
             folder = variant_dir(data_dir, column.name, name)
             if name != current_variant(data_dir, column.name) and late_files(folder, column.name):
                 message = "commits of a late run, written after the variant had been removed"
-                yield RecordFinding(str(folder), message, _with_data("prep gc", data_dir))
+                yield RecordFinding(str(folder), message, f"prep gc --data {shlex.quote(str(data_dir))}")
     if missing:
         commands = ", ".join(f"prep {column.command}" for column in missing)
         names = ", ".join(column.name for column in missing)
@@ -399,22 +380,17 @@ def _layouts(data_dir: Path) -> Iterator[RecordFinding]:
             read_layout(path)
         except (DamagedLayout, OSError) as error:
             yield RecordFinding(str(path), str(error), _layout_repair(path, data_dir))
-    for path in _needed_layouts(data_dir):
+    used = set()
+    for column in columns():
+        for variant in variants_of(data_dir, column.name):
+            # A damaged recipe is reported separately; otherwise it is of another version, or the column is unusable.
+            with suppress(UserError):
+                if (name := work_of(column).layout_file(variant.recipe)) is not None and variant.commits:
+                    used.add(data_dir / LAYOUT_FOLDER / name)
+    for path in used:
         if not path.exists():
             message = "the layout is missing, but shards depend on it"
             yield RecordFinding(str(path), message, _layout_repair(path, data_dir))
-
-
-def _needed_layouts(data_dir: Path) -> set[Path]:
-    """Return the layouts used by committed shards."""
-    needed = set()
-    for column in columns():
-        for variant in variants_of(data_dir, column.name):
-            # A damaged recipe has a finding of its own; otherwise it is of another version, or the column is unusable.
-            with suppress(UserError):
-                if (name := work_of(column).layout_file(variant.recipe)) is not None and variant.commits:
-                    needed.add(data_dir / LAYOUT_FOLDER / name)
-    return needed
 
 
 def _layout_repair(path: Path, data_dir: Path) -> str:
@@ -426,18 +402,73 @@ def _layout_repair(path: Path, data_dir: Path) -> str:
     return again or f"prep {command_for(owner)} with the same settings as before"
 
 
-def _command_of(data_dir: Path, column: ColumnSpec, is_wanted: Callable[[Stored], bool]) -> str | None:
-    """Return the command of a variant with a wanted recipe, of the current one if possible; None if there is none."""
+def _command_of(data_dir: Path, column: ColumnSpec, matches: Callable[[Stored], bool]) -> str | None:
+    """Return the command of a variant whose recipe matches, of the current one if possible; None if none matches."""
     current = None
-    with suppress(UserError):  # a damaged dataset.json has a finding of its own
+    with suppress(UserError):  # a damaged dataset.json is reported separately
         current = current_variant(data_dir, column.name)
     for name in sorted(list_variants(data_dir, column.name), key=lambda name: name != current):
         with suppress(UserError):  # its recipe is unreadable or of another version
             stored = stored_request(Variant(variant_dir(data_dir, column.name, name)))
-            if is_wanted(stored):
+            if matches(stored):
                 return column.command_line(stored, data_dir=data_dir)
     return None
 
 
-def _with_data(command: str, data_dir: Path) -> str:
-    return f"{command} --data {shlex.quote(str(data_dir))}"
+def verified_text(verified: Verified, *, column: ColumnSpec, max_findings: int) -> str:
+    """Return the findings, one per line, and a summary of what was checked."""
+    listed = [*verified.findings, *verified.deep_findings, *verified.inaccessible]
+    lines = [
+        f"shard {finding.shard_id:06d}  {finding.code}  {finding.key or '-'}  "
+        f"{finding.message.removeprefix(f'{finding.key}: ')}"
+        for finding in listed[:max_findings]
+    ]
+    if len(listed) > max_findings:
+        lines.append(f"... and {len(listed) - max_findings:,} more; use --json for the full list")
+    total = f"{count_noun(verified.num_samples, column.sample)} in {count_noun(verified.num_shards, 'shard')}"
+    deep = f", {count_noun(verified.num_deep, column.checked_noun)}" if verified.num_deep else ""
+    state = "damaged" if verified.num_damaged else "not read completely" if verified.inaccessible else "OK"
+    lines.append(f"{column.name} {verified.variant}: {total}, {size_text(verified.num_bytes)} read{deep}: {state}")
+    if not verified.num_shards and not verified.num_problems:
+        lines[-1] += "; no shard is made yet, and prep status shows what is to be made"
+    return "\n".join(lines)
+
+
+def repairs_text(records: list[RecordFinding]) -> list[str]:
+    """Return the commands that repair the damaged records, without duplicates."""
+    if not records:
+        return []
+    commands = dict.fromkeys(record.repair for record in records)
+    repair = repair_text("; ".join(commands), (record.message for record in records))
+    return [f"{count_noun(len(records), 'missing or damaged record')}; {repair}"]
+
+
+def repair_text(command: str, messages: Iterable[str]) -> str:
+    """Return how to repair the damage in `messages`: no command replaces a folder that is in place of a file."""
+    has_folder = any(FOLDER_IN_PLACE in message for message in messages)
+    first = "remove or move away the folders that are in place of files, then " if has_folder else ""
+    return f"to repair, {first}run: {command}"
+
+
+def failure_text(verified: Verified, variant: Variant, *, column: ColumnSpec, data_dir: Path) -> str:
+    """Return the extent of the damage and how to repair it, and how many shards the bucket does not deliver."""
+    num_shards = len({finding.shard_id for finding in (*verified.findings, *verified.deep_findings)})
+    name, parts = variant.directory.name, []
+    if verified.num_damaged:
+        parts.append(f"{count_noun(verified.num_damaged, 'problem')} in {count_noun(num_shards, 'shard')} of {name}")
+    if verified.findings:
+        try:
+            command = column.command_line(stored_request(variant), data_dir=data_dir)
+        except UserError:
+            command = f"prep {column.command} with the settings of the variant"
+        parts.append(repair_text(command, (finding.message for finding in verified.findings)))
+    # A run does not notice the damage of these shards: their commits have to be removed by hand.
+    by_hand = sorted({*verified.unseen, *(finding.shard_id for finding in verified.deep_findings)})
+    if by_hand:
+        paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in by_hand[:5])
+        more = f" and {len(by_hand) - 5} more" if len(by_hand) > 5 else ""
+        parts.append(f"to remake shards whose damage only verify detects, first remove their commits: {paths}{more}")
+    if verified.inaccessible:
+        shards = count_noun(len(verified.inaccessible), "shard")
+        parts.append(f"{shards} of {name} cannot be accessed, which is not a sign of damage: verify again later")
+    return "; ".join(parts)

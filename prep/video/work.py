@@ -66,7 +66,7 @@ def _run(plan: Planned, recipe: Recipe, request: Request, part_run: PartRun | No
     job = replace(
         chunk_job(plan, scratch_bytes=request.scratch_bytes),
         lag_limit_s=request.lag_limit_s,
-        asked=request.asked,
+        asked=request.recorded_flags,
     )
     summary = execute(job, engine, part_run=part_run)
     if plan.detection is not None:

@@ -41,7 +41,7 @@ from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.locks import is_still_at, lock, open_private, private_root
 from clipmill.manifests.publish import parse_json
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.core.shard_result import ShardResult, begin_shard, stopped, system_errors_as_results
+from clipmill.prep.core.shard_result import ShardResult, begin_shard, stop_result, system_errors_as_results
 from clipmill.prep.video.encode import SpanPlan, start_ms
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.settings import ChunkSettings, ResolvedRecipe
@@ -101,10 +101,10 @@ def make_shard(task: ShardTask) -> ShardResult:
     try:
         version = find_ffmpeg().version
     except FailedWork as error:
-        return stopped(task, FailureCode.WORKER_LOST, str(error))
+        return stop_result(task, FailureCode.WORKER_LOST, str(error))
     if version != (planned := task.recipe.values["ffmpeg"]):
         message = f"this node has ffmpeg {version}, but the plan requires {planned}"
-        return stopped(task, FailureCode.FFMPEG_DIFFERS, message)
+        return stop_result(task, FailureCode.FFMPEG_DIFFERS, message)
     return system_errors_as_results(_make, task)
 
 

@@ -18,7 +18,7 @@ from clipmill.manifests.storage.objects import open_objects
 from clipmill.manifests.storage.working_copy import open_data
 from clipmill.prep.core.data_folder import require_data_folder, writing
 from clipmill.prep.core.failures import FailureCode
-from clipmill.prep.core.shard_result import ShardResult, stopped
+from clipmill.prep.core.shard_result import ShardResult, stop_result
 from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.prep.scores.column import COLUMN as SCORES
 from clipmill.prep.video.worker import ShardTask
@@ -222,7 +222,7 @@ def test_a_run_that_lost_its_lock_stops_and_publishes_nothing_more(
     def taken_over(task: ShardTask) -> ShardResult:
         objects.write(".lock", b'{"holder": "process 7 on node1"}')
         monkeypatch.setattr("clipmill.manifests.storage.leases.EXPIRY_S", 0.0)
-        return stopped(task, FailureCode.WORKER_LOST, "")
+        return stop_result(task, FailureCode.WORKER_LOST, "")
 
     monkeypatch.setattr("clipmill.prep.video.worker.make_shard", taken_over)
     monkeypatch.setattr("clipmill.prep.engines.processes.ProcessEngine", lambda num_workers: Here())

@@ -148,13 +148,13 @@ def array_sample(chunk: Chunk, **values: Any) -> Sample:
 
 WRONG: dict[str, tuple[Callable[[Chunk], Any], str]] = {
     "raises": (lambda chunk: 1 / 0, "ZeroDivisionError: division by zero (test_chunk_contract.py, line"),
-    "none": (lambda chunk: None, "an object of type NoneType, which is no Sample"),
+    "none": (lambda chunk: None, "an object of type NoneType, which is not a Sample"),
     "field": (lambda chunk: chunk.sample({"npy": ARRAY}, {"lengths_other": 1.0}), "lengths_other"),
     "member": (lambda chunk: chunk.sample({"txt": b""}, {"lengths_value": 1.0}), "members ['txt'], expected ['npy']"),
     "type": (lambda chunk: array_sample(chunk, lengths_value="red"), "Could not convert 'red'"),
-    "video": (lambda chunk: array_sample(chunk, video_id="another"), "video_id is 'another', and that of the chunk is"),
-    "start": (lambda chunk: array_sample(chunk, start_ms=77), "start_ms is 77, and that of the chunk is"),
-    "fraction": (lambda chunk: array_sample(chunk, num_frames=2.5), "num_frames is 2.5, which is no integer"),
+    "video": (lambda chunk: array_sample(chunk, video_id="another"), "video_id is 'another', but the chunk has"),
+    "start": (lambda chunk: array_sample(chunk, start_ms=77), "start_ms is 77, but the chunk has"),
+    "fraction": (lambda chunk: array_sample(chunk, num_frames=2.5), "num_frames is 2.5, which is not an integer"),
     "negative": (lambda chunk: array_sample(chunk, num_frames=-5), "num_frames is -5, and must be 1 or more"),
     "no array": (lambda chunk: chunk.sample({"npy": b"x"}, {"lengths_value": 1.0}), "npy"),
     "array": (lambda chunk: chunk.sample({"npy": npy_bytes(np.array([np.nan]))}, {"lengths_value": 1.0}), "finite"),
@@ -222,7 +222,9 @@ def test_flags_of_all_columns_are_taken() -> None:
     assert flags - TAKEN_SETTINGS == {"num_gpus", "batch", "scratch_size"}
 
 
-@pytest.mark.parametrize(("change", "message"), [({"settings": 3}, "no dataclass"), ({"schema": "1"}, "no integer")])
+@pytest.mark.parametrize(
+    ("change", "message"), [({"settings": 3}, "not a dataclass"), ({"schema": "1"}, "not an integer")]
+)
 def test_a_spec_is_checked(change: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         replace(COLUMN, **change)

@@ -81,7 +81,7 @@ def test_a_cluster_shares_what_the_disk_delivers() -> None:
     assert values["clips_per_s_per_gpu"] == pytest.approx(2048 / 1.5 / 64)
     assert "8 nodes with 8 GPUs each; per GPU 32 clips, 21.3 clips/s" in advice_text(cluster, ORIGIN)
     assert "17.1 MB/s per node: fine" in line_of(cluster, "packets")
-    assert "even if 8 nodes together get only what this node measured" in line_of(cluster, "packets")
+    assert "even if 8 nodes together get only the speed that this node measured" in line_of(cluster, "packets")
     unsure = line_of(replace(cluster, read_bytes_per_s=50e6), "packets")
     assert "fine only if 8 nodes together get 137 MB/s" in unsure and "--read-speed" in unsure
     assert "too much" in line_of(replace(cluster, read_bytes_per_s=10e6), "packets")

@@ -12,7 +12,7 @@ import pytest
 
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.run import Summary, execute
-from clipmill.prep.core.shard_result import ShardResult, stopped
+from clipmill.prep.core.shard_result import ShardResult, stop_result
 from clipmill.prep.video.column import Recipe, resolve
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan_inputs import chunk_job, make_plan
@@ -91,7 +91,7 @@ def test_a_shard_that_was_given_up_is_a_failure_of_all_of_its_videos(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(task: ShardTask) -> ShardResult:
-        return stopped(task, FailureCode.OUT_OF_MEMORY, "gone") if task.shard_id == 0 else make_shard(task)
+        return stop_result(task, FailureCode.OUT_OF_MEMORY, "gone") if task.shard_id == 0 else make_shard(task)
 
     summary = run(data, lost, monkeypatch)
     assert summary.failures_by_code() == {FailureCode.OUT_OF_MEMORY: 2} and summary.num_failed_videos == 2
@@ -100,7 +100,7 @@ def test_a_shard_that_was_given_up_is_a_failure_of_all_of_its_videos(
 
 def test_a_run_that_full_disks_ended_names_what_it_did_not_try(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(task: ShardTask) -> ShardResult:
-        return stopped(task, FailureCode.DISK_FULL, "full")
+        return stop_result(task, FailureCode.DISK_FULL, "full")
 
     summary = run(data, full, monkeypatch, per_shard=1)
     assert summary.failures_by_code() == {FailureCode.DISK_FULL: 3, FailureCode.SHARD_MISSING: 2}

@@ -21,6 +21,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.prep.core import parts
 from clipmill.prep.core.data_folder import column_lock, writing
 from clipmill.prep.core.parts import Part, PartRun, writing_part
+from clipmill.prep.engines.admission import source_sha256
 from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.shards.dataset import current_variant
 from tests.conftest import ROOT
@@ -221,9 +222,12 @@ def test_parts_exclude_commands_without_part_other_settings_and_other_code(
         other = running(data, "2/2", makes="b")
         with pytest.raises(UserError, match="part 2/2 would make b, but part 1/2, which is running, makes a"), other:
             pass
-        source, other = parts._source("clipmill.prep"), running(data, "2/2", makes="a")
-        monkeypatch.setattr(parts, "_source", lambda package: "0123abcd")
-        with pytest.raises(UserError, match=f"source 0123abcd.* differs from that of part 1/2.*source {source}"), other:
+        source, other = str(source_sha256("clipmill.prep"))[:8], running(data, "2/2", makes="a")
+        monkeypatch.setattr(parts, "source_sha256", lambda package: "0123abcd")
+        with (
+            pytest.raises(UserError, match=f"source 0123abcd.* differs from clipmill of part 1/2.*source {source}"),
+            other,
+        ):
             pass
         assert run.end(), "the refused part counts as running"
     with writing(data), pytest.raises(UserError, match="another command is writing"):

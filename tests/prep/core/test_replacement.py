@@ -160,7 +160,7 @@ def test_undetected_shots_of_a_source_that_is_away_block_a_variant(made: Path, r
 def test_refused_credentials_do_not_replace_a_complete_variant(
     made: Path, tmp_path: Path, bucket: str, faults: Faults
 ) -> None:
-    remote._opened.cache_clear()
+    remote._open_bucket.cache_clear()
     objects = open_objects(bucket)
     for name in "abc":
         objects.write(f"videos/{name}.mp4", (made / "videos" / f"{name}.mp4").read_bytes())

@@ -292,7 +292,7 @@ def test_what_cannot_be_exported_is_named(texts: Path, tmp_path: Path) -> None:
     for of_5b in ({"factor": 16}, {"channels": 48}):
         write(texts, "AutoencoderKLWan", **of_5b)
         error = prep_here("export", "musubi", tmp_path / "out", "--data", texts, status=2).stderr
-        assert "those of Wan 2.2 TI2V-5B" in error and "prep export diffusion-pipe" in error
+        assert "from Wan 2.2 TI2V-5B" in error and "prep export diffusion-pipe" in error
     assert not (tmp_path / "out").exists()
     write(texts, "AutoencoderKLWan")
     (tmp_path / "mine").mkdir()

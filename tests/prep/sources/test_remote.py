@@ -170,7 +170,7 @@ def test_an_object_replaced_within_a_second_has_changed(bucket: str) -> None:
     ],
 )
 def test_faults_that_stay_are_failures_of_the_source(videos: str, faults: Faults, fault: Fault, code: str) -> None:
-    remote._opened.cache_clear()
+    remote._open_bucket.cache_clear()
     faults.set(fault)
     assert code_of(lambda: probe(f"{videos}/matroska.mkv")) == code
     faults.set()
@@ -197,7 +197,7 @@ def test_a_failed_read_that_libav_takes_for_the_end_of_the_file_is_not_lost(
 @pytest.mark.usefixtures("small_ranges", "few_retries")
 @pytest.mark.parametrize("kind", ["error", "cut", "delay"])
 def test_faults_that_pass_are_not_noticed(files: Path, videos: str, faults: Faults, kind: str) -> None:
-    remote._opened.cache_clear()
+    remote._open_bucket.cache_clear()
     faults.set(Fault(kind, method="GET", path="matroska", every=3, delay_s=0.05))  # type: ignore[arg-type]
     assert probe(f"{videos}/matroska.mkv") == probe(files / "matroska.mkv")
     assert faults.seen().num_faults > 3
@@ -219,7 +219,7 @@ def test_a_bucket_that_cannot_be_used_is_an_error_and_no_list_of_failures(s3: S3
 def test_a_server_that_does_not_answer_is_not_asked_for_every_object(
     monkeypatch: pytest.MonkeyPatch, web: HttpFolder
 ) -> None:
-    remote._opened.cache_clear()
+    remote._open_bucket.cache_clear()
     web.close()
     asked: list[str] = []
     info = remote.Objects.info

@@ -14,7 +14,7 @@ from clipmill.prep.core.tables import read_table_file, write_table_file
 from clipmill.prep.sources.detector import DEFAULT_THRESHOLD, Detector, DetectorName
 from clipmill.prep.sources.probe import probe
 from clipmill.prep.sources.shot_table import SHOTS, read_shots, shot_rows
-from clipmill.prep.sources.shots import _shown, detect_cuts, output_number
+from clipmill.prep.sources.shots import _output_pictures, detect_cuts, output_number
 from clipmill.prep.synthetic import FrameNumberVideo, read_frame_number
 from clipmill.prep.video.encode import num_output_frames
 from clipmill.shards.timeline.model import Timeline
@@ -64,7 +64,7 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with av.open(str(plain), "w") as container:
         stream = container.add_stream("ffv1", rate=int(FPS))
         stream.width, stream.height, stream.pix_fmt = 256, 192, "bgr0"
-        for picture, times in _shown(film, Timeline(), num_frames=NUM_FRAMES, fps=FPS):
+        for picture, times in _output_pictures(film, Timeline(), num_frames=NUM_FRAMES, fps=FPS):
             for _ in range(times):
                 frame = av.VideoFrame.from_ndarray(picture, format="bgr24")
                 container.mux(stream.encode(frame.reformat(format="bgr0")))
@@ -109,7 +109,9 @@ def test_the_detector_sees_the_frame_on_show_at_each_time(options: dict[str, obj
         times_s = np.array([float((at - pts[0]) * (container.streams.video[0].time_base or 0)) for at in pts])
     num_frames = int(num_output_frames(np.array([times_s[-1] + 1 / 30]), fps=FPS)[0])
     numbers = []
-    for picture, times in _shown(path, Timeline.from_json(probe(path).timeline), num_frames=num_frames, fps=FPS):
+    for picture, times in _output_pictures(
+        path, Timeline.from_json(probe(path).timeline), num_frames=num_frames, fps=FPS
+    ):
         numbers += [read_frame_number(picture)] * times
     assert len(numbers) == num_frames
     for frame, number in enumerate(numbers):

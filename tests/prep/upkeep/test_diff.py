@@ -22,7 +22,7 @@ def test_two_variants_of_latents(prep: Prep, shard_set: ShardSet) -> None:
         arrays.append(stored(shard_set))
     text = prep("diff", *names, "--data", shard_set.data).stdout
     assert "setting   dtype: float16 → bfloat16" in text
-    assert "samples   5 samples and 5, of which both have 5" in text
+    assert "samples   5 samples and 5; both have 5" in text
     values = prep("diff", *names, "--data", shard_set.data, "--json").summary
     half = np.concatenate([one.astype(np.float64) for one in arrays[0].values()])
     bits = np.concatenate([*arrays[1].values()]).astype(np.uint32) << np.uint32(16)

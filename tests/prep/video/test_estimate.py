@@ -156,7 +156,7 @@ def test_sources_in_a_bucket_are_tried_as_local_ones_are_or_the_plan_says_why_no
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(staging, "_in_use", None)
-    remote._opened.cache_clear()
+    remote._open_bucket.cache_clear()
     objects = open_objects(bucket)
     for name in ("small", "large"):
         objects.write(f"videos/{name}.mp4", (tmp_path / "videos" / f"{name}.mp4").read_bytes())

@@ -186,7 +186,7 @@ def test_sources_that_a_server_refuses_are_not_blamed_and_are_tried_again(
         open_objects(bucket).write(f"videos/{name}.mkv", videos / "val" / "short.mkv")
     prep_here("manifest", "folder", f"{bucket}/videos", "--data", data)
     command = ("chunk", *LEN, "--data", data, "--workers", 1)
-    remote._opened.cache_clear()
+    remote._open_bucket.cache_clear()
     faults.set(Fault("error", status=403, code="AccessDenied"))
     ran = prep_here(*command, status=2)
     assert ran.error.startswith(f"{bucket}: access denied") and ran.error.endswith("for all 2 sources there")

@@ -204,7 +204,7 @@ def test_a_folder_of_somebody_else_is_refused(root: Path, urls: list[str]) -> No
 def test_a_fetch_that_fails_leaves_nothing(
     root: Path, urls: list[str], faults: Faults, fault: Fault, code: str
 ) -> None:
-    staging.objects_of.__globals__["_opened"].cache_clear()
+    staging.objects_of.__globals__["_open_bucket"].cache_clear()
     faults.set(fault)
     with StagedSources() as sources:
         with pytest.raises(SourceFailure) as caught:
