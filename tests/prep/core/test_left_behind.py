@@ -30,7 +30,7 @@ from clipmill.prep.registry import columns
 for column in columns():  # once, not in every child
     import_object(column.work)
 import clipmill.manifests.adapters.folder, clipmill.manifests.adapters.reading, clipmill.manifests.write
-import clipmill.prep.commands.manifest_text, clipmill.prep.upkeep.garbage, clipmill.prep.upkeep.texts, pyarrow.dataset
+import clipmill.prep.commands.manifest_text, clipmill.prep.upkeep.garbage, pyarrow.dataset
 import clipmill.prep.commands.manifest_text, clipmill.prep.upkeep.garbage, clipmill.prep.upkeep.verify, pyarrow.dataset
 
 pristine, work, expected = map(Path, sys.argv[1:4])

@@ -326,7 +326,7 @@ class SoftCrossEntropy(Objective):
         """Add the gradients of this rank's share of the batch; return the loss of the whole batch."""
         settings = self._settings
         num_samples = len(batch["label"])
-        with step.random(_MIXING):
+        with step.seed_generators(_MIXING):
             mix = draw_mix(mixup=settings.mixup, cutmix=settings.cutmix, size_px=self._side)
         targets_BK = mixed_targets(
             batch["label"], num_classes=self._num_classes, smoothing=settings.label_smoothing, mix=mix

@@ -22,7 +22,6 @@ from clipmill.train.data.classes import ClassList
 from clipmill.train.data.image_tars import LABEL
 from clipmill.train.data.samples import Samples
 from clipmill.train.data.tar_samples import expand
-from clipmill.train.data.video_stream import expand
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderEvaluation
 from clipmill.train.tasks.dual_encoder.zero_shot import PLAIN_TEMPLATE, ClassPrompts, read_templates
 

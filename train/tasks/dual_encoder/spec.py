@@ -90,7 +90,7 @@ class DualEncoderEvaluation(EvaluationSettings):
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
         """Settings of protocols that none of the evaluations uses."""
         try:
-            used = {one.protocol or self.protocol for one in self.evaluated()}
+            used = {one.protocol or self.protocol for one in self.evaluated_data()}
         except UserError:
             return  # one of `rules`
         for name, protocols in _OF_PROTOCOL.items():

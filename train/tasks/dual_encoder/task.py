@@ -16,7 +16,6 @@ from clipmill.shards.columns import LATENTS, TEXT, VIDEO, how_to_make
 from clipmill.shards.dataset import current_variant
 from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.model import LIBRARY, TOWERS, DualEncoderTowers, kind_of
-from clipmill.train.config.shards import kind_of
 from clipmill.train.config.shards import kind_of as kind_of_data
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.clip_frames import Views
@@ -85,7 +84,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 
         settings = self._settings
-        if wanted.protocol == "zero-shot" and kind_of(settings.folder, settings).has_images:
+        if wanted.protocol == "zero-shot" and kind_of_data(settings.folder, settings).has_images:
             from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
 
             numbers = class_numbers(settings.folder, wanted.classes)
